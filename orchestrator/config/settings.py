@@ -1,0 +1,318 @@
+"""What a user may ask for: a tree of frozen values, each documented under its field and checked where it is declared.
+
+A field of ``None`` or ``"auto"`` is left to the plan, which says what it chose and why. Names are unique across the
+sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--learning-rate``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from orchestrator.errors import UserError
+
+Switch = Literal["auto", "on", "off"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+GpuMode = Literal["auto", "cpu", "single_gpu"]
+Schedule = Literal["cosine", "constant"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
+CompileParts = Literal["all", "experts", "gate"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def _at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How long the run lasts and where it leaves its record."""
+
+    name: str | None = None
+    """Name of the run; its folder is results/NAME. Default: the task and the time of day."""
+    run_dir: Path | None = None
+    """Folder of the run, in place of results/NAME."""
+    epochs: int = 10
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, whatever --epochs says."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations in a row without improvement."""
+    early_stopping_metric: str = "loss"
+    """Validation metric that early stopping and the best checkpoint follow; a metric named loss is better when smaller, others when larger."""
+    seed: int = 0
+    """Seed of initial weights, sample order and randomness inside the model."""
+    deterministic: bool = False
+    """Same seed, same result to the bit: deterministic kernels, tf32 and cuDNN benchmarking off."""
+    auto: bool = True
+    """Let the plan choose what was left open. With --no-auto plain defaults are used and said so."""
+    debug: bool = False
+    """A quick look: batch of 4, 4 steps, 2 evaluation batches, every step logged."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None and (not self.name or self.name[0] in ".-" or not set(self.name) <= _NAME_CHARACTERS):
+            raise ValueError(f"name is {self.name!r}; use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        _at_least("epochs", self.epochs, 1)
+        _at_least("max_steps", self.max_steps, 1)
+        _at_least("early_stopping_patience", self.early_stopping_patience, 1)
+        _within("seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Sizes of the built-in tasks' models. What is left open is the task's own default."""
+
+    experts: int | None = None
+    """Experts per MoE layer; 0 gives a dense model."""
+    expert_hidden_size: tuple[int, ...] = ()
+    """Hidden size of the experts: one number for all, or one per expert."""
+    top_k: int | None = None
+    """Experts that each token is sent to."""
+    width: int | None = None
+    """Width of the model (features per token)."""
+    layers: int | None = None
+    """Number of blocks."""
+    context_length: int | None = None
+    """Tokens per sample, for text and for synthetic sequences."""
+    vocabulary: int | None = None
+    """Number of distinct tokens of the synthetic task."""
+    balance_loss: float = 0.01
+    """Weight of the loss that keeps experts evenly used."""
+    z_loss: float = 0.0
+    """Weight of the loss that keeps gate scores small."""
+
+    def __post_init__(self) -> None:
+        _at_least("experts", self.experts, 0)
+        for size in self.expert_hidden_size:
+            _at_least("expert_hidden_size", size, 1)
+        for name in ("top_k", "width", "layers", "vocabulary"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("context_length", self.context_length, 0)
+        _at_least("balance_loss", self.balance_loss, 0)
+        _at_least("z_loss", self.z_loss, 0)
+        if self.experts and len(self.expert_hidden_size) not in (0, 1, self.experts):
+            raise ValueError(
+                f"expert_hidden_size has {len(self.expert_hidden_size)} sizes for {self.experts} experts; give one size, or one per expert"
+            )
+        if self.experts and self.top_k and self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k} but there are only {self.experts} experts; lower --top-k or raise --experts")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where samples come from."""
+
+    data_dir: Path | None = None
+    """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt files for text)."""
+    samples: int | None = None
+    """Training samples of the synthetic task."""
+    loader_workers: int = -1
+    """Processes that load data; -1 lets the plan choose, 0 loads in the training process."""
+
+    def __post_init__(self) -> None:
+        _at_least("loader_workers", self.loader_workers, -1)
+        _at_least("samples", self.samples, 1)
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How many samples meet in a step."""
+
+    batch_size: int | Literal["auto"] | None = None
+    """Samples per worker and micro-batch; "auto" measures the largest that fits (GPU) or the fastest (CPU). Default: from the plan's memory estimate."""
+    accumulation_steps: int | None = None
+    """Micro-batches per optimizer step."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all workers; fixes batch size times accumulation."""
+    eval_batch_size: int | None = None
+    """Samples per batch in evaluation."""
+    gpu_memory_fraction: float = 0.9
+    """Share of the GPU's memory that the run may use."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_size, int):
+            _at_least("batch_size", self.batch_size, 1)
+        for name in ("accumulation_steps", "global_batch_size", "eval_batch_size"):
+            _at_least(name, getattr(self, name), 1)
+        _within("gpu_memory_fraction", self.gpu_memory_fraction, 0.05, 1.0)
+        if isinstance(self.batch_size, int) and self.global_batch_size and self.accumulation_steps:
+            if self.batch_size * self.accumulation_steps != self.global_batch_size:
+                raise ValueError(
+                    f"batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} is not "
+                    f"global_batch_size {self.global_batch_size}; give two of the three"
+                )
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """The optimizer (AdamW) and its schedule."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """Course of the learning rate after warm-up: cosine to a tenth, or constant."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Default: a twentieth of the run, at most 1000."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be positive")
+        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+            _at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What the computation runs on, and how."""
+
+    gpu_mode: GpuMode = "auto"
+    """auto takes a GPU where there is one; cpu and single_gpu force it."""
+    precision: Precision = "auto"
+    """Arithmetic of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
+    tf32: Switch = "auto"
+    """tf32 for fp32 matrix products on GPUs that have it."""
+    compile: bool = False
+    """Compile the model with torch.compile; falls back with a warning."""
+    compile_mode: CompileMode = "default"
+    """Mode handed to torch.compile."""
+    compile_parts: CompileParts = "all"
+    """Compile the whole model, or only its experts or gates."""
+    activation_checkpointing: Switch = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    cudnn_benchmark: Switch = "auto"
+    """Let cuDNN time its kernels for the shapes at hand."""
+    empty_cache_every: int = 0
+    """Return cached GPU memory to the driver every N steps; 0 only at epoch ends."""
+
+    def __post_init__(self) -> None:
+        _at_least("empty_cache_every", self.empty_cache_every, 0)
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What is kept of a run, and where a run begins."""
+
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 saves at the end of each epoch."""
+    keep: int = 3
+    """Checkpoints kept besides the best one."""
+    resume: str | None = None
+    """Continue: auto takes the newest good checkpoint of the run folder (or starts afresh), PATH a given one."""
+    init_from: Path | None = None
+    """Begin with the weights of this checkpoint, and nothing else of it."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint_every", self.checkpoint_every, 0)
+        _at_least("keep", self.keep, 1)
+        if self.resume is not None and self.init_from is not None:
+            raise ValueError("resume and init_from contradict each other: resume continues a run, init_from begins one; give one of them")
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What is measured, logged and shown."""
+
+    log_every: int | None = None
+    """Steps between fetches of the losses from the device."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0 evaluates at the end of each epoch."""
+    monitor_gpu: bool = True
+    """Sample device and host use in the background."""
+    gpu_log_interval: int = 50
+    """Steps between monitor events; 0 turns them off."""
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    """Trackers that read along; wandb and mlflow are extras. Give "--trackers" alone for none."""
+    profile: bool = False
+    """Trace a few steps: trace.json and the table of the most expensive operations."""
+
+    def __post_init__(self) -> None:
+        _at_least("log_every", self.log_every, 1)
+        _at_least("evaluate_every", self.evaluate_every, 0)
+        _at_least("gpu_log_interval", self.gpu_log_interval, 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is asked to do."""
+
+    task: str = "digits"
+    """digits, text, synthetic, or package.module:Name for a task of your own."""
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    device: DeviceSettings = field(default_factory=DeviceSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+
+    def __post_init__(self) -> None:
+        if self.run.deterministic and self.device.tf32 == "on":
+            raise ValueError("deterministic and tf32 on contradict each other; leave --tf32 out")
+        if self.run.deterministic and self.device.cudnn_benchmark == "on":
+            raise ValueError("deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out")
+        if self.device.gpu_mode == "cpu" and self.device.tf32 == "on":
+            raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
+        if self.batch.batch_size == "auto" and not self.run.auto:
+            raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
+
+    @classmethod
+    def of(cls, **settings: Any) -> Config:
+        """A config from flat names, as on the command line: ``Config.of(epochs=3, batch_size=32)``."""
+        return cls().but(**settings)
+
+    def but(self, **settings: Any) -> Config:
+        """This config with some settings changed, by their flat names."""
+        top: dict[str, Any] = {}
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            known = flat_names()
+            if name not in known:
+                raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+            if known[name]:
+                sections.setdefault(known[name], {})[name] = value
+            else:
+                top[name] = value
+        try:
+            top |= {section: replace(getattr(self, section), **values) for section, values in sections.items()}
+            return replace(self, **top)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+@cache
+def section_types() -> Mapping[str, type]:
+    """The sections of the tree, by name."""
+    hints = get_type_hints(Config)
+    return {f.name: hints[f.name] for f in fields(Config) if is_dataclass(hints[f.name])}
+
+
+@cache
+def flat_names() -> Mapping[str, str]:
+    """Each setting's flat name with the section it lives in ('' for the root)."""
+    names = {f.name: "" for f in fields(Config) if f.name not in section_types()}
+    for section, kind in section_types().items():
+        names |= {f.name: section for f in fields(kind)}
+    return names
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' when a known name is near, else ''."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
