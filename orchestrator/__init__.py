@@ -1,0 +1,30 @@
+"""expert-orchestrator: distributed training for PyTorch on Ray. The public names are loaded when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrator.config.settings import Config
+    from orchestrator.record.monitor import Monitor
+    from orchestrator.tasks.task import Loss, Task, TensorData
+    from orchestrator.trainer import Result, Trainer
+
+_HOMES = {
+    "Config": "orchestrator.config.settings",
+    "Trainer": "orchestrator.trainer",
+    "Result": "orchestrator.trainer",
+    "Task": "orchestrator.tasks.task",
+    "Loss": "orchestrator.tasks.task",
+    "TensorData": "orchestrator.tasks.task",
+    "Monitor": "orchestrator.record.monitor",
+}
+
+__all__ = ["Config", "Loss", "Monitor", "Result", "Task", "TensorData", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'orchestrator' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -51,7 +51,7 @@ class RunSettings:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row without improvement."""
     early_stopping_metric: str = "loss"
-    """Validation metric that early stopping and the best checkpoint follow; a metric named loss is better when smaller, others when larger."""
+    """Validation metric that early stopping and the best checkpoint follow: a loss is better smaller, others larger."""
     seed: int = 0
     """Seed of initial weights, sample order and randomness inside the model."""
     deterministic: bool = False
@@ -131,7 +131,8 @@ class BatchSettings:
     """How many samples meet in a step."""
 
     batch_size: int | Literal["auto"] | None = None
-    """Samples per worker and micro-batch; "auto" measures the largest that fits (GPU) or the fastest (CPU). Default: from the plan's memory estimate."""
+    """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the fastest (CPU).
+    Default: by the plan's memory estimate."""
     accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
     global_batch_size: int | None = None
@@ -147,12 +148,11 @@ class BatchSettings:
         for name in ("accumulation_steps", "global_batch_size", "eval_batch_size"):
             _at_least(name, getattr(self, name), 1)
         _within("gpu_memory_fraction", self.gpu_memory_fraction, 0.05, 1.0)
-        if isinstance(self.batch_size, int) and self.global_batch_size and self.accumulation_steps:
-            if self.batch_size * self.accumulation_steps != self.global_batch_size:
-                raise ValueError(
-                    f"batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} is not "
-                    f"global_batch_size {self.global_batch_size}; give two of the three"
-                )
+        given = (self.batch_size, self.accumulation_steps, self.global_batch_size)
+        if all(isinstance(value, int) for value in given) and given[0] * given[1] != given[2]:  # pyright: ignore
+            raise ValueError(
+                f"batch_size {given[0]} × accumulation_steps {given[1]} is not global_batch_size {given[2]}; give two of the three"
+            )
 
 
 @dataclass(frozen=True)

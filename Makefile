@@ -1,0 +1,42 @@
+# make train   sets everything up and runs the main job
+# make test    sets everything up and runs the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test check slow gpu clean
+
+train: $(VENV)/.installed
+	$(BIN)/orchestrator train $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
+
+gpu:
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed; found: $$($(PYTHON) --version). Use: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a few minutes the first time) ..."
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV), with what the tests need (a few minutes the first time) ..."
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

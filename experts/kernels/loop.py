@@ -1,0 +1,33 @@
+"""Experts one after another: right on every device and in every precision, and the form all others are held against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+
+@torch.compiler.disable  # row counts change at every step: compiled, each would be another graph
+def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor) -> Tensor:
+    """SwiGLU experts over rows sorted by expert. An expert without rows multiplies an empty matrix, so that its
+    gradient is zero and not absent."""
+    sizes = row_counts(counts_E, rows_RD.shape[0])
+    made = [swiglu(rows @ up) @ down for rows, up, down in zip(rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), strict=True)]
+    return torch.cat(made)
+
+
+def swiglu(hidden: Tensor) -> Tensor:
+    gate, value = hidden.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def row_counts(counts_E: Tensor, rows: int) -> list[int]:
+    """Rows per expert on the host. Where a model is only traced there are no numbers: an even split."""
+    if counts_E.device.type == "meta" or isinstance(counts_E, FakeTensor):
+        base, extra = divmod(rows, len(counts_E))
+        return [base + (index < extra) for index in range(len(counts_E))]
+    sizes = counts_E.long().tolist()
+    if sum(sizes) != rows:
+        raise RuntimeError(f"the experts were promised {sum(sizes)} rows and got {rows}")
+    return sizes

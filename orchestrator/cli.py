@@ -1,0 +1,180 @@
+"""The command line: which verb, which options, which exit code. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.settings import Config, did_you_mean
+from orchestrator.errors import OrchestratorError, UserError
+
+USAGE = """usage: orchestrator VERB [options]
+
+Trains PyTorch models: detects the hardware, chooses good settings, says why, and leaves a report.
+
+  train    train a task and leave a report
+  plan     show every choice with its reason, and the memory estimate, before anything runs
+  check    look at the machine and try what training needs
+  bench    measure forward and backward time of a task
+  report   draw plots and report.html again from a run folder
+  init     write a commented config for this machine
+
+orchestrator VERB --help lists a verb's options. Settings come from --config FILE (YAML) and flags; flags win.
+Exit codes: 0 done, 2 a mistake in the call, 3 resources not to be had, 4 training failed, 130 interrupted."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a task and leave a report in the run folder."""
+
+    settings: Config
+    config: Path | None = None
+    """YAML file with settings; flags win over it."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Show every choice with its reason, before anything runs."""
+
+    settings: Config
+    config: Path | None = None
+    """YAML file with settings; flags win over it."""
+    json: bool = False
+    """Print JSON for machines."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure forward and backward time of a task, warm-up excluded."""
+
+    settings: Config
+    config: Path | None = None
+    """YAML file with settings; flags win over it."""
+    iterations: int = 20
+    """Steps that are measured."""
+    precisions: bool = False
+    """Compare fp32, tf32, bf16 and fp16: speed, memory and loss."""
+    json: bool = False
+    """Print JSON for machines."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Look at the machine and try what training needs."""
+
+    full: bool = False
+    """Also train two steps and check each part of the way."""
+    json: bool = False
+    """Print JSON for machines."""
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """Write a commented config for this machine."""
+
+    path: Path = Path("orchestrator.yaml")
+    """Where to write it."""
+    force: bool = False
+    """Overwrite an existing file."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Draw plots, performance_summary.txt and report.html again from a run folder."""
+
+    folder: Path
+    """The run folder."""
+
+
+def _train(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_flags
+
+    _, resolved = read_flags(TrainOptions, argv, "orchestrator train")
+    from orchestrator import commands
+
+    return commands.train(resolved)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_flags
+
+    options, resolved = read_flags(PlanOptions, argv, "orchestrator plan")
+    from orchestrator import commands
+
+    return commands.show_plan(resolved, options.json)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_flags
+
+    options, resolved = read_flags(BenchOptions, argv, "orchestrator bench")
+    from orchestrator import commands
+
+    return commands.bench(resolved, options.iterations, options.precisions, options.json)
+
+
+def _check(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_own
+
+    options = read_own(CheckOptions, argv, "orchestrator check")
+    from orchestrator import checking
+
+    return checking.check(options.full, options.json)
+
+
+def _init(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_own
+
+    options = read_own(InitOptions, argv, "orchestrator init", positional="path")
+    from orchestrator import commands
+
+    return commands.init(options.path, options.force)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_own
+
+    options = read_own(ReportOptions, argv, "orchestrator report", positional="folder")
+    from orchestrator import commands
+
+    return commands.show_report(options.folder)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "plan": _plan,
+    "check": _check,
+    "bench": _bench,
+    "report": _report,
+    "init": _init,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb. A known error becomes a short message and its exit code; a bug of ours keeps its traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            sys.stdout.write(USAGE + "\n")
+            return 0 if arguments else 2
+        if arguments[0] == "--version":
+            from importlib.metadata import version
+
+            sys.stdout.write(f"expert-orchestrator {version('expert-orchestrator')}\n")
+            return 0
+        verb = VERBS.get(arguments[0])
+        if verb is None:
+            raise UserError(f"unknown verb {arguments[0]!r}{did_you_mean(arguments[0], VERBS)}; verbs are {', '.join(VERBS)}")
+        return verb(arguments[1:])
+    except OrchestratorError as error:
+        sys.stderr.write(f"orchestrator: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("orchestrator: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The verbs of the command line. Each does one thing and returns the exit code; errors are told by ``cli``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.config.reader import Resolved, dump
+from orchestrator.config.settings import Config, section_types
+from orchestrator.errors import Interrupted, UserError
+from orchestrator.plan.hardware import launched_by
+from orchestrator.types import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from orchestrator.train.bench import Measured
+    from orchestrator.trainer import Prepared
+
+_TIMED = ("forward", "backward", "optimizer", "total")
+
+
+def train(resolved: Resolved) -> int:
+    """Train, and leave a report."""
+    from orchestrator.trainer import Trainer
+
+    launcher = launched_by()
+    if launcher:
+        raise UserError(f"started by {launcher}, which starts one process per GPU; start it plainly: orchestrator train …")
+    result = Trainer(config=resolved).fit()
+    console = Console()
+    console.print(Text(f"{result.status}: {_outcome_text(result.summary)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"report: {result.run_dir / 'report.html'}"), soft_wrap=True)
+    if result.status == "stopped":
+        raise Interrupted(f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto")
+    return 0
+
+
+def _outcome_text(summary: dict[str, Any]) -> str:
+    validation = ", ".join(f"{name} {value:.4f}" for name, value in summary["validation"].items())
+    rate = summary["samples_per_second"]
+    parts = [f"{summary['steps']} steps", f"validation {validation}" if validation else "", f"{rate:,.0f} samples/s" if rate else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def show_plan(resolved: Resolved, as_json: bool) -> int:
+    """Every choice with its reason, before anything runs."""
+    from orchestrator.trainer import Trainer, plan_json
+
+    prepared = Trainer(config=resolved).prepare()
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(plan_json(prepared), default=str))
+        return 0
+    table = make_table("choice", "value", "reason", "rejected", title="plan")
+    for name, choice in prepared.plan.choices().items():
+        rejected = "\n".join(f"{entry.option}: {entry.why}" for entry in choice.rejected)
+        table.add_row(name, _value_text(choice.value), choice.reason, rejected)
+    console.print(table)
+    console.print(_memorymake_table(prepared.plan.memory, prepared.facts.method))
+    facts = prepared.facts
+    active = f" ({count_text(facts.expert_parameters)} of them in experts)" if facts.experts else ""
+    console.print(f"parameters {count_text(facts.parameters)}{active}, arithmetic {count_text(prepared.plan.flops_per_step)}FLOP per step")
+    given = list(resolved.origins.items())
+    if given:
+        console.print(Text("given: " + ", ".join(f"{name} ({origin})" for name, origin in given)))
+    return 0
+
+
+def _memorymake_table(memory: Any, method: str) -> Table:
+    table = make_table("memory of a step", "estimate", title=f"estimate ({method})")
+    for name in ("parameters", "gradients", "optimizer", "activations", "gate"):
+        table.add_row(name, bytes_text(getattr(memory, name)))
+    table.add_row("total", bytes_text(memory.total), style="bold")
+    table.add_row("may be used", bytes_text(memory.limit) if memory.limit else "unknown")
+    return table
+
+
+def _value_text(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def make_table(*columns: str, title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", border_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def bench(resolved: Resolved, iterations: int, precisions: bool, as_json: bool) -> int:
+    """Forward and backward time of a task."""
+    from orchestrator.train.bench import measure, measure_precisions
+    from orchestrator.trainer import Trainer
+
+    if iterations < 2:
+        raise UserError(f"--iterations is {iterations}; a median and a spread need at least 2")
+    prepared = Trainer(config=resolved).prepare()
+    config, chosen, task = prepared.resolved.config, prepared.plan, prepared.task
+    with Console(stderr=True).status("measuring …"):
+        rows = measure_precisions(config, chosen, task, iterations) if precisions else [measure(config, chosen, task, iterations)]
+    if as_json:
+        Console().print_json(json.dumps([asdict(row) for row in rows]))
+    else:
+        Console().print(_bench_table(rows, prepared))
+    return 0
+
+
+def _bench_table(rows: list[Measured], prepared: Prepared) -> Table:
+    title = f"{prepared.resolved.config.task} on {prepared.plan.device.value}, batch {rows[0].batch_size}, {rows[0].iterations} steps"
+    table = make_table("precision", *_TIMED, "samples/s", "against fp32", "peak memory", "loss", title=title)
+    base = next((row.samples_per_second for row in rows if row.precision == "fp32"), None)
+    for row in rows:
+        table.add_row(*_cells(row, base))
+    return table
+
+
+def _cells(row: Measured, base: float | None) -> list[str]:
+    def timed(name: str) -> str:
+        return f"{seconds_text(row.median.get(name, 0.0))} ±{seconds_text(row.spread.get(name, 0.0))}"
+
+    against: Any = f"{row.samples_per_second / base:.2f}×" if base else ""
+    cells = [row.precision, *(timed(name) for name in _TIMED)]
+    return [*cells, f"{row.samples_per_second:,.0f}", against, bytes_text(row.peak_memory_bytes), f"{row.loss:.4f}"]
+
+
+def init(path: Path, force: bool) -> int:
+    """A config for this machine, each setting with its meaning, in a file to be changed at will."""
+    from orchestrator.trainer import Trainer
+
+    if path.exists() and not force:
+        raise UserError(f"{path} exists already; choose another name, or overwrite it with --force")
+    prepared = Trainer(config=Config()).prepare()
+    chosen = prepared.plan.choices()
+    comments = {name: _comment(name, text, chosen) for name, text in setting_texts().items()}
+    head = f"# expert-orchestrator settings, written for this machine ({prepared.plan.device.value}, {prepared.inventory.cores} cores).\n"
+    head += "# null and auto are left to the plan; 'here' says what it would choose now. Use: orchestrator train --config FILE\n"
+    try:
+        path.write_text(head + dump(Resolved(Config(), {}), comments), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    Console().print(f"wrote {path}; start with: orchestrator train --config {path}", soft_wrap=True)
+    return 0
+
+
+def _comment(name: str, text: str, chosen: dict[str, Any]) -> str:
+    here = f" (here: {_value_text(chosen[name].value)})" if name in chosen else ""
+    return " ".join(text.split()) + here
+
+
+def setting_texts() -> dict[str, str]:
+    """The text under each setting, read from the source it is declared in."""
+    import ast
+    import inspect
+
+    texts: dict[str, str] = {}
+    for kind in [Config, *section_types().values()]:
+        body = ast.parse(inspect.getsource(kind)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, following in zip(body.body, body.body[1:], strict=False):
+            documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and documented:
+                texts[field.target.id] = str(following.value.value)  # pyright: ignore[reportAttributeAccessIssue]
+    return texts
+
+
+def show_report(folder: Path) -> int:
+    """Draw everything again from a run folder alone."""
+    from orchestrator.report.page import report
+
+    for path in report(folder):
+        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    return 0

@@ -1,0 +1,98 @@
+"""What a model needs, before it runs: memory and arithmetic from a handful of facts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_FP32 = 4
+_ADAM_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a task's model and data, measured by tracing it without computing anything."""
+
+    parameters: int
+    trainable: int
+    expert_parameters: int
+    gate_parameters: int
+    experts: int
+    moe_layers: int
+    blocks: int
+    flops_per_sample: float
+    """Of one forward pass."""
+    activation_bytes: float
+    """Kept for the backward pass, per sample."""
+    activation_base: float
+    """Kept for the backward pass whatever the batch (low-precision copies of weights, for one)."""
+    block_input_bytes: float
+    """Of these, what remains per sample when blocks are recomputed: their inputs."""
+    samples: int
+    validation_samples: int
+    unit: str
+    units_per_sample: int
+    gathered_bytes: int | None
+    """Size of the training data when it is handed out batch by batch from memory; None when read sample by sample."""
+    own_optimizer: bool
+    method: str
+    """How the facts were found, for people."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of the memory of a training step, split by what it is for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gate: float
+    limit: float | None
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.gate
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.total <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"total": self.total}
+
+
+def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None) -> Memory:
+    """fp32 weights and gradients, two Adam moments, and the activations of a micro-batch. Recomputed blocks keep their
+    inputs, and all of one block at a time."""
+    per_sample, base = facts.activation_bytes, facts.activation_base
+    if recompute and facts.blocks:
+        per_sample = facts.block_input_bytes + per_sample / facts.blocks
+        base = base / facts.blocks
+    dense = facts.parameters - facts.gate_parameters
+    dense_trained = facts.trainable - facts.gate_parameters
+    return Memory(
+        parameters=dense * _FP32,
+        gradients=dense_trained * _FP32,
+        optimizer=dense_trained * _FP32 * _ADAM_SLOTS,
+        activations=base + per_sample * micro_batch,
+        gate=facts.gate_parameters * _FP32 * (2 + _ADAM_SLOTS),
+        limit=limit,
+    )
+
+
+def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> float:
+    """A backward pass costs two forward passes; recomputation one more."""
+    return facts.flops_per_sample * global_batch * (4 if recompute else 3)
+
+
+def largest_fitting(facts: ModelFacts, most: int, recompute: bool, limit: float | None) -> int:
+    """The largest micro-batch up to ``most`` whose estimate fits; 0 when not even one sample does."""
+    fitting, refused = 0, most + 1
+    while refused - fitting > 1:
+        middle = (fitting + refused) // 2
+        if memory(facts, middle, recompute, limit).fits:
+            fitting = middle
+        else:
+            refused = middle
+    return fitting

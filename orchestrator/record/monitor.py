@@ -1,0 +1,327 @@
+"""What the run takes of its machine: a background thread that samples GPUs (NVML) and host (psutil).
+
+    with Monitor(gpu_indices=(0,)) as monitor:
+        train()
+    monitor.summary()["devices"][0]["memory_used"]["max"]
+
+A quantity that cannot be read is ``None``. Neither a missing driver nor an error of the sampler reaches the training;
+both are shown, in ``info()["gpu_error"]`` and ``summary()["error"]``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from orchestrator.types import bytes_text
+
+REARM_BELOW = 0.05  # memory use must fall this far under the limit before a second warning
+
+
+@dataclass(frozen=True)
+class HostSample:
+    """Use of the machine (percent, bytes); ``process_memory`` is the resident memory of this process."""
+
+    cpu_percent: float | None
+    memory_used: int
+    memory_total: int
+    process_memory: int
+
+
+@dataclass(frozen=True)
+class DeviceSample:
+    """Use of one GPU: bytes, percent, degrees Celsius, watts. ``None`` where the driver gives no value."""
+
+    index: int
+    name: str | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    process_memory: int | None = None
+    utilization: float | None = None
+    memory_utilization: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Everything read at one moment."""
+
+    time: float
+    host: HostSample
+    devices: tuple[DeviceSample, ...] = ()
+
+
+class Gpus(Protocol):
+    """Where device samples come from: NVML, or a fake in tests."""
+
+    error: str | None
+    """Why some or all of the GPUs asked for are not read; None when all are."""
+
+    def driver(self) -> str | None: ...
+
+    def read(self) -> tuple[DeviceSample, ...]: ...
+
+
+class NvmlGpus:
+    """GPUs by NVML index or UUID. NVML knows nothing of CUDA_VISIBLE_DEVICES: the caller translates.
+
+    NVML stays initialised until the process ends, as torch leaves it too: samples may be taken after ``stop``.
+    """
+
+    def __init__(self, wanted: Sequence[int | str]) -> None:
+        self.error: str | None = None
+        self._handles: list[tuple[int, Any]] = []
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception as error:  # no package, no driver, no permission: a machine without GPUs, as far as we can tell
+            self.error = f"GPUs {list(wanted)} were to be watched, but NVML does not answer: {error}. Is the NVIDIA driver installed?"
+            return
+        self._nvml = pynvml
+        for position, gpu in enumerate(wanted):
+            self._add(position, gpu)
+
+    def driver(self) -> str | None:
+        return _value(self._nvml.nvmlSystemGetDriverVersion) if self._handles else None
+
+    def read(self) -> tuple[DeviceSample, ...]:
+        return tuple(self._read(index, handle) for index, handle in self._handles)
+
+    def _add(self, position: int, gpu: int | str) -> None:
+        try:
+            by = self._nvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else self._nvml.nvmlDeviceGetHandleByUUID
+            handle = by(gpu)
+        except Exception as error:
+            seen = _value(self._nvml.nvmlDeviceGetCount)
+            message = f"GPU {gpu} was to be watched, but NVML does not find it among its {seen} GPUs: {error}"
+            self.error = f"{self.error}; {message}" if self.error else message
+            return
+        index = _value(lambda: self._nvml.nvmlDeviceGetIndex(handle))
+        self._handles.append((position if index is None else index, handle))
+
+    def _read(self, index: int, handle: Any) -> DeviceSample:
+        nvml = self._nvml
+        memory = _value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = _value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        milliwatts = _value(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        return DeviceSample(
+            index=index,
+            name=_value(lambda: nvml.nvmlDeviceGetName(handle)),
+            memory_used=memory and memory.used,
+            memory_total=memory and memory.total,
+            process_memory=_value(lambda: _own_memory(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
+            utilization=rates and rates.gpu,
+            memory_utilization=rates and rates.memory,
+            temperature=_value(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            power=None if milliwatts is None else milliwatts / 1000,
+        )
+
+
+def _value(read: Callable[[], Any]) -> Any:
+    """What NVML answers, or None: which values a device gives depends on the card, the driver and the container."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def _own_memory(processes: Sequence[Any]) -> int | None:
+    """This process's bytes on a device; None when it is not listed (in a container NVML lists the pids of outside)."""
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid() and process.usedGpuMemory is not None]
+    return sum(own) if own else None
+
+
+class _HostReader:
+    """Reads the host. Keeps its own CPU times, because ``psutil.cpu_percent`` keeps them per thread and begins with 0."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._psutil = psutil
+        self._process = psutil.Process()
+        self._before = self._cpu_times()
+        self._percent: float | None = None
+
+    def read(self) -> HostSample:
+        memory = self._psutil.virtual_memory()
+        # What is not available is used: psutil's own "used" leaves out shared memory, which Ray's object store lives in.
+        return HostSample(self._cpu_percent(), memory.total - memory.available, memory.total, self._process.memory_info().rss)
+
+    def _cpu_percent(self) -> float | None:
+        now = self._cpu_times()
+        busy, total = now[0] - self._before[0], now[1] - self._before[1]
+        if total >= 0.1:  # clock ticks are 10 ms: a shorter span says nothing, so the last answer stands
+            self._percent = 100 * min(1.0, max(0.0, busy / total))
+            self._before = now
+        return self._percent
+
+    def _cpu_times(self) -> tuple[float, float]:
+        """Seconds all cores were busy, and seconds in all."""
+        times = self._psutil.cpu_times()
+        # Linux counts the time of guests within user and nice already.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+class _Statistics:
+    """Mean and maximum of each quantity of a device, or of the host, in constant memory."""
+
+    def __init__(self, labels: Mapping[str, Any] | None = None) -> None:
+        self._labels = dict(labels or {})
+        self._seen: dict[str, tuple[int, float, float]] = {}  # count, sum, maximum
+
+    def add(self, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                count, total, largest = self._seen.get(name, (0, 0.0, value))
+                self._seen[name] = (count + 1, total + value, max(largest, value))
+
+    def summary(self) -> dict[str, Any]:
+        return self._labels | {name: {"mean": total / count, "max": largest} for name, (count, total, largest) in self._seen.items()}
+
+
+class Monitor:
+    """Samples the machine every ``interval_s`` between ``start`` and ``stop``.
+
+    ``on_warning`` is called from the sampling thread when memory runs short, once per crossing of ``memory_warning``.
+    """
+
+    def __init__(
+        self,
+        gpu_indices: Sequence[int | str] = (),
+        interval_s: float = 1.0,
+        memory_warning: float = 0.95,
+        on_warning: Callable[[str], None] | None = None,
+        *,
+        gpus: Gpus | None = None,
+    ) -> None:
+        self._interval_s = interval_s
+        self._memory_warning = memory_warning
+        self._on_warning = on_warning
+        self._gpus = gpus or (NvmlGpus(gpu_indices) if gpu_indices else None)
+        self._host_reader = _HostReader()
+        self._lock = threading.Lock()
+        self._latest: Sample | None = None
+        self._samples = 0
+        self._host = _Statistics()
+        self._devices: dict[int, _Statistics] = {}
+        self._warned: set[str] = set()
+        self._error: str | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Monitor:
+        if self._thread is None:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._sample_until, args=(self._stop,), name="monitor", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            # A driver that hangs must not hold up the end of a run: the thread is a daemon and may be left behind.
+            self._thread.join(timeout=self._interval_s + 5)
+            self._thread = None
+
+    def __enter__(self) -> Monitor:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def record(self) -> Sample:
+        """Takes one sample now and counts it in the summary."""
+        # Read outside the lock: a driver that hangs here then hangs the sampling thread, not the summary at the run's end.
+        sample = Sample(time.time(), self._host_reader.read(), self._gpus.read() if self._gpus else ())
+        with self._lock:
+            self._latest = sample
+            self._samples += 1
+            self._host.add(asdict(sample.host))
+            for device in sample.devices:
+                values = asdict(device)
+                labels = {name: values.pop(name) for name in ("index", "name")}
+                self._devices.setdefault(device.index, _Statistics(labels)).add(values)
+            warnings = self._crossings(sample)
+        for warning in warnings:  # outside the lock: the receiver may well ask for a summary
+            self._warn(warning)
+        return sample
+
+    def latest(self) -> Sample | None:
+        return self._latest
+
+    def info(self) -> dict[str, Any]:
+        """What does not change: the GPUs' names and memory, the driver, cores and RAM."""
+        import psutil
+
+        devices = self._gpus.read() if self._gpus else ()
+        return {
+            "devices": [{"index": device.index, "name": device.name, "memory_total": device.memory_total} for device in devices],
+            "driver": self._gpus.driver() if self._gpus else None,
+            "gpu_error": self._gpus.error if self._gpus else None,
+            "cores": psutil.cpu_count(logical=False),
+            "threads": psutil.cpu_count(),
+            "memory_total": psutil.virtual_memory().total,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Mean and maximum of each quantity over all samples, and the sampler's last error, if it had one."""
+        with self._lock:
+            return {
+                "samples": self._samples,
+                "host": self._host.summary(),
+                "devices": [self._devices[index].summary() for index in sorted(self._devices)],
+                "error": self._error,
+            }
+
+    def event_fields(self) -> dict[str, Any]:
+        """The ``host`` and ``devices`` of a monitor event: the latest sample, or a fresh one while no thread takes them."""
+        if self._thread is None or self._latest is None:
+            self._try_record()
+        sample = self._latest
+        if sample is None:
+            return {"host": {}, "devices": []}
+        return {"host": asdict(sample.host), "devices": [asdict(device) for device in sample.devices]}
+
+    def _sample_until(self, stop: threading.Event) -> None:
+        self._try_record()
+        while not stop.wait(self._interval_s):
+            self._try_record()
+
+    def _try_record(self) -> None:
+        try:
+            self.record()
+        except Exception as error:
+            first, self._error = self._error is None, f"{type(error).__name__}: {error}"
+            if first:
+                self._warn(f"the monitor could not take a sample ({self._error}); training goes on, its figures may lack samples")
+
+    def _crossings(self, sample: Sample) -> list[str]:
+        """Warnings for memory that has just come over the limit. One that stays there is not reported again."""
+        levels = [("host memory", sample.host.memory_used, sample.host.memory_total)]
+        levels += [(f"memory of GPU {device.index}", device.memory_used, device.memory_total) for device in sample.devices]
+        warnings: list[str] = []
+        for what, used, total in levels:
+            share = used / total if used is not None and total else 0.0
+            if share >= self._memory_warning and what not in self._warned:
+                self._warned.add(what)
+                warnings.append(
+                    f"{what} is {share:.0%} full ({bytes_text(used or 0)} of {bytes_text(total or 0)}); a smaller batch needs less"
+                )
+            elif share < self._memory_warning - REARM_BELOW:
+                self._warned.discard(what)
+        return warnings
+
+    def _warn(self, message: str) -> None:
+        if self._on_warning is None:
+            return
+        try:
+            self._on_warning(message)
+        except Exception as error:  # the receiver's fault must not end the sampling, nor vanish
+            self._error = f"on_warning raised {type(error).__name__}: {error}"

@@ -1,0 +1,62 @@
+"""The outcome of a run in one object, from its events alone: what was not recorded is not claimed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record.events import Event, by_step, of_kind
+
+_WARM_UP = 3  # first steps of a process are slower: imports, allocators, caches
+
+
+def summarise(events: Sequence[Event]) -> dict[str, Any]:
+    """The fields of ``summary.json``."""
+    starts, ends = of_kind(events, "start"), of_kind(events, "end")
+    start: Event = starts[-1] if starts else {"event": "start"}
+    steps, evaluations = by_step(events), by_step(events, "evaluate")
+    seconds = sum(end["seconds"] for end in ends)
+    useful = sum(step["seconds"] for step in steps)
+    replayed = sum(step["seconds"] for step in of_kind(events, "step")) - useful
+    last = evaluations[-1] if evaluations else None
+    best = _best(evaluations)
+    return {
+        "status": ends[-1]["status"] if ends else "killed",
+        "reason": ends[-1]["reason"] if ends else "the process ended without a word",
+        **{key: start.get(key) for key in ("task", "strategy", "workers", "device", "precision", "global_batch_size", "parameters")},
+        "steps": steps[-1]["step"] if steps else 0,
+        "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
+        "samples_per_second": _rate(steps, "samples"),
+        "units_per_second": _rate(steps, "units"),
+        "train_loss": steps[-1]["loss"] if steps else None,
+        "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
+        "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
+        "peak_memory_bytes": max((e["memory"]["allocated"] for e in of_kind(events, "epoch")), default=None),
+        "failures": len(of_kind(events, "failure")),
+        "recoveries": len(of_kind(events, "oom")) + max(0, len(starts) - 1),
+        "lost_steps": len(of_kind(events, "step")) - len(steps),
+        "goodput": useful / (useful + replayed) if useful + replayed else None,
+        "seconds": seconds,
+    }
+
+
+def _best(evaluations: Sequence[Event]) -> Event | None:
+    """The last evaluation that was the best so far when it was made."""
+    return next((event for event in reversed(evaluations) if event.get("best")), None)
+
+
+def _rate(steps: Sequence[Event], what: str) -> float | None:
+    """Per second over the run, the first few steps left out where there are enough."""
+    counted = steps[_WARM_UP:] or steps
+    seconds = sum(step["seconds"] for step in counted)
+    return sum(step[what] for step in counted) / seconds if seconds else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,86 @@
+"""report.html: one file that holds everything, asks the network for nothing, and can be mailed.
+
+The page forbids itself everything but its own style and its own script (by hash), so that a run name or a warning that
+smuggled markup past the escaping would still do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+
+from orchestrator.report import sections
+from orchestrator.report.charts import esc
+from orchestrator.report.decided import choices, settings
+from orchestrator.report.plots import draw_all
+from orchestrator.report.read import RunRecord, finite, read_run, section
+from orchestrator.report.tables import performance_summary
+from orchestrator.report.theme import CSS, JS
+from orchestrator.report.timeline import timeline_list
+from orchestrator.report.write import write_whole
+from orchestrator.types import bytes_text
+
+PAGE = "report.html"
+SUMMARY = "performance_summary.txt"
+
+
+def report(folder: Path) -> list[Path]:
+    """Draws everything anew from a run folder alone: the pictures, the text and the page. Returns what was written."""
+    record = read_run(folder)
+    summary = write_whole(folder / SUMMARY, performance_summary(record))
+    return [*draw_all(record, folder), summary, write_page(record, folder)]
+
+
+def write_page(record: RunRecord, folder: Path) -> Path:
+    return write_whole(folder / PAGE, page(record))
+
+
+def page(record: RunRecord) -> str:
+    """The page as text."""
+    happened, plan = timeline_list(record), choices(record) + settings(record)
+    body = [
+        sections.header(record),
+        sections.notes(record),
+        sections.tiles(record),
+        sections.verdict_box(record),
+        sections.curves(record),
+        sections.experts(record),
+        sections.time_spent(record),
+        sections.memory_bars(record),
+        sections.device(record),
+        sections.heading("What happened") + happened if happened else "",
+        sections.heading("Plan and settings") + plan if plan else "",
+        _footer(record),
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_policy()}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{esc(record.name)} · {esc(record.status)}</title><style>{CSS}</style></head>"
+        f"<body><main>\n{chr(10).join(part for part in body if part)}\n</main><script>{JS}</script></body></html>\n"
+    )
+
+
+def _policy() -> str:
+    digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+
+
+def _footer(record: RunRecord) -> str:
+    """Machine, versions and when: what one needs to repeat a run."""
+    hardware = section(record.plan, "hardware")
+    facts = [
+        f"{name} {_fact(name, value)}" for name, value in hardware.items() if isinstance(value, str | int | float) and name != "device"
+    ]
+    if version := record.start.get("version"):
+        facts.insert(0, f"expert-orchestrator {version}")
+    begun = finite(record.start.get("time"))
+    if begun is not None and 0 <= begun < 4e9:
+        facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
+    return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"
+
+
+def _fact(name: str, value: object) -> str:
+    size = finite(value)
+    return bytes_text(size) if size is not None and name.startswith(("ram", "disk", "memory")) else str(value)

@@ -1,0 +1,162 @@
+"""How the page looks and what little it does by itself. Kept in Python, because the page is one file and so is its source.
+
+Colours are variables, light and dark; series take --c0 to --c5. Without JavaScript everything is there but hover values and
+the filter of the settings.
+"""
+
+from __future__ import annotations
+
+CSS = """
+:root { color-scheme: light dark;
+  --bg: #f6f7f9; --card: #fff; --ink: #1b2129; --soft: #414b57; --muted: #67717e; --line: #e3e6ea; --fill: #eef0f3;
+  --c0: #3b5bdb; --c1: #e8590c; --c2: #0c8599; --c3: #9c36b5; --c4: #2f9e44; --c5: #5c6f82;
+  --good: #2b8a3e; --bad: #c92a2a; --warn: #b35900; --cold: #2b6cb0; --warm: #d9480f;
+  --shadow: 0 1px 2px rgb(20 30 50 / 5%), 0 4px 14px rgb(20 30 50 / 4%); }
+@media (prefers-color-scheme: dark) { :root {
+  --bg: #12151a; --card: #1a1f26; --ink: #e8ebef; --soft: #c3cad3; --muted: #8f9aa8; --line: #2b323c; --fill: #252b34;
+  --c0: #7f9cff; --c1: #ff9a5a; --c2: #4fc3d4; --c3: #d58aea; --c4: #69cc7f; --c5: #9fb1c4;
+  --good: #69cc7f; --bad: #ff8080; --warn: #ffb35c; --cold: #5b9fe6; --warm: #ff7a3d; --shadow: none; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--bg); color: var(--ink); -webkit-text-size-adjust: 100%;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 36px 24px 56px; }
+h1 { margin: 0; font-size: 28px; line-height: 1.2; letter-spacing: -.02em; overflow-wrap: anywhere; }
+h2 { margin: 40px 0 14px; font-size: 17px; letter-spacing: -.01em; }
+h2 small { margin-left: 8px; color: var(--muted); font-size: 13px; font-weight: 400; letter-spacing: 0; }
+p { margin: 0; }
+code, .mono { overflow-wrap: anywhere; font-size: .9em;
+  font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
+code.flag { white-space: nowrap; }
+code { padding: 1px 5px; border-radius: 4px; background: var(--fill); }
+.head { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; }
+.badge { padding: 3px 11px 3px 9px; border-radius: 99px; font-size: 13px; font-weight: 600; color: var(--tone);
+  background: color-mix(in srgb, var(--tone) 13%, transparent); }
+.badge::before { content: ""; display: inline-block; width: 7px; height: 7px; margin: 0 7px 1px 0; border-radius: 50%;
+  background: var(--tone); }
+.facts { display: flex; flex-wrap: wrap; gap: 4px 22px; margin-top: 10px; color: var(--soft); font-size: 14px; }
+.facts span { color: var(--muted); margin-right: 6px; }
+.card { padding: 18px 20px; border: 1px solid var(--line); border-radius: 12px; background: var(--card); box-shadow: var(--shadow); }
+.note { margin-top: 20px; border-left: 4px solid var(--tone); overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; margin-top: 24px; }
+.tile { padding: 14px 16px 13px; }
+.tile b { display: block; margin: 2px 0; font-size: 25px; font-weight: 650; line-height: 1.2; letter-spacing: -.02em;
+  font-variant-numeric: tabular-nums; }
+.tile b i { font-size: 14px; font-style: normal; font-weight: 500; letter-spacing: 0; color: var(--soft); }
+.label { color: var(--muted); font-size: 13px; }
+.verdict { display: grid; grid-template-columns: minmax(190px, 1fr) 2fr 2fr; gap: 8px 32px; margin-top: 12px; }
+.verdict h3 { margin: 2px 0 0; font-size: 19px; line-height: 1.25; letter-spacing: -.01em; }
+.verdict ul { margin: 4px 0 0; padding-left: 17px; font-size: 14px; color: var(--soft); }
+.verdict li { margin-bottom: 5px; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
+.grid.three { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+.grid.one { grid-template-columns: minmax(0, 1fr); }
+figure { margin: 0; }
+.chart { padding: 14px 18px 12px; }
+figcaption { display: flex; flex-wrap: wrap; gap: 0 14px; align-items: baseline; min-height: 24px; font-size: 14px; font-weight: 600;
+  overflow-wrap: anywhere; }
+figcaption .unit, figcaption .key { font-size: 12.5px; font-weight: 400; color: var(--muted); }
+figcaption .unit { margin-left: -8px; }
+.key::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 3px; background: var(--c); }
+.keys { margin-left: auto; display: flex; flex-wrap: wrap; gap: 0 12px; }
+.plot { position: relative; height: 190px; margin: 10px 4px 24px 44px; touch-action: pan-y; }
+.plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
+.plot span { position: absolute; color: var(--muted); font-size: 11.5px; line-height: 1; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+.plot .y { right: calc(100% + 8px); transform: translateY(50%); }
+.plot .x { top: calc(100% + 8px); transform: translateX(-50%); }
+.plot .axis { top: calc(100% + 8px); left: -44px; }
+svg * { vector-effect: non-scaling-stroke; fill: none; stroke-linejoin: round; stroke-linecap: round; }
+svg .gridline { stroke: var(--line); stroke-width: 1; stroke-linecap: butt; }
+svg .line { stroke: var(--c); stroke-width: 2; }
+svg .raw { stroke: var(--c); stroke-width: 1; opacity: .28; }
+svg .thin { stroke: var(--c); stroke-width: 1.4; }
+svg .dots { stroke: var(--c); stroke-width: 6.5; }
+svg .bars { fill: var(--c); }
+svg .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 3 4; }
+svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
+.cursor { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--muted); pointer-events: none; }
+.tip { position: absolute; z-index: 2; top: 4px; padding: 6px 10px; border-radius: 8px; background: var(--ink); color: var(--bg);
+  font-size: 12px; line-height: 1.45; white-space: pre; pointer-events: none; font-variant-numeric: tabular-nums; }
+.stack { display: flex; height: 22px; margin: 10px 0 10px; border-radius: 6px; overflow: hidden; background: var(--fill); gap: 1px; }
+.stack i { min-width: 0; background: var(--c); }
+.parts { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13px; color: var(--soft); }
+.parts b { font-weight: 600; font-variant-numeric: tabular-nums; }
+.bar { display: grid; grid-template-columns: 92px 1fr 84px; gap: 12px; align-items: center; margin: 6px 0; font-size: 13.5px; }
+.bar .stack { margin: 0; background: none; }
+.bar i:last-child { border-radius: 0 6px 6px 0; }
+.bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
+.heat img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
+.heat .ends { display: flex; justify-content: space-between; margin-top: 5px; color: var(--muted); font-size: 11.5px; }
+.scale { display: flex; align-items: center; gap: 10px; margin-top: 12px; color: var(--muted); font-size: 12.5px; }
+.scale i { width: 180px; height: 9px; border-radius: 5px; background: linear-gradient(90deg, var(--cold), var(--fill), var(--warm)); }
+details.card { margin-top: 14px; padding: 0; }
+summary { padding: 15px 20px; cursor: pointer; font-weight: 600; list-style-position: inside; }
+summary small { margin-left: 6px; color: var(--muted); font-size: 13px; font-weight: 400; }
+.scroll { overflow-x: auto; border-top: 1px solid var(--line); }
+table { width: 100%; border-collapse: collapse; font-size: 14px; }
+th { padding: 9px 20px; color: var(--muted); font-size: 12.5px; font-weight: 500; text-align: left; white-space: nowrap; }
+td { padding: 9px 20px; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+td:first-child { white-space: nowrap; }
+td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
+tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
+tr.plain td { color: var(--muted); }
+.filter { display: none; width: calc(100% - 40px); margin: 0 20px 14px; padding: 8px 12px; border: 1px solid var(--line);
+  border-radius: 8px; background: var(--bg); color: inherit; font: inherit; font-size: 14px; }
+.live .filter { display: block; }
+.times { margin: 0; padding: 6px 20px; list-style: none; }
+.times li { display: grid; grid-template-columns: 84px 92px 120px 1fr; gap: 12px; padding: 8px 0; font-size: 14px; }
+.times li + li { border-top: 1px solid var(--line); }
+.times span { color: var(--muted); font-variant-numeric: tabular-nums; }
+.times em { font-style: normal; font-weight: 600; color: var(--tone); }
+.times p { overflow-wrap: anywhere; }
+footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
+.t-good { --tone: var(--good); } .t-bad { --tone: var(--bad); } .t-warn { --tone: var(--warn); }
+.t-calm { --tone: var(--c5); } .t-info { --tone: var(--c0); }
+@media (max-width: 760px) {
+  main { padding: 24px 14px 40px; }
+  .grid, .grid.three, .verdict { grid-template-columns: minmax(0, 1fr); }
+  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .times li { grid-template-columns: 72px 1fr; gap: 0 12px; }
+  th, td, summary { padding-left: 14px; padding-right: 14px; } td:first-child { white-space: normal; }
+  .bar { grid-template-columns: 76px 1fr 72px; }
+}
+@media print {
+  :root { color-scheme: light; } body { background: #fff; font-size: 12px; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  main { max-width: none; padding: 0; } .card { box-shadow: none; break-inside: avoid; } details.card { break-inside: auto; }
+  tr, li, figure { break-inside: avoid; } h2 { break-after: avoid; } .live .filter { display: none; } .plot { height: 150px; }
+}
+"""
+
+JS = """
+'use strict';
+document.documentElement.classList.add('live');
+const short = v => v && Math.abs(v) < 1e-3 ? v.toExponential(2) : v.toLocaleString('en', {maximumSignificantDigits: 4});
+for (const plot of document.querySelectorAll('.plot')) {
+  const {x0, x1, y0, y1, log, axis} = plot.dataset, span = x1 - x0;
+  const value = y => log ? y0 * Math.pow(y1 / y0, y) : +y0 + y * (y1 - y0);
+  const lines = [...plot.querySelectorAll('[data-label]')].map(line => ({label: line.dataset.label,
+    points: line.dataset.at.split(' ').map(pair => pair.split(',').map(Number))}));
+  const cursor = document.createElement('div'), tip = document.createElement('div');
+  cursor.className = 'cursor'; tip.className = 'tip'; cursor.hidden = tip.hidden = true; plot.append(cursor, tip);
+  plot.addEventListener('pointerleave', () => { cursor.hidden = tip.hidden = true; });
+  plot.addEventListener('pointermove', event => {
+    const box = plot.getBoundingClientRect(), here = (event.clientX - box.left) / box.width * 1000;
+    if (!lines.length || here < 0 || here > 1000) return;
+    const near = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a));
+    const x = near.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a)[0];
+    cursor.hidden = tip.hidden = false; cursor.style.left = x / 10 + '%';
+    const step = at => Math.round(+x0 + at / 1000 * span), apart = i => Math.abs(near[i][0] - x) > 15;
+    tip.textContent = [axis + ' ' + step(x), ...lines.map((line, i) => line.label + '  ' + short(value(1 - near[i][1] / 1000)) +
+      (apart(i) ? '  (at ' + step(near[i][0]) + ')' : ''))].join('\\n');
+    const right = x > 400; tip.style.left = right ? 'auto' : 'calc(' + x / 10 + '% + 10px)';
+    tip.style.right = right ? 'calc(' + (100 - x / 10) + '% + 10px)' : 'auto';
+  });
+}
+for (const field of document.querySelectorAll('.filter')) field.addEventListener('input', () => {
+  const words = field.value.toLowerCase().split(/\\s+/);
+  for (const row of field.parentElement.querySelectorAll('tbody tr'))
+    row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
+});
+addEventListener('beforeprint', () => { for (const part of document.querySelectorAll('details')) part.open = true; });
+"""

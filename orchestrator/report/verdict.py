@@ -1,0 +1,223 @@
+"""What a run was bound by, and what to try: from its record alone, with the numbers that say so.
+
+Each cause is a small function that returns its finding or None. They are asked in the order of how sure their evidence
+is and how cheap the cure; the first that answers is the verdict, and what else answered is told beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.report.figures import (
+    flops_per_second,
+    flops_text,
+    gpu_utilization,
+    memory,
+    phase_seconds,
+    plural,
+    shares,
+    throughput,
+    wall_seconds,
+)
+from orchestrator.report.loads import busiest, layer_loads
+from orchestrator.report.read import RunRecord, remembered, section
+from orchestrator.types import bytes_text, seconds_text
+
+BoundBy = Literal["data", "memory", "compute", "host", "imbalance", "evaluation", "checkpoint", "unknown"]
+
+MIN_STEPS = 10
+"""Fewer steps than this are mostly first-time costs: no verdict."""
+DATA_SHARE = 0.25
+EVALUATION_SHARE = 0.25
+CHECKPOINT_SHARE = 0.15
+"""Shares of a step (data) or of the run (the others) from which a cause counts as the one that holds the run up."""
+IDLE_UTILIZATION = 50.0
+SHORT_STEP_S = 0.1
+"""A GPU below this utilization, in percent, with steps shorter than this waits for Python to launch its work."""
+IMBALANCE = 2.0
+"""Busiest expert against the mean of its layer, once the gate has settled."""
+NEAR_LIMIT = 0.95
+MAX_ADVICE = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What held the run up, the numbers that show it, and one to three things to try."""
+
+    bound_by: BoundBy
+    evidence: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+@remembered
+def verdict(record: RunRecord) -> Verdict:
+    # Running out of memory says what it says after one step as well as after a thousand.
+    if (found := _out_of_memory(record)) is not None:
+        return found
+    if len(record.steps) < MIN_STEPS:
+        return _too_short(record)
+    causes: tuple[Callable[[RunRecord], Verdict | None], ...] = (_data, _evaluation, _checkpoint, _host, _imbalance, _near_limit, _compute)
+    findings = [finding for cause in causes if (finding := cause(record)) is not None]
+    if not findings:
+        return _unmeasured(record)
+    first, *rest = findings
+    also = tuple(f"also {finding.bound_by}: {finding.evidence[0]}" for finding in rest if finding.bound_by != "compute")
+    return Verdict(first.bound_by, first.evidence + also, first.advice[:MAX_ADVICE])
+
+
+def _too_short(record: RunRecord) -> Verdict:
+    evidence = (
+        f"{plural(len(record.steps), 'step', 'steps')} recorded; a verdict needs {MIN_STEPS}, because the first ones pay for start-up"
+    )
+    return Verdict("unknown", (evidence,), (f"run at least {MIN_STEPS} steps: raise --max-steps or --epochs",))
+
+
+def _unmeasured(record: RunRecord) -> Verdict:
+    return Verdict(
+        "unknown",
+        (f"{len(record.steps)} steps recorded, but neither their phases nor the use of the device",),
+        ("keep --monitor-gpu on and --gpu-log-interval below the number of steps", "--profile traces a few steps, operation by operation"),
+    )
+
+
+def _out_of_memory(record: RunRecord) -> Verdict | None:
+    ooms = record.of("oom")
+    if not ooms:
+        return None
+    last = ooms[-1]
+    evidence = [f"{plural(len(ooms), 'step', 'steps')} ran out of memory; the micro-batch ended at {last.get('next_micro_batch', '?')}"]
+    if (peak := memory(record)) is not None and peak.limit:
+        evidence.append(f"peak {bytes_text(peak.allocated)} of {bytes_text(peak.limit)} allowed")
+    return Verdict("memory", tuple(evidence), _memory_advice(record))
+
+
+def _near_limit(record: RunRecord) -> Verdict | None:
+    peak = memory(record)
+    if peak is None or not peak.limit or peak.allocated < NEAR_LIMIT * peak.limit:
+        return None
+    evidence = f"peak {bytes_text(peak.allocated)} is {peak.allocated / peak.limit:.0%} of the {bytes_text(peak.limit)} allowed"
+    return Verdict("memory", (evidence,), _memory_advice(record))
+
+
+def _memory_advice(record: RunRecord) -> tuple[str, ...]:
+    advice = ["a smaller --batch-size with as many more --accumulation-steps: the same result in less memory"]
+    if record.setting("device", "activation_checkpointing") not in (True, "on"):
+        advice.append("--activation-checkpointing on: recomputes activations, about a third more compute for far less memory")
+    return (*advice, *_half_precision(record))[:MAX_ADVICE]
+
+
+def _data(record: RunRecord) -> Verdict | None:
+    share = shares(phase_seconds(record)).get("data", 0.0)
+    if share < DATA_SHARE:
+        return None
+    waited = phase_seconds(record)["data"]
+    workers = record.setting("data", "loader_workers")
+    used = f" with {workers} loader workers" if isinstance(workers, int) and workers >= 0 else ""
+    return Verdict(
+        "data",
+        (f"{share:.0%} of a step waits for data ({seconds_text(waited)} per step{used})",),
+        (
+            f"--loader-workers {_more_workers(record)}: batches are prepared while the model computes",
+            "move costly preparation out of the dataset: do it once, and keep the result in --data-dir",
+        ),
+    )
+
+
+def _more_workers(record: RunRecord) -> int:
+    """One step up from what was used, within the cores of the machine."""
+    used, cores = record.setting("data", "loader_workers"), section(record.plan, "hardware").get("cores")
+    wanted = max(2, 2 * used) if isinstance(used, int) and used > 0 else 2
+    return max(1, min(wanted, cores)) if isinstance(cores, int) else wanted
+
+
+def _evaluation(record: RunRecord) -> Verdict | None:
+    share = shares(wall_seconds(record)).get("evaluation", 0.0)
+    if share < EVALUATION_SHARE:
+        return None
+    spent, times = wall_seconds(record)["evaluation"], len(record.of("evaluate"))
+    rare = _rarer(record, times)
+    return Verdict(
+        "evaluation",
+        (f"{share:.0%} of the run is evaluation ({times} times, {seconds_text(spent)} in all)",),
+        (f"--evaluate-every {rare}: half as often", "a larger --eval-batch-size: no gradients are kept, so more fits"),
+    )
+
+
+def _checkpoint(record: RunRecord) -> Verdict | None:
+    share = shares(wall_seconds(record)).get("checkpoints", 0.0)
+    if share < CHECKPOINT_SHARE:
+        return None
+    spent, times = wall_seconds(record)["checkpoints"], len(record.of("checkpoint"))
+    return Verdict(
+        "checkpoint",
+        (f"{share:.0%} of the run writes checkpoints ({times} times, {seconds_text(spent / times)} each)",),
+        (f"--checkpoint-every {_rarer(record, times)}: half as often", "a --run-dir on a local disk, where it lies on a network drive"),
+    )
+
+
+def _rarer(record: RunRecord, times: int) -> int:
+    """Steps between events that shall happen half as often as they did."""
+    return max(2, round(2 * len(record.steps) / max(1, times)))
+
+
+def _host(record: RunRecord) -> Verdict | None:
+    use, rate = gpu_utilization(record), throughput(record)
+    if not record.on_gpu or use is None or rate is None or use >= IDLE_UTILIZATION or rate.step_s >= SHORT_STEP_S:
+        return None
+    advice = ["a larger --batch-size: more work per launch; scale --learning-rate with it"]
+    if not _compiled(record):
+        advice.append("--compile --compile-mode reduce-overhead: one launch for many kernels")
+    evidence = (
+        f"the GPU is busy {use:.0f}% of the time",
+        f"a step takes {seconds_text(rate.step_s)}: Python and kernel launches weigh on it",
+    )
+    return Verdict("host", evidence, tuple(advice))
+
+
+def _imbalance(record: RunRecord) -> Verdict | None:
+    found = busiest(layer_loads(record))
+    if found is None or found[1] < IMBALANCE:
+        return None
+    layer, factor = found
+    weight = section(record.config, "model").get("balance_loss", 0.01)
+    higher = f"{(weight or 0.005) * 2:g}" if isinstance(weight, int | float) else "0.02"
+    return Verdict(
+        "imbalance",
+        (f"the busiest expert of layer {layer} receives {factor:.1f} times its even share",),
+        (
+            f"--balance-loss {higher} (was {weight}): pulls the gate towards even use",
+            "fewer --experts, or a larger --top-k, when some experts stay idle to the end",
+        ),
+    )
+
+
+def _compute(record: RunRecord) -> Verdict | None:
+    """What is left: most of the time goes into the model itself."""
+    part, use, rate = shares(phase_seconds(record)), gpu_utilization(record), flops_per_second(record)
+    if not part and use is None:
+        return None
+    evidence = []
+    if part:
+        evidence.append(f"{part.get('forward', 0) + part.get('backward', 0):.0%} of a step is forward and backward")
+    if record.on_gpu and use is not None:
+        evidence.append(f"the GPU is busy {use:.0f}% of the time")
+    if rate is not None:
+        evidence.append(f"{flops_text(rate)} by the plan's count of operations")
+    advice = [] if _compiled(record) else ["--compile: fuses operations, after some tens of seconds at the start"]
+    advice += [*_half_precision(record), "a larger --batch-size, while memory allows" if record.on_gpu else "a machine with a GPU"]
+    return Verdict("compute", tuple(evidence), tuple(advice[:MAX_ADVICE]))
+
+
+def _compiled(record: RunRecord) -> bool:
+    """Whether compilation was asked for and held."""
+    told = [str(event.get("status", "")).lower() for event in record.of("compile")]
+    return bool(told) and not any(word in told[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
+
+
+def _half_precision(record: RunRecord) -> tuple[str, ...]:
+    """bf16, where it is not used yet and the device has units for it: a CPU's plan says so where it lacks them."""
+    if not record.on_gpu or record.fact("precision") in ("bf16", "fp16"):
+        return ()
+    return ("--precision bf16: half the bytes of activations, and faster matrix products",)

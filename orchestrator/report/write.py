@@ -1,0 +1,22 @@
+"""Files that are whole or not there: a reader of the run folder never meets half a page."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, data: str | bytes) -> Path:
+    """Writes beside the file, then renames over it. What was there before stays until the new one is complete."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # Text may hold lone surrogates (JSON can carry them), which no encoding can: they become question marks.
+        beside.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+    return path

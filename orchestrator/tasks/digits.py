@@ -1,0 +1,79 @@
+"""Handwritten digits: scikit-learn's 1,797 small ones, or MNIST where ``--data-dir`` holds its IDX files."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.model import initialise
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.tasks.nets import Classifier, Shape, classification_loss
+from orchestrator.tasks.task import Loss, Task, TensorData
+
+_VALIDATION_SHARE = 5  # every fifth of the small digits is kept for validation
+
+
+class Digits(Task):
+    """A small MoE classifier of digits."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.shape = Shape.of(config.model, width=64, layers=2, experts=8, hidden=64, top_k=2)
+        self._train, self._validation = _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
+
+    def build_model(self) -> nn.Module:
+        model = Classifier(self._train.tensors[0].shape[1], 10, self.shape)
+        initialise(model, self.config.run.seed)
+        return model
+
+    def train_data(self) -> TensorData:
+        return self._train
+
+    def validation_data(self) -> TensorData:
+        return self._validation
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        images, labels = batch
+        logits, routings = model(images)
+        return classification_loss(model, logits, labels, routings, self.config.model)
+
+
+def _small_digits() -> tuple[TensorData, TensorData]:
+    from sklearn.datasets import load_digits  # half a second, needed here only
+
+    loaded: Any = load_digits()
+    images = torch.tensor(loaded.data, dtype=torch.float32) / 8 - 1
+    labels = torch.tensor(loaded.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # one split for every seed
+    held = len(labels) // _VALIDATION_SHARE
+    return TensorData(images[order[held:]], labels[order[held:]]), TensorData(images[order[:held]], labels[order[:held]])
+
+
+def _mnist(folder: Path) -> tuple[TensorData, TensorData]:
+    pairs = [(_idx(folder, f"{part}-images-idx3-ubyte"), _idx(folder, f"{part}-labels-idx1-ubyte")) for part in ("train", "t10k")]
+    train, test = [TensorData(images.flatten(1).float() / 127.5 - 1, labels.long()) for images, labels in pairs]
+    return train, test
+
+
+def _idx(folder: Path, name: str) -> Tensor:
+    """One IDX file, plain or gzipped. The header says how many bytes must follow; they are counted."""
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise UserError(f"--data-dir {folder} has no {name} or {name}.gz; the digits task needs MNIST's four IDX files there")
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zero, kind, dims = struct.unpack(">HBB", data[:4])
+        sizes = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
+    except (OSError, EOFError, zlib.error, struct.error) as error:
+        raise UserError(f"cannot read {path}: {error}; download the file again") from None
+    expected = 4 + 4 * dims + int(torch.tensor(sizes).prod())
+    if zero or kind != 8 or len(data) != expected:
+        raise UserError(f"{path} is no IDX file of bytes, or cut short: {len(data)} bytes found, {expected} needed; download it again")
+    return torch.frombuffer(bytearray(data[4 + 4 * dims :]), dtype=torch.uint8).view(sizes)

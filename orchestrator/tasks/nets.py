@@ -1,0 +1,149 @@
+"""Models of the built-in tasks: a residual MLP classifier and a decoder-only transformer, each with MoE or dense blocks.
+
+Their forward returns the logits and the routings of their MoE layers; nothing is stored on a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experts.layer import MoELayer
+from experts.types import Routing
+from orchestrator.config.settings import ModelSettings
+from orchestrator.errors import UserError
+from orchestrator.tasks.task import Loss
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a built-in model, every one decided."""
+
+    width: int
+    layers: int
+    sizes: tuple[int, ...]
+    top_k: int
+
+    @classmethod
+    def of(cls, settings: ModelSettings, *, width: int, layers: int, experts: int, hidden: int, top_k: int) -> Shape:
+        """The settings, and the task's own default for each that was left open. A single hidden size is every expert's."""
+        experts = experts if settings.experts is None else settings.experts
+        given = settings.expert_hidden_size or (hidden,)
+        if settings.experts is None and len(given) > 1:
+            experts = len(given)
+        if len(given) not in (1, experts):
+            raise UserError(f"--expert-hidden-size has {len(given)} sizes for {experts} experts; give one size, or one per expert")
+        if settings.top_k is not None and settings.top_k > experts > 0:
+            raise UserError(f"--top-k {settings.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts")
+        sizes = given * experts if len(given) == 1 else given
+        return cls(settings.width or width, settings.layers or layers, sizes, settings.top_k or min(top_k, max(1, experts)))
+
+
+class FeedForward(nn.Module):
+    """The dense block."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.down(F.gelu(self.up(x))), None
+
+
+def feed_forward(shape: Shape) -> MoELayer | FeedForward:
+    return MoELayer(shape.width, shape.sizes, shape.top_k) if shape.sizes else FeedForward(shape.width, 4 * shape.width)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.width)
+        self.ffn = feed_forward(shape)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        y, routing = self.ffn(self.norm(x))
+        return x + y, routing
+
+
+class Classifier(nn.Module):
+    """Features to classes: a linear stem, residual blocks, a linear head."""
+
+    def __init__(self, features: int, classes: int, shape: Shape) -> None:
+        super().__init__()
+        self.stem = nn.Linear(features, shape.width)
+        self.blocks = nn.ModuleList(ResidualBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, classes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Routing]]:
+        x, routings = run_blocks(self.blocks, self.stem(x))
+        return self.head(self.norm(x)), routings
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = next(heads for heads in (width // 64, width // 32, 1) if heads and width % heads == 0)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape.width)
+        self.block = ResidualBlock(shape)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        return self.block(x + self.attention(self.attention_norm(x)))
+
+
+class Decoder(nn.Module):
+    """Tokens to next-token logits. The output layer shares the embedding's weights."""
+
+    def __init__(self, vocabulary: int, context: int, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, shape.width)
+        self.position = nn.Embedding(context, shape.width)
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, list[Routing]]:
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(place))
+        return F.linear(self.norm(x), self.embedding.weight), routings
+
+
+def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]:
+    routings: list[Routing] = []
+    for block in blocks:
+        x, routing = block(x)
+        if routing is not None:
+            routings.append(routing)
+    return x, routings
+
+
+def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], settings: ModelSettings) -> Loss:
+    """Cross-entropy over the last dimension, and in training the gates' own losses, each a sum over the targets."""
+    flat, count = logits.flatten(0, -2), targets.numel()
+    cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
+    metrics: dict[str, Tensor] = {}
+    if not model.training or flat.shape[-1] <= 64:  # over a large vocabulary it costs a pass over all logits
+        metrics["accuracy"] = (flat.argmax(-1) == targets.flatten()).sum()
+    if not model.training or not routings:
+        return Loss(cross_entropy, count, metrics, tuple(r.counts_E for r in routings))
+    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (settings.balance_loss / len(routings))
+    z = sum((r.z for r in routings), start=torch.zeros_like(cross_entropy)) * (settings.z_loss / len(routings))
+    metrics |= {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
+    return Loss(cross_entropy + balance + z, count, metrics, tuple(r.counts_E for r in routings))

@@ -1,0 +1,206 @@
+"""One worker's parts put together from a config, a plan and a task: the only place that knows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.plan.hardware import set_environment
+from orchestrator.plan.planning import Plan
+from orchestrator.record.events import EventLog
+from orchestrator.tasks.load import user_code
+from orchestrator.tasks.task import Task
+from orchestrator.train.checkpoint import CheckpointStore, Contents, load
+from orchestrator.train.clock import DevicePhaseClock, PhaseClock
+from orchestrator.train.compiling import Compiled
+from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.evaluate import evaluate
+from orchestrator.train.loop import Cadence, Loop
+from orchestrator.train.memory import recompute_blocks
+from orchestrator.train.optim import Learner, build_adamw, warmup_then
+from orchestrator.train.precision import Precision
+from orchestrator.train.state import Progress, capture, restore, restore_model
+from orchestrator.train.step import Stepper
+from orchestrator.train.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model ready to learn."""
+
+    model: nn.Module
+    learner: Learner
+    precision: Precision
+    compiled: Compiled | None
+
+
+def build_parts(config: Config, plan: Plan, task: Task, world: World) -> Parts:
+    """The task's model on its device, with optimizer, precision and compilation as planned."""
+    with user_code("building the model"):
+        model = task.build_model()
+    model.to(world.device)
+    check_placement(model, world.device)
+    model.train()
+    if plan.activation_checkpointing.value:
+        recompute_blocks(model)
+    compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts) if plan.compile.value else None
+    return Parts(model, build_learner(config, plan, task, model), Precision(plan.precision.value, world.device), compiled)
+
+
+def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> Learner:
+    """The task's own optimizer and schedule where it brings them, else AdamW and the configured schedule."""
+    own = getattr(task, "build_optimizer", None)
+    with user_code("building the optimizer"):
+        optimizer = own([p for p in model.parameters() if p.requires_grad]) if own else None
+        schedule = getattr(task, "schedule", lambda: None)()
+    if optimizer is None:
+        optimizer = build_adamw(model.parameters(), config.optim, plan.fused_optimizer.value)
+    factor = schedule or warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value)
+    return Learner(optimizer, factor)
+
+
+def check_placement(model: nn.Module, device: torch.device) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != device.type:
+            raise UserError(f"{name} of the model is on {tensor.device} after moving it to {device}; register it as a parameter or buffer")
+
+
+def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
+    with user_code("reading the training data"):
+        data = task.train_data()
+    feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
+    return Feed(data, world, global_batch=plan.global_batch_size.value, micro_batch=plan.batch_size.value, seed=seed, feeding=feeding)
+
+
+def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts: Parts) -> Callable[[], dict[str, Any]] | None:
+    with user_code("reading the validation data"):
+        data = task.validation_data() if hasattr(task, "validation_data") else None
+    if data is None:
+        return None
+    size = plan.eval_batch_size.value
+    feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
+    feed = Feed(data, world, global_batch=size * world.size, micro_batch=size, seed=None, feeding=feeding)
+    most = 2 if config.run.debug else None
+    return lambda: evaluate(parts.model, task, feed, parts.precision, most)
+
+
+def build_stepper(config: Config, plan: Plan, task: Task, world: World, parts: Parts, tell: Callable[..., None]) -> Stepper:
+    return Stepper(
+        world=world,
+        model=parts.model,
+        task=task,
+        learner=parts.learner,
+        precision=parts.precision,
+        micro_batch=plan.batch_size.value,
+        seed=config.run.seed,
+        clip_norm=config.optim.clip_norm,
+        clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
+        tell=tell,
+        compiled=parts.compiled,
+    )
+
+
+def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: EventLog) -> tuple[Loop, Parts]:
+    """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
+    parts = build_parts(config, plan, task, world)
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep)
+    progress = begin(config, parts, store, log)
+    loop = Loop(
+        stepper=build_stepper(config, plan, task, world, parts, log.write),
+        feed=build_feed(plan, task, world, config.run.seed),
+        cadence=Cadence(
+            total_steps=plan.total_steps.value,
+            epochs=config.run.epochs,
+            log_every=plan.log_every.value,
+            evaluate_every=config.watch.evaluate_every,
+            checkpoint_every=config.checkpoint.checkpoint_every,
+            monitor_every=config.watch.gpu_log_interval if config.watch.monitor_gpu else 0,
+            empty_cache_every=config.device.empty_cache_every,
+            patience=config.run.early_stopping_patience,
+            metric=config.run.early_stopping_metric,
+        ),
+        progress=progress,
+        write=log.write_all,
+        tell=log.write,
+        save=lambda reached: save(store, parts, reached, log),
+        evaluate=build_evaluation(config, plan, task, world, parts),
+    )
+    return loop, parts
+
+
+def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog) -> None:
+    """Write a checkpoint, then say so: an event of it is a promise."""
+    begun = perf_counter()
+    path = store.save(progress.step, capture(parts.model, parts.learner.optimizer, parts.precision, progress))
+    size = sum(file.stat().st_size for file in path.iterdir())
+    log.write("checkpoint", step=progress.step, path=f"checkpoints/{path.name}", bytes=size, seconds=perf_counter() - begun)
+    store.retain(progress.best_step)
+
+
+def begin(config: Config, parts: Parts, store: CheckpointStore, log: EventLog) -> Progress:
+    """Where the run begins: afresh, from given weights, or where a checkpoint left off."""
+    settings = config.checkpoint
+    if settings.init_from is not None:
+        restore_model(load(settings.init_from), parts.model)
+        return Progress()
+    if settings.resume is None:
+        return Progress()
+    found, skipped = _resumable(settings.resume, store)
+    notes = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
+    if found is None:
+        log.write("resume", step=0, path=None, skipped=notes)
+        return Progress()
+    path, contents = found
+    progress = restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+    log.write("resume", step=progress.step, path=path.name, skipped=notes)
+    return progress
+
+
+def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Any]]:
+    """``auto``: the run's own newest good checkpoint. A path: that checkpoint, or the newest good one of that run."""
+    if resume == "auto":
+        return store.newest_good()
+    path = Path(resume)
+    if not path.is_dir():
+        raise UserError(f"--resume {resume}: there is no such folder; give a checkpoint or a run folder, or auto")
+    if (path / "manifest.json").exists() or not (path / "checkpoints").is_dir():
+        return (path, load(path)), []
+    found, skipped = CheckpointStore(path / "checkpoints").newest_good()
+    if found is None:
+        raise UserError(f"--resume {resume}: no good checkpoint there ({len(skipped)} damaged)")
+    return found, skipped
+
+
+@contextmanager
+def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
+    """Process-wide switches of torch, set for the run and put back after it."""
+    before = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    torch.set_num_threads(plan.threads.value)
+    torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
+    torch.backends.cudnn.benchmark = plan.cudnn_benchmark.value
+    if config.run.deterministic:
+        set_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before[2:4]
+        torch.use_deterministic_algorithms(before[4])

@@ -1,0 +1,194 @@
+"""Checkpoints on disk: safetensors and JSON under a manifest of hashes, published by one rename.
+
+    checkpoints/step_00000040/
+        model.safetensors       parameters and buffers, by name and global expert id
+        optimizer.safetensors   optimizer state, under the same names
+        state.json              step, position in the data, best result, loss scale, random states
+        manifest.json           the name, size and sha256 of each of the above
+
+A folder of that name is complete: it was written under another name, synced and renamed. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from orchestrator.errors import CheckpointDamaged, UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds: tensors by file stem, and plain values."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was passed over, and why."""
+
+    path: Path
+    reason: str
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+        for path in folder.glob(".replaced_step_*"):  # a save over this step was killed between its two renames
+            final = folder / path.name.removeprefix(".replaced_")
+            if not final.exists():
+                os.rename(path, final)
+
+    def save(self, step: int, contents: Contents) -> Path:
+        """Write a checkpoint. When this returns, it survives the loss of the process and of power."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        final, beside = self.folder / f"step_{step:08d}", self.folder / f".writing_step_{step:08d}"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        for stem, tensors in contents.tensors.items():
+            save_file(dict(tensors), beside / f"{stem}.safetensors")
+        _write_json(beside / "state.json", dict(contents.state))
+        files = {path.name: _describe(path) for path in sorted(beside.iterdir())}
+        _write_json(beside / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+        for path in beside.iterdir():
+            _sync(path)
+        _sync(beside)
+        replaced = self.folder / f".replaced_step_{step:08d}"
+        if final.exists():  # the same step again, after a restart
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)
+        os.rename(beside, final)
+        _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def retain(self, best: int | None) -> None:
+        """Drop all but the newest few and the best one, and what a killed save or removal left behind."""
+        steps = [step for step, _ in self.newest_first()]
+        kept = {*steps[: self.keep], best}
+        for step, path in self.newest_first():
+            if step not in kept:
+                _remove(path)
+        for path in self.folder.glob(".*_step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def newest_first(self) -> list[tuple[int, Path]]:
+        found = [(int(match[1]), path) for path in self._folders() if (match := _NAME.fullmatch(path.name))]
+        return sorted(found, reverse=True)
+
+    def _folders(self) -> Iterator[Path]:
+        if self.folder.is_dir():
+            yield from (path for path in self.folder.iterdir() if path.is_dir())
+
+    def newest_good(self) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
+        """The newest checkpoint whose every byte is as it was written, and the newer ones that were not."""
+        skipped: list[Skipped] = []
+        for _, path in self.newest_first():
+            try:
+                return (path, load(path)), skipped
+            except CheckpointDamaged as error:
+                skipped.append(Skipped(path, str(error)))
+        return None, skipped
+
+
+def load(path: Path) -> Contents:
+    """Verify a checkpoint and read it. Raises CheckpointDamaged with the first thing that is wrong."""
+    files = verify(path)
+    try:
+        tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in files if name.endswith(".safetensors")}
+        state = json.loads((path / "state.json").read_bytes())
+    except (SafetensorError, ValueError, OSError, KeyError) as error:
+        raise CheckpointDamaged(f"{path.name}: cannot be read: {error}") from None
+    return Contents(tensors, state)
+
+
+def verify(path: Path) -> list[str]:
+    """Check every file against the manifest, and the manifest against itself. Returns the names of the files."""
+    if not path.is_dir():
+        raise UserError(f"there is no checkpoint at {path}")
+    manifest = _read_manifest(path)
+    found = {p.name for p in path.iterdir()} - {MANIFEST}
+    if found != set(manifest["files"]):
+        missing, extra = set(manifest["files"]) - found, found - set(manifest["files"])
+        raise CheckpointDamaged(f"{path.name}: missing {sorted(missing) or 'nothing'}, not of it {sorted(extra) or 'nothing'}")
+    for name, expected in manifest["files"].items():
+        actual = _describe(path / name)
+        if actual != expected:
+            what = "size" if actual["bytes"] != expected["bytes"] else "sha256"
+            raise CheckpointDamaged(f"{path.name}: {name} has {what} {actual[_KEY[what]]}, the manifest says {expected[_KEY[what]]}")
+    return sorted(manifest["files"])
+
+
+_KEY = {"size": "bytes", "sha256": "sha256"}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        data = (path / MANIFEST).read_bytes()
+        manifest = json.loads(data)
+        names = manifest["files"]
+        sound = all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({type(error).__name__})") from None
+    match = _NAME.fullmatch(path.name)
+    # only what we would write ourselves, byte for byte, is ours: a flipped bit anywhere in the manifest shows
+    if not sound or data != _json_bytes(manifest) or manifest.get("digest") != _digest(manifest):
+        raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
+    if manifest["format"] != FORMAT:
+        raise CheckpointDamaged(f"{path.name}: format {manifest['format']}; this version reads format {FORMAT}")
+    if match and int(match[1]) != manifest["step"]:
+        raise CheckpointDamaged(f"{path.name}: the manifest is of step {manifest['step']}")
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_json_bytes({k: v for k, v in content.items() if k != "digest"})).hexdigest()
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, indent=1).encode()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    if path.name == MANIFEST:
+        content = content | {"digest": _digest(content)}
+    path.write_bytes(_json_bytes(content))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, in one step, then away: a kill in between leaves no half a checkpoint under a good name."""
+    aside = path.with_name(f".removing_{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)

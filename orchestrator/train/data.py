@@ -1,0 +1,244 @@
+"""Samples in an order that is a function of seed and epoch alone, cut into steps and micro-batches.
+
+A global batch is cut into micro-batches first and each of those into shares, so which samples meet in a step depends on
+neither the number of workers nor the accumulation, and any step of any epoch can be begun at without reading the ones
+before it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from experts.model import mix
+from orchestrator.errors import UserError
+from orchestrator.tasks.load import user_code
+from orchestrator.tasks.task import Gatherable, TensorData
+from orchestrator.train.world import World
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """How batches are brought to the device."""
+
+    loader_workers: int = 0
+    prefetch: int = 2
+    on_device: bool = False
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch of this worker: how many samples it holds, and how to bring it to the device."""
+
+    samples: int
+    fetch: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a loader process needs to make a batch, randomness included."""
+
+    seed: int
+    indices: tuple[int, ...]
+
+
+def share(count: int, rank: int, size: int) -> slice:
+    """The part of ``count`` samples that falls to a worker: as even as can be, in order."""
+    return slice(count * rank // size, count * (rank + 1) // size)
+
+
+class Feed:
+    """A data set as a stream of steps, each a list of micro-batches."""
+
+    def __init__(self, data: Any, world: World, *, global_batch: int, micro_batch: int, seed: int | None, feeding: Feeding) -> None:
+        """``micro_batch`` is per worker. With ``seed`` None the order is the data's own (evaluation)."""
+        self.data = as_data(data)
+        self.samples = len(self.data)
+        if self.samples == 0:
+            raise UserError("the data set is empty; at least one sample is needed")
+        self.world, self.seed = world, seed
+        self.global_batch, self.micro_batch = min(global_batch, self.samples), micro_batch
+        if isinstance(self.data, Gatherable) and feeding.on_device:
+            self.data = self.data.to(world.device)
+        self._loader = None if isinstance(self.data, Gatherable) else _loader(self.data, feeding, world.device)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+    def order(self, epoch: int) -> Tensor:
+        if self.seed is None:
+            return torch.arange(self.samples)
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch)))
+
+    def steps(self, epoch: int, first: int = 0) -> Iterator[list[Micro]]:
+        """The steps of an epoch, from the given one on. The last one may be short."""
+        order = self.order(epoch)
+        cuts = [self._cut(step) for step in range(first, self.steps_per_epoch)]
+        if isinstance(self.data, Gatherable):
+            yield from self._gathered(self.data, order, cuts)
+        else:
+            yield from self._loaded(order, cuts, epoch, first)
+
+    def _cut(self, step: int) -> list[slice]:
+        """This worker's micro-batches of a step, as slices of the epoch's order."""
+        begin, end = step * self.global_batch, min((step + 1) * self.global_batch, self.samples)
+        together = self.micro_batch * self.world.size
+        slices = []
+        for start in range(begin, end, together):
+            part = share(min(together, end - start), self.world.rank, self.world.size)
+            slices.append(slice(start + part.start, start + part.stop))
+        return slices
+
+    def _gathered(self, data: Gatherable, order: Tensor, cuts: Sequence[list[slice]]) -> Iterator[list[Micro]]:
+        here = _device_of(data)
+        order = order.to(here)
+        for cut in cuts:
+            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in cut]
+
+    def _loaded(self, order: Tensor, cuts: Sequence[list[slice]], epoch: int, first: int) -> Iterator[list[Micro]]:
+        assert self._loader is not None
+        tickets = [
+            Ticket(mix(self.seed, "sample", epoch, first + step, number, self.world.rank), tuple(order[s].tolist()))
+            for step, cut in enumerate(cuts)
+            for number, s in enumerate(cut)
+        ]
+        self._loader.sampler.tickets = tickets  # pyright: ignore[reportAttributeAccessIssue]
+        batches = iter(self._loader)
+        for cut in cuts:
+            with user_code("reading a batch of the data set"):
+                made = [next(batches) for _ in cut]
+            yield [Micro(s.stop - s.start, _Moving(batch, self.world.device)) for s, batch in zip(cut, made, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    data: Gatherable
+    index_B: Tensor
+    device: torch.device
+
+    def __call__(self) -> Any:
+        return to_device(self.data.gather(self.index_B), self.device, pin=True)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    batch: Any
+    device: torch.device
+
+    def __call__(self) -> Any:
+        return to_device(self.batch, self.device, pin=False)  # the loader has pinned it
+
+
+class _Batches(Dataset[Any]):
+    """Whole batches by ticket. Randomness in a user's ``__getitem__`` is seeded per batch, so it does not depend on
+    which process loads it or on what was loaded before."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, ticket: Ticket) -> Any:
+        random.seed(ticket.seed)
+        np.random.seed(ticket.seed % 2**32)
+        torch.manual_seed(ticket.seed)
+        if not ticket.indices:
+            return None
+        collate = getattr(self.data, "collate", default_collate)
+        return collate([self.data[index] for index in ticket.indices])
+
+
+class _Tickets:
+    """A sampler whose list is set anew at each epoch, so that the loader and its processes live on."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self.tickets)
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+
+def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any]:
+    workers = feeding.loader_workers
+    return DataLoader(
+        _Batches(data),
+        batch_size=None,
+        sampler=_Tickets(),
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0,
+        prefetch_factor=feeding.prefetch if workers else None,
+    )
+
+
+def as_data(data: Any) -> Any:
+    """Tensors, a tuple of tensors, a TensorDataset or anything with a length and ``[index]``."""
+    if isinstance(data, Gatherable):
+        return data
+    if isinstance(data, Tensor):
+        return TensorData(data)
+    if isinstance(data, TensorDataset):
+        return TensorData(*data.tensors)
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        return TensorData(*data)
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise UserError(
+            f"the data is a {type(data).__name__}; tensors, or a data set with __len__ and __getitem__, were needed "
+            "(the order of samples is ours to choose, so that runs can be resumed)"
+        )
+    return data
+
+
+def _device_of(data: Gatherable) -> torch.device:
+    tensors = [value for value in vars(data).values() if isinstance(value, Tensor)]
+    tensors += [t for value in vars(data).values() if isinstance(value, tuple) for t in value if isinstance(t, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def to_device(batch: Any, device: torch.device, pin: bool) -> Any:
+    """A batch of tensors in any nesting, moved without making the host wait."""
+    if isinstance(batch, Tensor):
+        if batch.device == device or batch.device.type == device.type == "cpu":
+            return batch.contiguous()
+        return (batch.pin_memory() if pin and device.type == "cuda" else batch).to(device, non_blocking=True).contiguous()
+    if isinstance(batch, dict):
+        return {key: to_device(value, device, pin) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device, pin) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device, pin) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def cut_batch(batch: Any, begin: int, end: int, samples: int) -> Any:
+    """Samples ``begin`` to ``end`` of a batch: whatever is as long as the batch is cut, the rest is handed on."""
+    if isinstance(batch, Tensor):
+        return batch[begin:end] if batch.ndim and batch.shape[0] == samples else batch
+    if isinstance(batch, dict):
+        return {key: cut_batch(value, begin, end, samples) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cut_batch(value, begin, end, samples) for value in batch))
+    if isinstance(batch, list) and len(batch) == samples and not isinstance(batch[0], Tensor):
+        return batch[begin:end]
+    if isinstance(batch, list | tuple):
+        return type(batch)(cut_batch(value, begin, end, samples) for value in batch)
+    return batch

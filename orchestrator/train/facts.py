@@ -1,0 +1,172 @@
+"""Facts about a model for the plan: sizes, arithmetic and activations, traced with tensors that have shapes but no data.
+
+Where a model cannot be traced so, it is built and run once on the CPU with a batch of one and of two samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from experts.bank import ExpertBank
+from experts.gate import Gate
+from experts.load import moe_layers
+from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.tasks.load import user_code
+from orchestrator.tasks.task import Gatherable, Task
+from orchestrator.train.data import Feed, Feeding, as_data, tensors_of, to_device
+from orchestrator.train.memory import block_lists
+from orchestrator.train.precision import Kind, autocast
+from orchestrator.train.step import as_loss
+from orchestrator.train.world import World
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward pass: its arithmetic and what it kept."""
+
+    flops: float
+    kept: float
+    block_inputs: float
+
+
+def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
+    """The facts of a task for a device and precision."""
+    device = torch.device(on)
+    with user_code("reading the training data"):
+        data = as_data(task.train_data())
+    with user_code("reading the validation data"):
+        validation = task.validation_data()
+    batches = _samples(data, 1), _samples(data, 2)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
+            model = task.build_model()
+            one, two = (_trace(task, model, _fake(mode, batch, device), count, precision, device) for count, batch in enumerate(batches, 1))
+        method = f"traced for {device.type} in {precision}"
+    except Exception:  # not every model can be built or run without data: run it for real, small
+        model, one, two = _run_small(task, batches)
+        method = "run once on the CPU in fp32"
+    return _facts(task, model, data, validation, one, two, method)
+
+
+def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, Trace]:
+    cpu = torch.device("cpu")
+    with user_code("building the model"):
+        model = task.build_model()
+    try:
+        one, two = (_trace(task, model.to(cpu), batch, count, "fp32", cpu) for count, batch in enumerate(batches, 1))
+    except OrchestratorError:
+        raise
+    except Exception as error:
+        with user_code("computing the loss of a first batch"):
+            raise error
+        raise
+    return model, one, two
+
+
+def _samples(data: Any, count: int) -> Any:
+    """The first samples as a batch (the same one twice where there is only one)."""
+    if len(data) == 0:
+        raise UserError("the training data is empty; at least one sample is needed")
+    if isinstance(data, Gatherable):
+        return data.gather(torch.arange(count) % len(data))
+    feed = Feed(data, World.alone(), global_batch=count, micro_batch=count, seed=None, feeding=Feeding())
+    return next(feed.steps(0))[0].fetch()
+
+
+def _fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return mode.from_tensor(batch).to(device)
+    if isinstance(batch, dict):
+        return {key: _fake(mode, value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        made = [_fake(mode, value, device) for value in batch]
+        return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
+    return to_device(batch, device, pin=False)
+
+
+def _trace(task: Task, model: nn.Module, batch: Any, samples: int, precision: Kind, device: torch.device) -> Trace:
+    model.train()
+    kept = _Kept(model)
+    inputs = 0
+
+    def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal inputs
+        inputs += sum(t.nbytes for t in tensors_of(arguments) if t.is_floating_point())
+
+    hooks = [block.register_forward_pre_hook(note) for blocks in block_lists(model) for block in blocks]
+    try:
+        with FlopCounterMode(display=False) as counter, kept.listening(), autocast(precision, device):
+            as_loss(task.loss(model, batch), samples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Trace(float(counter.get_total_flops()), kept.total, float(inputs))
+
+
+class _Kept:
+    """Counts what autograd keeps for the backward pass: each storage once, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
+        self._alive: list[Tensor] = []
+        self.total = 0.0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(tensor.detach())  # so that no later storage takes the same address
+            self.total += storage.nbytes()
+        return tensor
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+
+def _facts(task: Task, model: nn.Module, data: Any, validation: Any, one: Trace, two: Trace, method: str) -> ModelFacts:
+    parameters = list(model.parameters())
+    layers = moe_layers(model)
+    slope = max(0.0, two.kept - one.kept)
+    return ModelFacts(
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        expert_parameters=_within(model, ExpertBank),
+        gate_parameters=_within(model, Gate),
+        experts=max((len(layer.load_E) for _, layer in layers), default=0),
+        moe_layers=len(layers),
+        blocks=sum(len(blocks) for blocks in block_lists(model)),
+        flops_per_sample=two.flops - one.flops if two.flops > one.flops else one.flops,
+        activation_bytes=slope,
+        activation_base=max(0.0, one.kept - slope),
+        block_input_bytes=max(0.0, two.block_inputs - one.block_inputs),
+        samples=len(data),
+        validation_samples=len(as_data(validation)) if validation is not None else 0,
+        unit=getattr(task, "unit", "samples"),
+        units_per_sample=getattr(task, "units_per_sample", 1),
+        gathered_bytes=data.nbytes if isinstance(data, Gatherable) else None,
+        own_optimizer=_brings_optimizer(task, parameters),
+        method=method,
+    )
+
+
+def _within(model: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(p.numel() for module in model.modules() if isinstance(module, kind) for p in module.parameters())
+
+
+def _brings_optimizer(task: Task, parameters: list[nn.Parameter]) -> bool:
+    """Whether the task makes its own optimizer. One that raises is told about when it is really needed."""
+    make = getattr(task, "build_optimizer", None)
+    try:
+        return make is not None and make(parameters) is not None
+    except Exception:
+        return True

@@ -1,0 +1,296 @@
+"""The loop: fetch, forward, backward, step, record, until there is a reason to stop. It knows neither Ray nor Tune."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.errors import TrainingFailed
+from orchestrator.record.events import Event
+from orchestrator.train.data import Feed, Micro
+from orchestrator.train.memory import allocated_now, free_cached, peak_memory, reset_peak
+from orchestrator.train.state import Progress
+from orchestrator.train.step import Stepper, Totals
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When things happen, in steps; 0 means at the end of each epoch."""
+
+    total_steps: int
+    epochs: int
+    log_every: int
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    monitor_every: int = 0
+    empty_cache_every: int = 0
+    patience: int | None = None
+    metric: str = "loss"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``reason`` says why in words."""
+
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose figures are still on the device."""
+
+    step: int
+    epoch: int
+    lr: float
+    seconds: float
+    totals: Totals
+
+
+@dataclass
+class Loop:
+    """One worker's training, from wherever ``progress`` stands to the end."""
+
+    stepper: Stepper
+    feed: Feed
+    cadence: Cadence
+    progress: Progress
+    write: Callable[[list[Event]], None]
+    tell: Callable[..., None]
+    save: Callable[[Progress], None]
+    evaluate: Callable[[], dict[str, Any]] | None = None
+    monitor: Callable[[], dict[str, Any]] | None = None
+    stopping: Callable[[], bool] = lambda: False
+    after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    _pending: list[Pending] = field(default_factory=list)
+    _last_saved: int = -1
+    _epoch_begun: float = 0.0
+    _window_begun: float = 0.0
+    _allocated: list[int] = field(default_factory=list)
+
+    def run(self) -> Outcome:
+        """Train. Every way out has flushed its records; all but a failure leave a checkpoint of the last step."""
+        self._last_saved = self.progress.step
+        self._window_begun = perf_counter()
+        outcome = self._steps()
+        self._flush()
+        if self.progress.step != self._last_saved:
+            self._save()
+        return outcome
+
+    def _steps(self) -> Outcome:
+        progress, cadence = self.progress, self.cadence
+        while progress.epoch < cadence.epochs:
+            self._begin_epoch()
+            for micros in self._timed(self.feed.steps(progress.epoch, progress.step_in_epoch)):
+                if progress.step >= cadence.total_steps:
+                    self._evaluate_if(self._not_evaluated())
+                    return Outcome("completed", f"{cadence.total_steps} steps done")
+                self._step(micros)
+                if self._due_evaluation() and self._evaluate():
+                    return Outcome("completed", f"no better {cadence.metric} in {cadence.patience} evaluations")
+                if cadence.checkpoint_every and progress.step % cadence.checkpoint_every == 0:
+                    self._save()
+                if self.stopping():
+                    return Outcome("stopped", "interrupted")
+            if self._end_epoch():
+                return Outcome("completed", f"no better {cadence.metric} in {cadence.patience} evaluations")
+        self._evaluate_if(self._not_evaluated())
+        return Outcome("completed", f"{cadence.epochs} epochs done")
+
+    def _timed(self, steps: Iterator[list[Micro]]) -> Iterator[list[Micro]]:
+        """The steps of the feed, with the wait for each counted as its data phase."""
+        while True:
+            self.stepper.clock.begin()
+            try:
+                micros = next(steps)
+            except StopIteration:
+                return
+            yield micros
+
+    def _step(self, micros: list[Micro]) -> None:
+        progress = self.progress
+        lr = self.stepper.learner.learning_rate(progress.step)
+        totals = self.stepper.run(micros, progress.step)
+        seconds = self.stepper.clock.end()
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.samples += totals.samples
+        self._pending.append(Pending(progress.step, progress.epoch, lr, seconds, totals))
+        if len(self._pending) >= self.cadence.log_every:
+            self._flush()
+        if self.cadence.monitor_every and self.monitor is not None and progress.step % self.cadence.monitor_every == 0:
+            self.tell("monitor", step=progress.step, **self.monitor())
+        if self.cadence.empty_cache_every and progress.step % self.cadence.empty_cache_every == 0:
+            free_cached(self.stepper.world.device)
+        self.after_step(progress.step)
+
+    def _flush(self) -> None:
+        """Fetch the figures of the steps since the last time, in one transfer, and record them."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        fetched = fetch(pending)
+        if self.stepper.world.device.type != "cpu":  # the host ran ahead: only now has it waited for the device
+            mean = (perf_counter() - self._window_begun) / len(pending)
+            pending = [replace(entry, seconds=mean) for entry in pending]
+        events = [self._step_event(entry, figures) for entry, figures in zip(pending, fetched, strict=True)]
+        phases = self.stepper.clock.take()
+        if phases:
+            total = sum(entry.seconds for entry in pending) / len(pending)
+            events.append({"event": "phases", "time": time.time(), "step": self.progress.step, **phases, "total": total})
+        if pending[0].totals.loads:
+            loads = [torch.stack(layer).sum(0).tolist() for layer in zip(*(p.totals.loads for p in pending), strict=True)]
+            events.append({"event": "load", "time": time.time(), "step": self.progress.step, "steps": len(pending), "loads": loads})
+        self.write(events)
+        self._check(events)
+        self._window_begun = perf_counter()
+
+    def _step_event(self, entry: Pending, figures: dict[str, float]) -> Event:
+        count = figures.pop("count")
+        loss, norm = figures.pop("loss") / count, figures.pop("norm")
+        self.progress.epoch_loss += loss * count
+        self.progress.epoch_count += count
+        self.progress.epoch_seconds += entry.seconds
+        return {
+            "event": "step",
+            "time": time.time(),
+            "step": entry.step,
+            "epoch": entry.epoch,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": entry.lr,
+            "samples": entry.totals.samples,
+            "units": count,
+            "seconds": entry.seconds,
+            "metrics": {name: value / count for name, value in figures.items()},
+        }
+
+    def _check(self, events: list[Event]) -> None:
+        """A run that has diverged stops here, before anything of it is saved over a good checkpoint."""
+        fp16 = self.stepper.precision.scale is not None
+        for event in events:
+            if event["event"] == "step" and not _finite(event["loss"] if fp16 else event["loss"] + event["grad_norm"]):
+                raise TrainingFailed(
+                    f"step {event['step']}: loss {event['loss']}, gradient norm {event['grad_norm']}: the run has diverged. "
+                    f"Lower --learning-rate (now {event['lr']:g}), raise --warmup-steps, or keep --clip-norm on; "
+                    "the newest checkpoint is from before"
+                )
+        if self.stepper.precision.lost():
+            raise TrainingFailed("fp16: gradients overflow at every loss scale; use --precision bf16 or fp32, or lower --learning-rate")
+        if self.stepper.compiled is not None:
+            complaint = self.stepper.compiled.complaint()
+            if complaint:
+                self.tell("warning", kind="compile", message=complaint)
+
+    def _begin_epoch(self) -> None:
+        self._epoch_begun = perf_counter()
+        reset_peak(self.stepper.world.device)
+
+    def _end_epoch(self) -> bool:
+        """Close the books of an epoch. Returns whether early stopping says to stop."""
+        progress = self.progress
+        self._flush()
+        device = self.stepper.world.device
+        self.tell(
+            "epoch",
+            epoch=progress.epoch,
+            step=progress.step,
+            seconds=perf_counter() - self._epoch_begun,
+            samples=self.feed.samples,
+            loss=progress.epoch_loss / max(1.0, progress.epoch_count),
+            samples_per_second=self.feed.samples / max(1e-9, progress.epoch_seconds),
+            memory=peak_memory(device),
+        )
+        self._watch_for_leak(device)
+        stop = self.cadence.evaluate_every == 0 and self._evaluate()
+        progress.epoch += 1
+        progress.step_in_epoch = 0
+        progress.epoch_loss = progress.epoch_count = progress.epoch_seconds = 0.0
+        if self.cadence.checkpoint_every == 0:
+            self._save()
+        free_cached(device)
+        return stop
+
+    def _watch_for_leak(self, device: torch.device) -> None:
+        """Memory that is still held at the end of each epoch should not grow from one to the next."""
+        self._allocated.append(allocated_now(device))
+        last = self._allocated[-4:]
+        if len(last) == 4 and all(later > earlier * 1.01 for earlier, later in pairwise(last)):
+            message = f"allocated memory rose over four epochs, from {last[0]} to {last[-1]} bytes: something holds on to tensors"
+            self.tell("warning", kind="leak", message=message)
+
+    def _due_evaluation(self) -> bool:
+        return bool(self.cadence.evaluate_every) and self.progress.step % self.cadence.evaluate_every == 0
+
+    def _not_evaluated(self) -> bool:
+        return self.progress.validation.get("step") != self.progress.step
+
+    def _evaluate_if(self, wanted: bool) -> None:
+        if wanted:
+            self._evaluate()
+
+    def _evaluate(self) -> bool:
+        """Evaluate, keep the best, and say whether patience has run out."""
+        if self.evaluate is None:
+            return False
+        self._flush()
+        progress = self.progress
+        result = self.evaluate()
+        values = {"loss": result["loss"], **result["metrics"]}
+        value = metric_of(values, self.cadence.metric)
+        better = progress.best_value is None or better_than(value, progress.best_value, self.cadence.metric)
+        if better:
+            progress.best_value, progress.best_step, progress.bad_evaluations = value, progress.step, 0
+        else:
+            progress.bad_evaluations += 1
+        progress.validation = {**values, "step": progress.step}
+        self.tell("evaluate", step=progress.step, epoch=progress.epoch, best=better, **result)
+        self._window_begun = perf_counter()
+        if better and (self.cadence.evaluate_every or self.cadence.checkpoint_every):
+            self._save()
+        return self.cadence.patience is not None and progress.bad_evaluations >= self.cadence.patience
+
+    def _save(self) -> None:
+        self._flush()
+        self.save(self.progress)
+        self._last_saved = self.progress.step
+        self._window_begun = perf_counter()
+
+
+def fetch(pending: list[Pending]) -> list[dict[str, float]]:
+    """The figures of several steps in one transfer from the device."""
+    names = ["loss", "norm", *pending[0].totals.metrics]
+    rows: list[list[Any]] = [[p.totals.loss, p.totals.norm, *p.totals.metrics.values()] for p in pending]
+    counts = [p.totals.count for p in pending]
+    device = pending[0].totals.loss.device
+    flat = [value.to(device, torch.float64) for row in rows for value in row]
+    flat += [c.to(device, torch.float64) for c in counts if isinstance(c, Tensor)]
+    values = torch.stack(flat).tolist()
+    result = [dict(zip(names, values[i * len(names) : (i + 1) * len(names)], strict=True)) for i in range(len(pending))]
+    measured = iter(values[len(pending) * len(names) :])
+    for figures, count in zip(result, counts, strict=True):
+        figures["count"] = next(measured) if isinstance(count, Tensor) else float(count)
+    return result
+
+
+def metric_of(values: dict[str, float], name: str) -> float:
+    if name not in values:
+        raise TrainingFailed(f"--early-stopping-metric {name!r} is not among the validation metrics: {', '.join(values)}")
+    return values[name]
+
+
+def better_than(value: float, best: float, metric: str) -> bool:
+    smaller_is_better = "loss" in metric or "error" in metric or metric == "perplexity"
+    return value < best if smaller_is_better else value > best
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0

@@ -1,0 +1,82 @@
+"""Memory of the device: what a run may use, what it used, what to do when it runs out."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from orchestrator.errors import UserError
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is the device or the host running out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))
+
+
+def free_cached(device: torch.device) -> None:
+    """Let go of what only waits to be collected, and hand cached blocks back to the driver."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def limit_memory(device: torch.device, fraction: float) -> None:
+    """Hold this process to its share of the device, so that what fits here fits there."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Most bytes allocated and reserved since the last reset; on a CPU the largest resident size of this process."""
+    if device.type == "cuda":
+        return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+    import resource
+
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"allocated": resident, "reserved": resident}
+
+
+def allocated_now(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def recompute_blocks(model: nn.Module) -> int:
+    """Activation checkpointing: the repeated blocks of a model keep their inputs only and are run again in the backward
+    pass. Returns how many blocks; the model is changed in place and keeps its parameter names."""
+    blocks = [block for blocks in block_lists(model) for block in blocks]
+    if not blocks:
+        raise UserError(
+            "activation checkpointing needs repeated blocks (an nn.ModuleList or nn.Sequential of two or more modules of one class); "
+            "this model has none: use --activation-checkpointing off"
+        )
+    for block in blocks:
+        forward: Any = block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
+    return len(blocks)
+
+
+def block_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """Outermost lists of alike blocks; lists inside a block are left to it."""
+    found: list[list[nn.Module]] = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        children = list(module.children())
+        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        if isinstance(module, nn.ModuleList | nn.Sequential) and alike and any(True for _ in children[0].parameters()):
+            found.append(children)
+            inside = (*inside, f"{name}.")
+    return found

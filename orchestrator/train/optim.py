@@ -1,0 +1,82 @@
+"""The optimizer, its schedule, and the last word on gradients before it steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.config.settings import OptimSettings, Schedule
+
+LeastShare = 0.1  # of the peak, where the cosine ends
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], settings: OptimSettings, fused: bool) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only: norms and biases are left alone."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, fused=fused)
+
+
+def warmup_then(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
+    """Factor of the learning rate at a step counted from 0: linear warm-up, then constant or cosine to a tenth."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        return LeastShare + (1 - LeastShare) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+class Learner:
+    """An optimizer with its schedule. Sets the learning rate by step, so that there is no schedule state to save."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+        self.optimizer, self.factor = optimizer, factor
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self.skips_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def learning_rate(self, step: int) -> float:
+        return self._peaks[0] * self.factor(step)
+
+    def step(self, step: int, finite: Tensor | None) -> None:
+        """Update the weights, unless ``finite`` says that the gradients are not. A fused optimizer looks on the device."""
+        factor = self.factor(step)
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        if finite is None:
+            self.optimizer.step()
+        elif self.skips_itself:
+            handle: Any = self.optimizer
+            handle.found_inf = (~finite).float()
+            handle.step()
+            del handle.found_inf
+        elif bool(finite):
+            self.optimizer.step()
+
+
+def finish_gradients(gradients: list[Tensor], factor: float | Tensor, clip_norm: float) -> Tensor:
+    """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, before
+    clipping, in fp64: each parameter counted once, its squares summed in the order of the parameters."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
+    norm = torch.linalg.vector_norm(norms, dtype=torch.float64) * factor
+    if clip_norm > 0:
+        factor = factor * (clip_norm / norm.clamp(min=clip_norm))
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+    elif factor != 1.0:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

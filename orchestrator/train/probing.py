@@ -1,0 +1,110 @@
+"""Short runs at a given batch size: for ``--batch-size auto`` and for ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import ModelFacts, largest_fitting
+from orchestrator.plan.planning import Plan
+from orchestrator.tasks.task import Gatherable, Task
+from orchestrator.train.assemble import build_parts, build_stepper
+from orchestrator.train.batch_size import Found, Probe, fastest_batch, largest_batch
+from orchestrator.train.data import Feed, Feeding, Micro, as_data, to_device
+from orchestrator.train.memory import free_cached, is_out_of_memory, limit_memory, peak_memory, reset_peak
+from orchestrator.train.step import Stepper
+from orchestrator.train.world import World
+from orchestrator.types import Choice
+
+_STEPS_IN_AN_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
+_SECONDS = 0.4  # of measuring on a CPU
+
+
+def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> Found:
+    """Measure the batch size for this task on this device."""
+    most = max(1, min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples))
+    data = as_data(task.train_data())
+    limit = plan.memory.limit or float("inf")
+    if world.device.type != "cuda":
+        return fastest_batch(lambda batch: probe(config, plan, task, world, data, batch), min(8, most), most, float("inf"))
+    limit_memory(world.device, config.batch.gpu_memory_fraction)
+    guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)
+    return largest_batch(lambda batch: probe(config, plan, task, world, data, batch), limit, max(1, guess), most)
+
+
+def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> Probe:
+    """Two whole optimizer steps at a batch size, with a model of their own."""
+    free_cached(world.device)
+    reset_peak(world.device)
+    try:
+        speed = _measure(config, at_batch(plan, batch), task, world, data, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Probe(batch, None, 0.0)
+    finally:
+        free_cached(world.device)
+    peak = float(peak_memory(world.device)["allocated"]) if world.device.type == "cuda" else 0.0
+    return Probe(batch, peak, speed)
+
+
+def at_batch(plan: Plan, batch: int) -> Plan:
+    return replace(plan, batch_size=Choice(batch, "probe"), global_batch_size=Choice(batch, "probe"), compile=Choice(False, "probe"))
+
+
+def _measure(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> float:
+    stepper = build_stepper(config, plan, task, world, build_parts(config, plan, task, world), _raise_on_oom)
+    micro = first_batch(data, world, batch)
+    _one_step(stepper, micro, 0)
+    begun, steps = perf_counter(), 0
+    while steps < 1 or (world.device.type == "cpu" and perf_counter() - begun < _SECONDS and steps < 64):
+        steps += 1
+        _one_step(stepper, micro, steps)
+    return batch * steps / (perf_counter() - begun)
+
+
+def _one_step(stepper: Stepper, micro: Micro, step: int) -> None:
+    stepper.run([micro], step)
+    if stepper.world.device.type == "cuda":
+        torch.cuda.synchronize(stepper.world.device)
+
+
+def _raise_on_oom(event: str, **fields: object) -> None:
+    """A probe that would go on in halves has failed."""
+    if event == "oom":
+        raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
+
+
+def first_batch(data: object, world: World, batch: int) -> Micro:
+    """A batch of the first samples, begun again where there are too few. It stays on the device."""
+    if isinstance(data, Gatherable):
+        made = to_device(data.gather(torch.arange(batch) % len(data)), world.device, pin=False)
+        return Micro(batch, lambda: made)
+    feed = Feed(_Repeated(data, batch), world, global_batch=batch, micro_batch=batch, seed=None, feeding=Feeding())
+    loaded = next(feed.steps(0))[0].fetch()
+    return Micro(batch, lambda: loaded)
+
+
+class _Repeated:
+    def __init__(self, data: object, length: int) -> None:
+        self._data, self._length = data, length
+        if hasattr(data, "collate"):
+            self.collate = data.collate  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> object:
+        return self._data[index % len(self._data)]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+
+def measured_before(plan_json: Mapping[str, object]) -> dict[str, int]:
+    """The measured batch size of an earlier start of this run: a resumed run does not measure anew."""
+    choices = plan_json.get("choices")
+    entry = choices.get("batch_size") if isinstance(choices, dict) else None
+    value = entry.get("value") if isinstance(entry, dict) else None
+    return {"batch_size": value} if isinstance(value, int) and value > 0 else {}

@@ -1,0 +1,189 @@
+"""From the living parts of a run to the contents of a checkpoint and back: everything by name, nothing pickled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experts.expert_state import join_experts, split_experts, stacked_names
+from orchestrator.errors import UserError
+from orchestrator.train.checkpoint import Contents
+from orchestrator.train.precision import Precision
+
+
+@dataclass
+class Progress:
+    """How far a run has come. ``step`` counts finished optimizer steps; the next one is step ``step_in_epoch`` (from 0) of ``epoch``."""
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+    best_step: int | None = None
+    best_value: float | None = None
+    bad_evaluations: int = 0
+    epoch_loss: float = 0.0  # sums since the epoch began, for its mean
+    epoch_count: float = 0.0
+    epoch_seconds: float = 0.0
+    seconds: float = 0.0  # of earlier runs of this folder
+    validation: dict[str, float] = field(default_factory=dict)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that belong to the model's state, shared ones once, without wrapper prefixes."""
+    kept = set(model.state_dict())
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {plain_name(name): tensor for name, tensor in named if name in kept}
+
+
+def plain_name(name: str) -> str:
+    for wrapper in ("module.", "_orig_mod."):
+        name = name.replace(wrapper, "") if name.startswith(wrapper) or f".{wrapper}" in name else name
+    return name
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, progress: Progress) -> Contents:
+    """A copy in host memory of all that a run needs to go on."""
+    stacked = stacked_names(model)
+    tensors, values, groups = _optimizer_state(model, optimizer)
+    state = {
+        "progress": asdict(progress),
+        "precision": precision.state(),
+        "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "values": values},
+        "random": _random_state(),
+    }
+    both = {"model": _host(split_experts(model_tensors(model), stacked))}
+    both["optimizer"] = {}
+    for slot, of_slot in tensors.items():
+        both["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in _host(_split_slot(of_slot, stacked)).items()}
+    return Contents(both, state)
+
+
+def _split_slot(of_slot: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """Optimizer state by expert. A scalar of a stacked parameter (Adam's step counter) becomes each expert's own."""
+    spread = {
+        name: tensor.expand(len(stacked[name])) if name in stacked and tensor.ndim == 0 else tensor for name, tensor in of_slot.items()
+    }
+    return split_experts(spread, stacked)
+
+
+def _host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[dict[str, Any]]]:
+    """Tensors by slot and parameter name, other values by ``slot/name``, and the groups' settings by parameter names."""
+    names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, Any] = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if isinstance(value, Tensor):
+                tensors.setdefault(slot, {})[names[parameter]] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                values[f"{slot}/{names[parameter]}"] = value
+            else:
+                raise UserError(
+                    f"optimizer state {slot!r} is a {type(value).__name__}; only tensors and plain values can be saved without pickle"
+                )
+    groups = [
+        {k: v for k, v in group.items() if k != "params" and isinstance(v, int | float | str | None)} for group in optimizer.param_groups
+    ]
+    return tensors, values, groups
+
+
+def restore(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> Progress:
+    """Put a checkpoint into the living parts. Returns how far it had come."""
+    restore_model(contents, model)
+    _restore_optimizer(contents, model, optimizer)
+    precision.restore(contents.state["precision"])
+    _restore_random(contents.state["random"])
+    return Progress(**contents.state["progress"])
+
+
+@torch.no_grad()
+def restore_model(contents: Contents, model: nn.Module) -> None:
+    """The weights alone (``--init-from``), by name: every one must be there, of the right shape."""
+    saved = _joined(contents.tensors["model"], model, "the checkpoint")
+    for name, tensor in model_tensors(model).items():
+        if name not in saved:
+            raise UserError(f"the checkpoint has no {name}; the model needs it: is it of the same task and sizes?")
+        if saved[name].shape != tensor.shape:
+            was, now = tuple(saved[name].shape), tuple(tensor.shape)
+            raise UserError(f"{name} is {was} in the checkpoint and {now} in the model; give the sizes it was trained with")
+        tensor.copy_(saved[name])
+
+
+def _joined(tensors: Mapping[str, Tensor], model: nn.Module, what: str) -> dict[str, Tensor]:
+    try:
+        return join_experts(tensors, stacked_names(model))
+    except KeyError as error:
+        raise UserError(
+            f"{what} has no {error.args[0]}; the model has that expert: give the number of experts it was trained with"
+        ) from None
+
+
+def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = contents.state["optimizer"]
+    if saved["kind"] != type(optimizer).__name__:
+        raise UserError(
+            f"the checkpoint's optimizer is {saved['kind']}, this run's {type(optimizer).__name__}; use --init-from for the weights alone"
+        )
+    slots: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in contents.tensors["optimizer"].items():
+        slot, _, name = key.partition("/")
+        slots.setdefault(slot, {})[name] = tensor
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for slot, tensors in slots.items():
+        for name, tensor in _joined_slot(tensors, model).items():
+            _put(optimizer, parameters[name], slot, tensor)
+    for key, value in saved["values"].items():
+        slot, _, name = key.partition("/")
+        optimizer.state[parameters[name]][slot] = value
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group |= {k: v for k, v in settings.items() if k in ("lr", "initial_lr")}
+
+
+def _joined_slot(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    stacked = {name: pieces for name, pieces in stacked_names(model).items() if any(piece in tensors for piece in pieces)}
+    joined = join_experts(tensors, stacked)
+    return {name: _one_counter(tensor) if name in stacked and tensor.ndim == 1 else tensor for name, tensor in joined.items()}
+
+
+def _one_counter(counters_E: Tensor) -> Tensor:
+    """A stacked parameter has one step counter: its experts' counters, which agree."""
+    if not bool((counters_E == counters_E[0]).all()):
+        raise UserError(f"experts of one size have different step counters ({counters_E.tolist()}); this version keeps one per size")
+    return counters_E[0]
+
+
+def _put(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, tensor: Tensor) -> None:
+    """Where the optimizer keeps it: moments beside the parameter; a step counter on the device only if it is fused there."""
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    device = parameter.device if tensor.ndim or fused else torch.device("cpu")
+    optimizer.state[parameter][slot] = tensor.to(device, copy=True)
+
+
+def _random_state() -> dict[str, Any]:
+    """Python's and numpy's generators, for user code in the training process. Torch's is set anew at each step."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), [int(k) for k in np.asarray(keys)], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _restore_random(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,208 @@
+"""One optimizer step: forward and backward over its micro-batches, then one update. A step that runs out of memory is
+done again in halves, with the same samples, the same randomness and the same global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.load import settle
+from experts.model import mix
+from orchestrator.errors import OrchestratorError, ResourceError, UserError
+from orchestrator.tasks.load import user_code
+from orchestrator.tasks.task import Loss, Task
+from orchestrator.train.clock import PhaseClock
+from orchestrator.train.compiling import Compiled, is_compile_error
+from orchestrator.train.data import Micro, cut_batch, tensors_of
+from orchestrator.train.memory import free_cached, is_out_of_memory
+from orchestrator.train.optim import Learner, finish_gradients
+from orchestrator.train.precision import Precision
+from orchestrator.train.world import World
+
+Tell = Callable[..., None]
+
+GROW_AFTER = 100  # good steps before a micro-batch that was halved is doubled again; the wait doubles with each failure
+
+
+@dataclass
+class Totals:
+    """Sums over the micro-batches of a step, on the device. Nothing here is read by the host until it is logged."""
+
+    loss: Tensor
+    count: int | Tensor
+    metrics: dict[str, Tensor]
+    loads: tuple[Tensor, ...]
+    samples: int = 0
+    norm: Tensor | None = None
+    finite: Tensor | None = None
+
+    def add(self, loss: Loss, samples: int) -> None:
+        self.loss = self.loss + loss.sum.detach()
+        self.count = self.count + loss.count
+        self.metrics = {name: self.metrics[name] + value.detach() for name, value in loss.metrics.items()}
+        self.loads = tuple(a + b for a, b in zip(self.loads, loss.loads, strict=True))
+        self.samples += samples
+
+
+@dataclass
+class Stepper:
+    """Everything a step needs, put together once."""
+
+    world: World
+    model: nn.Module
+    task: Task
+    learner: Learner
+    precision: Precision
+    micro_batch: int
+    seed: int
+    clip_norm: float
+    clock: PhaseClock
+    tell: Tell
+    compiled: Compiled | None = None
+    limit: int = field(init=False)
+    _good: int = field(init=False, default=0)
+    _patience: int = field(init=False, default=GROW_AFTER)
+
+    def __post_init__(self) -> None:
+        self.limit = self.micro_batch
+
+    def run(self, micros: Sequence[Micro], step: int) -> Totals:
+        """Do step number ``step`` (from 0): returns its sums, with the norm of its gradient."""
+        while True:
+            try:
+                totals = self._attempt(micros, step)
+                self._grow_back(step)
+                return totals
+            except Exception as error:
+                problem = self._recoverable(error, step)
+                if problem is None:
+                    raise
+            # outside the handler, so that no frame of the failed attempt holds on to its tensors
+            self._recover(problem, step)
+
+    def _attempt(self, micros: Sequence[Micro], step: int) -> Totals:
+        seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        samples = sum(micro.samples for micro in micros)
+        nominal = power_of_two(samples * getattr(self.task, "units_per_sample", 1))
+        totals: Totals | None = None
+        for micro in micros:
+            batch = micro.fetch()
+            self.clock.mark("data")
+            for begin in range(0, micro.samples, self.limit):
+                end = min(begin + self.limit, micro.samples)
+                part = batch if end - begin == micro.samples else cut_batch(batch, begin, end, micro.samples)
+                loss = self._forward(part, end - begin)
+                self.clock.mark("forward")
+                self.precision.scaled(loss.sum * (1 / nominal)).backward()
+                self.clock.mark("backward")
+                if totals is None:
+                    totals = Totals(
+                        loss.sum.detach(), loss.count, {k: v.detach() for k, v in loss.metrics.items()}, loss.loads, end - begin
+                    )
+                else:
+                    totals.add(loss, end - begin)
+        assert totals is not None
+        self._update(totals, nominal, step)
+        self.clock.mark("optimizer")
+        return totals
+
+    def _forward(self, batch: Any, samples: int) -> Loss:
+        check_device(batch, self.world.device)
+        with self.precision.autocast():
+            return as_loss(self.task.loss(self.model, batch), samples)
+
+    def _update(self, totals: Totals, nominal: float, step: int) -> None:
+        """Divide by the count of the global batch, clip, and step; undo the loss scale on the way."""
+        gradients = [p.grad for p in self.learner.parameters if p.grad is not None]
+        factor: float | Tensor = nominal / totals.count
+        if self.precision.scale is not None:
+            factor = factor / self.precision.scale.double()
+        totals.norm = finish_gradients(gradients, factor, self.clip_norm)
+        if self.precision.scale is not None:
+            totals.finite = totals.norm.isfinite()
+        self.learner.step(step, totals.finite)
+        if totals.finite is not None:
+            self.precision.update(totals.finite)
+        if totals.loads:
+            settle(self.model, totals.loads)
+
+    def _recoverable(self, error: Exception, step: int) -> str | None:
+        """What can be done about an error: 'halve', 'uncompile', or nothing. User errors are told as such."""
+        if is_out_of_memory(error):
+            return "halve"
+        if self.compiled is not None and is_compile_error(error):
+            self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
+            return "uncompile"
+        if not isinstance(error, OrchestratorError):
+            with user_code(f"computing step {step + 1}"):
+                raise error
+        return None
+
+    def _recover(self, problem: str, step: int) -> None:
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        free_cached(self.world.device)
+        if problem == "uncompile":
+            assert self.compiled is not None
+            self.compiled.undo()
+            self.compiled = None
+            return
+        if self.limit == 1:
+            raise ResourceError(
+                f"out of memory at step {step + 1} with a micro-batch of one sample; try --activation-checkpointing on, "
+                "--precision bf16, a smaller --width, or a device with more memory"
+            )
+        before, self.limit = self.limit, -(-self.limit // 2)
+        self._good, self._patience = 0, self._patience * 2
+        self.tell("oom", step=step + 1, micro_batch=before, next_micro_batch=self.limit, where=str(self.world.device))
+
+    def _grow_back(self, step: int) -> None:
+        """A step out of the ordinary (a long sample, a guest on the GPU) should not make the rest of the run slow."""
+        self._good += 1
+        if self.limit < self.micro_batch and self._good >= self._patience:
+            self.limit, self._good = min(self.micro_batch, self.limit * 2), 0
+            self.tell("warning", kind="memory", message=f"step {step + 1}: memory allows again; micro-batch back to {self.limit}")
+
+
+def power_of_two(value: float) -> float:
+    """The power of two next to a number. Gradients are kept near their mean by it, which costs no rounding, and divided
+    by the exact count at the end of the step."""
+    return 2.0 ** round(math.log2(max(1.0, value)))
+
+
+def as_loss(result: Any, samples: int) -> Loss:
+    """What a task may return as its loss, in one form."""
+    if isinstance(result, Loss):
+        return result
+    if isinstance(result, Tensor):
+        if result.ndim:
+            raise UserError(f"the task's loss is a tensor of shape {tuple(result.shape)}; a scalar, (sum, count) or Loss was needed")
+        return Loss(result * samples, samples)
+    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Tensor):
+        metrics: Mapping[str, Tensor] = result[2] if len(result) == 3 else {}
+        return Loss(result[0], result[1], metrics)
+    raise UserError(f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed")
+
+
+def check_device(batch: Any, device: torch.device) -> None:
+    for tensor in tensors_of(batch):
+        if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
+            raise UserError(
+                f"a tensor of the batch is on {tensor.device}; the model is on {device}: leave the moving of batches to the loop"
+            )
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Randomness inside the model as a function of seed and step: nothing to save, and a repeated step draws the same."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]

@@ -1,0 +1,125 @@
+"""The run's record survives kills, odd numbers and lines it does not know."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from orchestrator.record.events import Event, EventLog, by_step, encode, of_kind, read_events
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def write_steps(path: Path, *steps: int) -> None:
+    log = EventLog(path)
+    for step in steps:
+        log.write("step", step=step, loss=1.0 / step)
+    log.close()
+
+
+def test_what_is_written_is_read_in_order(path: Path) -> None:
+    write_steps(path, 1, 2, 3)
+    events = read_events(path)
+    assert [event["step"] for event in events] == [1, 2, 3]
+    assert events[2]["loss"] == 1.0 / 3  # full precision, to compare runs step by step
+    assert all(event["time"] > 0 for event in events)
+
+
+def test_each_event_is_on_disk_before_the_log_is_closed(path: Path) -> None:
+    log = EventLog(path)
+    log.write("start", total_steps=4)
+    assert [event["event"] for event in read_events(path)] == ["start"]
+    log.close()
+    log.close()  # idempotent
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "step", "st', b"{", b"\xff\xfe", '{"event": "warning", "message": "§'.encode()[:-1]])
+def test_a_torn_final_line_is_dropped_by_readers(path: Path, torn: bytes) -> None:
+    write_steps(path, 1, 2)
+    path.write_bytes(path.read_bytes() + torn)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+
+
+def test_a_torn_final_line_is_cut_before_the_next_append(path: Path) -> None:
+    write_steps(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event": "step", "step": 3, "lo')
+    write_steps(path, 3)
+    assert path.read_bytes().startswith(whole)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_file_that_is_one_torn_line_starts_afresh(path: Path) -> None:
+    path.write_bytes(b'{"event": "sta')
+    write_steps(path, 1)
+    assert [event["step"] for event in read_events(path)] == [1]
+
+
+def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
+    log = EventLog(path)
+    for step, loss in ((1, 0.9), (2, 0.8), (3, 0.7), (2, 0.82), (3, 0.72)):
+        log.write("step", step=step, loss=loss)
+        log.write("evaluate", step=step, loss=-loss)
+    log.close()
+    assert [(event["step"], event["loss"]) for event in by_step(read_events(path))] == [(1, 0.9), (2, 0.82), (3, 0.72)]
+    assert [event["loss"] for event in by_step(read_events(path), "evaluate")] == [-0.9, -0.82, -0.72]
+    assert len(of_kind(read_events(path), "step")) == 5
+
+
+def test_numbers_that_json_cannot_carry_become_their_names() -> None:
+    line = encode({"event": "step", "loss": math.nan, "metrics": {"a": math.inf, "b": [1.0, -math.inf], "c": (2.5,)}})
+    read = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))
+    assert read == {"event": "step", "loss": "nan", "metrics": {"a": "inf", "b": [1.0, "-inf"], "c": [2.5]}}
+    assert math.isnan(float(read["loss"]))
+
+
+def test_a_nan_survives_the_file(path: Path) -> None:
+    log = EventLog(path)
+    log.write("step", step=1, loss=math.nan)
+    log.close()
+    assert math.isnan(float(read_events(path)[0]["loss"]))
+
+
+def test_listeners_get_every_event_in_order(path: Path) -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    log = EventLog(path, [first.append, second.append])
+    log.write("start", total_steps=2)
+    log.write_all([{"event": "step", "step": 1}, {"event": "step", "step": 2}])
+    log.close()
+    assert [event["event"] for event in first] == ["start", "step", "step"]
+    assert [event.get("step") for event in first] == [None, 1, 2]
+    assert second == first
+
+
+def test_listeners_see_the_line_already_on_disk(path: Path) -> None:
+    """What a listener shows is in the record, even if the listener then kills the process."""
+    seen: list[int] = []
+    log = EventLog(path, [lambda event: seen.append(len(read_events(path)))])
+    log.write("start")
+    log.write("end")
+    log.close()
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["", "not json", "[1, 2]", "17", '"step"', "null", '{"step": 3}', '{"event": 7}'])
+def test_unknown_lines_are_skipped(path: Path, line: str) -> None:
+    write_steps(path, 1)
+    path.write_text(path.read_text() + line + "\n")
+    write_steps(path, 2)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+
+
+def test_unicode_line_separators_do_not_split_an_event(path: Path) -> None:
+    log = EventLog(path)
+    log.write("warning", kind="x", message="one\u2028two\u0085three\r\nfour")
+    log.close()
+    assert read_events(path)[0]["message"] == "one\u2028two\u0085three\r\nfour"
+
+
+def test_a_run_without_a_record_has_no_events(path: Path) -> None:
+    assert read_events(path) == []

@@ -1,0 +1,305 @@
+"""The monitor samples, summarises and warns; what it cannot read never reaches the training."""
+
+import json
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.record.monitor import DeviceSample, Monitor, NvmlGpus, Sample
+
+GIB = 1024**3
+
+
+class FakeGpus:
+    """One GPU that uses what the test says, reading after reading."""
+
+    def __init__(self, *used: int | None, total: int = 100) -> None:
+        self.error: str | None = None
+        self.used = list(used)
+        self.total = total
+        self.readings = 0
+
+    def driver(self) -> str | None:
+        return "555.1"
+
+    def read(self) -> tuple[DeviceSample, ...]:
+        used = self.used[min(self.readings, len(self.used) - 1)]
+        self.readings += 1
+        return (DeviceSample(0, "Fake 1", memory_used=used, memory_total=self.total, utilization=50.0),)
+
+
+class BrokenGpus(FakeGpus):
+    def read(self) -> tuple[DeviceSample, ...]:
+        raise OSError("the driver went away")
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited 30 s in vain"
+        time.sleep(0.005)
+
+
+def test_one_sample_of_the_host() -> None:
+    sample = Monitor().record()
+    assert isinstance(sample, Sample)
+    assert 0 < sample.host.process_memory < sample.host.memory_total
+    assert 0 < sample.host.memory_used < sample.host.memory_total
+    assert sample.devices == ()
+
+
+def test_the_cpu_share_is_measured_from_any_thread() -> None:
+    monitor, before = Monitor(), sum(psutil.cpu_times())
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:  # keep a core busy
+        pass
+    if sum(psutil.cpu_times()) == before:
+        pytest.skip("this kernel keeps no CPU times")
+    readings: list[float | None] = []
+    thread = threading.Thread(target=lambda: readings.append(monitor.record().host.cpu_percent))
+    thread.start()
+    thread.join()
+    assert readings[0] is not None
+    assert 0 < readings[0] <= 100
+
+
+def test_the_thread_samples_until_it_is_stopped() -> None:
+    gpus = FakeGpus(10)
+    monitor = Monitor(interval_s=0.001, gpus=gpus)
+    with monitor:
+        wait_for(lambda: gpus.readings >= 3)
+    readings = gpus.readings
+    assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
+    time.sleep(0.02)
+    assert gpus.readings == readings
+    monitor.stop()  # idempotent
+    assert monitor.latest() is not None
+    assert monitor.summary()["samples"] == readings
+
+
+def test_it_can_be_started_twice_and_again() -> None:
+    gpus = FakeGpus(10)
+    monitor = Monitor(interval_s=0.001, gpus=gpus)
+    assert monitor.start() is monitor.start()
+    assert len([thread for thread in threading.enumerate() if thread.name == "monitor"]) == 1
+    monitor.stop()
+    readings = gpus.readings
+    monitor.start()
+    wait_for(lambda: gpus.readings > readings)
+    monitor.stop()
+
+
+def test_the_summary_has_mean_and_maximum() -> None:
+    monitor = Monitor(gpus=FakeGpus(10, 30, 20))
+    for _ in range(3):
+        monitor.record()
+    summary = monitor.summary()
+    assert summary["samples"] == 3
+    assert summary["devices"] == [
+        {
+            "index": 0,
+            "name": "Fake 1",
+            "memory_used": {"mean": 20.0, "max": 30},
+            "memory_total": {"mean": 100.0, "max": 100},
+            "utilization": {"mean": 50.0, "max": 50.0},
+        }
+    ]
+    assert summary["host"]["process_memory"]["max"] >= summary["host"]["process_memory"]["mean"] > 0
+    assert summary["error"] is None
+    json.dumps(summary)
+
+
+def test_the_fields_of_a_monitor_event() -> None:
+    fields = Monitor(gpus=FakeGpus(10)).event_fields()
+    assert set(fields) == {"host", "devices"}
+    assert set(fields["host"]) == {"cpu_percent", "memory_used", "memory_total", "process_memory"}
+    device = {"index", "name", "memory_used", "memory_total", "process_memory", "utilization", "memory_utilization", "temperature", "power"}
+    assert set(fields["devices"][0]) == device
+    assert fields["devices"][0]["temperature"] is None
+    json.dumps(fields)
+
+
+def test_event_fields_read_anew_only_while_no_thread_does() -> None:
+    gpus = FakeGpus(10)
+    monitor = Monitor(interval_s=60, gpus=gpus)
+    monitor.event_fields()
+    monitor.event_fields()
+    assert gpus.readings == 2
+    monitor.start()
+    wait_for(lambda: gpus.readings == 3)
+    monitor.event_fields()
+    assert gpus.readings == 3
+    monitor.stop()
+
+
+def test_it_warns_once_per_crossing() -> None:
+    warnings: list[str] = []
+    used = (50, 95, 99, 93, 96, 80, 97, 97)  # 93 is under the limit, but not far enough to count the next as a crossing
+    monitor = Monitor(gpus=FakeGpus(*used, total=100), memory_warning=0.95, on_warning=warnings.append)
+    seen = []
+    for _ in used:
+        monitor.record()
+        seen.append(len([warning for warning in warnings if "GPU 0" in warning]))
+    assert seen == [0, 1, 1, 1, 1, 1, 2, 2]
+    assert "95% full" in warnings[0]
+
+
+def test_it_warns_of_the_host_memory() -> None:
+    warnings: list[str] = []
+    monitor = Monitor(memory_warning=1e-9, on_warning=warnings.append)
+    monitor.record()
+    monitor.record()
+    assert len(warnings) == 1
+    assert "host memory" in warnings[0]
+
+
+def test_a_device_that_tells_nothing_is_no_error() -> None:
+    monitor = Monitor(gpus=FakeGpus(None))
+    monitor.record()
+    assert "memory_used" not in monitor.summary()["devices"][0]
+
+
+def test_an_error_of_the_sampler_is_kept_and_does_not_end_it() -> None:
+    warnings: list[str] = []
+    gpus = FakeGpus(10)
+    broken = BrokenGpus()
+    monitor = Monitor(interval_s=0.001, gpus=broken, on_warning=warnings.append).start()
+    wait_for(lambda: monitor.summary()["error"])
+    broken.read = gpus.read  # it comes back
+    wait_for(lambda: monitor.summary()["samples"])
+    monitor.stop()
+    assert monitor.summary()["error"] == "OSError: the driver went away"
+    assert len([warning for warning in warnings if "driver went away" in warning]) == 1
+
+
+def test_an_error_in_event_fields_does_not_reach_the_training() -> None:
+    assert Monitor(gpus=BrokenGpus()).event_fields() == {"host": {}, "devices": []}
+
+
+def test_a_receiver_of_warnings_that_raises_is_kept_too() -> None:
+    def refuse(message: str) -> None:
+        raise RuntimeError("no mail today")
+
+    monitor = Monitor(memory_warning=1e-9, on_warning=refuse)
+    monitor.record()
+    assert monitor.summary()["error"] == "on_warning raised RuntimeError: no mail today"
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_summary() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    class HangingGpus(FakeGpus):
+        def read(self) -> tuple[DeviceSample, ...]:
+            entered.set()
+            release.wait(60)
+            return ()
+
+    monitor = Monitor(gpus=HangingGpus()).start()
+    entered.wait(30)
+    assert monitor.summary()["samples"] == 0
+    release.set()
+    monitor.stop()
+
+
+def test_info_of_the_machine() -> None:
+    info = Monitor(gpus=FakeGpus(10, total=80 * GIB)).info()
+    assert info["devices"] == [{"index": 0, "name": "Fake 1", "memory_total": 80 * GIB}]
+    assert info["driver"] == "555.1"
+    assert info["gpu_error"] is None
+    assert info["threads"] >= 1
+    assert info["memory_total"] > 0
+
+
+def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
+    """A pynvml with two GPUs; the functions named in ``missing`` answer as an old card does."""
+
+    class NVMLError(Exception): ...
+
+    def unsupported(*arguments: Any) -> Any:
+        raise NVMLError("Not Supported")
+
+    def by_index(index: int) -> int:
+        if index not in (0, 1):
+            raise NVMLError("Invalid Argument")
+        return index
+
+    def by_uuid(uuid: str) -> int:
+        return by_index({"GPU-aaaa": 0, "GPU-bbbb": 1}.get(uuid, 9))
+
+    own = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB), SimpleNamespace(pid=-1, usedGpuMemory=GIB)]
+    functions = {
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "555.1",
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetIndex": lambda handle: handle,
+        "nvmlDeviceGetName": lambda handle: f"Card {handle}",
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=4 * GIB, total=80 * GIB),
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=0, memory=7),
+        "nvmlDeviceGetPowerUsage": lambda handle: 250_000,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: own,
+    }
+    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **{**functions, **dict.fromkeys(missing, unsupported)})
+
+
+def test_nvml_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    gpus = NvmlGpus((0, "GPU-bbbb"))
+    assert gpus.error is None
+    first, second = gpus.read()
+    assert second.index == 1
+    assert first == DeviceSample(0, "Card 0", 4 * GIB, 80 * GIB, 3 * GIB, 0, 7, 61, 250.0)
+
+
+def test_what_nvml_does_not_give_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("Name", "MemoryInfo", "UtilizationRates", "PowerUsage", "Temperature", "ComputeRunningProcesses", "Index")
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(tuple(f"nvmlDeviceGet{name}" for name in names)))
+    assert NvmlGpus(("GPU-aaaa",)).read() == (DeviceSample(0),)
+
+
+def test_a_gpu_that_is_not_there_is_named_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monitor = Monitor(gpu_indices=(7, 1, "GPU-cccc"))
+    assert [device.index for device in monitor.record().devices] == [1]
+    assert "GPU 7" in monitor.info()["gpu_error"]
+    assert "GPU-cccc" in monitor.info()["gpu_error"]
+    assert "2 GPUs" in monitor.info()["gpu_error"]
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(("nvmlInit",)))
+    with Monitor(gpu_indices=(0,), interval_s=0.001) as monitor:
+        wait_for(monitor.latest)
+    info = monitor.info()
+    assert info["devices"] == []
+    assert info["driver"] is None
+    assert "driver" in info["gpu_error"]
+    assert monitor.summary()["error"] is None
+
+
+def test_without_the_package_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Monitor(gpu_indices=(0,)).record().devices == ()
+
+
+@pytest.mark.gpu
+def test_a_real_gpu() -> None:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+    monitor = Monitor(gpu_indices=(0, uuid))
+    by_index, by_uuid = monitor.record().devices
+    assert monitor.info()["gpu_error"] is None
+    assert by_index.index == by_uuid.index == 0
+    assert by_index.name == by_uuid.name
+    for name in ("memory_used", "memory_total", "utilization", "memory_utilization", "temperature", "power"):
+        assert getattr(by_index, name) is not None, name

@@ -1,0 +1,311 @@
+"""What people see: a bar on a terminal, few plain lines elsewhere, trouble in one line, and nothing that hurts the run."""
+
+import io
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from orchestrator.record.screen import Screen, _make_bar, _State
+
+ESCAPE = "\x1b"
+
+
+def piped(width: int = 80) -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(Console(file=out, force_terminal=False, width=width)), out
+
+
+def terminal(width: int = 80) -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(Console(file=out, force_terminal=True, width=width, _environ={"TERM": "xterm"})), out
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    return {"event": "step", "step": number, "epoch": 0, "loss": 0.15234, "samples": 64, "units": 64, "seconds": 0.05, **fields}
+
+
+def start(total: int | None, first: int = 0) -> dict[str, Any]:
+    return {"event": "start", "total_steps": total, "step": first}
+
+
+END = {"event": "end", "status": "completed"}
+EVALUATE = {"event": "evaluate", "epoch": 3, "step": 69, "loss": 0.15234, "metrics": {"accuracy": 0.9617}, "best": True}
+GPUS = {"event": "monitor", "host": {"process_memory": 2**30}, "devices": [{"memory_used": 3 * 2**30}, {"memory_used": None}]}
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def drawn_lines(text: str) -> list[str]:
+    return [line for line in re.split(r"[\r\n]", without_escapes(text)) if line.strip()]
+
+
+def test_piped_output_is_plain_and_short() -> None:
+    screen, out = piped()
+    screen(start(200))
+    for number in range(1, 201):
+        screen(step(number))
+    screen(EVALUATE)
+    screen({"event": "warning", "message": "slow disk"})
+    screen(END)
+    lines = out.getvalue().splitlines()
+    assert ESCAPE not in out.getvalue()
+    assert "\r" not in out.getvalue()
+    assert 10 <= len(lines) <= 14
+    assert lines[0] == "epoch 0  step 1/200  loss 0.1523  1.3k samples/s"
+    assert lines[-3].startswith("epoch 0  step 200/200")
+    assert lines[-2] == "epoch 3  step 69  validation loss 0.1523  accuracy 0.9617  ★ best"
+    assert lines[-1] == "warning: slow disk"
+
+
+def test_piped_lines_of_a_resumed_run_go_on_from_its_step() -> None:
+    screen, out = piped()
+    screen(start(100, first=45))
+    for number in range(46, 101):
+        screen(step(number))
+    assert [line.split()[3] for line in out.getvalue().splitlines()] == [
+        "46/100",
+        "50/100",
+        "60/100",
+        "70/100",
+        "80/100",
+        "90/100",
+        "100/100",
+    ]
+
+
+def test_a_short_run_shows_every_step() -> None:
+    screen, out = piped()
+    screen(start(3))
+    for number in (1, 2, 3):
+        screen(step(number))
+    assert len(out.getvalue().splitlines()) == 3
+
+
+def test_piped_lines_are_not_wrapped() -> None:
+    screen, out = piped(width=40)
+    screen.banner([("folder", "/results/" + "x" * 200)], "run")
+    screen({"event": "resume", "step": 40, "path": "/results/" + "y" * 150, "skipped": []})
+    assert len(out.getvalue().splitlines()) == 3
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_line_fits(width: int) -> None:
+    screen, out = terminal(width)
+    screen(start(1_000_000, first=999_990))
+    screen({"event": "monitor", "host": {}, "devices": [{"memory_used": 139 * 2**30}]})
+    for number in range(999_991, 1_000_000):
+        screen(step(number, loss=1.234e-05, units=12_345, samples=12_345, seconds=0.1))
+    screen(END)
+    last = drawn_lines(out.getvalue())[-1]
+    assert last.startswith(" 999999/1000000 ")
+    assert "loss 1.234e-05  123.5k samples/s  139.0 GiB" in last
+    assert all(len(line) <= width for line in drawn_lines(out.getvalue()))
+    assert "…" not in last
+
+
+def test_the_bar_shows_step_loss_speed_memory_and_time() -> None:
+    screen, out = terminal()
+    screen(start(100))
+    screen(step(1))
+    screen(GPUS)
+    screen(step(50))
+    screen(END)
+    last = drawn_lines(out.getvalue())[-1]
+    assert re.search(r"50/100 .* loss 0\.1523  1\.3k samples/s  3\.0 GiB [-\d:]+", last)
+    assert out.getvalue().endswith(f"{ESCAPE}[?25h")  # the cursor is given back
+
+
+def test_host_memory_is_shown_without_gpus_and_tokens_where_they_are_counted() -> None:
+    screen, out = piped()
+    screen(start(2))
+    screen({"event": "monitor", "host": {"process_memory": 2**30}, "devices": []})
+    screen(step(1, units=64 * 128, seconds=0.5))
+    assert out.getvalue().strip() == "epoch 0  step 1/2  loss 0.1523  16.4k tokens/s  1.0 GiB"
+
+
+def test_the_speed_forgets_the_first_steps() -> None:
+    screen, out = piped()
+    screen(start(1000))
+    screen(step(1, seconds=60.0))  # compiling
+    for number in range(2, 101):
+        screen(step(number, seconds=1.0))
+    assert out.getvalue().splitlines()[-1].endswith("64 samples/s")
+
+
+def test_an_evaluation_stands_above_the_bar() -> None:
+    screen, out = terminal()
+    screen(start(100))
+    screen(step(69))
+    screen(EVALUATE)
+    screen(END)
+    lines = drawn_lines(out.getvalue())
+    assert lines.index(next(line for line in lines if "validation loss 0.1523  accuracy 0.9617  ★ best" in line)) < len(lines) - 1
+    assert "69/100" in lines[-1]
+
+
+def test_an_evaluation_that_is_not_the_best() -> None:
+    screen, out = piped()
+    screen({**EVALUATE, "best": False, "metrics": {"accuracy": "nan", "note": "text"}})
+    assert out.getvalue().strip() == "epoch 3  step 69  validation loss 0.1523  accuracy nan"
+
+
+TROUBLE = [
+    ({"event": "warning", "kind": "disk", "message": "the disk is slow"}, "warning: the disk is slow"),
+    ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "failure (worker): rank 1 died"),
+    (
+        {"event": "oom", "step": 12, "micro_batch": 32, "next_micro_batch": 16, "where": "backward"},
+        "out of memory at step 12 (backward) with a micro-batch of 32; going on with 16",
+    ),
+    ({"event": "oom", "step": 2, "micro_batch": 1, "next_micro_batch": None, "where": "forward"}, "no smaller one is left to try"),
+    ({"event": "resume", "step": 40, "path": "c/step_00000040", "skipped": []}, "resumed at step 40 from c/step_00000040"),
+    (
+        {"event": "resume", "step": 40, "path": "c/step_40", "skipped": [{"path": "c/step_60", "reason": "model.safetensors: wrong hash"}]},
+        "skipped checkpoint step_60: model.safetensors: wrong hash",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "text"), TROUBLE)
+def test_trouble_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
+    screen, out = piped(width=120)
+    screen(event)
+    assert text in out.getvalue()
+    screen, out = terminal(width=120)
+    screen(event)
+    assert f"{ESCAPE}[33m" in out.getvalue()
+    assert text in without_escapes(out.getvalue())
+
+
+@pytest.mark.parametrize("make", [piped, terminal])
+def test_text_from_outside_is_neither_markup_nor_control(make: Any) -> None:
+    screen, out = make(width=120)
+    screen.banner([("[red]task[/red]", "[/oops] [bold]x")], "[link=http://x]title")
+    screen({"event": "warning", "message": f"[/nope] [blink]a{ESCAPE}[2Jb\nc\rd :smile:"})
+    screen({**EVALUATE, "metrics": {"[red]acc": 0.5}})
+    shown = out.getvalue()
+    for literal in ("[red]task[/red]", "[/oops] [bold]x", "[link=http://x]title", "[/nope] [blink]a", "b c d :smile:", "[red]acc 0.5"):
+        assert literal in shown
+    assert f"{ESCAPE}[2J" not in shown
+
+
+def test_a_long_message_is_cut() -> None:
+    screen, out = piped()
+    screen({"event": "failure", "kind": "task", "message": "x" * 5000})
+    assert len(out.getvalue()) <= 301
+
+
+def test_the_banner_is_a_panel_on_a_terminal() -> None:
+    screen, out = terminal()
+    screen.banner([("processes", "4"), ("folder", "results/digits-1")], title="expert-orchestrator 0.1.0")
+    lines = drawn_lines(out.getvalue())
+    assert lines[0].startswith("╭─ expert-orchestrator 0.1.0 ─")
+    assert "processes  4" in lines[1]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_banner_is_plain_where_it_is_piped() -> None:
+    screen, out = piped()
+    screen.banner([("processes", "4"), ("folder", "results/digits-1")], title="expert-orchestrator 0.1.0")
+    assert out.getvalue() == "expert-orchestrator 0.1.0\n  processes  4\n  folder     results/digits-1\n"
+
+
+def test_quiet_shows_nothing() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True), quiet=True)
+    screen.banner([("a", "b")], "title")
+    for event in (start(2), step(1), EVALUATE, TROUBLE[0][0], END):
+        screen(event)
+    screen.close()
+    assert out.getvalue() == ""
+
+
+def test_an_ascii_output_gets_ascii() -> None:
+    raw = io.BytesIO()
+    screen = Screen(Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), force_terminal=False))
+    screen(EVALUATE)
+    screen({"event": "warning", "message": "naïve → 5 µs"})
+    assert raw.getvalue().decode("ascii").splitlines() == [
+        "epoch 3  step 69  validation loss 0.1523  accuracy 0.9617  * best",
+        "warning: na?ve ? 5 ?s",
+    ]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError("input/output error"), SystemExit(1), KeyError("bug")])
+def test_a_display_that_fails_does_not_end_the_run(error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    screen, _ = piped()
+    screen(start(3))
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(screen._console, "print", fail)
+    for number in (1, 2, 3):
+        screen(step(number))
+    assert len(caplog.records) == 1
+    assert "the run goes on" in caplog.text
+
+
+def test_events_it_does_not_know_and_odd_values_are_harmless(caplog: pytest.LogCaptureFixture) -> None:
+    screen, out = piped()
+    screen({"event": "comet"})
+    screen({"event": "monitor", "devices": None, "host": None})
+    screen(start(None))
+    screen(step(1, loss="nan", samples=None, seconds=0))
+    screen({"event": "evaluate", "step": 1, "epoch": 0, "loss": None, "metrics": None})
+    assert out.getvalue().splitlines() == ["epoch 0  step 1/?  loss nan", "epoch 0  step 1"]
+    assert not caplog.records
+
+
+class SpyFile(io.StringIO):
+    """Notes which threads write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[int] = []
+
+    def write(self, text: str) -> int:
+        self.writers.append(threading.get_ident())
+        return super().write(text)
+
+
+def test_a_step_draws_nothing_itself() -> None:
+    """The cost of a step event is that of a few assignments: drawing is left to rich's thread, eight times a second."""
+    out = SpyFile()
+    screen = Screen(Console(file=out, force_terminal=True, width=80))
+    screen(start(100_000))
+    out.writers.clear()
+    began = time.perf_counter()
+    for number in range(1, 5001):
+        screen(step(number))
+    spent_us = (time.perf_counter() - began) / 5000 * 1e6
+    assert threading.get_ident() not in out.writers
+    assert spent_us < 500  # about 2 on a quiet machine; this bound only catches drawing in place
+    screen.close()
+
+
+def test_a_second_start_begins_a_new_bar_and_close_may_be_repeated() -> None:
+    screen, out = terminal()
+    screen(start(10))
+    screen(step(7))
+    screen(start(10, first=4))
+    screen(step(5))
+    screen.close()
+    screen.close()
+    finals = [line for line in drawn_lines(out.getvalue()) if "/10" in line]
+    assert " 7/10" in "".join(finals)
+    assert finals[-1].startswith(" 5/10")
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_RefreshThread":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_the_bar_refreshes_at_most_eight_times_a_second() -> None:
+    bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), _State(total=3))
+    assert bar.live.refresh_per_second <= 8
