@@ -10,13 +10,13 @@ both are shown, in ``info()["gpu_error"]`` and ``summary()["error"]``.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from orchestrator.record.nvml import DeviceSample, NvmlGpus
 from orchestrator.types import bytes_text
 
 REARM_BELOW = 0.05  # memory use must fall this far under the limit before a second warning
@@ -24,27 +24,15 @@ REARM_BELOW = 0.05  # memory use must fall this far under the limit before a sec
 
 @dataclass(frozen=True)
 class HostSample:
-    """Use of the machine (percent, bytes); ``process_memory`` is the resident memory of this process."""
+    """Use of the machine (percent, bytes), its memory within the limits of our container.
+
+    ``process_memory`` is the resident memory of this process.
+    """
 
     cpu_percent: float | None
     memory_used: int
     memory_total: int
     process_memory: int
-
-
-@dataclass(frozen=True)
-class DeviceSample:
-    """Use of one GPU: bytes, percent, degrees Celsius, watts. ``None`` where the driver gives no value."""
-
-    index: int
-    name: str | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    process_memory: int | None = None
-    utilization: float | None = None
-    memory_utilization: float | None = None
-    temperature: float | None = None
-    power: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,91 +55,24 @@ class Gpus(Protocol):
     def read(self) -> tuple[DeviceSample, ...]: ...
 
 
-class NvmlGpus:
-    """GPUs by NVML index or UUID. NVML knows nothing of CUDA_VISIBLE_DEVICES: the caller translates.
-
-    NVML stays initialised until the process ends, as torch leaves it too: samples may be taken after ``stop``.
-    """
-
-    def __init__(self, wanted: Sequence[int | str]) -> None:
-        self.error: str | None = None
-        self._handles: list[tuple[int, Any]] = []
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception as error:  # no package, no driver, no permission: a machine without GPUs, as far as we can tell
-            self.error = f"GPUs {list(wanted)} were to be watched, but NVML does not answer: {error}. Is the NVIDIA driver installed?"
-            return
-        self._nvml = pynvml
-        for position, gpu in enumerate(wanted):
-            self._add(position, gpu)
-
-    def driver(self) -> str | None:
-        return _value(self._nvml.nvmlSystemGetDriverVersion) if self._handles else None
-
-    def read(self) -> tuple[DeviceSample, ...]:
-        return tuple(self._read(index, handle) for index, handle in self._handles)
-
-    def _add(self, position: int, gpu: int | str) -> None:
-        try:
-            by = self._nvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else self._nvml.nvmlDeviceGetHandleByUUID
-            handle = by(gpu)
-        except Exception as error:
-            seen = _value(self._nvml.nvmlDeviceGetCount)
-            message = f"GPU {gpu} was to be watched, but NVML does not find it among its {seen} GPUs: {error}"
-            self.error = f"{self.error}; {message}" if self.error else message
-            return
-        index = _value(lambda: self._nvml.nvmlDeviceGetIndex(handle))
-        self._handles.append((position if index is None else index, handle))
-
-    def _read(self, index: int, handle: Any) -> DeviceSample:
-        nvml = self._nvml
-        memory = _value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = _value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        milliwatts = _value(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        return DeviceSample(
-            index=index,
-            name=_value(lambda: nvml.nvmlDeviceGetName(handle)),
-            memory_used=memory and memory.used,
-            memory_total=memory and memory.total,
-            process_memory=_value(lambda: _own_memory(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
-            utilization=rates and rates.gpu,
-            memory_utilization=rates and rates.memory,
-            temperature=_value(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-            power=None if milliwatts is None else milliwatts / 1000,
-        )
-
-
-def _value(read: Callable[[], Any]) -> Any:
-    """What NVML answers, or None: which values a device gives depends on the card, the driver and the container."""
-    try:
-        return read()
-    except Exception:
-        return None
-
-
-def _own_memory(processes: Sequence[Any]) -> int | None:
-    """This process's bytes on a device; None when it is not listed (in a container NVML lists the pids of outside)."""
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid() and process.usedGpuMemory is not None]
-    return sum(own) if own else None
-
-
 class _HostReader:
     """Reads the host. Keeps its own CPU times, because ``psutil.cpu_percent`` keeps them per thread and begins with 0."""
 
     def __init__(self) -> None:
         import psutil
 
+        from orchestrator.plan.host import usable_memory
+
         self._psutil = psutil
+        self._usable_memory = usable_memory
         self._process = psutil.Process()
         self._before = self._cpu_times()
         self._percent: float | None = None
 
     def read(self) -> HostSample:
-        memory = self._psutil.virtual_memory()
-        # What is not available is used: psutil's own "used" leaves out shared memory, which Ray's object store lives in.
-        return HostSample(self._cpu_percent(), memory.total - memory.available, memory.total, self._process.memory_info().rss)
+        total, free = self._usable_memory()  # about 1 ms
+        # What is not free is used: psutil's own "used" leaves out shared memory, which Ray's object store lives in.
+        return HostSample(self._cpu_percent(), total - free, total, self._process.memory_info().rss)
 
     def _cpu_percent(self) -> float | None:
         now = self._cpu_times()
@@ -260,6 +181,8 @@ class Monitor:
         """What does not change: the GPUs' names and memory, the driver, cores and RAM."""
         import psutil
 
+        from orchestrator.plan.host import usable_memory
+
         devices = self._gpus.read() if self._gpus else ()
         return {
             "devices": [{"index": device.index, "name": device.name, "memory_total": device.memory_total} for device in devices],
@@ -267,7 +190,7 @@ class Monitor:
             "gpu_error": self._gpus.error if self._gpus else None,
             "cores": psutil.cpu_count(logical=False),
             "threads": psutil.cpu_count(),
-            "memory_total": psutil.virtual_memory().total,
+            "memory_total": usable_memory()[0],
         }
 
     def summary(self) -> dict[str, Any]:

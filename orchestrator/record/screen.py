@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.events import Event
-from orchestrator.record.trackers import number
+from orchestrator.record.scalars import number
 from orchestrator.types import bytes_text, count_text
 
 if TYPE_CHECKING:

@@ -78,8 +78,7 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
     if not count:
         return {}
     mean = {name: sum((finite(event.get(name)) or 0.0) * weight for event, weight in weights) / count for name in (*PHASES, "total")}
-    parts = {name: mean[name] for name in PHASES if mean[name] > 0}
-    return parts | {OTHER: max(0.0, mean["total"] - sum(parts.values()))}
+    return _with_rest({name: mean[name] for name in PHASES}, mean["total"])
 
 
 @remembered
@@ -89,7 +88,13 @@ def wall_seconds(record: RunRecord) -> dict[str, float]:
         return {}
     kinds = {"training": "step", "evaluation": "evaluate", "checkpoints": "checkpoint"}
     parts = {name: sum(values(record.of(kind), "seconds")) for name, kind in kinds.items()}
-    return parts | {OTHER: max(0.0, record.seconds - sum(parts.values()))}
+    return _with_rest(parts, record.seconds)
+
+
+def _with_rest(parts: dict[str, float], whole: float) -> dict[str, float]:
+    """The parts that took any time, and what they leave of the whole."""
+    parts = parts | {OTHER: whole - sum(parts.values())}
+    return {name: part for name, part in parts.items() if part > 0}
 
 
 def shares(parts: dict[str, float]) -> dict[str, float]:

@@ -49,6 +49,7 @@ code { padding: 1px 5px; border-radius: 4px; background: var(--fill); }
 .verdict li { margin-bottom: 5px; }
 .grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; }
 .grid.three { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+.grid:not(.three) > :last-child:nth-child(odd) { grid-column: 1 / -1; }
 .grid.one { grid-template-columns: minmax(0, 1fr); }
 figure { margin: 0; }
 .chart { padding: 14px 18px 12px; }

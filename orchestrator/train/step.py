@@ -120,7 +120,8 @@ class Stepper:
     def _update(self, totals: Totals, nominal: float, step: int) -> None:
         """Divide by the count of the global batch, clip, and step; undo the loss scale on the way."""
         gradients = [p.grad for p in self.learner.parameters if p.grad is not None]
-        factor: float | Tensor = nominal / totals.count
+        count = totals.count.double() if isinstance(totals.count, Tensor) else totals.count
+        factor: float | Tensor = nominal / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
         totals.norm = finish_gradients(gradients, factor, self.clip_norm)

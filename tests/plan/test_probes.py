@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from orchestrator.plan import probes
+from orchestrator.plan import arithmetic, probes
+from orchestrator.plan.check import GPU_FIX, Check, Probe
 from orchestrator.plan.hardware import Gpu, Inventory
-from orchestrator.plan.probes import Check, Probe, probes_for, run_guarded, run_probes
+from orchestrator.plan.probes import probes_for, run_guarded, run_probes
 from orchestrator.types import GIB, MIB
+from tests.support.checks import assert_fails
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 130 * GIB, (9, 0), 132, "GPU-1")
 T4 = Gpu(1, "Tesla T4", 16 * GIB, GIB, (7, 5), 40, "GPU-2")
@@ -54,22 +53,6 @@ FAULTS: dict[str, tuple[Callable[[], Check], str, str, str]] = {
     "torch without CUDA": (lambda: probes.gpu_count(0, 2, "no CUDA\nget a build"), "no CUDA", "the same GPUs", "get a build"),
     "GPU held": (lambda: probes.gpu_memory(T4, ["jupyter (pid 4711)"]), "held by jupyter (pid 4711)", "3.2 GiB free", "end that process"),
     "GPU held, nobody named": (lambda: probes.gpu_memory(T4, []), "1.0 GiB free of 16.0 GiB", "3.2 GiB free", "another GPU"),
-    "wrong products": (lambda: probes.device_computes("cpu", 0.0), "relative error", "below 0e+00", "install torch anew"),
-    "wrong bf16": (
-        lambda: probes.low_precision("bf16", "cpu", tolerance=0.0),
-        "wrong products",
-        "relative error below",
-        "--precision fp32",
-    ),
-    "wrong fp16": (
-        lambda: probes.low_precision("fp16", "cpu", tolerance=0.0),
-        "wrong products",
-        "relative error below",
-        "--precision fp32",
-    ),
-    "fused AdamW differs": (lambda: probes.fused_adamw("cpu", -1.0), "relative difference", "below", "torch build"),
-    "no compiler": (lambda: probes.compiles("cpu", "raise SystemExit('no g++')"), "no g++", "compiled", "without --compile"),
-    "compiler crashes": (lambda: probes.compiles("cpu", "import os; os.abort()"), "exit code -6", "compiled", "C++ compiler"),
 }
 
 
@@ -77,13 +60,6 @@ FAULTS: dict[str, tuple[Callable[[], Check], str, str, str]] = {
 def test_a_fault_says_found_needed_and_fix(fault: str):
     check, found, needed, fix = FAULTS[fault]
     assert_fails(check(), found, needed, fix)
-
-
-def assert_fails(check: Check, found: str, needed: str, fix: str) -> None:
-    assert check.status == "fail"
-    assert found in check.found
-    assert needed in check.needed
-    assert fix in check.fix
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
@@ -104,35 +80,8 @@ def test_no_port_to_be_had(taken: int):
     assert_fails(probes.ports_free(free_port(), free_port(), spare=taken), "no free port", "a free port", "ip_local_port_range")
 
 
-@pytest.mark.parametrize(
-    ("errors", "why"), [((3e-7, 3e-7), "switched off"), ((3e-7, 0.5), "wrong"), ((3e-7, float("nan")), "not a number")]
-)
-def test_tf32_that_is_switched_off_or_wrong(monkeypatch: pytest.MonkeyPatch, errors: tuple[float, float], why: str):
-    monkeypatch.setattr(probes, "_tf32_errors", lambda _: errors)
-    assert_fails(probes.tf32("cuda:0", (8, 0)), f"{errors[1]:.1e} with tf32", "an error", "NVIDIA_TF32_OVERRIDE")
-
-
-def test_a_compiler_that_hangs_is_ended_with_all_it_started(tmp_path: Path):
-    pid_file = tmp_path / "pid"
-    code = f"""
-import pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
-pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
-time.sleep(120)"""
-    assert_fails(probes.compiles("cpu", code, timeout=5), "no answer after 5 s", "compiled", "without --compile")
-    assert gone(int(pid_file.read_text()))
-
-
-def gone(pid: int) -> bool:
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_device_that_raises_fails_with_the_first_line():
-    check = run_guarded(Probe("cuda:9 computes", lambda: probes.device_computes("cuda:9"), probes.GPU_FIX))
+    check = run_guarded(Probe("cuda:9 computes", lambda: arithmetic.device_computes("cuda:9"), GPU_FIX))
     assert_fails(check, "Error", "no error", "nvidia-smi")
     assert "\n" not in check.found
     assert len(check.found) < 260
@@ -161,31 +110,11 @@ def test_mixed_models_are_told_not_failed():
     assert probes.gpu_models([H200, H200]).found == "2 × NVIDIA H200"
 
 
-def test_emulated_bf16_passes_and_tells_its_measured_price():
-    check = probes.low_precision("bf16", "cpu", emulated=True)
-    assert check.status == "pass"
-    assert re.match(r"works, (but emulated: about [\d.]+ times slower than|[\d.]+ times as fast as) fp32", check.found)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "emulated", "text"),
-    [
-        (104.4, True, "works, but emulated: about 104 times slower than fp32"),
-        (1.26, False, "works, but about 1.3 times slower than fp32"),
-        (0.0625, False, "works, 16.0 times as fast as fp32"),
-    ],
-)
-def test_speed_text(ratio: float, emulated: bool, text: str):
-    assert probes._speed_text(ratio, emulated) == text
-
-
 def test_checks_that_do_not_apply_are_skipped(tmp_path: Path):
     assert probes.gpu_count(0, None).status == "skip"
     assert probes.gpu_count(0, 0).status == "skip"
     assert "not monitored" in probes.gpu_count(2, None).found
     assert probes.gpu_models([]).status == "skip"
-    assert probes.tf32("cpu", None).status == "skip"
-    assert probes.tf32("cuda:0", (7, 5)).found == "compute capability 7.5"
     assert probes.shared_memory(tmp_path / "none").status == "skip"
 
 
@@ -203,16 +132,6 @@ def test_a_disk_check_leaves_nothing_and_makes_nothing(tmp_path: Path):
 def test_prereleases_and_local_versions_count():
     assert probes.version("torch", "2.11.0a0+git123", (2, 11), "").status == "pass"
     assert probes.version("torch", "10.0", (2, 11), "").status == "pass"
-
-
-def test_random_state_and_precision_are_left_alone():
-    import torch
-
-    torch.manual_seed(3)
-    before, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    probes.device_computes("cpu")
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.get_float32_matmul_precision() == precision
 
 
 # --- all together

@@ -1,19 +1,19 @@
 """The monitor samples, summarises and warns; what it cannot read never reaches the training."""
 
 import json
-import os
 import sys
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from orchestrator.record.monitor import DeviceSample, Monitor, NvmlGpus, Sample
-
-GIB = 1024**3
+from orchestrator.plan import host
+from orchestrator.record.monitor import Monitor, Sample
+from orchestrator.record.nvml import DeviceSample
+from orchestrator.types import GIB
+from tests.support.fake_nvml import fake_nvml
 
 
 class FakeGpus:
@@ -52,6 +52,14 @@ def test_one_sample_of_the_host() -> None:
     assert 0 < sample.host.process_memory < sample.host.memory_total
     assert 0 < sample.host.memory_used < sample.host.memory_total
     assert sample.devices == ()
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_memory", lambda: (8 * GIB, 5 * GIB))
+    monitor = Monitor()
+    sample = monitor.record().host
+    assert (sample.memory_used, sample.memory_total) == (3 * GIB, 8 * GIB)
+    assert monitor.info()["memory_total"] == 8 * GIB
 
 
 def test_the_cpu_share_is_measured_from_any_thread() -> None:
@@ -214,55 +222,6 @@ def test_info_of_the_machine() -> None:
     assert info["gpu_error"] is None
     assert info["threads"] >= 1
     assert info["memory_total"] > 0
-
-
-def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
-    """A pynvml with two GPUs; the functions named in ``missing`` answer as an old card does."""
-
-    class NVMLError(Exception): ...
-
-    def unsupported(*arguments: Any) -> Any:
-        raise NVMLError("Not Supported")
-
-    def by_index(index: int) -> int:
-        if index not in (0, 1):
-            raise NVMLError("Invalid Argument")
-        return index
-
-    def by_uuid(uuid: str) -> int:
-        return by_index({"GPU-aaaa": 0, "GPU-bbbb": 1}.get(uuid, 9))
-
-    own = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB), SimpleNamespace(pid=-1, usedGpuMemory=GIB)]
-    functions = {
-        "nvmlInit": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "555.1",
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": by_index,
-        "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetIndex": lambda handle: handle,
-        "nvmlDeviceGetName": lambda handle: f"Card {handle}",
-        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=4 * GIB, total=80 * GIB),
-        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=0, memory=7),
-        "nvmlDeviceGetPowerUsage": lambda handle: 250_000,
-        "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
-        "nvmlDeviceGetComputeRunningProcesses": lambda handle: own,
-    }
-    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **{**functions, **dict.fromkeys(missing, unsupported)})
-
-
-def test_nvml_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    gpus = NvmlGpus((0, "GPU-bbbb"))
-    assert gpus.error is None
-    first, second = gpus.read()
-    assert second.index == 1
-    assert first == DeviceSample(0, "Card 0", 4 * GIB, 80 * GIB, 3 * GIB, 0, 7, 61, 250.0)
-
-
-def test_what_nvml_does_not_give_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("Name", "MemoryInfo", "UtilizationRates", "PowerUsage", "Temperature", "ComputeRunningProcesses", "Index")
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(tuple(f"nvmlDeviceGet{name}" for name in names)))
-    assert NvmlGpus(("GPU-aaaa",)).read() == (DeviceSample(0),)
 
 
 def test_a_gpu_that_is_not_there_is_named_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""How near ``--batch-size auto`` comes to the largest batch that fits, and what it costs: probes and out-of-memories.
+
+The truth is found by bisection with the same memory limit, starting from the found batch. GPU only.
+
+    python -m benchmarks.batch_auto [--fraction 0.9] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support import header, markdown_table, write_result
+from orchestrator.config.settings import Config
+from orchestrator.tasks.load import load_task
+from orchestrator.train.assemble import machine_settings
+from orchestrator.train.data import as_data
+from orchestrator.train.probing import find_batch, probe
+from orchestrator.train.world import World
+from orchestrator.trainer import Prepared, Trainer
+
+GPT2: dict[str, Any] = {"task": "synthetic", "width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0}
+MOE: dict[str, Any] = {"task": "synthetic", "width": 512, "layers": 8, "context_length": 512, "experts": 16, "expert_hidden_size": (1024,)}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("GPT-2 small, bf16", {**GPT2, "precision": "bf16"}),
+    ("GPT-2 small, bf16, recomputing", {**GPT2, "precision": "bf16", "activation_checkpointing": "on"}),
+    ("GPT-2 small, fp32", {**GPT2, "precision": "fp32"}),
+    ("MoE decoder 16 × 1024, bf16", {**MOE, "precision": "bf16", "vocabulary": 8192}),
+]
+
+
+def true_largest(prepared: Prepared, world: World, found: int) -> int:
+    """The largest batch whose two steps pass, by bisection above what was found."""
+    data = as_data(prepared.task.train_data())
+
+    def passes(batch: int) -> bool:
+        return probe(prepared.resolved.config, prepared.plan, prepared.task, world, data, batch).peak is not None
+
+    good, bad = found, max(found + 2, int(found * 1.1))
+    while passes(bad):
+        good, bad = bad, int(bad * 1.1) + 1
+    while bad - good > max(1, good // 200):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if passes(middle) else (good, middle)
+    return good
+
+
+def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object]:
+    config = Config.of(
+        batch_size="auto", samples=200_000 if settings["context_length"] < 1024 else 40_000, gpu_memory_fraction=fraction, **settings
+    )
+    prepared = Trainer(task=load_task(config), config=config, quiet=True).prepare()
+    world = World.alone(prepared.plan.device.value)
+    with machine_settings(config, prepared.plan):
+        begun = time.perf_counter()
+        found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
+        seconds = time.perf_counter() - begun
+        best = true_largest(prepared, world, found.batch_size)
+    failed = sum(p.peak is None for p in found.probes)
+    peak = max(p.peak for p in found.probes if p.peak is not None)
+    probed = " ".join(str(p.batch) for p in found.probes)
+    return [
+        name,
+        found.batch_size,
+        best,
+        f"{found.batch_size / best:.3f}",
+        len(found.probes),
+        failed,
+        f"{peak / 2**30:.1f}",
+        f"{seconds:.0f}",
+        probed,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fraction", type=float, default=0.9)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = [measure(name, settings, arguments.fraction) for name, settings in CASES]
+    columns = ["model", "found", "largest that fits", "share", "probes", "out of memory", "peak GiB", "seconds", "batches probed"]
+    text = header("--batch-size auto against the largest batch that fits", arguments) + markdown_table(columns, rows)
+    print(text)
+    write_result(arguments.out, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Steps per second of the whole loop against a hand-written bare PyTorch loop of the same model, batch and precision.
+
+Both are given the same data on the device, the same fused AdamW, clipping and schedule; ours runs with everything a user
+gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are compared. Peers that are installed
+(Accelerate, Lightning) run the same steps in the form their documentation shows.
+
+    python -m benchmarks.loop_overhead [--rounds 5] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.support import header, markdown_table, write_result
+from orchestrator.config.settings import Config
+from orchestrator.record.events import EventLog
+from orchestrator.record.monitor import Monitor
+from orchestrator.record.trackers import TrackerThread
+from orchestrator.tasks.synthetic import Synthetic
+from orchestrator.tasks.task import Task, TensorData
+from orchestrator.train.assemble import build_loop, machine_settings
+from orchestrator.train.world import World
+from orchestrator.trainer import Trainer
+
+
+class Mlp(Task):
+    """Three layers over vectors the size of an MNIST image."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def train_data(self) -> TensorData:
+        generator = torch.Generator().manual_seed(0)
+        return TensorData(torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Gpt2(Synthetic):
+    """A decoder of GPT-2 small's size, dense, over random tokens."""
+
+    def validation_data(self) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], Task]
+    config: Config
+    batch: int
+    steps: int
+    dtype: torch.dtype | None
+
+
+def cases(small: bool, precision: str) -> list[Case]:
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    sizes: dict[str, Any] = {"width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0, "samples": 4096}
+    if small:
+        sizes = {"width": 64, "layers": 2, "context_length": 64, "vocabulary": 256, "experts": 0, "samples": 512}
+    common: dict[str, Any] = {"precision": precision, "run_dir": None, "epochs": 1000, "warmup_steps": 10, "learning_rate": 3e-4}
+    gpt = Config.of(task="synthetic", batch_size=4 if small else 16, **sizes, **common)
+    mlp = Config.of(batch_size=256, **common)
+    return [
+        Case("GPT-2 small", lambda: Gpt2(gpt), gpt, 4 if small else 16, 10 if small else 40, dtype),
+        Case("3-layer MLP", Mlp, mlp, 256, 60 if small else 2000, dtype),
+    ]
+
+
+WARM_UP = 10
+
+
+def lr_at(step: int, total: int) -> float:
+    return min(1.0, (step + 1) / 11) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / total)))
+
+
+def batches(data: TensorData, batch: int) -> Iterator[tuple[Tensor, ...]]:
+    """Shuffled batches of tensors that are on the device already: what a careful hand-written loop does."""
+    while True:
+        order = torch.randperm(len(data), device=data.tensors[0].device)
+        for begin in range(0, len(data) - batch + 1, batch):
+            index = order[begin : begin + batch]
+            yield tuple(t.index_select(0, index) for t in data.tensors)
+
+
+def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    result = task.loss(model, batch)
+    return result if isinstance(result, Tensor) else result.sum / result.count
+
+
+def wait(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def bare(case: Case, device: torch.device) -> float:
+    task = case.make()
+    model = task.build_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+    feed = batches(task.train_data().to(device), case.batch)
+    begun = 0.0
+    for step in range(WARM_UP + case.steps):
+        if step == WARM_UP:
+            begun = wait(device)
+        batch = next(feed)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * lr_at(step, case.steps)
+        with torch.autocast(device.type, dtype=case.dtype or torch.bfloat16, enabled=case.dtype is not None):
+            loss = loss_of(task, model, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            loss.item()
+    return case.steps / (wait(device) - begun)
+
+
+def ours(case: Case, device: torch.device) -> float:
+    """The product's own loop, put together as ``orchestrator train`` does; the closing checkpoint is left out."""
+    task = case.make()
+    config = case.config.but(max_steps=WARM_UP + case.steps)
+    prepared = Trainer(task=task, config=config, quiet=True).prepare()
+    times: dict[int, float] = {}
+
+    def note(step: int) -> None:
+        if step in (WARM_UP, WARM_UP + case.steps):
+            times[step] = wait(device)
+
+    with tempfile.TemporaryDirectory() as folder, machine_settings(prepared.resolved.config, prepared.plan):
+        run_dir = Path(folder)
+        trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
+        log = EventLog(run_dir / "events.jsonl", [trackers])
+        loop, _ = build_loop(prepared.resolved.config, prepared.plan, task, World.alone(prepared.plan.device.value), run_dir, log)
+        loop.after_step, loop.save = note, lambda progress: None  # noqa: ARG005
+        gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
+        with Monitor(gpus) as monitor:
+            loop.monitor = monitor.event_fields
+            loop.run()
+        trackers.close()
+        log.close()
+    return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
+
+
+def accelerate(case: Case, device: torch.device) -> float:
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    task = case.make()
+    accelerator = Accelerator(mixed_precision="bf16" if case.dtype else "no", cpu=device.type == "cpu")
+    built = task.build_model()
+    model, optimizer = accelerator.prepare(built, torch.optim.AdamW(built.parameters(), lr=3e-4, weight_decay=0.01, fused=True))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: lr_at(step, case.steps))
+    feed = batches(task.train_data().to(device), case.batch)
+    begun = 0.0
+    for step in range(WARM_UP + case.steps):
+        if step == WARM_UP:
+            begun = wait(device)
+        with accelerator.accumulate(model), accelerator.autocast():
+            loss = loss_of(task, model, next(feed))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            loss.item()
+    return case.steps / (wait(device) - begun)
+
+
+def lightning(case: Case, device: torch.device) -> float:
+    import lightning as pl  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    task = case.make()
+    times: dict[int, float] = {}
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.build_model()
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            if number in (WARM_UP, WARM_UP + case.steps):
+                times[number] = wait(device)
+            loss = loss_of(task, self.model, batch)
+            self.log("loss", loss, on_step=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, case.steps))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return batches(task.train_data().to(device), case.batch)
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            max_steps=WARM_UP + case.steps + 1, precision="bf16-mixed" if case.dtype else "32-true", gradient_clip_val=1.0, devices=1,
+            accelerator="gpu" if device.type == "cuda" else "cpu", default_root_dir=folder, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=50,
+        )  # fmt: skip
+        trainer.fit(Module(), Batches())
+    return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
+
+
+def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
+    import importlib.util
+
+    named: dict[str, Callable[[Case, torch.device], float]] = {"bare loop": bare, "orchestrator": ours}
+    named |= {name: run for name, run in {"accelerate": accelerate, "lightning": lightning}.items() if importlib.util.find_spec(name)}
+    return named
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small shapes, for a machine without a GPU")
+    parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    rows = []
+    for case in cases(arguments.small, arguments.precision):
+        speeds: dict[str, list[float]] = {name: [] for name in contestants()}
+        for _ in range(arguments.rounds):
+            for name, run in contestants().items():
+                speeds[name].append(run(case, device))
+        base = statistics.median(speeds["bare loop"])
+        for name, values in speeds.items():
+            ratios = [value / reference for value, reference in zip(values, speeds["bare loop"], strict=True)]
+            median = statistics.median(values)
+            rows.append(
+                [
+                    case.name,
+                    name,
+                    f"{median:.2f}",
+                    f"{min(values):.2f}–{max(values):.2f}",
+                    f"{median / base:.3f}",
+                    f"{statistics.median(ratios):.3f}",
+                ]
+            )
+    columns = ["model", "loop", "steps/s (median)", "range", "against bare", "median of paired ratios"]
+    text = header("The loop against a bare one", arguments) + markdown_table(columns, rows)
+    print(text)
+    write_result(arguments.out, text)
+
+
+if __name__ == "__main__":
+    main()

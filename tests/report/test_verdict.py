@@ -1,0 +1,99 @@
+import dataclasses
+
+import pytest
+
+from orchestrator.report.read import read_run
+from orchestrator.report.verdict import MIN_STEPS, verdict
+from orchestrator.types import GIB
+from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+
+WAITING = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.03}
+
+
+def verdict_of(tmp_path, **fields):
+    return verdict(read_run(write_run(tmp_path, FakeRun(**fields))))
+
+
+def advice_names(found, *flags):
+    text = " ".join(found.advice)
+    return [flag for flag in flags if flag in text]
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound_by", "flag"),
+    [
+        ({"phases": WAITING}, "data", "--loader-workers"),
+        ({"ooms": 2}, "memory", "--activation-checkpointing on"),
+        ({"gpu": True, "peak_bytes": 122 * GIB}, "memory", "--batch-size"),
+        ({}, "compute", "--compile"),
+        ({"gpu": True}, "compute", "--compile"),
+        ({"gpu": True, "utilization": 20.0, "step_s": 0.01}, "host", "--compile"),
+        ({"experts": 8, "skew": 2.0}, "imbalance", "--balance-loss"),
+        ({"evaluate_s": 4.0}, "evaluation", "--evaluate-every"),
+        ({"checkpoint_s": 2.0}, "checkpoint", "--checkpoint-every"),
+        ({"steps": MIN_STEPS - 1, "epochs": 1}, "unknown", "--max-steps"),
+        ({"steps": 0, "ends": "failed"}, "unknown", "--max-steps"),
+    ],
+)
+def test_each_cause_is_found_and_answered(tmp_path, fields, bound_by, flag):
+    found = verdict_of(tmp_path, **fields)
+    assert found.bound_by == bound_by
+    assert flag in " ".join(found.advice)
+    assert found.evidence
+    assert 1 <= len(found.advice) <= 3
+
+
+def test_evidence_carries_the_numbers(tmp_path):
+    assert verdict_of(tmp_path / "a", phases=WAITING).evidence[0].startswith("50% of a step waits for data (40 ms per step")
+    assert "20%" in verdict_of(tmp_path / "b", gpu=True, utilization=20.0, step_s=0.01).evidence[0]
+    assert "ran out of memory" in verdict_of(tmp_path / "c", ooms=2).evidence[0]
+
+
+def test_what_else_was_found_is_told_beside_the_verdict(tmp_path):
+    found = verdict_of(tmp_path, phases=WAITING, experts=8, skew=2.0)
+    assert found.bound_by == "data"
+    assert any(line.startswith("also imbalance:") for line in found.evidence)
+
+
+def test_memory_shortage_counts_even_in_a_short_run(tmp_path):
+    assert verdict_of(tmp_path, steps=2, epochs=1, ooms=1).bound_by == "memory"
+
+
+def test_a_gpu_with_long_steps_is_not_held_up_by_the_host(tmp_path):
+    assert verdict_of(tmp_path, gpu=True, utilization=20.0, step_s=0.5).bound_by != "host"
+
+
+def test_a_cpu_run_is_never_told_about_its_gpu(tmp_path):
+    found = verdict_of(tmp_path, step_s=0.001, evaluate_s=0.0, checkpoint_s=0.0)
+    assert found.bound_by == "compute"
+    assert not any("GPU is busy" in line for line in found.evidence)
+
+
+def test_nothing_is_advised_that_is_on_already(tmp_path):
+    found = verdict_of(tmp_path / "a", gpu=True, compiled="compiled")
+    assert advice_names(found, "--compile", "--precision bf16", "--batch-size") == ["--batch-size"]
+    fallen = verdict_of(tmp_path / "b", gpu=True, compiled="failed")
+    assert "--compile" in advice_names(fallen, "--compile")
+
+
+def test_a_gpu_run_in_fp32_is_pointed_to_bf16(tmp_path):
+    folder = write_run(tmp_path, FakeRun(gpu=True))
+    events = [event | {"precision": "fp32"} if event["event"] == "start" else event for event in run_events(FakeRun(gpu=True))]
+    write_events(folder, events)
+    assert "--precision bf16" in " ".join(verdict(read_run(folder)).advice)
+
+
+def test_without_phases_and_monitor_nothing_is_claimed(tmp_path):
+    events = [event for event in run_events(FakeRun()) if event["event"] not in ("phases", "monitor")]
+    found = verdict(read_run(write_events(tmp_path, events)))
+    assert found.bound_by == "unknown"
+    assert "--profile" in " ".join(found.advice)
+
+
+def test_loader_workers_stay_within_the_cores(tmp_path):
+    assert "--loader-workers 2:" in verdict_of(tmp_path, phases=WAITING).advice[0]
+
+
+def test_a_verdict_is_a_frozen_value(tmp_path):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        verdict_of(tmp_path).bound_by = "data"  # type: ignore[misc]

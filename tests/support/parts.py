@@ -1,0 +1,99 @@
+"""Living parts for tests, without a run folder: a stepper over a built-in task, in fp32 or fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.config.settings import Config
+from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.task import TensorData
+from orchestrator.tasks.text import Text
+from orchestrator.train.clock import PhaseClock
+from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.optim import Learner, build_adamw, warmup_then
+from orchestrator.train.precision import Precision
+from orchestrator.train.step import Stepper, Totals
+from orchestrator.train.world import World
+
+
+class DoubleDigits(Digits):
+    """Digits in fp64, where the mathematics is proven."""
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().double()
+
+    def train_data(self) -> TensorData:
+        images, labels = super().train_data().tensors
+        return TensorData(images.double(), labels)
+
+
+class DoubleText(Text):
+    def build_model(self) -> nn.Module:
+        return super().build_model().double()
+
+
+class Events:
+    """Collects what a stepper or loop tells."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self.heard.append((event, fields))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.heard if event == kind]
+
+
+def make_stepper(
+    task: Any,
+    micro_batch: int,
+    global_batch: int,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    tell: Callable[..., None] | None = None,
+) -> tuple[Stepper, Feed]:
+    config = Config.of(learning_rate=learning_rate)
+    model = task.build_model()
+    model.train()
+    learner = Learner(build_adamw(model.parameters(), config.optim, fused=True), warmup_then("constant", 0, 1000))
+    world = World.alone()
+    stepper = Stepper(
+        world, model, task, learner, Precision("fp32", world.device), micro_batch, 0, clip_norm, PhaseClock(), tell or Events()
+    )
+    return stepper, Feed(task.train_data(), world, global_batch=global_batch, micro_batch=micro_batch, seed=0, feeding=Feeding())
+
+
+def run_steps(stepper: Stepper, feed: Feed, steps: int) -> list[Totals]:
+    done: list[Totals] = []
+    epoch = 0
+    while len(done) < steps:
+        for micros in feed.steps(epoch):
+            if len(done) < steps:
+                done.append(stepper.run(micros, len(done)))
+        epoch += 1
+    return done
+
+
+def mean_loss(totals: Totals) -> float:
+    return float(totals.loss) / float(totals.count)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], of_own: float, of_global: float) -> None:
+    """Each gradient within a share of its own norm plus a share of the global one."""
+    assert ours.keys() == theirs.keys()
+    whole = float(torch.stack([g.double().norm() for g in theirs.values()]).norm())
+    for name, mine in ours.items():
+        off, allowed = (
+            float((mine.double() - theirs[name].double()).norm()),
+            of_own * float(theirs[name].double().norm()) + of_global * whole,
+        )
+        assert off <= allowed, f"{name}: off by {off:.3g}, {allowed:.3g} allowed"
