@@ -118,7 +118,6 @@ class Trainer:
     def _run(self, prepared: Prepared) -> Result:
         from orchestrator.report.page import report
         from orchestrator.train.assemble import build_loop, machine_settings
-        from orchestrator.train.memory import limit_memory
         from orchestrator.train.world import World
 
         config = prepared.resolved.config
@@ -131,7 +130,6 @@ class Trainer:
             _write_intentions(prepared, run_dir)
             log = stack.enter_context(_recording(prepared, run_dir, screen))
             screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
-            limit_memory(world.device, config.batch.gpu_memory_fraction)
             loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log)
             outcome = _train(loop, prepared, run_dir, log, stack)
         if self._model is not None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 
 from orchestrator.config import spellings
-from orchestrator.config.settings import Config, Switch, did_you_mean, flat_names, section_types
+from orchestrator.config.settings import Config, did_you_mean, flat_names, nearest, section_types, setting_types
+from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
 Options = TypeVar("Options")
 Origins = Mapping[str, str]
+
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
+_TRUTHS = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
 @dataclass(frozen=True)
@@ -40,110 +44,124 @@ def read_file(path: Path) -> Resolved:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}; give the path of a YAML file to --config") from None
     except UnicodeDecodeError:
         raise UserError(f"the config {path} is not UTF-8 text; give a YAML file to --config") from None
+    content, lines = _parse(text, path.name)
+    _check_keys(content, lines)
+    origins = {name.rpartition(".")[2]: f"file {where}" for name, where in lines.items() if name not in section_types()}
+    return Resolved(_build(content, lines, path.name), origins)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with two things mended: a key is text even if it looks like a truth value or a number, and a value
+    that cannot be made (a 13th month) is told with its line."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                key.tag = _TEXT
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of a YAML text, and where each key stands: {'optim.learning_rate': 'cfg.yaml:3'}."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        lines = _lines(node, file) if isinstance(node, yaml.MappingNode) else {}
+        content = loader.construct_document(node) if node else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path.name}{where} is not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(f"{file}{where} is not YAML: {getattr(error, 'problem', None) or str(error).partition(chr(10))[0]}") from None
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply; two levels were needed, see 'orchestrator init'") from None
     if content is None:
-        return Resolved(Config(), {})
-    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path.name} holds a {type(content).__name__}; a mapping of sections was needed, see 'orchestrator init'")
-    lines = _lines(node, path.name)
-    _check_keys(content, lines)
-    config = _validate({key: _prepare(key, value) for key, value in content.items()}, lines)
-    return Resolved(config, {name.rpartition(".")[2]: f"file {where}" for name, where in lines.items() if name not in section_types()})
+        return {}, {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds a {type(content).__name__}; a mapping of sections was needed, see 'orchestrator init'")
+    return content, lines
 
 
 def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> dict[str, str]:
-    """Where each key stands: {'optim.learning_rate': 'cfg.yaml:3'}."""
+    """Where the keys of the first two levels stand. Merged ones (``<<: *other``) may be given again."""
     found: dict[str, str] = {}
+    merged: dict[str, str] = {}
     for key, value in node.value:
+        if key.tag == _MERGE:
+            for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                merged |= _lines(part, file, prefix) if isinstance(part, yaml.MappingNode) else {}
+            continue
         name = f"{prefix}{key.value}"
         if name in found:
             raise UserError(f"{file}:{key.start_mark.line + 1}: {name} is given twice; keep one")
         found[name] = f"{file}:{key.start_mark.line + 1}"
-        if isinstance(value, yaml.MappingNode):
+        if isinstance(value, yaml.MappingNode) and not prefix:
             found |= _lines(value, file, f"{name}.")
-    return found
+    return merged | found
 
 
-def _check_keys(content: Mapping[Any, Any], lines: Mapping[str, str]) -> None:
+def _check_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> None:
     sections = section_types()
     for key, value in content.items():
         if key in sections:
             if value is not None and not isinstance(value, dict):
-                raise UserError(f"{lines[str(key)]}: {key} is a section; its settings go below it, indented")
+                raise UserError(f"{lines[key]}: {key} is a section; its settings go below it, indented")
             for name, inner in (value or {}).items():
                 if flat_names().get(name) != key:
-                    raise _unknown(str(name), inner, lines.get(f"{key}.{name}", ""), str(key))
+                    raise _unknown(name, inner, lines[f"{key}.{name}"], key)
         elif flat_names().get(key) != "":
-            raise _unknown(str(key), value, lines.get(str(key), ""), "")
+            raise _unknown(key, value, lines[key], "")
 
 
 def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
     """The most helpful answer to a key that does not belong where it stands."""
     if name in flat_names():
-        home = flat_names()[name]
-        return UserError(f"{where}: {name} belongs {f'under {home}:' if home else 'at the top level'}")
+        return UserError(f"{where}: {name} belongs {_place(name)}")
     text = str(value).lower() if isinstance(value, bool) else None if value is None else str(value)
     advice = spellings.answer(name, text, flag=False)
     if advice:
         return UserError(f"{where}: unknown setting {name!r}; {advice}")
-    known = [*flat_names(), *section_types()]
-    near = did_you_mean(name, known)
-    if not near:
-        near = f"; known in {section}: " + ", ".join(n for n, s in flat_names().items() if s == section) if section else ""
-    return UserError(f"{where}: unknown setting {name!r}{near}")
+    near = nearest(name, [*flat_names(), *section_types()])
+    if near:
+        place = "" if near in section_types() or flat_names()[near] == section else f" {_place(near)}"
+        return UserError(f"{where}: unknown setting {name!r} (did you mean {near!r}{place}?)")
+    known = [n for n, s in flat_names().items() if s == section] + ([] if section else list(section_types()))
+    return UserError(f"{where}: unknown setting {name!r}; known {f'in {section}' if section else 'here'}: {', '.join(known)}")
 
 
-def _prepare(key: str, value: Any) -> Any:
-    """YAML's own reading mended: ``on`` and ``off`` are words here, one number may stand for a list of one, and a truth
-    value is no number."""
-    if key not in section_types():
-        return value
-    hints = get_type_hints(section_types()[key])
-    return {name: _prepare_field(f"{key}.{name}", hints[name], inner) for name, inner in (value or {}).items()}
+def _place(name: str) -> str:
+    return f"under {flat_names()[name]}:" if flat_names()[name] else "at the top level"
 
 
-def _prepare_field(name: str, hint: Any, value: Any) -> Any:
-    if isinstance(value, bool):
-        if hint == Switch:
-            return "on" if value else "off"
-        if hint is not bool:
-            raise UserError(f"{name} is {str(value).lower()}; {_needed(hint)} was needed")
-    if str(hint).startswith("tuple") and value is not None and not isinstance(value, list):
-        return [value]
-    return value
-
-
-def _needed(hint: Any) -> str:
-    """A type in words, for messages."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    if str(hint).startswith("tuple"):
-        return f"a list of {_needed(get_args(hint)[0])}"
-    parts = get_args(hint)
-    return " or ".join(_needed(part) if not isinstance(part, str) else repr(part) for part in parts) if parts else str(hint)
-
-
-def _validate(content: dict[str, Any], lines: Mapping[str, str]) -> Config:
-    from pydantic import TypeAdapter, ValidationError  # costs 60 ms, needed for files only
-
+def _build(content: Mapping[str, Any], lines: Mapping[str, str], file: str) -> Config:
+    """The config, each mistake told with the line it stands in."""
+    made: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in section_types():
+            made[key] = _declared(key, key, value, lines)
+            continue
+        values = {name: _declared(f"{key}.{name}", name, inner, lines) for name, inner in (value or {}).items()}
+        try:
+            made[key] = section_types()[key](**values)
+        except ValueError as error:
+            at = next((lines[f"{key}.{name}"] for name in values if str(error).startswith(name)), lines[key])
+            raise UserError(f"{at}: {error}") from None
     try:
-        return TypeAdapter(Config).validate_python(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        parts = [str(part) for part in first["loc"]]
-        name = ".".join(parts[:2]) if parts and parts[0] in section_types() else ".".join(parts[:1])
-        where = f"{lines[name]}: " if name in lines else ""
-        if first["type"] == "value_error":
-            raise UserError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
-        hint = get_type_hints(section_types()[parts[0]])[parts[1]] if len(parts) > 1 and parts[0] in section_types() else str
-        raise UserError(f"{where}{name} is {first['input']!r}; {_needed(hint)} was needed") from None
+        return Config(**made)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _declared(full: str, name: str, value: Any, lines: Mapping[str, str]) -> Any:
+    try:
+        return as_declared(full, setting_types()[name], value)
+    except UserError as error:
+        raise UserError(f"{lines[full]}: {error}") from None
 
 
 def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[Options, Resolved]:
@@ -173,9 +191,13 @@ def check_flags(argv: Sequence[str], own: Iterable[str]) -> None:
         if not token.startswith("--") or token == "--":
             continue
         name, _, value = token[2:].partition("=")
-        if _setting_of(token) in known or name.replace("-", "_") in known:
-            continue
         following = argv[position + 1] if position + 1 < len(argv) and not argv[position + 1].startswith("--") else None
+        setting = _setting_of(token)
+        if setting in known or name.replace("-", "_") in known:
+            if setting_types().get(setting) is bool and (value or following or "").lower() in _TRUTHS:
+                flag = setting.replace("_", "-")
+                raise UserError(f"--{name} takes no value, but {value or following!r} follows; write --{flag} or --no-{flag}")
+            continue
         advice = spellings.answer(name, value or following, flag=True)
         if advice:
             raise UserError(f"unknown flag --{name}; {advice}")
@@ -190,14 +212,16 @@ def _setting_of(token: str) -> str:
 
 
 def _config_path(argv: Sequence[str]) -> Path | None:
+    """The file that ``--config`` names; the last one, as with every flag."""
+    found: Path | None = None
     for position, token in enumerate(argv):
         if token == "--config":
-            if position + 1 == len(argv):
+            if position + 1 == len(argv) or argv[position + 1].startswith("--"):
                 raise UserError("--config needs the path of a YAML file")
-            return Path(argv[position + 1])
+            found = Path(argv[position + 1])
         if token.startswith("--config="):
-            return Path(token.partition("=")[2])
-    return None
+            found = Path(token.partition("=")[2])
+    return found
 
 
 def write_file(resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None) -> None:

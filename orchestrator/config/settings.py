@@ -7,12 +7,14 @@ sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--learning-rat
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
 Switch = Literal["auto", "on", "off"]
@@ -27,8 +29,8 @@ _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX
 
 
 def _at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if value is not None and not least <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be at least {least}" + ("" if math.isfinite(value) else " and finite"))
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -148,6 +150,10 @@ class BatchSettings:
         for name in ("accumulation_steps", "global_batch_size", "eval_batch_size"):
             _at_least(name, getattr(self, name), 1)
         _within("gpu_memory_fraction", self.gpu_memory_fraction, 0.05, 1.0)
+        for name in ("batch_size", "accumulation_steps"):
+            part, whole = getattr(self, name), self.global_batch_size
+            if isinstance(part, int) and whole is not None and part > whole:
+                raise ValueError(f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other")
         given = (self.batch_size, self.accumulation_steps, self.global_batch_size)
         if all(isinstance(value, int) for value in given) and given[0] * given[1] != given[2]:  # pyright: ignore
             raise ValueError(
@@ -171,8 +177,8 @@ class OptimSettings:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be positive")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be positive and finite")
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             _at_least(name, getattr(self, name), 0)
 
@@ -281,14 +287,12 @@ class Config:
         """This config with some settings changed, by their flat names."""
         top: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
+        known = flat_names()
         for name, value in settings.items():
-            known = flat_names()
             if name not in known:
                 raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-            if known[name]:
-                sections.setdefault(known[name], {})[name] = value
-            else:
-                top[name] = value
+            place = sections.setdefault(known[name], {}) if known[name] else top
+            place[name] = as_declared(name, setting_types()[name], value)
         try:
             top |= {section: replace(getattr(self, section), **values) for section, values in sections.items()}
             return replace(self, **top)
@@ -312,7 +316,20 @@ def flat_names() -> Mapping[str, str]:
     return names
 
 
+@cache
+def setting_types() -> Mapping[str, Any]:
+    """Each setting's declared type, by its flat name."""
+    types: dict[str, Any] = {}
+    for kind in (Config, *section_types().values()):
+        types |= {name: hint for name, hint in get_type_hints(kind).items() if name in flat_names()}
+    return types
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' when a known name is near, else ''."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """' (did you mean 'X'?)' when a known name is near, else ''."""
+    near = nearest(name, known)
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts, largest_fitting, memory
-from orchestrator.types import GIB, Choice, Rejected, bytes_text
+from orchestrator.types import Choice, Rejected, bytes_text
 
 # GPU memory from which a class begins, batch and accumulation to start from: about 64 samples per device and step
 MEMORY_CLASSES = ((20, 16, 4), (14, 12, 5), (10, 8, 8), (6, 4, 16), (0, 2, 32))
+_GB = 10**9  # as memory is sold: a card of "10 GB" shows torch some 9.8 GiB
 _CPU_START = (64, 1)
 _DEBUG_BATCH = 4
 _PLAIN_BATCH = 32
@@ -43,7 +44,7 @@ def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
     if gpu_memory is None:
         batch, accumulation = _CPU_START
         return Choice(f"{batch} × {accumulation}", "starting value for a CPU"), batch * accumulation
-    floor, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory / GIB >= row[0])
+    floor, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory >= row[0] * _GB)
     reason = f"starting value for GPUs of {floor} GB and more" if floor else "starting value for GPUs below 6 GB"
     return Choice(f"{batch} × {accumulation}", reason), batch * accumulation
 
@@ -66,10 +67,15 @@ def _recompute(config: Config, facts: ModelFacts, limit: float) -> Choice[bool]:
         return Choice(asked == "on", f"asked for by --activation-checkpointing {asked}")
     if not config.run.auto:
         return Choice(False, "plain default, because of --no-auto")
+    if not facts.blocks:
+        return Choice(False, "the model has no blocks that could be recomputed")
     one = memory(facts, 1, recompute=False, limit=limit)
-    if one.fits or not facts.blocks:
-        return Choice(False, "activations fit without it", (Rejected("on", "a third more compute"),) if facts.blocks else ())
-    return Choice(True, f"one sample needs {bytes_text(one.total)} and {bytes_text(limit)} may be used")
+    if one.fits:
+        return Choice(False, "activations fit without it", (Rejected("on", "a third more compute"),))
+    need = f"one sample needs {bytes_text(one.total)} and {bytes_text(limit)} may be used"
+    if memory(facts, 1, recompute=True, limit=limit).total >= one.total:
+        return Choice(False, f"{need}, but recomputing would not lessen it")
+    return Choice(True, need)
 
 
 def _batch_size(
@@ -82,50 +88,64 @@ def _batch_size(
         return Choice(effective, "--debug")
     if isinstance(asked, int):
         return Choice(min(asked, facts.samples), f"asked for by --batch-size {asked}" + _capped(asked, facts))
-    if config.batch.accumulation_steps and (config.batch.global_batch_size or config.run.auto):
-        size = -(-effective // config.batch.accumulation_steps)
-        return Choice(size, f"{effective} samples per step in {config.batch.accumulation_steps} micro-batches, as asked for")
+    parts = config.batch.accumulation_steps
+    share = -(-effective // parts) if parts else effective
+    if parts and config.batch.global_batch_size:
+        return Choice(share, f"{effective} samples per step in {parts} micro-batches, as asked for")
     if not config.run.auto:
-        return Choice(min(_PLAIN_BATCH, facts.samples), "plain default, because of --no-auto")
+        return Choice(min(_PLAIN_BATCH, effective), "plain default, because of --no-auto")
     if asked == "auto":
         largest = largest_fitting(facts, max(1, facts.samples), recompute, limit)
-        return Choice(max(1, min(effective, largest)), f"to be measured; by the estimate up to {largest} samples fit")
-    return _by_estimate(facts, effective, recompute, limit)
+        return Choice(max(1, min(share, largest)), f"to be measured; by the estimate up to {largest} samples fit")
+    return _by_estimate(facts, share, recompute, limit)
 
 
 def _capped(asked: int, facts: ModelFacts) -> str:
     return f", cut to the {facts.samples} samples there are" if asked > facts.samples else ""
 
 
-def _by_estimate(facts: ModelFacts, effective: int, recompute: bool, limit: float) -> Choice[int]:
-    fitting = largest_fitting(facts, effective, recompute, limit)
-    size = next((effective // parts for parts in range(1, effective + 1) if effective % parts == 0 and effective // parts <= fitting), 1)
+def _by_estimate(facts: ModelFacts, whole: int, recompute: bool, limit: float) -> Choice[int]:
+    """All samples at once where they fit, else in the largest equal portions that do."""
+    fitting = max(1, largest_fitting(facts, whole, recompute, limit))
+    size = next(whole // parts for parts in range(1, whole + 1) if whole % parts == 0 and whole // parts <= fitting)
+    if 2 * size <= fitting:  # no equal portions of a decent size: nearly equal ones
+        size = -(-whole // -(-whole // fitting))
     need = memory(facts, size, recompute, limit)
+    if not need.fits:
+        return Choice(
+            size, f"one sample needs {bytes_text(need.total)}, more than the {bytes_text(limit)} that may be used, by the estimate"
+        )
     reason = f"needs {bytes_text(need.total)} of the {bytes_text(limit)} that may be used, by the estimate"
-    if size == effective:
-        return Choice(size, f"all {effective} samples of a step at once: {reason}")
-    more = memory(facts, min(effective, size * 2), recompute, limit)
-    return Choice(size, reason, (Rejected(str(min(effective, size * 2)), f"would need {bytes_text(more.total)}"),))
+    if size == whole:
+        return Choice(size, f"all {whole} samples at once: {reason}")
+    more = memory(facts, min(whole, size * 2), recompute, limit)
+    return Choice(size, reason, (Rejected(str(min(whole, size * 2)), f"would need {bytes_text(more.total)}"),))
 
 
 def _product(config: Config, facts: ModelFacts, batch: int, effective: int) -> tuple[Choice[int], Choice[int]]:
     """The global batch and the micro-batches it takes."""
+    whole = _whole(config, facts, batch, effective)
+    parts, asked = -(-whole.value // batch), config.batch.accumulation_steps
+    reason = "one micro-batch holds them all" if parts == 1 else f"{whole.value} samples in micro-batches of {batch}"
+    if asked:
+        reason = f"asked for by --accumulation-steps {asked}" if parts == asked else f"{reason}, in place of --accumulation-steps {asked}"
+    return whole, Choice(parts, reason)
+
+
+def _whole(config: Config, facts: ModelFacts, batch: int, effective: int) -> Choice[int]:
     settings = config.batch
-    if settings.global_batch_size and not config.run.debug:
-        whole = Choice(min(settings.global_batch_size, facts.samples), f"asked for by --global-batch-size {settings.global_batch_size}")
-    elif settings.accumulation_steps and not config.run.debug:
-        whole = Choice(
-            min(batch * settings.accumulation_steps, facts.samples), f"batch {batch} × accumulation {settings.accumulation_steps}"
-        )
-    elif settings.batch_size == "auto":
-        whole = Choice(batch, "one measured batch")
-    else:
-        whole = Choice(effective, "samples per optimizer step")
-    parts = -(-whole.value // batch)
-    reason = "asked for by --accumulation-steps" if settings.accumulation_steps else "one micro-batch holds them all"
-    return whole, Choice(
-        parts, reason if parts == 1 or settings.accumulation_steps else f"{whole.value} samples in micro-batches of {batch}"
-    )
+    if config.run.debug:
+        return Choice(effective, "--debug")
+    if settings.global_batch_size:
+        asked = settings.global_batch_size
+        return Choice(min(asked, facts.samples), f"asked for by --global-batch-size {asked}" + _capped(asked, facts))
+    if settings.accumulation_steps:
+        product = batch * settings.accumulation_steps
+        reason = f"batch {batch} × accumulation {settings.accumulation_steps}"
+        return Choice(min(product, facts.samples), reason + _capped(product, facts))
+    if settings.batch_size == "auto":
+        return Choice(batch, "one measured batch")
+    return Choice(effective, "samples per optimizer step")
 
 
 def _evaluation(config: Config, facts: ModelFacts, batch: int) -> Choice[int]:

@@ -70,13 +70,14 @@ def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | 
         per_sample = facts.block_input_bytes + per_sample / facts.blocks
         base = base / facts.blocks
     dense = facts.parameters - facts.gate_parameters
-    dense_trained = facts.trainable - facts.gate_parameters
+    gate_trained = min(facts.trainable, facts.gate_parameters)
+    dense_trained = facts.trainable - gate_trained
     return Memory(
         parameters=dense * _FP32,
         gradients=dense_trained * _FP32,
         optimizer=dense_trained * _FP32 * _ADAM_SLOTS,
         activations=base + per_sample * micro_batch,
-        gate=facts.gate_parameters * _FP32 * (2 + _ADAM_SLOTS),
+        gate=(facts.gate_parameters + gate_trained * (1 + _ADAM_SLOTS)) * _FP32,
         limit=limit,
     )
 

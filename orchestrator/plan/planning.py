@@ -17,6 +17,7 @@ Arithmetic = Literal["fp32", "bf16", "fp16"]
 PLAIN = "plain default, because of --no-auto"
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
 _HOST_SHARE = 0.8  # of the free RAM may be planned with
+_PLAIN_LOG_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapp
         fused_optimizer=_fused(config, facts),
         cudnn_benchmark=_cudnn(config, device.value),
         loader_workers=workers,
-        prefetch=_prefetch(inventory, workers.value),
+        prefetch=_prefetch(config, inventory, workers.value),
         data_on_device=on_device,
         threads=Choice(inventory.cores, f"{inventory.cores} usable cores"),
         warmup_steps=_warmup(config, steps.value),
@@ -146,11 +147,11 @@ def _switch(value: Switch, flag: str) -> Choice[bool] | None:
 
 
 def _tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
+    if device == "cpu":
+        return Choice(False, "arithmetic of NVIDIA GPUs; the device is the CPU")
     asked = _switch(config.device.tf32, "--tf32")
     if asked is not None:
         return asked
-    if device == "cpu":
-        return Choice(False, "arithmetic of NVIDIA GPUs; the device is the CPU")
     if config.run.deterministic:
         return Choice(False, "off in deterministic mode")
     if not config.run.auto:
@@ -168,6 +169,8 @@ def _fused(config: Config, facts: ModelFacts) -> Choice[bool]:
 
 
 def _cudnn(config: Config, device: str) -> Choice[bool]:
+    if device == "cpu":
+        return Choice(False, "no cuDNN on a CPU")
     asked = _switch(config.device.cudnn_benchmark, "--cudnn-benchmark")
     if asked is not None:
         return asked
@@ -175,7 +178,7 @@ def _cudnn(config: Config, device: str) -> Choice[bool]:
         return Choice(False, "off in deterministic mode")
     if not config.run.auto:
         return Choice(False, PLAIN)
-    return Choice(device != "cpu", "batches have one shape" if device != "cpu" else "no cuDNN on a CPU")
+    return Choice(True, "batches have one shape")
 
 
 def _loader_workers(config: Config, inventory: Inventory, facts: ModelFacts, device: str) -> Choice[int]:
@@ -192,9 +195,11 @@ def _loader_workers(config: Config, inventory: Inventory, facts: ModelFacts, dev
     return Choice(count, f"one per core beyond the one that trains, at most 8; {inventory.cores} cores")
 
 
-def _prefetch(inventory: Inventory, workers: int) -> Choice[int]:
+def _prefetch(config: Config, inventory: Inventory, workers: int) -> Choice[int]:
     if not workers:
         return Choice(2, "not used: no loader processes")
+    if not config.run.auto:
+        return Choice(2, PLAIN)
     deep = inventory.ram_free > 8 * GIB * workers
     return Choice(4 if deep else 2, f"batches per loader process; {bytes_text(inventory.ram_free)} RAM free")
 
@@ -217,7 +222,7 @@ def _total_steps(config: Config, facts: ModelFacts, batching: Batching) -> Choic
     steps = per_epoch * config.run.epochs
     reason = f"{config.run.epochs} epochs × {per_epoch} steps ({facts.samples} samples in batches of {batching.global_batch.value})"
     if config.run.debug:
-        return Choice(min(steps, 4), "--debug")
+        return Choice(min(steps, 4, config.run.max_steps or 4), "--debug")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         return Choice(config.run.max_steps, f"--max-steps; {reason} would be {steps}")
     return Choice(steps, reason)
@@ -236,5 +241,7 @@ def _log_every(config: Config, steps: int, device: str) -> Choice[int]:
         return Choice(config.watch.log_every, "asked for by --log-every")
     if config.run.debug:
         return Choice(1, "--debug")
+    if not config.run.auto:
+        return Choice(_PLAIN_LOG_EVERY, PLAIN)
     every = max(1, min(50 if device != "cpu" else 10, steps // 20))
     return Choice(every, "losses are fetched this rarely, so that the device need not wait" if device != "cpu" else "often enough to watch")

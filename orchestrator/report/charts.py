@@ -73,7 +73,7 @@ def _percent(share: float) -> str:
 
 def _caption(panel: Panel) -> str:
     named = [curve for curve in panel.curves if curve.look != "raw"]
-    keys = [f'<span class="key" style="--c:var(--c{curve.color})">{esc(curve.label)}</span>' for curve in named] if len(named) > 1 else []
+    keys = [f'<span class="key" style="--c:var(--c{curve.color})">{esc(curve.label)}</span>' for curve in named] if panel.needs_key else []
     if panel.broken:
         keys.append('<span class="key" style="--c:var(--bad)">nan or infinite</span>')
     unit = f'<span class="unit">{esc(panel.unit)}</span>' if panel.unit else ""

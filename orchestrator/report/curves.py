@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from orchestrator.report.axes import Axis, step_axis, value_axis
-from orchestrator.report.figures import metric_names, score
+from orchestrator.report.figures import metric_names, score, unit_name
 from orchestrator.report.read import RunRecord, entries, finite, number, remembered, section
 from orchestrator.types import GIB
 
@@ -50,14 +50,21 @@ class Panel:
     x_label: str = "step"
     from_zero: bool = False
     top: float | None = None
+    span: tuple[float, ...] = ()
+    """Steps the x axis shall reach, so that charts of one run stand under one another."""
     marks: tuple[tuple[float, str], ...] = ()
     broken: tuple[float, ...] = ()
     """Steps whose value was nan or infinite."""
 
     @property
+    def needs_key(self) -> bool:
+        """Whether the title alone leaves open what is shown."""
+        return len({curve.color for curve in self.curves}) > 1 or any(curve.look == "dots" for curve in self.curves)
+
+    @property
     def x_axis(self) -> Axis:
         xs = [x for curve in self.curves for x, _ in curve.points]
-        return step_axis([*xs, *self.broken], bars=any(curve.look == "bars" for curve in self.curves))
+        return step_axis([*xs, *self.broken, *self.span], bars=any(curve.look == "bars" for curve in self.curves))
 
     @property
     def y_axis(self) -> Axis:
@@ -69,7 +76,7 @@ def panels(record: RunRecord) -> list[Panel]:
     """How the training went: the panels that have something to show, in reading order."""
     names = metric_names(record)[:MAX_METRICS]
     quality = [_scored(record, "loss"), *[_scored(record, name) for name in names]]
-    return _shown([*quality, _epoch_time(record), _norm(record), _rate(record), _speed(record)])
+    return _shown(record, [*quality, _epoch_time(record), _norm(record), _rate(record), _speed(record)])
 
 
 def device_panels(record: RunRecord) -> list[Panel]:
@@ -77,11 +84,12 @@ def device_panels(record: RunRecord) -> list[Panel]:
     cpu, process = _host_curves(record, "host cpu", "cpu_percent", 1), _host_curves(record, "process", "process_memory", GIB)
     use, held, power = (_device_curves(record, name, unit) for name, unit in (("utilization", 1), ("memory_used", GIB), ("power", 1)))
     return _shown(
+        record,
         [
             Panel("Utilization", (*use, *cpu), "%", from_zero=True, top=100.0),
             Panel("Memory in use", (*held, *process), "GiB", from_zero=True),
             Panel("Power", tuple(power), "W", from_zero=True),
-        ]
+        ],
     )
 
 
@@ -117,9 +125,12 @@ def _telling(points: Points, bucket: range) -> set[int]:
     return picks | set(gaps[:1])
 
 
-def _shown(found: Iterable[Panel]) -> list[Panel]:
-    """Without curves that have no number to show, and without panels that then show nothing."""
-    kept = [replace(panel, curves=tuple(curve for curve in panel.curves if _has_number(curve))) for panel in found]
+def _shown(record: RunRecord, found: Iterable[Panel]) -> list[Panel]:
+    """Without curves that have no number to show, and without panels that then show nothing; steps on one scale."""
+    span = tuple(float(event["step"]) for event in (*record.steps[:1], *record.steps[-1:]))
+    kept = [
+        replace(panel, curves=tuple(filter(_has_number, panel.curves)), span=span if panel.x_label == "step" else ()) for panel in found
+    ]
     return [panel for panel in kept if panel.curves or panel.broken]
 
 
@@ -179,10 +190,10 @@ def _rate(record: RunRecord) -> Panel:
 
 
 def _speed(record: RunRecord) -> Panel:
-    """Tokens per second where a sample is more than one unit, samples per second elsewhere."""
+    """Units (tokens) per second where a sample has several, samples per second elsewhere."""
     timed = [event for event in record.steps if (finite(event.get("seconds")) or 0.0) > 0]
     tokens = any(event.get("units") not in (None, event.get("samples")) for event in timed)
-    field, unit = ("units", "tokens/s") if tokens else ("samples", "samples/s")
+    field, unit = ("units", f"{unit_name(record)}/s") if tokens else ("samples", "samples/s")
     points = _points((event["step"], (finite(event.get(field)) or 0.0) / event["seconds"]) for event in timed)
     return Panel("Throughput", _eased("throughput", points, 5), unit, from_zero=True)
 

@@ -110,7 +110,8 @@ def memory(record: RunRecord) -> Memory | None:
     if not allocated:
         return None
     planned = section(record.plan, "memory")
-    reserved = max(values(measured, "reserved"), default=None)
+    # On a CPU the peak is the process's resident memory: there is no reserve.
+    reserved = max(values(measured, "reserved"), default=None) if record.on_gpu else None
     return Memory(allocated, reserved or None, finite(planned.get("limit")), finite(planned.get("total")))
 
 
@@ -176,6 +177,27 @@ def flops_per_second(record: RunRecord) -> float | None:
     """The plan's count of operations over the median step."""
     rate, work = throughput(record), finite(record.plan.get("flops_per_step"))
     return work / rate.step_s if rate and work else None
+
+
+def compiled(record: RunRecord) -> bool:
+    """Whether compilation was asked for and held. No event is needed for one that simply worked."""
+    told = [str(event.get("status", "")).lower() for event in record.of("compile")]
+    if told:
+        return not any(word in told[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
+    return record.setting("device", "compile") is True
+
+
+def device_name(record: RunRecord) -> str:
+    """The device by the name its maker gave it, and as torch calls it: 'NVIDIA H200 · cuda:0'."""
+    hardware, device = section(record.plan, "hardware"), record.fact("device")
+    gpus = {f"cuda:{gpu.get('index')}": gpu.get("name") for gpu in entries(hardware, "gpus")}
+    maker = hardware.get("device") or (gpus.get(str(device)) if record.on_gpu else hardware.get("cpu_name"))
+    return " · ".join(dict.fromkeys(str(part) for part in (maker, device) if part))
+
+
+def unit_name(record: RunRecord) -> str:
+    """What a unit is where it is not a sample."""
+    return str(record.fact("unit") or "tokens")
 
 
 def flops_text(rate: float) -> str:

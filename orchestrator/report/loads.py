@@ -11,6 +11,8 @@ from orchestrator.record.events import Event
 from orchestrator.report.read import RunRecord, finite, remembered
 
 MAX_COLUMNS = 120
+IDLE = 0.05
+"""An expert that receives less than this part of the even share is idle."""
 MAX_DOUBLINGS = 2.0
 """Colours of expert use reach from a quarter to four times the even share."""
 
@@ -49,6 +51,13 @@ def busiest(layers: Sequence[LayerLoad]) -> tuple[int, float] | None:
     """The layer whose busiest expert is furthest above the even share, and by what factor."""
     peaks = [(max(recent), layer.layer) for layer in layers if len(recent := layer.recent()) > 1]
     return (max(peaks)[1], max(peaks)[0]) if peaks else None
+
+
+def idlest(layers: Sequence[LayerLoad]) -> tuple[int, int, int] | None:
+    """The layer with the largest part of idle experts, how many these are, and of how many."""
+    counts = [(sum(ratio < IDLE for ratio in recent), len(recent), layer.layer) for layer in layers if (recent := layer.recent())]
+    idle, experts, layer = max(counts, key=lambda count: count[0] / count[1], default=(0, 0, 0))
+    return (layer, idle, experts) if idle else None
 
 
 def doublings(ratio: float) -> float:

@@ -70,17 +70,13 @@ def _policy() -> str:
 def _footer(record: RunRecord) -> str:
     """Machine, versions and when: what one needs to repeat a run."""
     hardware = section(record.plan, "hardware")
-    facts = [
-        f"{name} {_fact(name, value)}" for name, value in hardware.items() if isinstance(value, str | int | float) and name != "device"
-    ]
-    if version := record.start.get("version"):
-        facts.insert(0, f"expert-orchestrator {version}")
+    versions = {"expert-orchestrator": record.start.get("version"), "torch": hardware.get("torch")} | section(hardware, "versions")
+    facts = [f"{name} {value}" for name, value in versions.items() if value]
+    if (cores := hardware.get("cores")) is not None:
+        facts.append(f"{cores} cores")
+    if (ram := finite(hardware.get("ram", hardware.get("ram_total")))) is not None:
+        facts.append(f"{bytes_text(ram)} RAM")
     begun = finite(record.start.get("time"))
     if begun is not None and 0 <= begun < 4e9:
         facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
     return f"<footer>{esc(' · '.join([*facts, str(record.folder)]))}</footer>"
-
-
-def _fact(name: str, value: object) -> str:
-    size = finite(value)
-    return bytes_text(size) if size is not None and name.startswith(("ram", "disk", "memory")) else str(value)

@@ -53,7 +53,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     _mark(axes, panel)
     _scale(axes, panel)
     axes.set_xlabel(panel.x_label, fontsize=8, color=MUTED, loc="right", labelpad=1)
-    if len(axes.get_legend_handles_labels()[0]) > 1 or panel.broken:
+    if panel.needs_key or panel.broken:
         axes.legend(fontsize=7.5, frameon=False, labelcolor=MUTED, handlelength=1.4, loc="best")
 
 

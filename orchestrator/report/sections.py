@@ -8,6 +8,7 @@ from orchestrator.report.charts import bar, chart, esc, heat_image, stacked
 from orchestrator.report.curves import Panel, device_panels, panels
 from orchestrator.report.figures import (
     best_evaluation,
+    device_name,
     device_use,
     flops_per_second,
     flops_text,
@@ -19,6 +20,7 @@ from orchestrator.report.figures import (
     plural,
     score,
     throughput,
+    unit_name,
     wall_seconds,
     watched_metric,
 )
@@ -47,12 +49,10 @@ def heading(title: str, aside: str = "") -> str:
 
 def header(record: RunRecord) -> str:
     """Name, outcome and the facts that place a run."""
-    hardware = section(record.plan, "hardware").get("device")
-    device = " · ".join(dict.fromkeys(str(part) for part in (hardware, record.fact("device")) if part))
     size, took = finite(record.fact("parameters")), record.seconds
     facts = {
         "task": record.fact("task"),
-        "device": device,
+        "device": device_name(record),
         "precision": record.fact("precision"),
         "batch": record.fact("global_batch_size"),
         "parameters": count_text(size) if size else None,
@@ -99,10 +99,10 @@ def _quality_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
 def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
     found = []
     if (rate := throughput(record)) is not None:
-        beside = f"{rate.units:,.0f} tokens/s" if rate.units else f"{seconds_text(rate.step_s)} per step"
+        beside = f"{rate.units:,.0f} {unit_name(record)}/s" if rate.units else f"{seconds_text(rate.step_s)} per step"
         found.append(("samples / s", f"{rate.samples:,.{0 if rate.samples >= 100 else 1}f}", beside))
     if (peak := memory(record)) is not None:
-        beside = f"{peak.efficiency:.0%} of reserved" if peak.efficiency else "at its highest"
+        beside = f"{peak.efficiency:.0%} of reserved" if peak.efficiency else "of the process" if not record.on_gpu else "at its highest"
         found.append(("peak memory", _with_unit(bytes_text(peak.allocated)), beside))
     if record.seconds is not None and record.steps:
         found.append(("time", _with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps")))
@@ -199,7 +199,7 @@ def memory_bars(record: RunRecord) -> str:
     colored = [(name, size, index % 5) for index, (name, size) in enumerate(parts)]
     rows = [bar("estimated", colored, whole, bytes_text(total))] if total else []
     if peak is not None:
-        rows.append(bar("measured", [("allocated", peak.allocated, 5)], whole, bytes_text(peak.allocated)))
+        rows.append(bar("measured" if record.on_gpu else "process", [("allocated", peak.allocated, 5)], whole, bytes_text(peak.allocated)))
         if peak.reserved:
             rows.append(bar("reserved", [("reserved", peak.reserved, 5)], whole, bytes_text(peak.reserved)))
     keys = "".join(

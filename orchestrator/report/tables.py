@@ -9,6 +9,8 @@ from statistics import fmean
 from orchestrator.record.events import Event
 from orchestrator.report.figures import (
     best_evaluation,
+    compiled,
+    device_name,
     device_use,
     flops_per_second,
     flops_text,
@@ -21,11 +23,12 @@ from orchestrator.report.figures import (
     score,
     shares,
     throughput,
+    unit_name,
     values,
     wall_seconds,
     watched_metric,
 )
-from orchestrator.report.loads import busiest, layer_loads
+from orchestrator.report.loads import IDLE, busiest, layer_loads
 from orchestrator.report.read import UNFINISHED, RunRecord, finite, number, section
 from orchestrator.report.verdict import verdict
 from orchestrator.types import bytes_text, count_text, seconds_text
@@ -33,6 +36,7 @@ from orchestrator.types import bytes_text, count_text, seconds_text
 WIDTH = 100
 LABEL = 22
 BAR = 30
+FACTS = ("task", "strategy", "workers", "device", "precision")
 
 Row = tuple[str, str]
 
@@ -73,7 +77,7 @@ def status_text(record: RunRecord) -> str:
 def compile_text(record: RunRecord) -> str:
     compiles = record.of("compile")
     if not compiles:
-        return "not compiled"
+        return "compiled" if compiled(record) else "not compiled"
     last = compiles[-1]
     took, detail = finite(last.get("seconds")), last.get("detail")
     return str(last.get("status", "unknown")) + (f" in {seconds_text(took)}" if took else "") + (f" ({detail})" if detail else "")
@@ -86,8 +90,8 @@ def score_text(value: object) -> str:
 
 
 def _run(record: RunRecord) -> list[Row]:
-    facts = [(name, record.fact(name)) for name in ("task", "strategy", "workers", "device", "precision")]
-    rows = [("status", status_text(record)), *[(name, str(value)) for name, value in facts if value is not None]]
+    facts = [(name, device_name(record) if name == "device" else record.fact(name)) for name in FACTS]
+    rows = [("status", status_text(record)), *[(name, str(value)) for name, value in facts if value not in (None, "")]]
     total, done = record.fact("total_steps"), record.steps[-1]["step"] if record.steps else 0
     rows.append(("steps", f"{done}" + (f" of {total}" if isinstance(total, int) and total != done else "")))
     if record.epochs:
@@ -123,7 +127,7 @@ def _speed(record: RunRecord) -> list[Row]:
         return [("compilation", compile_text(record))]
     rows = [("samples per second", f"{rate.samples:,.1f}")]
     if rate.units is not None:
-        rows.append(("tokens per second", f"{rate.units:,.0f}"))
+        rows.append((f"{unit_name(record)} per second", f"{rate.units:,.0f}"))
     rows.append(("median step", seconds_text(rate.step_s)))
     if (flops := flops_per_second(record)) is not None:
         rows.append(("arithmetic", f"{flops_text(flops)} by the plan's count"))
@@ -138,7 +142,7 @@ def _bars(parts: dict[str, float]) -> list[Row]:
 def _memory(record: RunRecord) -> list[Row]:
     rows: list[Row] = []
     if (peak := memory(record)) is not None:
-        rows.append(("peak allocated", bytes_text(peak.allocated)))
+        rows.append(("peak allocated" if record.on_gpu else "peak of the process", bytes_text(peak.allocated)))
         if peak.reserved:
             rows += [
                 ("peak reserved", bytes_text(peak.reserved)),
@@ -146,7 +150,8 @@ def _memory(record: RunRecord) -> list[Row]:
             ]
     planned = section(record.plan, "memory")
     if (total := finite(planned.get("total"))) is not None:
-        error = f", {total / peak.allocated - 1:+.0%} against the measured peak" if peak else ""
+        # A process holds the interpreter and its libraries too, so only a device's peak can be held against the estimate.
+        error = f", {total / peak.allocated - 1:+.0%} against the measured peak" if peak and record.on_gpu else ""
         rows.append(("estimated", f"{bytes_text(total)}{error}"))
         parts = [(name, finite(size)) for name, size in planned.items() if name not in ("total", "limit")]
         rows.append(("", ", ".join(f"{name} {bytes_text(size)}" for name, size in parts if size)))
@@ -162,7 +167,7 @@ def _experts(record: RunRecord) -> list[Row]:
     recent = [ratio for layer in layers for ratio in layer.recent()]
     rows = [("layers × experts", f"{len(layers)} × {max(layer.experts for layer in layers)}")]
     rows.append(("busiest", f"{found[1]:.2f} times its even share, in layer {found[0]} (mean of the second half)"))
-    return [*rows, ("idle", f"{sum(ratio < 0.05 for ratio in recent)} of {len(recent)} receive less than a twentieth of it")]
+    return [*rows, ("idle", f"{sum(ratio < IDLE for ratio in recent)} of {len(recent)} receive less than a twentieth of it")]
 
 
 def _use_text(value: float, unit: str) -> str:

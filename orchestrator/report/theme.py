@@ -98,6 +98,7 @@ table { width: 100%; border-collapse: collapse; font-size: 14px; }
 th { padding: 9px 20px; color: var(--muted); font-size: 12.5px; font-weight: 500; text-align: left; white-space: nowrap; }
 td { padding: 9px 20px; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; }
+td:nth-child(2) { min-width: 104px; }
 td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
 tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
 tr.plain td { color: var(--muted); }

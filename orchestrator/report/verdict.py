@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.report.figures import (
+    compiled,
     flops_per_second,
     flops_text,
     gpu_utilization,
@@ -21,7 +22,7 @@ from orchestrator.report.figures import (
     throughput,
     wall_seconds,
 )
-from orchestrator.report.loads import busiest, layer_loads
+from orchestrator.report.loads import busiest, idlest, layer_loads
 from orchestrator.report.read import RunRecord, remembered, section
 from orchestrator.types import bytes_text, seconds_text
 
@@ -38,6 +39,8 @@ SHORT_STEP_S = 0.1
 """A GPU below this utilization, in percent, with steps shorter than this waits for Python to launch its work."""
 IMBALANCE = 2.0
 """Busiest expert against the mean of its layer, once the gate has settled."""
+IDLE_SHARE = 0.25
+"""Part of a layer's experts that are idle."""
 NEAR_LIMIT = 0.95
 MAX_ADVICE = 3
 
@@ -167,7 +170,7 @@ def _host(record: RunRecord) -> Verdict | None:
     if not record.on_gpu or use is None or rate is None or use >= IDLE_UTILIZATION or rate.step_s >= SHORT_STEP_S:
         return None
     advice = ["a larger --batch-size: more work per launch; scale --learning-rate with it"]
-    if not _compiled(record):
+    if not compiled(record):
         advice.append("--compile --compile-mode reduce-overhead: one launch for many kernels")
     evidence = (
         f"the GPU is busy {use:.0f}% of the time",
@@ -177,20 +180,19 @@ def _host(record: RunRecord) -> Verdict | None:
 
 
 def _imbalance(record: RunRecord) -> Verdict | None:
-    found = busiest(layer_loads(record))
-    if found is None or found[1] < IMBALANCE:
+    """An expert with far more than its share, or many with none: with few experts or a large top-k only the second shows."""
+    most, none = busiest(layer_loads(record)), idlest(layer_loads(record))
+    evidence = []
+    if most is not None and most[1] >= IMBALANCE:
+        evidence.append(f"the busiest expert of layer {most[0]} receives {most[1]:.1f} times its even share")
+    if none is not None and none[1] >= IDLE_SHARE * none[2]:
+        evidence.append(f"{none[1]} of {none[2]} experts of layer {none[0]} receive almost no tokens")
+    if not evidence:
         return None
-    layer, factor = found
     weight = section(record.config, "model").get("balance_loss", 0.01)
     higher = f"{(weight or 0.005) * 2:g}" if isinstance(weight, int | float) else "0.02"
-    return Verdict(
-        "imbalance",
-        (f"the busiest expert of layer {layer} receives {factor:.1f} times its even share",),
-        (
-            f"--balance-loss {higher} (was {weight}): pulls the gate towards even use",
-            "fewer --experts, or a larger --top-k, when some experts stay idle to the end",
-        ),
-    )
+    advice = (f"--balance-loss {higher} (was {weight}): pulls the gate towards even use",)
+    return Verdict("imbalance", tuple(evidence), (*advice, "fewer --experts, or a larger --top-k, when some stay idle to the end"))
 
 
 def _compute(record: RunRecord) -> Verdict | None:
@@ -205,15 +207,9 @@ def _compute(record: RunRecord) -> Verdict | None:
         evidence.append(f"the GPU is busy {use:.0f}% of the time")
     if rate is not None:
         evidence.append(f"{flops_text(rate)} by the plan's count of operations")
-    advice = [] if _compiled(record) else ["--compile: fuses operations, after some tens of seconds at the start"]
+    advice = [] if compiled(record) else ["--compile: fuses operations, after some tens of seconds at the start"]
     advice += [*_half_precision(record), "a larger --batch-size, while memory allows" if record.on_gpu else "a machine with a GPU"]
     return Verdict("compute", tuple(evidence), tuple(advice[:MAX_ADVICE]))
-
-
-def _compiled(record: RunRecord) -> bool:
-    """Whether compilation was asked for and held."""
-    told = [str(event.get("status", "")).lower() for event in record.of("compile")]
-    return bool(told) and not any(word in told[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
 
 
 def _half_precision(record: RunRecord) -> tuple[str, ...]:

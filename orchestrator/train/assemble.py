@@ -25,7 +25,7 @@ from orchestrator.train.compiling import Compiled
 from orchestrator.train.data import Feed, Feeding
 from orchestrator.train.evaluate import evaluate
 from orchestrator.train.loop import Cadence, Loop
-from orchestrator.train.memory import recompute_blocks
+from orchestrator.train.memory import limit_memory, recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
 from orchestrator.train.state import Progress, capture, restore, restore_model
@@ -183,6 +183,7 @@ def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Content
 @contextmanager
 def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
     """Process-wide switches of torch, set for the run and put back after it."""
+    device = torch.device(plan.device.value)
     before = (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
@@ -197,9 +198,11 @@ def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
         set_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True)
+    limit_memory(device, config.batch.gpu_memory_fraction)
     try:
         yield
     finally:
+        limit_memory(device, 1.0)
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before[2:4]

@@ -15,7 +15,7 @@ from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.assemble import build_parts, build_stepper
 from orchestrator.train.batch_size import Found, Probe, fastest_batch, largest_batch
 from orchestrator.train.data import Feed, Feeding, Micro, as_data, to_device
-from orchestrator.train.memory import free_cached, is_out_of_memory, limit_memory, peak_memory, reset_peak
+from orchestrator.train.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.step import Stepper
 from orchestrator.train.world import World
 from orchestrator.types import Choice
@@ -31,7 +31,6 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     limit = plan.memory.limit or float("inf")
     if world.device.type != "cuda":
         return fastest_batch(lambda batch: probe(config, plan, task, world, data, batch), min(8, most), most, float("inf"))
-    limit_memory(world.device, config.batch.gpu_memory_fraction)
     guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)
     return largest_batch(lambda batch: probe(config, plan, task, world, data, batch), limit, max(1, guess), most)
 

@@ -97,3 +97,14 @@ def test_a_panel_scales_to_its_curves():
     panel = Panel("x", (Curve("a", [(1.0, 2.0), (9.0, 4.0)]),))
     assert (panel.x_axis.low, panel.x_axis.high) == (1.0, 9.0)
     assert panel.y_axis.low < 2 < 4 < panel.y_axis.high
+
+
+def test_all_step_charts_of_a_run_share_their_axis(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(gpu=True)))
+    by_step = [panel for panel in (*panels(record), *device_panels(record)) if panel.x_label == "step"]
+    assert {(panel.x_axis.low, panel.x_axis.high) for panel in by_step} == {(1.0, 120.0)}
+
+
+def test_a_chart_of_evaluations_alone_says_so():
+    assert Panel("Accuracy", (Curve("validation", [(1.0, 1.0)], "dots", 1),)).needs_key
+    assert not Panel("Loss", (Curve("train, each step", [(1.0, 1.0)], "raw"), Curve("train", [(1.0, 1.0)]))).needs_key

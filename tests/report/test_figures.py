@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from orchestrator.report import figures
@@ -107,3 +109,27 @@ def test_events_of_another_shape_harm_nothing(tmp_path):
     assert figures.memory(record) is None
     assert figures.device_use(record) == []
     assert figures.metric_names(record) == []
+
+
+def test_a_device_goes_by_its_makers_name(tmp_path):
+    assert figures.device_name(record_of(tmp_path / "a", gpu=True)) == "NVIDIA H200 · cuda:0"
+    folder = write_run(tmp_path / "b", FakeRun(gpu=True))
+    inventory = {"gpus": [{"index": 0, "name": "NVIDIA L4"}], "cpu_name": "EPYC"}
+    (folder / "plan.json").write_text(json.dumps({"hardware": inventory}))
+    assert figures.device_name(read_run(folder)) == "NVIDIA L4 · cuda:0"
+    folder = write_run(tmp_path / "c", FakeRun())
+    (folder / "plan.json").write_text(json.dumps({"hardware": inventory}))
+    assert figures.device_name(read_run(folder)) == "EPYC · cpu"
+
+
+def test_a_unit_has_the_name_the_run_gave_it(tmp_path):
+    assert figures.unit_name(read_run(write_events(tmp_path / "a", [{"event": "start", "unit": "frames"}]))) == "frames"
+    assert figures.unit_name(read_run(write_events(tmp_path / "b", []))) == "tokens"
+
+
+def test_compilation_that_worked_needs_no_event(tmp_path):
+    folder = write_run(tmp_path, FakeRun())
+    (folder / "plan.json").write_text(json.dumps({"choices": {"compile": {"value": True, "reason": "--compile"}}}))
+    assert figures.compiled(read_run(folder))
+    write_events(folder, [{"event": "compile", "status": "failed"}])
+    assert not figures.compiled(read_run(folder))

@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.report.loads import MAX_COLUMNS, busiest, doublings, layer_loads
+from orchestrator.report.loads import MAX_COLUMNS, busiest, doublings, idlest, layer_loads
 from orchestrator.report.read import read_run
 from tests.support.fake_run import FakeRun, write_events, write_run
 
@@ -47,3 +47,10 @@ def test_layers_and_experts_of_a_run(tmp_path):
 @pytest.mark.parametrize(("ratio", "expected"), [(1, 0), (2, 1), (0.5, -1), (64, 2), (0, -2), (-1, -2)])
 def test_colours_go_by_doublings(ratio, expected):
     assert doublings(ratio) == expected
+
+
+def test_idle_experts_are_counted_where_they_are_most(tmp_path):
+    layers = loads_of(tmp_path, [[10, 10, 10, 10], [20, 20, 0, 0], [30, 5, 5, 0]])
+    assert idlest(layers) == (1, 2, 4)
+    assert idlest(layers[:1]) is None
+    assert idlest([]) is None

@@ -97,3 +97,11 @@ def test_loader_workers_stay_within_the_cores(tmp_path):
 def test_a_verdict_is_a_frozen_value(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
         verdict_of(tmp_path).bound_by = "data"  # type: ignore[misc]
+
+
+def test_idle_experts_count_where_no_expert_can_be_far_above_its_share(tmp_path):
+    """With two of four experts per token none can receive more than twice its share."""
+    events = [event | {"loads": [[95, 1, 90, 90]]} if event["event"] == "load" else event for event in run_events(FakeRun(experts=4))]
+    found = verdict(read_run(write_events(tmp_path, events)))
+    assert found.bound_by == "imbalance"
+    assert found.evidence[0] == "1 of 4 experts of layer 0 receive almost no tokens"
