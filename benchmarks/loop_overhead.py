@@ -1,8 +1,8 @@
 """Steps per second of the whole loop against a hand-written bare PyTorch loop of the same model, batch and precision.
 
 Both are given the same data on the device, the same fused AdamW, clipping and schedule; ours runs with everything a user
-gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are compared. Peers that are installed
-(Accelerate, Lightning) run the same steps in the form their documentation shows.
+gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are compared. Accelerate, where it is
+installed, runs the same steps in the form its documentation shows.
 
     python -m benchmarks.loop_overhead [--rounds 5] [--out FILE]
 """
@@ -10,12 +10,10 @@ gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +72,14 @@ def cases(small: bool, precision: str) -> list[Case]:
     sizes: dict[str, Any] = {"width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0, "samples": 4096}
     if small:
         sizes = {"width": 64, "layers": 2, "context_length": 64, "vocabulary": 256, "experts": 0, "samples": 512}
-    common: dict[str, Any] = {"precision": precision, "run_dir": None, "epochs": 1000, "warmup_steps": 10, "learning_rate": 3e-4}
+    common: dict[str, Any] = {
+        "precision": precision,
+        "run_dir": None,
+        "epochs": 1000,
+        "warmup_steps": 10,
+        "learning_rate": 3e-4,
+        "log_every": 50,
+    }
     gpt = Config.of(task="synthetic", batch_size=4 if small else 16, **sizes, **common)
     mlp = Config.of(batch_size=256, **common)
     return [
@@ -184,52 +189,11 @@ def accelerate(case: Case, device: torch.device) -> float:
     return case.steps / (wait(device) - begun)
 
 
-def lightning(case: Case, device: torch.device) -> float:
-    import lightning as pl  # pyright: ignore[reportMissingImports]
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    task = case.make()
-    times: dict[int, float] = {}
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = task.build_model()
-
-        def training_step(self, batch: Any, number: int) -> Tensor:
-            if number in (WARM_UP, WARM_UP + case.steps):
-                times[number] = wait(device)
-            loss = loss_of(task, self.model, batch)
-            self.log("loss", loss, on_step=True)
-            return loss
-
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # its own refuses fused optimizers under bf16-mixed
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, case.steps))
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    class Batches:
-        def __iter__(self) -> Iterator[Any]:
-            return batches(task.train_data().to(device), case.batch)
-
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu", default_root_dir=folder, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False, log_every_n_steps=50,
-        )  # fmt: skip
-        trainer.fit(Module(), Batches())
-    return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
-
-
 def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
     import importlib.util
 
     named: dict[str, Callable[[Case, torch.device], float]] = {"bare loop": bare, "orchestrator": ours}
-    named |= {name: run for name, run in {"accelerate": accelerate, "lightning": lightning}.items() if importlib.util.find_spec(name)}
+    named |= {name: run for name, run in {"accelerate": accelerate}.items() if importlib.util.find_spec(name)}
     return named
 
 

@@ -65,4 +65,8 @@ class ExpertBank(nn.Module):
         up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
         down_EHD = self.get_parameter(f"down_{group.hidden}").to(dtype)
         fused = grouped_is_fused(rows_RD.device, dtype, self.width, group.hidden)
-        return (experts_grouped if fused else experts_loop)(rows_RD, up_EDH, down_EHD, counts_E)
+        if fused:
+            return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E)
+        # row counts change at every step: compiled, each would be another graph
+        loop = torch.compiler.disable(experts_loop) if torch.compiler.is_compiling() else experts_loop
+        return loop(rows_RD, up_EDH, down_EHD, counts_E)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.reader import Resolved, absolute, to_json, write_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import OrchestratorError, UserError
-from orchestrator.plan.hardware import Inventory, inventory
+from orchestrator.plan.hardware import Inventory, inventory, set_environment
 from orchestrator.plan.planning import Plan, choose_device, choose_precision, plan
 from orchestrator.record.events import EventLog, read_events
 from orchestrator.record.monitor import Monitor
@@ -100,6 +100,8 @@ class Trainer:
         from orchestrator.tasks.load import load_task
         from orchestrator.train.facts import model_facts
 
+        # read by torch when it first touches the GPU: without it large batches fail for fragments, not for lack of memory
+        set_environment("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         config = absolute(self.resolved.config, Path.cwd())
         task = self._given or load_task(config)
         found = inventory(existing_parent(config))

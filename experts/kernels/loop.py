@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 
-@torch.compiler.disable  # row counts change at every step: compiled, each would be another graph
 def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor) -> Tensor:
     """SwiGLU experts over rows sorted by expert. An expert without rows multiplies an empty matrix, so that its
     gradient is zero and not absent."""

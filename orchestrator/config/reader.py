@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from orchestrator.config import spellings
-from orchestrator.config.settings import Config, did_you_mean, flat_names, nearest, section_types, setting_types
+from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
@@ -77,7 +77,7 @@ def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{file}{where} is not YAML: {getattr(error, 'problem', None) or str(error).partition(chr(10))[0]}") from None
+        raise UserError(f"{file}{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}") from None
     except RecursionError:
         raise UserError(f"{file} is nested too deeply; two levels were needed, see 'orchestrator init'") from None
     if content is None:
@@ -122,6 +122,8 @@ def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
     """The most helpful answer to a key that does not belong where it stands."""
     if name in flat_names():
         return UserError(f"{where}: {name} belongs {_place(name)}")
+    if name in section_types():
+        return UserError(f"{where}: {name} is a section of its own; it begins at the top level, not below {section}")
     text = str(value).lower() if isinstance(value, bool) else None if value is None else str(value)
     advice = spellings.answer(name, text, flag=False)
     if advice:
@@ -149,7 +151,7 @@ def _build(content: Mapping[str, Any], lines: Mapping[str, str], file: str) -> C
         try:
             made[key] = section_types()[key](**values)
         except ValueError as error:
-            at = next((lines[f"{key}.{name}"] for name in values if str(error).startswith(name)), lines[key])
+            at = next((lines[f"{key}.{name}"] for name in values if str(error).startswith(f"{name} ")), lines[key])
             raise UserError(f"{at}: {error}") from None
     try:
         return Config(**made)
@@ -201,8 +203,12 @@ def check_flags(argv: Sequence[str], own: Iterable[str]) -> None:
         advice = spellings.answer(name, value or following, flag=True)
         if advice:
             raise UserError(f"unknown flag --{name}; {advice}")
-        near = did_you_mean(name.replace("_", "-"), [n.replace("_", "-") for n in known]).replace("'", "")
-        raise UserError(f"unknown flag --{name}{near.replace('mean ', 'mean --')}; see --help")
+        raise UserError(f"unknown flag --{name}{_nearest_flag(name, known)}; see --help")
+
+
+def _nearest_flag(name: str, known: Iterable[str]) -> str:
+    near = nearest(name.replace("-", "_"), known)
+    return f" (did you mean --{near.replace('_', '-')}?)" if near else ""
 
 
 def _setting_of(token: str) -> str:
@@ -245,7 +251,7 @@ def _yaml_line(name: str, value: Any, comment: str) -> str:
     if isinstance(value, Path):
         value = str(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
-    return f"{name}: {text}" + (f"  # {comment}" if comment else "")
+    return f"{name}: {text}" + (f"  # {' '.join(comment.split())}" if comment else "")
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -283,5 +289,5 @@ def read_own(options: type[Options], argv: Sequence[str], prog: str, positional:
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
         if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):
-            raise UserError(f"unknown flag {token}{did_you_mean(name, known)}; see {prog} --help")
+            raise UserError(f"unknown flag {token.partition('=')[0]}{_nearest_flag(name, known)}; see {prog} --help")
     return tyro.cli(options, args=arguments, prog=prog)

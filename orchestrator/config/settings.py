@@ -153,7 +153,9 @@ class BatchSettings:
         for name in ("batch_size", "accumulation_steps"):
             part, whole = getattr(self, name), self.global_batch_size
             if isinstance(part, int) and whole is not None and part > whole:
-                raise ValueError(f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other")
+                raise ValueError(
+                    f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other"
+                )
         given = (self.batch_size, self.accumulation_steps, self.global_batch_size)
         if all(isinstance(value, int) for value in given) and given[0] * given[1] != given[2]:  # pyright: ignore
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 _FP32 = 4
 _ADAM_SLOTS = 2
+_BACKWARD_ROOM = 1.5
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,12 @@ class ModelFacts:
     """Kept for the backward pass, per sample."""
     activation_base: float
     """Kept for the backward pass whatever the batch (low-precision copies of weights, for one)."""
+    block_bytes: float
+    """Of the activations per sample, those inside repeated blocks."""
     block_input_bytes: float
-    """Of these, what remains per sample when blocks are recomputed: their inputs."""
+    """What remains of these per sample when blocks are recomputed: their inputs."""
+    largest_bytes: float
+    """The largest single activation per sample."""
     samples: int
     validation_samples: int
     unit: str
@@ -63,12 +68,13 @@ class Memory:
 
 
 def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None) -> Memory:
-    """fp32 weights and gradients, two Adam moments, and the activations of a micro-batch. Recomputed blocks keep their
-    inputs, and all of one block at a time."""
-    per_sample, base = facts.activation_bytes, facts.activation_base
+    """fp32 weights and gradients, two Adam moments, and the activations of a micro-batch, with room for the gradient of
+    the largest one and a copy of it in another precision. Recomputed blocks keep their inputs, and all of one block at
+    a time."""
+    per_sample, base = facts.activation_bytes + _BACKWARD_ROOM * facts.largest_bytes, facts.activation_base
     if recompute and facts.blocks:
-        per_sample = facts.block_input_bytes + per_sample / facts.blocks
-        base = base / facts.blocks
+        per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
+        base /= facts.blocks
     dense = facts.parameters - facts.gate_parameters
     gate_trained = min(facts.trainable, facts.gate_parameters)
     dense_trained = facts.trainable - gate_trained

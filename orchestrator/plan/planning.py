@@ -243,5 +243,6 @@ def _log_every(config: Config, steps: int, device: str) -> Choice[int]:
         return Choice(1, "--debug")
     if not config.run.auto:
         return Choice(_PLAIN_LOG_EVERY, PLAIN)
-    every = max(1, min(50 if device != "cpu" else 10, steps // 20))
-    return Choice(every, "losses are fetched this rarely, so that the device need not wait" if device != "cpu" else "often enough to watch")
+    if device == "cpu":
+        return Choice(max(1, min(10, steps // 20)), "often enough to watch")
+    return Choice(max(10, min(50, steps // 20)), "losses are fetched this rarely, so that the device need not wait for the host")

@@ -22,6 +22,9 @@ from orchestrator.record.tracker_kinds import Factory, Tracker, factories
 MOST_ERRORS = 3  # in a row, before a tracker is given up
 
 
+_STEP_INTERVAL_S = 0.1  # between steps that reach the trackers
+
+
 class TrackerThread:
     """Feeds trackers from events without ever waiting for one: what a full queue cannot take is dropped and counted.
 
@@ -43,6 +46,7 @@ class TrackerThread:
         self._on_warning = on_warning
         self._close_timeout_s = close_timeout_s
         self._warnings: deque[str] = deque()
+        self._last_step = 0.0
         self._workers = [_Worker(name, factory, queue_size, self._warnings.append) for name, factory in chosen.items()]
         for worker in self._workers:
             worker.start(run_dir, run_name, dict(config))
@@ -53,6 +57,8 @@ class TrackerThread:
         return {worker.name: worker.dropped for worker in self._workers}
 
     def __call__(self, event: Event) -> None:
+        if event["event"] == "step" and not self._due(event):
+            return
         values = scalars(event)
         if values:
             step = int(event.get("step") or 0)
@@ -60,6 +66,15 @@ class TrackerThread:
         if event["event"] == "start":
             self.text("start", "\n".join(f"{name}: {value}" for name, value in event.items() if name != "event"))
         self._deliver_warnings()
+
+    def _due(self, event: Event) -> bool:
+        """Short steps are thinned out: a tracker's thread takes the interpreter from the one that trains. The event log
+        has them all."""
+        now = event.get("time")
+        if now is None or not 0 <= now - self._last_step < _STEP_INTERVAL_S:
+            self._last_step = now or 0.0
+            return True
+        return False
 
     def text(self, name: str, content: str) -> None:
         """Hands all trackers a text: the plan, for instance."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,14 +48,25 @@ class Digits(Task):
 
 
 def _small_digits() -> tuple[TensorData, TensorData]:
-    from sklearn.datasets import load_digits  # half a second, needed here only
-
-    loaded: Any = load_digits()
-    images = torch.tensor(loaded.data, dtype=torch.float32) / 8 - 1
-    labels = torch.tensor(loaded.target, dtype=torch.int64)
+    table = torch.from_numpy(_digits_table())
+    images, labels = table[:, :-1].float() / 8 - 1, table[:, -1].long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # one split for every seed
     held = len(labels) // _VALIDATION_SHARE
     return TensorData(images[order[held:]], labels[order[held:]]), TensorData(images[order[:held]], labels[order[:held]])
+
+
+def _digits_table() -> np.ndarray:
+    """Scikit-learn's digits, a row each: 64 pixels of 0 to 16 and the label. Read from its data file, because importing
+    the package takes longer than training on them."""
+    spec = importlib.util.find_spec("sklearn")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.is_file():
+            return np.loadtxt(gzip.open(path, "rt"), delimiter=",", dtype=np.float32)
+    from sklearn.datasets import load_digits
+
+    loaded: Any = load_digits()
+    return np.column_stack([loaded.data, loaded.target]).astype(np.float32)
 
 
 def _mnist(folder: Path) -> tuple[TensorData, TensorData]:

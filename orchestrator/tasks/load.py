@@ -17,6 +17,8 @@ from orchestrator.tasks.task import Task
 
 BUILT_IN = {"digits": "Digits", "text": "Text", "synthetic": "Synthetic"}
 NEEDED = ("build_model", "train_data", "loss")
+_MESSAGE_LINES = 5
+_NOT_THEIRS = (str(Path(__file__).resolve().parents[1]), str(Path(importlib.__file__).parent), "<frozen")
 
 
 def load_task(config: Config) -> Task:
@@ -35,6 +37,9 @@ def load_task(config: Config) -> Task:
 
 def _user_task(name: str, config: Config) -> Task:
     module_name, _, attribute = name.partition(":")
+    parts = module_name.split(".")
+    if not attribute.isidentifier() or not all(part.isidentifier() for part in parts) or (len(parts) > 1 and parts[-1] == "py"):
+        raise UserError(f"task {name!r} is no name of a task; write package.module:Name, with dots in place of slashes and without .py")
     here = str(Path.cwd())
     if here not in sys.path:  # a console script does not look where it was started
         sys.path.insert(0, here)
@@ -51,10 +56,15 @@ def _user_task(name: str, config: Config) -> Task:
         raise UserError(f"task {name!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, names)}")
     with user_code(f"making the task {attribute}"):
         task = _call(made, config) if callable(made) else made
-    missing = [member for member in NEEDED if not callable(getattr(task, member, None))]
+    missing = [member for member in NEEDED if not _has(task, member)]
     if missing:
         raise UserError(f"task {name!r} lacks {', '.join(missing)}; a task needs {', '.join(NEEDED)}: see orchestrator/tasks/task.py")
     return task
+
+
+def _has(task: Any, member: str) -> bool:
+    """Whether a task has written this member itself: what it inherits from the protocol does nothing."""
+    return callable(getattr(task, member, None)) and getattr(type(task), member, None) is not getattr(Task, member)
 
 
 def _call(made: Any, config: Config) -> Any:
@@ -73,19 +83,28 @@ def user_code(doing: str) -> Iterator[None]:
         yield
     except OrchestratorError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself when imported would end us without a word
         raise TaskFailed(describe(error, doing)) from error
 
 
+def raised_in_user_code(error: BaseException) -> bool:
+    """Whether an error passed through code that is neither ours nor a library's."""
+    return bool(_own_frames(error))
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if not f.filename.startswith(_NOT_THEIRS) and "site-packages" not in f.filename]
+
+
 def describe(error: BaseException, doing: str, frames: int = 6) -> str:
-    """The cause first, then the frames of the user's own code, innermost last."""
-    ours = str(Path(__file__).resolve().parents[1])
-    own = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((ours, "<frozen")) and "site-packages" not in f.filename
-    ]
-    lines = [f"{type(error).__name__}: {str(error).strip()[:1000] or '(no message)'}", f"  while {doing}"]
-    for frame in own[-frames:]:
+    """The cause first, then the frames of the user's own code, innermost last. At most 20 lines."""
+    text = str(error).strip()[:1000] or "(no message)"
+    shown = text.splitlines()[:_MESSAGE_LINES]
+    more = ["  …"] if len(text.splitlines()) > _MESSAGE_LINES else []
+    lines = [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:]), *more, f"  while {doing}"]
+    for frame in _own_frames(error)[-frames:]:
         lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}", f"    {frame.line}"]
+    if isinstance(error, SyntaxError) and error.filename:
+        lines += [f"  {error.filename}:{error.lineno}", f"    {(error.text or '').strip()}"]
     return "\n".join(lines[:20])

@@ -7,7 +7,7 @@ before it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,10 @@ class Feed:
     def steps(self, epoch: int, first: int = 0) -> Iterator[list[Micro]]:
         """The steps of an epoch, from the given one on. The last one may be short."""
         order = self.order(epoch)
-        cuts = [self._cut(step) for step in range(first, self.steps_per_epoch)]
         if isinstance(self.data, Gatherable):
-            yield from self._gathered(self.data, order, cuts)
+            yield from self._gathered(self.data, order, first)
         else:
-            yield from self._loaded(order, cuts, epoch, first)
+            yield from self._loaded(order, epoch, first)
 
     def _cut(self, step: int) -> list[slice]:
         """This worker's micro-batches of a step, as slices of the epoch's order."""
@@ -96,25 +95,25 @@ class Feed:
             slices.append(slice(start + part.start, start + part.stop))
         return slices
 
-    def _gathered(self, data: Gatherable, order: Tensor, cuts: Sequence[list[slice]]) -> Iterator[list[Micro]]:
-        here = _device_of(data)
-        order = order.to(here)
-        for cut in cuts:
-            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in cut]
+    def _gathered(self, data: Gatherable, order: Tensor, first: int) -> Iterator[list[Micro]]:
+        order = order.to(_device_of(data))
+        for step in range(first, self.steps_per_epoch):
+            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in self._cut(step)]
 
-    def _loaded(self, order: Tensor, cuts: Sequence[list[slice]], epoch: int, first: int) -> Iterator[list[Micro]]:
+    def _loaded(self, order: Tensor, epoch: int, first: int) -> Iterator[list[Micro]]:
         assert self._loader is not None
-        tickets = [
-            Ticket(mix(self.seed, "sample", epoch, first + step, number, self.world.rank), tuple(order[s].tolist()))
-            for step, cut in enumerate(cuts)
-            for number, s in enumerate(cut)
-        ]
-        self._loader.sampler.tickets = tickets  # pyright: ignore[reportAttributeAccessIssue]
+        self._loader.sampler.tickets = lambda: self._tickets(order, epoch, first)  # pyright: ignore[reportAttributeAccessIssue]
         batches = iter(self._loader)
-        for cut in cuts:
+        for step in range(first, self.steps_per_epoch):
+            cut = self._cut(step)
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
             yield [Micro(s.stop - s.start, _Moving(batch, self.world.device)) for s, batch in zip(cut, made, strict=True)]
+
+    def _tickets(self, order: Tensor, epoch: int, first: int) -> Iterator[Ticket]:
+        for step in range(first, self.steps_per_epoch):
+            for number, s in enumerate(self._cut(step)):
+                yield Ticket(mix(self.seed, "sample", epoch, step, number, self.world.rank), tuple(order[s].tolist()))
 
 
 @dataclass(frozen=True)
@@ -154,16 +153,13 @@ class _Batches(Dataset[Any]):
 
 
 class _Tickets:
-    """A sampler whose list is set anew at each epoch, so that the loader and its processes live on."""
+    """A sampler whose source is set anew at each epoch, so that the loader and its processes live on."""
 
     def __init__(self) -> None:
-        self.tickets: list[Ticket] = []
+        self.tickets: Callable[[], Iterator[Ticket]] = lambda: iter(())
 
     def __iter__(self) -> Iterator[Ticket]:
-        return iter(self.tickets)
-
-    def __len__(self) -> int:
-        return len(self.tickets)
+        return self.tickets()
 
 
 def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any]:
@@ -171,7 +167,7 @@ def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any
     return DataLoader(
         _Batches(data),
         batch_size=None,
-        sampler=_Tickets(),
+        sampler=_Tickets(),  # pyright: ignore[reportArgumentType]
         num_workers=workers,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.tasks.load import user_code
-from orchestrator.tasks.task import Task
+from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.data import Feed
 from orchestrator.train.memory import free_cached
 from orchestrator.train.precision import Precision
@@ -32,8 +32,8 @@ def evaluate(model: nn.Module, task: Task, feed: Feed, precision: Precision, mos
             if most_batches is not None and number >= most_batches:
                 break
             for micro in micros:
-                loss = _loss(model, task, micro.fetch(), micro.samples, precision, feed.world.device)
-                for name, value in {"loss": loss.sum, **loss.metrics}.items():
+                loss, weight = _loss(model, task, micro.fetch(), micro.samples, precision, feed.world.device)
+                for name, value in {"loss": loss.sum * weight, **loss.metrics}.items():
                     sums[name] = sums[name] + value.double() if name in sums else value.double()
                 count, samples = count + loss.count, samples + micro.samples
             if (number + 1) % _FREE_EVERY == 0 and feed.world.device.type == "cuda":
@@ -44,7 +44,7 @@ def evaluate(model: nn.Module, task: Task, feed: Feed, precision: Precision, mos
     return {"loss": means.pop("loss"), "metrics": means, "samples": samples, "seconds": perf_counter() - begun}
 
 
-def _loss(model: nn.Module, task: Task, batch: Any, samples: int, precision: Precision, device: torch.device) -> Any:
+def _loss(model: nn.Module, task: Task, batch: Any, samples: int, precision: Precision, device: torch.device) -> tuple[Loss, float]:
     check_device(batch, device)
     try:
         with precision.autocast():

@@ -34,7 +34,9 @@ class Trace:
 
     flops: float
     kept: float
+    in_blocks: float
     block_inputs: float
+    largest: float
 
 
 def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
@@ -97,18 +99,23 @@ def _trace(task: Task, model: nn.Module, batch: Any, samples: int, precision: Ki
     kept = _Kept(model)
     inputs = 0
 
-    def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
         nonlocal inputs
         inputs += sum(t.nbytes for t in tensors_of(arguments) if t.is_floating_point())
+        kept.inside = True
 
-    hooks = [block.register_forward_pre_hook(note) for blocks in block_lists(model) for block in blocks]
+    def leave(*_: Any) -> None:
+        kept.inside = False
+
+    blocks = [block for alike in block_lists(model) for block in alike]
+    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(enter), b.register_forward_hook(leave))]
     try:
         with FlopCounterMode(display=False) as counter, kept.listening(), autocast(precision, device):
             as_loss(task.loss(model, batch), samples)
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(float(counter.get_total_flops()), kept.total, float(inputs))
+    return Trace(float(counter.get_total_flops()), kept.total, kept.in_blocks, float(inputs), kept.largest)
 
 
 class _Kept:
@@ -117,14 +124,18 @@ class _Kept:
     def __init__(self, model: nn.Module) -> None:
         self._seen = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
         self._alive: list[Tensor] = []
-        self.total = 0.0
+        self.inside = False
+        self.total = self.in_blocks = self.largest = 0.0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self._alive.append(tensor.detach())  # so that no later storage takes the same address
-            self.total += storage.nbytes()
+            size = storage.nbytes()
+            self.total += size
+            self.in_blocks += size if self.inside else 0.0
+            self.largest = max(self.largest, size)
         return tensor
 
     @contextmanager
@@ -148,7 +159,9 @@ def _facts(task: Task, model: nn.Module, data: Any, validation: Any, one: Trace,
         flops_per_sample=two.flops - one.flops if two.flops > one.flops else one.flops,
         activation_bytes=slope,
         activation_base=max(0.0, one.kept - slope),
+        block_bytes=max(0.0, two.in_blocks - one.in_blocks),
         block_input_bytes=max(0.0, two.block_inputs - one.block_inputs),
+        largest_bytes=max(0.0, two.largest - one.largest),
         samples=len(data),
         validation_samples=len(as_data(validation)) if validation is not None else 0,
         unit=getattr(task, "unit", "samples"),

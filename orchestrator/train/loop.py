@@ -266,19 +266,19 @@ class Loop:
 
 
 def fetch(pending: list[Pending]) -> list[dict[str, float]]:
-    """The figures of several steps in one transfer from the device."""
-    names = ["loss", "norm", *pending[0].totals.metrics]
-    rows: list[list[Any]] = [[p.totals.loss, p.totals.norm, *p.totals.metrics.values()] for p in pending]
-    counts = [p.totals.count for p in pending]
-    device = pending[0].totals.loss.device
-    flat = [value.to(device, torch.float64) for row in rows for value in row]
-    flat += [c.to(device, torch.float64) for c in counts if isinstance(c, Tensor)]
-    values = torch.stack(flat).tolist()
-    result = [dict(zip(names, values[i * len(names) : (i + 1) * len(names)], strict=True)) for i in range(len(pending))]
-    measured = iter(values[len(pending) * len(names) :])
-    for figures, count in zip(result, counts, strict=True):
-        figures["count"] = next(measured) if isinstance(count, Tensor) else float(count)
-    return result
+    """The figures of several steps in one transfer from the device, and few kernels: one stack per figure."""
+    totals = [entry.totals for entry in pending]
+    columns: dict[str, list[Any]] = {"loss": [t.loss for t in totals], "norm": [t.norm for t in totals]}
+    columns |= {name: [t.metrics[name] for t in totals] for name in totals[0].metrics}
+    figures = {}
+    if isinstance(totals[0].count, Tensor):
+        columns["count"] = [t.count for t in totals]
+    else:
+        figures["count"] = [float(t.count) for t in totals]
+    device = totals[0].loss.device
+    stacked = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns.values()]).tolist()
+    figures |= dict(zip(columns, stacked, strict=True))
+    return [{name: values[place] for name, values in figures.items()} for place in range(len(totals))]
 
 
 def metric_of(values: dict[str, float], name: str) -> float:

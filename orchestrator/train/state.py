@@ -31,7 +31,6 @@ class Progress:
     epoch_loss: float = 0.0  # sums since the epoch began, for its mean
     epoch_count: float = 0.0
     epoch_seconds: float = 0.0
-    seconds: float = 0.0  # of earlier runs of this folder
     validation: dict[str, float] = field(default_factory=dict)
 
 

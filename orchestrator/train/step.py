@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from experts.load import settle
 from experts.model import mix
 from orchestrator.errors import OrchestratorError, ResourceError, UserError
-from orchestrator.tasks.load import user_code
+from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.clock import PhaseClock
 from orchestrator.train.compiling import Compiled, is_compile_error
@@ -37,16 +38,23 @@ class Totals:
     count: int | Tensor
     metrics: dict[str, Tensor]
     loads: tuple[Tensor, ...]
-    samples: int = 0
+    samples: int
     norm: Tensor | None = None
     finite: Tensor | None = None
 
-    def add(self, loss: Loss, samples: int) -> None:
-        self.loss = self.loss + loss.sum.detach()
-        self.count = self.count + loss.count
-        self.metrics = {name: self.metrics[name] + value.detach() for name, value in loss.metrics.items()}
-        self.loads = tuple(a + b for a, b in zip(self.loads, loss.loads, strict=True))
-        self.samples += samples
+    @classmethod
+    def of(cls, loss: Loss, weight: float, samples: int) -> Totals:
+        whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
+        return cls(whole, loss.count, {name: value.detach() for name, value in loss.metrics.items()}, loss.loads, samples)
+
+    def plus(self, other: Totals) -> Totals:
+        return Totals(
+            self.loss + other.loss,
+            self.count + other.count,
+            {name: value + other.metrics[name] for name, value in self.metrics.items()},
+            tuple(mine + theirs for mine, theirs in zip(self.loads, other.loads, strict=True)),
+            self.samples + other.samples,
+        )
 
 
 @dataclass
@@ -67,6 +75,8 @@ class Stepper:
     limit: int = field(init=False)
     _good: int = field(init=False, default=0)
     _patience: int = field(init=False, default=GROW_AFTER)
+    _compiled_told: bool = field(init=False, default=False)
+    _constants: dict[tuple[float, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -75,8 +85,10 @@ class Stepper:
         """Do step number ``step`` (from 0): returns its sums, with the norm of its gradient."""
         while True:
             try:
+                begun = perf_counter()
                 totals = self._attempt(micros, step)
                 self._grow_back(step)
+                self._tell_compiled(perf_counter() - begun)
                 return totals
             except Exception as error:
                 problem = self._recoverable(error, step)
@@ -97,22 +109,25 @@ class Stepper:
             for begin in range(0, micro.samples, self.limit):
                 end = min(begin + self.limit, micro.samples)
                 part = batch if end - begin == micro.samples else cut_batch(batch, begin, end, micro.samples)
-                loss = self._forward(part, end - begin)
+                loss, weight = self._forward(part, end - begin)
                 self.clock.mark("forward")
-                self.precision.scaled(loss.sum * (1 / nominal)).backward()
+                loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal))
                 self.clock.mark("backward")
-                if totals is None:
-                    totals = Totals(
-                        loss.sum.detach(), loss.count, {k: v.detach() for k, v in loss.metrics.items()}, loss.loads, end - begin
-                    )
-                else:
-                    totals.add(loss, end - begin)
+                more = Totals.of(loss, weight, end - begin)
+                totals = more if totals is None else totals.plus(more)
         assert totals is not None
         self._update(totals, nominal, step)
         self.clock.mark("optimizer")
         return totals
 
-    def _forward(self, batch: Any, samples: int) -> Loss:
+    def _seed_gradient(self, loss: Tensor, factor: float) -> Tensor:
+        """What the backward pass begins with: a constant on the device, so that scaling the loss costs nothing."""
+        key = (factor, loss.dtype)
+        if key not in self._constants:
+            self._constants[key] = torch.full((), factor, dtype=loss.dtype, device=loss.device)
+        return self.precision.scaled(self._constants[key])
+
+    def _forward(self, batch: Any, samples: int) -> tuple[Loss, float]:
         check_device(batch, self.world.device)
         with self.precision.autocast():
             return as_loss(self.task.loss(self.model, batch), samples)
@@ -134,13 +149,14 @@ class Stepper:
             settle(self.model, totals.loads)
 
     def _recoverable(self, error: Exception, step: int) -> str | None:
-        """What can be done about an error: 'halve', 'uncompile', or nothing. User errors are told as such."""
+        """What can be done about an error: 'halve', 'uncompile', or nothing. The user's errors are told as such; ours keep
+        their traceback."""
         if is_out_of_memory(error):
             return "halve"
         if self.compiled is not None and is_compile_error(error):
             self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
-        if not isinstance(error, OrchestratorError):
+        if not isinstance(error, OrchestratorError) and raised_in_user_code(error):
             with user_code(f"computing step {step + 1}"):
                 raise error
         return None
@@ -162,6 +178,12 @@ class Stepper:
         self._good, self._patience = 0, self._patience * 2
         self.tell("oom", step=step + 1, micro_batch=before, next_micro_batch=self.limit, where=str(self.world.device))
 
+    def _tell_compiled(self, seconds: float) -> None:
+        """Once: the first step is the one that compiled."""
+        if self.compiled is not None and not self._compiled_told:
+            self.tell("compile", status="compiled", seconds=seconds, detail=f"{len(self.compiled.modules)} modules, in the first step")
+        self._compiled_told = True
+
     def _grow_back(self, step: int) -> None:
         """A step out of the ordinary (a long sample, a guest on the GPU) should not make the rest of the run slow."""
         self._good += 1
@@ -176,17 +198,17 @@ def power_of_two(value: float) -> float:
     return 2.0 ** round(math.log2(max(1.0, value)))
 
 
-def as_loss(result: Any, samples: int) -> Loss:
-    """What a task may return as its loss, in one form."""
+def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
+    """What a task may return as its loss, in one form, and the weight its sum has: a mean weighs as much as its samples."""
     if isinstance(result, Loss):
-        return result
+        return result, 1.0
     if isinstance(result, Tensor):
         if result.ndim:
             raise UserError(f"the task's loss is a tensor of shape {tuple(result.shape)}; a scalar, (sum, count) or Loss was needed")
-        return Loss(result * samples, samples)
+        return Loss(result, samples), float(samples)
     if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Tensor):
         metrics: Mapping[str, Tensor] = result[2] if len(result) == 3 else {}
-        return Loss(result[0], result[1], metrics)
+        return Loss(result[0], result[1], metrics), 1.0
     raise UserError(f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed")
 
 

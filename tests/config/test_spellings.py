@@ -1,0 +1,161 @@
+"""The table of old spellings: every answer names a setting that exists and a value that it takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import TrainOptions
+from orchestrator.config.reader import check_flags, read_file, read_flags
+from orchestrator.config.settings import Config, flat_names
+from orchestrator.config.spellings import ONE_DEVICE, SPELLINGS, answer
+from orchestrator.errors import UserError
+
+GIVEN = (None, "true", "false", "no", "on", "0", "8", "0.5", "fp16", "bfloat16", "fp8", "cuda", "cpu", "auto", "wandb", "none", "inductor")
+
+
+def test_every_target_is_a_setting_of_ours():
+    assert [old for old, spelling in SPELLINGS.items() if spelling.name is not None and spelling.name not in flat_names()] == []
+
+
+def test_no_old_spelling_is_a_setting_of_ours():
+    assert SPELLINGS.keys().isdisjoint(flat_names())
+
+
+def test_old_spellings_are_kept_in_the_form_they_are_looked_up_in():
+    assert [old for old in SPELLINGS if old != old.lower().replace("-", "_")] == []
+
+
+def test_a_name_without_a_target_says_what_to_do():
+    assert [old for old, spelling in SPELLINGS.items() if spelling.name is None and "leave it out" not in spelling.note] == []
+
+
+# --- the names of features.md, row L7: what was given, our flag, our line of YAML and its section
+
+L7 = [
+    ("mixed_precision", "no", "--precision fp32", "precision: fp32", "device"),
+    ("mixed_precision", "fp16", "--precision fp16", "precision: fp16", "device"),
+    ("mixed_precision", "bf16", "--precision bf16", "precision: bf16", "device"),
+    ("precision_type", "bfloat16", "--precision bf16", "precision: bf16", "device"),
+    ("amp_dtype", "float16", "--precision fp16", "precision: fp16", "device"),
+    ("train_batch_size", "32", "--batch-size 32", "batch_size: 32", "batch"),
+    ("gradient_accumulation_steps", "4", "--accumulation-steps 4", "accumulation_steps: 4", "batch"),
+    ("batch_size_per_gpu", "16", "--batch-size 16", "batch_size: 16", "batch"),
+    ("training_mode", "single_gpu", "--gpu-mode single_gpu", "gpu_mode: single_gpu", "device"),
+    ("training_mode", "distributed", "--gpu-mode auto", "gpu_mode: auto", "device"),
+]
+
+
+@pytest.mark.parametrize(("old", "value", "flag", "line", "section"), L7)
+def test_the_names_of_the_documents_are_answered(tmp_path: Path, old: str, value: str, flag: str, line: str, section: str):
+    for spelled in (f"--{old}", f"--{old.replace('_', '-')}"):
+        for argv in ([spelled, value], [f"{spelled}={value}"]):
+            with pytest.raises(UserError) as caught:
+                check_flags(argv, ())
+            assert str(caught.value).startswith(f"unknown flag {spelled}; write {flag}")
+    path = tmp_path / "cfg.yaml"
+    for text, number in ((f"{old}: {value}\n", 1), (f"run:\n  {old}: {value}\n", 2)):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            read_file(path)
+        assert str(caught.value).startswith(f"cfg.yaml:{number}: unknown setting {old!r}; write {line} under {section}:")
+
+
+@pytest.mark.parametrize(
+    ("old", "value"), [("num_gpus", "4"), ("use_deepspeed", "true"), ("nproc_per_node", "8"), ("deepspeed", "ds.json")]
+)
+def test_launchers_names_are_answered_too(tmp_path: Path, old: str, value: str):
+    with pytest.raises(UserError, match=f"^unknown flag --{old}; {ONE_DEVICE}$"):
+        check_flags([f"--{old}", value], ())
+    with pytest.raises(UserError, match=f"; {ONE_DEVICE}$"):
+        check_flags([f"--{old}"], ())
+    (tmp_path / "cfg.yaml").write_text(f"{old}: {value}\n")
+    with pytest.raises(UserError, match=f"unknown setting '{old}'; {ONE_DEVICE}$"):
+        read_file(tmp_path / "cfg.yaml")
+
+
+# --- every answer can be followed
+
+
+def advised(flag: bool) -> list[str]:
+    """Every distinct answer of the table to what people give, without its note."""
+    answers = {answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN}
+    written = {re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")}
+    return sorted(text for text in written if "…" not in text and "|" not in text)
+
+
+# a number we made up may be out of range or of another kind than the one before; name, place and type must be right
+OUT_OF_RANGE = "it must"
+
+
+def test_every_advised_flag_is_accepted(capsys: pytest.CaptureFixture[str]):
+    assert len(advised(flag=True)) > 60
+    for text in advised(flag=True):
+        try:
+            read_flags(TrainOptions, shlex.split(text), "orchestrator train")
+        except SystemExit:
+            told = capsys.readouterr()
+            assert OUT_OF_RANGE in told.out + told.err, text
+
+
+@pytest.mark.parametrize("text", advised(flag=False))
+def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
+    line, _, section = text.removesuffix(":").rpartition(" under ")
+    (tmp_path / "cfg.yaml").write_text(f"{section}:\n  {line}\n")
+    refused = ""
+    try:
+        read_file(tmp_path / "cfg.yaml")
+    except UserError as error:
+        refused = str(error)
+    assert refused == "" or OUT_OF_RANGE in refused
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "flag", "line"),
+    [
+        ("mixed_precision", None, "--precision auto", "precision: auto"),
+        ("mixed_precision", "fp8", "--precision auto|fp32|bf16|fp16", "precision: auto|fp32|bf16|fp16"),
+        ("fp16", None, "--precision fp16", "precision: fp16"),
+        ("fp16", "false", "--precision fp32", "precision: fp32"),
+        ("torch_compile", "true", "--compile", "compile: true"),
+        ("torch_compile", "false", "--no-compile", "compile: false"),
+        ("dynamo_backend", "inductor", "--compile", "compile: true"),
+        ("no_auto_optimize", None, "--no-auto", "auto: false"),
+        ("no_auto_optimize", "true", "--no-auto", "auto: false"),
+        ("enable_gpu_monitoring", "false", "--no-monitor-gpu", "monitor_gpu: false"),
+        ("gradient_checkpointing", "true", "--activation-checkpointing on", "activation_checkpointing: on"),
+        ("report_to", "none", "--trackers", "trackers: []"),
+        ("lr_scheduler", "linear", "--schedule cosine|constant", "schedule: cosine|constant"),
+        ("num_workers", "many", "--loader-workers …", "loader_workers: …"),
+        ("experiment_name", "8", "--name 8", "name: '8'"),
+        ("resume_from_checkpoint", "true", "--resume auto", "resume: auto"),
+        ("resume_from_checkpoint", "out/step 3", "--resume out/step 3", "resume: out/step 3"),
+        ("lr", "3e-4", "--learning-rate 3e-4", "learning_rate: 3e-4"),
+    ],
+)
+def test_values_are_translated(old: str, value: str | None, flag: str, line: str):
+    assert answer(old, value, flag=True) == f"write {flag}"
+    section = flat_names()[line.partition(":")[0]]
+    assert answer(old, value, flag=False) == f"write {line} under {section}:"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("mixed_precision: no", "precision: fp32"), ("fp16: true", "precision: fp16"), ("amp: off", "precision: fp32")]
+)
+def test_yamls_truth_values_are_understood(tmp_path: Path, text: str, name: str):
+    (tmp_path / "cfg.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"write {name} under device:$"):
+        read_file(tmp_path / "cfg.yaml")
+
+
+def test_a_name_nobody_uses_is_not_answered():
+    assert answer("epochs", "3", flag=True) is None
+    assert answer("flux_capacitor", None, flag=False) is None
+
+
+def test_following_the_answer_gives_what_was_meant(tmp_path: Path):
+    (tmp_path / "cfg.yaml").write_text("device:\n  precision: fp32\nbatch:\n  accumulation_steps: 4\n")
+    assert read_file(tmp_path / "cfg.yaml").config == Config.of(precision="fp32", accumulation_steps=4)

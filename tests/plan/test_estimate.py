@@ -1,0 +1,97 @@
+"""Memory and arithmetic of a step from a handful of facts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.plan.estimate import Memory, ModelFacts, flops_per_step, largest_fitting, memory
+from orchestrator.types import GIB, KIB, MIB
+from tests.support.plans import model, models
+
+limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
+
+
+def test_weights_gradients_and_two_moments_are_fp32():
+    facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0)
+    found = memory(facts, 1, recompute=False, limit=None)
+    assert (found.parameters, found.gradients, found.optimizer, found.gate) == (4e6, 4e6, 8e6, 0)
+
+
+def test_gates_are_counted_apart_and_once():
+    whole = memory(model(gate_parameters=0), 8, recompute=False, limit=None)
+    split = memory(model(gate_parameters=1_000), 8, recompute=False, limit=None)
+    assert split.gate == 1_000 * 16
+    assert split.total == whole.total
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments():
+    found = memory(model(trainable=0), 1, recompute=False, limit=None)
+    assert (found.parameters + found.gate, found.gradients, found.optimizer) == (4e6, 0, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(facts=models(), batch=st.integers(1, 10**6), recompute=st.booleans(), limit=limits)
+def test_every_part_is_real_and_the_total_is_their_sum(facts: ModelFacts, batch: int, recompute: bool, limit: float | None):
+    found = memory(facts, batch, recompute, limit)
+    parts = [found.parameters, found.gradients, found.optimizer, found.activations, found.gate]
+    assert min(parts) >= 0
+    assert found.total == pytest.approx(sum(parts))
+    assert found.parameters + found.gate >= 4 * facts.parameters - 1
+    assert found.fits == (limit is None or found.total <= limit)
+    assert json.loads(json.dumps(found.to_json()))["total"] == found.total
+
+
+@settings(max_examples=200, deadline=None)
+@given(facts=models(), batch=st.integers(1, 10**5), recompute=st.booleans())
+def test_more_samples_need_as_much_more_each(facts: ModelFacts, batch: int, recompute: bool):
+    one, some, more = (memory(facts, count, recompute, None).total for count in (1, batch, 2 * batch))
+    assert one <= some <= more
+    assert more - some == pytest.approx((some - one) / max(1, batch - 1) * batch, rel=1e-6, abs=1e3) or batch == 1
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_does():
+    a, b = memory(model(), 1, recompute=False, limit=None), memory(model(), 9, recompute=False, limit=None)
+    assert replace(a, activations=0) == replace(b, activations=0)
+    assert b.activations - a.activations >= 8 * MIB
+
+
+def test_recomputation_keeps_less_where_there_are_several_blocks():
+    facts = model(blocks=4, block_input_bytes=32.0 * KIB)
+    assert memory(facts, 64, recompute=True, limit=None).activations < 0.5 * memory(facts, 64, recompute=False, limit=None).activations
+    bare = model(blocks=0)
+    assert memory(bare, 64, recompute=True, limit=None) == memory(bare, 64, recompute=False, limit=None)
+
+
+def test_without_a_limit_everything_fits():
+    assert memory(model(parameters=10**12, trainable=10**12), 10**6, recompute=False, limit=None).fits
+    assert not Memory(1, 0, 0, 0, 0, limit=0).fits
+
+
+def test_backward_costs_two_forward_passes_and_recomputation_one():
+    facts = model(flops_per_sample=10.0)
+    assert flops_per_step(facts, 8, recompute=False) == 240
+    assert flops_per_step(facts, 8, recompute=True) == 320
+
+
+@settings(max_examples=300, deadline=None)
+@given(facts=models(), most=st.integers(0, 5000), recompute=st.booleans(), limit=limits)
+def test_largest_fitting_is_the_last_that_fits(facts: ModelFacts, most: int, recompute: bool, limit: float | None):
+    found = largest_fitting(facts, most, recompute, limit)
+    assert 0 <= found <= most
+    if found:
+        assert memory(facts, found, recompute, limit).fits
+    if found < most:
+        assert not memory(facts, found + 1, recompute, limit).fits
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 63, 64, 1000])
+def test_largest_fitting_against_counting(most: int):
+    facts = model()
+    limit = memory(facts, 64, recompute=False, limit=None).total
+    counted = max((n for n in range(1, most + 1) if memory(facts, n, recompute=False, limit=limit).fits), default=0)
+    assert largest_fitting(facts, most, recompute=False, limit=limit) == counted == min(most, 64)

@@ -1,0 +1,124 @@
+"""The order of samples is a function of seed and epoch; each is seen once; any step can be begun at."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from orchestrator.errors import TaskFailed, UserError
+from orchestrator.tasks.task import TensorData, WindowData
+from orchestrator.train.data import Feed, Feeding, cut_batch, share, to_device
+from orchestrator.train.world import World
+
+
+def feed(samples: int, whole: int, micro: int, world: World | None = None, seed: int | None = 0) -> Feed:
+    data = TensorData(torch.arange(samples))
+    return Feed(data, world or World.alone(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding())
+
+
+def seen(steps: Any) -> list[list[int]]:
+    return [[int(v) for micro in micros for v in micro.fetch()[0]] for micros in steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 40), st.integers(1, 17), st.integers(1, 4), st.integers(0, 3))
+def test_each_sample_once_and_steps_do_not_depend_on_the_cut(samples: int, whole: int, micro: int, workers: int, epoch: int) -> None:
+    one = seen(feed(samples, whole, whole).steps(epoch))
+    assert sorted(v for step in one for v in step) == list(range(samples))
+    ranks = [seen(feed(samples, whole, micro, World(r, workers, torch.device("cpu"))).steps(epoch)) for r in range(workers)]
+    for number, step in enumerate(one):
+        assert sorted(v for rank in ranks for v in rank[number]) == sorted(step)
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    orders = [feed(50, 10, 10, seed=seed).order(epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert orders[0] == feed(50, 7, 3).order(0).tolist()
+    assert feed(5, 2, 2, seed=None).order(3).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.integers(0, 20), st.integers(0, 200))
+@settings(max_examples=30, deadline=None)
+def test_any_step_can_be_begun_at(first: int, samples: int) -> None:
+    one = feed(max(1, samples), 10, 4)
+    assert seen(one.steps(2, first)) == seen(one.steps(2))[first:]
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_shares_are_even_and_whole(count: int, size: int) -> None:
+    parts = [share(count, rank, size) for rank in range(size)]
+    lengths = [part.stop - part.start for part in parts]
+    assert sum(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+
+
+class Augmented:
+    """Reads sample by sample, with randomness of all three kinds."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(workers: int) -> None:
+    def read(count: int, first: int) -> list[Any]:
+        made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding(loader_workers=count))
+        return [micro.fetch() for epoch in (0, 1) for micros in made.steps(epoch, first) for micro in micros]
+
+    plain, other = read(0, 0), read(workers, 0)
+    assert [b[0].tolist() for b in plain] == [b[0].tolist() for b in other]
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(plain, other, strict=True))
+    per_epoch = len(plain) // 2
+    late = read(workers, 2)
+    assert torch.equal(late[0][1], plain[4][1])
+    assert len(late) == 2 * (per_epoch - 4)
+    assert not torch.equal(plain[0][1], plain[per_epoch][1])
+
+
+def test_an_error_in_the_data_set_is_the_users() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError("image 7 is gone")
+
+    made = Feed(Broken(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    with pytest.raises(TaskFailed, match="image 7 is gone"):
+        next(made.steps(0))
+
+
+def test_what_may_be_data() -> None:
+    for data in (torch.zeros(4, 2), (torch.zeros(4), torch.ones(4)), TensorDataset(torch.zeros(4)), [1, 2, 3, 4]):
+        assert Feed(data, World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()).steps_per_epoch == 2
+    with pytest.raises(UserError, match="generator"):
+        Feed((x for x in range(3)), World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+    with pytest.raises(UserError, match="empty"):
+        Feed([], World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+
+
+def test_windows_cover_the_text_once() -> None:
+    data = WindowData(torch.arange(101, dtype=torch.uint8), 10)
+    batch = data.gather(torch.arange(len(data)))
+    assert batch.shape == (10, 11)
+    assert batch[:, 1:].flatten().tolist() == list(range(1, 101))
+    with pytest.raises(ValueError, match="no window"):
+        WindowData(torch.zeros(5), 10)
+
+
+def test_cutting_a_nested_batch() -> None:
+    batch = {"x": torch.arange(6), "names": list("abcdef"), "pair": (torch.arange(12).view(6, 2), torch.tensor(3.0)), "k": 7}
+    part = cut_batch(batch, 2, 5, 6)
+    assert part["x"].tolist() == [2, 3, 4]
+    assert part["names"] == ["c", "d", "e"]
+    assert part["pair"][0].shape == (3, 2)
+    assert part["pair"][1] == 3.0
+    assert part["k"] == 7
+    assert to_device(part, torch.device("cpu"), pin=False)["names"] == ["c", "d", "e"]
