@@ -246,6 +246,47 @@ def test_a_mistake_is_answered_briefly_with_its_cause_first(call: Call, tmp_path
     assert {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts} == before, "a mistake leaves nothing behind"
 
 
+# Known and not yet mended: the cause comes after the banner or a log of torch, and a run folder is left behind.
+LEFT = {
+    "resume from nowhere": mistake("train", *SMALL, "--resume", "none", cause="--resume none: there is no such folder"),
+    "weights from nowhere": mistake("train", *SMALL, "--init-from", "none", cause="there is no checkpoint at"),
+    "task whose shapes do not fit": mistake(*MINE, cause="shapes cannot be multiplied", files=task(loss="model(batch[0].repeat(1, 2))")),
+    "task whose loss has no gradient": mistake(*MINE, cause="grad", files=task(loss="return torch.tensor(1.0)")),
+}
+
+
+@pytest.mark.xfail(reason="the cause is not the first line, or a run folder is left behind", strict=True)
+@pytest.mark.parametrize("name", LEFT)
+def test_mistakes_still_answered_at_length(call: Call, tmp_path: Path, name: str):
+    prepare(LEFT[name], tmp_path)
+    before = set(tmp_path.iterdir())
+    check(call(*LEFT[name].argv), LEFT[name].cause)
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(task(), id="a plain class"),
+        pytest.param(
+            {"mine.py": task()["mine.py"].replace("def validation_data", "def unused")},
+            id="without validation data",
+            marks=pytest.mark.xfail(reason="train/facts.py calls validation_data, which is not among the needed members", strict=True),
+        ),
+        pytest.param(
+            task(train_data="return torch.randn(32, 4)", loss="return model(batch[0]).square().mean()"),
+            id="one tensor as data",
+            marks=pytest.mark.xfail(reason="train/data.py takes a tensor for Gatherable: it has a gather of its own", strict=True),
+        ),
+    ],
+)
+def test_a_task_of_ones_own_can_be_planned(call: Call, tmp_path: Path, files: dict[str, str]):
+    (tmp_path / "mine.py").write_text(files["mine.py"])
+    told = call("plan", "--task", "mine:Mine", "--json")
+    assert told.code == 0, told
+    assert json.loads(told.out)["model"]["samples"] == 32
+
+
 @pytest.mark.parametrize("name", ["misspelled flag", "config that is no YAML", "task that raises in loss"])
 def test_the_same_as_a_program(tmp_path: Path, name: str):
     case = MISTAKES[name]

@@ -31,7 +31,8 @@ class Compiled:
         logging.getLogger("torch._dynamo").addHandler(self._handler)
         _LOGS.set_logs(recompiles=True)
         for module in self.modules:
-            module.compile(mode=None if mode == "default" else mode, dynamic=None)
+            handle: Any = module
+            handle._compiled_call_impl = torch.compile(_call_of(module), mode=None if mode == "default" else mode)
 
     def undo(self) -> None:
         """Back to the plain modules, as if nothing had been compiled."""
@@ -51,6 +52,16 @@ class Compiled:
             return None
         self._told = True
         return f"compiled again {len(self.reasons)} times because shapes or values keep changing; the last reason: {self.reasons[-1]}"
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """The module's call as a function of ours: ``Module.compile`` passes over modules that torch itself defines, an
+    ``nn.Sequential`` for one, without a word."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return module._call_impl(*arguments, **named)
+
+    return call
 
 
 def _chosen(model: nn.Module, parts: CompileParts) -> list[nn.Module]:

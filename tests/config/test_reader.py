@@ -53,7 +53,7 @@ def refused(*argv: str) -> str:
 # --- there and back
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(config=configs())
 def test_what_is_written_reads_back_the_same(scratch: Path, config: Config):
     write_file(Resolved(config, {}), scratch)
@@ -64,7 +64,7 @@ def test_what_is_written_reads_back_the_same(scratch: Path, config: Config):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_every_setting_reads_back_the_same(scratch: Path, name: str, data: st.DataObject):
     config = data.draw(configs(name))
@@ -72,7 +72,7 @@ def test_every_setting_reads_back_the_same(scratch: Path, name: str, data: st.Da
     assert read_file(scratch).config == config
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(config=configs())
 def test_the_file_is_plain_yaml_of_the_same_values(config: Config):
     assert yaml.safe_load(dump(Resolved(config, {}))) == to_json(config) | {"task": config.task}
@@ -357,7 +357,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path):
         read_file(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(raw=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_no_bytes_at_all_bring_a_traceback(scratch: Path, raw: bytes):
     with suppress(UserError):

@@ -14,7 +14,7 @@ from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.spellings import ONE_DEVICE, SPELLINGS, answer
 from orchestrator.errors import UserError
 
-GIVEN = (None, "true", "false", "no", "on", "0", "8", "0.5", "fp16", "bfloat16", "fp8", "cuda", "cpu", "auto", "wandb", "none", "inductor")
+GIVEN = (None, "true", "no", "8", "0.5", "bfloat16", "fp8", "cpu", "wandb", "inductor")
 
 
 def test_every_target_is_a_setting_of_ours():

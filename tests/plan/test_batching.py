@@ -191,7 +191,7 @@ def test_evaluation_takes_twice_as_much_and_never_more_than_there_is():
 # --- whatever is asked
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     config=st.one_of(configs(*BATCH_NAMES), configs(*reversed(BATCH_NAMES)), configs()),
     facts=models(),
@@ -211,7 +211,7 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(config: Config, f
     assert all(choice.reason for choice in choices)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(facts=models(), memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)), limit=st.floats(0, 400.0 * GIB), data=st.data())
 def test_what_the_plan_chooses_freely_fits_unless_nothing_does(
     facts: ModelFacts, memory_total: int | None, limit: float, data: st.DataObject

@@ -27,7 +27,7 @@ def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **give
 # --- whatever is asked, on whatever machine
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(config=configs(), inventory=machines(), facts=models())
 def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Inventory, facts: ModelFacts):
     found = plan(config, inventory, facts)
@@ -44,7 +44,7 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
     json.dumps(found.to_json(), allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(config=configs("deterministic", "tf32", "cudnn_benchmark", "auto", "precision"), inventory=machines())
 def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, inventory: Inventory):
     found = plan(config, inventory, model())
@@ -56,7 +56,7 @@ def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, 
         assert not found.cudnn_benchmark.value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(inventory=machines(), facts=models())
 def test_the_plan_fits_unless_nothing_does(inventory: Inventory, facts: ModelFacts):
     found = plan(Config(), inventory, facts)

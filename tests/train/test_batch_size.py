@@ -86,7 +86,7 @@ def check(device: Device, found: Found, most: int = PLENTY) -> None:
     assert f"{len(device.tried)} probes, {device.failures} out of memory" in found.reason
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 2**power))
 def test_a_guess_within_a_factor_of_two_finds_the_largest(device: Device, factor: float):
     if not device.largest():
@@ -97,7 +97,7 @@ def test_a_guess_within_a_factor_of_two_finds_the_largest(device: Device, factor
     assert found.batch_size >= 0.95 * device.largest()
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 10**power))
 def test_a_guess_off_by_ten_costs_no_more_probes_and_still_answers(device: Device, factor: float):
     if not device.largest():

@@ -1,0 +1,240 @@
+"""The Python API, as the README shows it: a model, data and loss of one's own; notebooks; threads; interruption."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from orchestrator import Config, Loss, Monitor, Task, TensorData, Trainer
+from orchestrator.errors import TrainingFailed, UserError
+from orchestrator.record.events import by_step, of_kind, read_events
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def blobs(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (count,), generator=generator)
+    return torch.randn(count, 4, generator=generator) + 3 * F.one_hot(labels, 4), labels
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def settings(folder: Path, **more: Any) -> Config:
+    return Config.of(**{"run_dir": folder / "run", "epochs": 3, "batch_size": 16, "trackers": (), "monitor_gpu": False} | more)
+
+
+def test_own_model_data_and_loss(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    result = Trainer(
+        model, data=blobs(200), validation=blobs(50, 1), loss=loss, config=settings(tmp_path, learning_rate=0.1), quiet=True
+    ).fit()
+    assert result.status == "completed"
+    assert result.summary["validation"]["loss"] < 0.7
+    assert not torch.equal(before, model.weight)
+    assert torch.equal(model.weight, result.model.weight)  # pyright: ignore[reportArgumentType]
+    assert "39 steps" in result.performance_summary() or "39" in result.performance_summary()
+    for name in ("config.yaml", "plan.json", "events.jsonl", "summary.json", "report.html", "training_metrics.png"):
+        assert (result.run_dir / name).stat().st_size > 0, name
+
+
+def test_the_mean_of_a_plain_scalar_is_over_all_samples(tmp_path: Path) -> None:
+    """A short last micro-batch weighs by its samples: 10 samples as 4 + 4 + 2 are the mean over 10."""
+    data = blobs(10)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    expected = float(loss(model, data).detach())
+    Trainer(model, data=data, loss=loss, config=settings(tmp_path, batch_size=4, global_batch_size=10, epochs=1), quiet=True).fit()
+    (step,) = by_step(read_events(tmp_path / "run" / "events.jsonl"))
+    assert step["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_own_optimizer_and_schedule(tmp_path: Path) -> None:
+    trainer = Trainer(
+        nn.Linear(4, 3),
+        data=blobs(64),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        schedule=lambda step: 0.5**step,
+        config=settings(tmp_path, epochs=1),
+        quiet=True,
+    )
+    assert not trainer.prepare().plan.fused_optimizer.value
+    trainer.fit()
+    assert [e["lr"] for e in by_step(read_events(tmp_path / "run" / "events.jsonl"))] == [0.5, 0.25, 0.125, 0.0625]
+
+
+def test_a_task_class(tmp_path: Path) -> None:
+    class Blobs(Task):
+        def build_model(self) -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+        def train_data(self) -> TensorData:
+            return TensorData(*blobs(100))
+
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            logits = model(batch[0])
+            return Loss(F.cross_entropy(logits, batch[1], reduction="sum"), len(logits), {"margin": logits.max(-1).values.sum()})
+
+    result = Trainer(task=Blobs(), config=settings(tmp_path), quiet=True).fit()
+    assert result.summary["validation"] == {}
+    assert "margin" in by_step(read_events(result.run_dir / "events.jsonl"))[0]["metrics"]
+
+
+def test_under_a_running_event_loop(tmp_path: Path) -> None:
+    """As in a notebook: fit blocks, fit_async leaves the loop free. Both in one process."""
+
+    async def both() -> tuple[str, str, int]:
+        first = Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "a"), quiet=True).fit()
+        ticks = 0
+        running = asyncio.create_task(
+            Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "b"), quiet=True).fit_async()
+        )
+        while not running.done():
+            ticks += 1
+            await asyncio.sleep(0.001)
+        return first.status, (await running).status, ticks
+
+    first, second, ticks = asyncio.run(both())
+    assert (first, second) == ("completed", "completed")
+    assert ticks > 1
+
+
+def test_a_model_without_data_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="data and loss"):
+        Trainer(nn.Linear(1, 1))
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True).fit()
+    with pytest.raises(UserError, match="--resume auto"):
+        Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True).fit()
+
+
+def test_a_run_that_diverges_fails_loudly_and_saves_nothing_of_it(tmp_path: Path) -> None:
+    def explode(model: nn.Module, batch: Any) -> torch.Tensor:
+        explode.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
+        return loss(model, batch) * (float("nan") if explode.calls > 12 else 1.0)  # pyright: ignore[reportFunctionMemberAccess]
+
+    explode.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+    config = settings(tmp_path, checkpoint_every=2, log_every=1)
+    with pytest.raises(TrainingFailed, match="diverged"):
+        Trainer(nn.Linear(4, 3), data=blobs(320), loss=explode, config=config, quiet=True).fit()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    bad = next(e["step"] for e in by_step(events) if e["loss"] == "nan")
+    assert max(e["step"] for e in of_kind(events, "checkpoint")) < bad
+
+
+def test_early_stopping_and_best(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=50, early_stopping_patience=2, learning_rate=0.2, schedule="constant", keep=1)
+    result = Trainer(nn.Linear(4, 3), data=blobs(64), validation=blobs(64, 1), loss=loss, config=config, quiet=True).fit()
+    events = read_events(result.run_dir / "events.jsonl")
+    evaluations = of_kind(events, "evaluate")
+    assert len(evaluations) < 50
+    assert [e["best"] for e in evaluations[-2:]] == [False, False]
+    best = next(e["step"] for e in reversed(evaluations) if e["best"])
+    kept = sorted(int(p.name[5:]) for p in (result.run_dir / "checkpoints").glob("step_*"))
+    assert kept == sorted({best, evaluations[-1]["step"]})
+
+
+def test_debug_is_short(tmp_path: Path) -> None:
+    result = Trainer(config=Config.of(debug=True, run_dir=tmp_path / "run", trackers=()), quiet=True).fit()
+    assert result.summary["steps"] == 4
+    assert result.summary["global_batch_size"] == 4
+
+
+def test_profile_writes_a_trace_and_a_table(tmp_path: Path) -> None:
+    config = settings(tmp_path, profile=True)
+    Trainer(nn.Linear(4, 3), data=blobs(200), loss=loss, config=config, quiet=True).fit()
+    assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
+    assert "addmm" in (tmp_path / "run" / "profile.txt").read_text()
+
+
+def test_batch_size_auto_on_a_cpu_is_measured_once(tmp_path: Path) -> None:
+    config = settings(tmp_path, batch_size="auto", max_steps=2)
+    Trainer(nn.Linear(4, 3), data=blobs(512), loss=loss, config=config, quiet=True).fit()
+    first = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
+    assert "measured throughput" in first["reason"]
+    assert 1 <= first["value"] <= 64  # an eighth of the data
+    Trainer(nn.Linear(4, 3), data=blobs(512), loss=loss, config=config.but(resume="auto", max_steps=4), quiet=True).fit()
+    again = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
+    assert again == {"value": first["value"], "reason": "measured when the run was first started", "rejected": []}
+
+
+def test_compile_falls_back_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that fails: the step is done again without it, and the run says so."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=broken))
+    result = Trainer(nn.Linear(4, 3), data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True).fit()
+    assert result.status == "completed"
+    (event,) = of_kind(read_events(result.run_dir / "events.jsonl"), "compile")
+    assert event["status"] == "failed"
+    assert "no compiler here" in event["detail"]
+
+
+def test_compile_compiles_even_modules_of_torch_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=counting))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    result = Trainer(model, data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True).fit()
+    assert graphs
+    (event,) = of_kind(read_events(result.run_dir / "events.jsonl"), "compile")
+    assert event["status"] == "compiled"
+
+
+def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
+    losses = []
+    for switch in ("off", "on"):
+        config = settings(tmp_path / switch, epochs=2, batch_size=None, activation_checkpointing=switch, width=16, expert_hidden_size=(8,))
+        Trainer(config=config, quiet=True).fit()
+        losses.append([e["loss"] for e in by_step(read_events(tmp_path / switch / "run" / "events.jsonl"))])
+    assert losses[0] == losses[1]
+
+
+def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrator", "train", "--run-dir", str(tmp_path / "run"), "--epochs", "5000", "--trackers"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    while process.poll() is None and len(of_kind(read_events(tmp_path / "run" / "events.jsonl"), "step")) < 5:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "--resume auto" in output
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert of_kind(events, "end")[0]["status"] == "stopped"
+    assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
+
+
+def test_monitor_by_hand() -> None:
+    with Monitor(interval_s=0.05) as monitor:
+        monitor.record()
+    assert monitor.summary()["host"]["process_memory"]["max"] > 0
+    assert monitor.info()["cores"] >= 1
