@@ -86,6 +86,7 @@ class Screen:
             "resume": self._resume,
             "warning": lambda event: self._trouble(f"warning: {event.get('message')}"),
             "failure": lambda event: self._trouble(f"failure ({event.get('kind')}): {event.get('message')}"),
+            "compile": self._compile,
             "oom": lambda event: self._trouble(_oom_text(event)),
             "end": lambda event: self.close(),  # noqa: ARG005
         }
@@ -156,6 +157,12 @@ class Screen:
         for skipped in event.get("skipped") or ():
             self._trouble(f"skipped checkpoint {PurePath(str(skipped.get('path'))).name}: {skipped.get('reason')}")
         self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
+
+    def _compile(self, event: Event) -> None:
+        if event.get("status") == "failed":
+            self._trouble(f"could not compile, going on without: {event.get('detail')}")
+        else:
+            self._line(f"compiled in {number(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
 
     def _trouble(self, text: str) -> None:
         self._line(text, style="yellow")

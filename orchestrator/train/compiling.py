@@ -16,6 +16,7 @@ from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
 
 _LOGS: Any = importlib.import_module("torch._logging")
+_RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
 _PARTS: dict[str, type[nn.Module]] = {"experts": ExpertBank, "gate": Gate}
 _TOLERATED = 8  # recompilations before a run is told that its shapes keep changing
 
@@ -28,8 +29,9 @@ class Compiled:
         self.reasons: list[str] = []
         self._told = False
         self._handler = _Listening(self.reasons.append)
-        logging.getLogger("torch._dynamo").addHandler(self._handler)
         _LOGS.set_logs(recompiles=True)
+        _RECOMPILES.propagate = False  # or torch prints them on the screen
+        _RECOMPILES.addHandler(self._handler)
         for module in self.modules:
             handle: Any = module
             handle._compiled_call_impl = torch.compile(_call_of(module), mode=None if mode == "default" else mode)
@@ -43,7 +45,8 @@ class Compiled:
         self.close()
 
     def close(self) -> None:
-        logging.getLogger("torch._dynamo").removeHandler(self._handler)
+        _RECOMPILES.removeHandler(self._handler)
+        _RECOMPILES.propagate = True
         _LOGS.set_logs()
 
     def complaint(self) -> str | None:

@@ -228,4 +228,6 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    """The error in one line: its class, and the first two lines of its message, of which the first may only say whose it is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
