@@ -56,10 +56,10 @@ def show_plan(resolved: Resolved, as_json: bool) -> int:
     if as_json:
         console.print_json(json.dumps(plan_json(prepared), default=str))
         return 0
-    table = make_table("choice", "value", "reason", "rejected", title="plan")
+    table = make_table("choice", "value", "reason, and what was weighed against it", title="plan")
     for name, choice in prepared.plan.choices().items():
-        rejected = "\n".join(f"{entry.option}: {entry.why}" for entry in choice.rejected)
-        table.add_row(name, _value_text(choice.value), choice.reason, rejected)
+        lines = [choice.reason, *(f"not {entry.option}: {entry.why}" for entry in choice.rejected)]
+        table.add_row(name, _value_text(choice.value), "\n".join(lines))
     console.print(table)
     console.print(_memorymake_table(prepared.plan.memory, prepared.facts.method))
     facts = prepared.facts

@@ -216,7 +216,8 @@ class Loop:
         progress.epoch_loss = progress.epoch_count = progress.epoch_seconds = 0.0
         if self.cadence.checkpoint_every == 0:
             self._save()
-        free_cached(device)
+        if device.type == "cuda":
+            free_cached(device)
         return stop
 
     def _watch_for_leak(self, device: torch.device) -> None:
