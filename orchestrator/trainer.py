@@ -21,7 +21,7 @@ from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.hardware import Inventory, inventory, set_environment
 from orchestrator.plan.planning import Plan, choose_device, choose_precision, plan
-from orchestrator.record.events import EventLog, read_events
+from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.monitor import Monitor
 from orchestrator.record.screen import Screen
 from orchestrator.record.summary import summarise, write_json
@@ -119,10 +119,11 @@ class Trainer:
 
     def _run(self, prepared: Prepared) -> Result:
         from orchestrator.report.page import report
-        from orchestrator.train.assemble import build_loop, machine_settings
+        from orchestrator.train.assemble import build_loop, check_beginning, machine_settings
         from orchestrator.train.world import World
 
         config = prepared.resolved.config
+        check_beginning(config)
         run_dir = open_run_dir(config, self.resolved.config.run.name)
         world = World.alone(prepared.plan.device.value)
         screen = Screen(quiet=self.quiet)
@@ -131,8 +132,8 @@ class Trainer:
             prepared = _with_measured_batch(prepared, world, run_dir, screen)
             _write_intentions(prepared, run_dir)
             log = stack.enter_context(_recording(prepared, run_dir, screen))
-            screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
             loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log)
+            screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
             outcome = _train(loop, prepared, run_dir, log, stack)
         if self._model is not None:
             self._model.load_state_dict({name: tensor.cpu() for name, tensor in parts.model.state_dict().items()})
@@ -303,7 +304,7 @@ def existing_parent(config: Config) -> Path:
 def open_run_dir(config: Config, name: str | None) -> Path:
     """The folder of the run, made and writable. A folder that holds a run already is continued only when asked for."""
     run_dir = config.run.run_dir or _named(config, name)
-    if (run_dir / "events.jsonl").exists() and config.checkpoint.resume is None:
+    if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
         raise UserError(f"{run_dir} holds a run already; continue it with --resume auto, or choose another --run-dir or --name")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from orchestrator.train.memory import limit_memory, recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
 from orchestrator.train.state import Progress, capture, restore, restore_model
-from orchestrator.train.step import Stepper
+from orchestrator.train.step import Stepper, built
 from orchestrator.train.world import World
 
 
@@ -46,7 +46,7 @@ class Parts:
 def build_parts(config: Config, plan: Plan, task: Task, world: World) -> Parts:
     """The task's model on its device, with optimizer, precision and compilation as planned."""
     with user_code("building the model"):
-        model = task.build_model()
+        model = built(task)
     model.to(world.device)
     check_placement(model, world.device)
     model.train()
@@ -62,6 +62,8 @@ def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> L
     with user_code("building the optimizer"):
         optimizer = own([p for p in model.parameters() if p.requires_grad]) if own else None
         schedule = getattr(task, "schedule", lambda: None)()
+        if schedule is not None:
+            float(schedule(0))
     if optimizer is None:
         optimizer = build_adamw(model.parameters(), config.optim, plan.fused_optimizer.value)
     factor = schedule or warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value)
@@ -146,8 +148,18 @@ def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog
     store.retain(progress.best_step)
 
 
+def check_beginning(config: Config) -> None:
+    """Refuse a checkpoint that is not there before anything is made."""
+    resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise UserError(f"--resume {resume}: there is no such folder; give a checkpoint or a run folder, or auto")
+    if init_from is not None and not init_from.is_dir():
+        raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
+
+
 def begin(config: Config, parts: Parts, store: CheckpointStore, log: EventLog) -> Progress:
     """Where the run begins: afresh, from given weights, or where a checkpoint left off."""
+    check_beginning(config)
     settings = config.checkpoint
     if settings.init_from is not None:
         restore_model(load(settings.init_from), parts.model)
@@ -170,8 +182,6 @@ def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Content
     if resume == "auto":
         return store.newest_good()
     path = Path(resume)
-    if not path.is_dir():
-        raise UserError(f"--resume {resume}: there is no such folder; give a checkpoint or a run folder, or auto")
     if (path / "manifest.json").exists() or not (path / "checkpoints").is_dir():
         return (path, load(path)), []
     found, skipped = CheckpointStore(path / "checkpoints").newest_good()

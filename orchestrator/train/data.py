@@ -177,10 +177,10 @@ def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any
 
 def as_data(data: Any) -> Any:
     """Tensors, a tuple of tensors, a TensorDataset or anything with a length and ``[index]``."""
+    if isinstance(data, Tensor):  # first: a tensor has a gather of its own
+        return TensorData(data)
     if isinstance(data, Gatherable):
         return data
-    if isinstance(data, Tensor):
-        return TensorData(data)
     if isinstance(data, TensorDataset):
         return TensorData(*data.tensors)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):

@@ -4,6 +4,7 @@ Where a model cannot be traced so, it is built and run once on the CPU with a ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.data import Feed, Feeding, as_data, tensors_of, to_device
 from orchestrator.train.memory import block_lists
 from orchestrator.train.precision import Kind, autocast
-from orchestrator.train.step import as_loss
+from orchestrator.train.step import as_loss, built, check_trainable
 from orchestrator.train.world import World
 
 
@@ -45,11 +46,11 @@ def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
     with user_code("reading the training data"):
         data = as_data(task.train_data())
     with user_code("reading the validation data"):
-        validation = task.validation_data()
+        validation = task.validation_data() if hasattr(task, "validation_data") else None
     batches = _samples(data, 1), _samples(data, 2)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
-            model = task.build_model()
+        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
+            model = built(task)
             one, two = (_trace(task, model, _fake(mode, batch, device), count, precision, device) for count, batch in enumerate(batches, 1))
         method = f"traced for {device.type} in {precision}"
     except Exception:  # not every model can be built or run without data: run it for real, small
@@ -61,7 +62,7 @@ def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
 def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, Trace]:
     cpu = torch.device("cpu")
     with user_code("building the model"):
-        model = task.build_model()
+        model = built(task)
     try:
         one, two = (_trace(task, model.to(cpu), batch, count, "fp32", cpu) for count, batch in enumerate(batches, 1))
     except OrchestratorError:
@@ -71,6 +72,17 @@ def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, 
             raise error
         raise
     return model, one, two
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's own account of why something cannot be traced: it will be run instead."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _samples(data: Any, count: int) -> Any:
@@ -111,7 +123,8 @@ def _trace(task: Task, model: nn.Module, batch: Any, samples: int, precision: Ki
     hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(enter), b.register_forward_hook(leave))]
     try:
         with FlopCounterMode(display=False) as counter, kept.listening(), autocast(precision, device):
-            as_loss(task.loss(model, batch), samples)
+            loss, _ = as_loss(task.loss(model, batch), samples)
+            check_trainable(loss)
     finally:
         for hook in hooks:
             hook.remove()

@@ -28,7 +28,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     """Measure the batch size for this task on this device."""
     most = max(1, min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples))
     data = as_data(task.train_data())
-    limit = plan.memory.limit or float("inf")
+    limit = float("inf") if plan.memory.limit is None else plan.memory.limit
     if world.device.type != "cuda":
         return fastest_batch(lambda batch: probe(config, plan, task, world, data, batch), min(8, most), most, float("inf"))
     guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)

@@ -130,7 +130,9 @@ class Stepper:
     def _forward(self, batch: Any, samples: int) -> tuple[Loss, float]:
         check_device(batch, self.world.device)
         with self.precision.autocast():
-            return as_loss(self.task.loss(self.model, batch), samples)
+            loss, weight = as_loss(self.task.loss(self.model, batch), samples)
+        check_trainable(loss)
+        return loss, weight
 
     def _update(self, totals: Totals, nominal: float, step: int) -> None:
         """Divide by the count of the global batch, clip, and step; undo the loss scale on the way."""
@@ -210,6 +212,22 @@ def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
         metrics: Mapping[str, Tensor] = result[2] if len(result) == 3 else {}
         return Loss(result[0], result[1], metrics), 1.0
     raise UserError(f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed")
+
+
+def check_trainable(loss: Loss) -> None:
+    """A loss that no weight can change, or a batch in which nothing counts, is the task's mistake."""
+    if not loss.sum.requires_grad:
+        raise UserError("the task's loss does not depend on any weight that is trained; compute it from the model's output, undetached")
+    if isinstance(loss.count, int) and loss.count < 1:
+        raise UserError(f"the task's loss counts {loss.count} in a batch; a mean needs at least 1")
+
+
+def built(task: Task) -> nn.Module:
+    """The task's model, which must be one."""
+    model = task.build_model()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the task's build_model returns a {type(model).__name__}; a torch.nn.Module was needed")
+    return model
 
 
 def check_device(batch: Any, device: torch.device) -> None:
