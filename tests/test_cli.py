@@ -173,7 +173,7 @@ MISTAKES = {
         "--run-dir",
         "run",
         cause="run holds a run already; continue it with --resume auto",
-        files={"run/events.jsonl": "{}\n"},
+        files={"run/events.jsonl": '{"event": "start", "time": 0}\n'},
     ),
     "init over a file": mistake("init", "cfg.yaml", cause="cfg.yaml exists already", files=RESUMING),
     "init where none can be": mistake("init", "/proc/x.yaml", cause="cannot write /proc/x.yaml"),
@@ -249,9 +249,9 @@ def test_a_mistake_is_answered_briefly_with_its_cause_first(call: Call, tmp_path
 # Known and not yet mended: the cause comes after the banner or a log of torch, and a run folder is left behind.
 LEFT = {
     "resume from nowhere": mistake("train", *SMALL, "--resume", "none", cause="--resume none: there is no such folder"),
-    "weights from nowhere": mistake("train", *SMALL, "--init-from", "none", cause="there is no checkpoint at"),
+    "weights from nowhere": mistake("train", *SMALL, "--init-from", "none", cause="there is no such folder"),
     "task whose shapes do not fit": mistake(*MINE, cause="shapes cannot be multiplied", files=task(loss="model(batch[0].repeat(1, 2))")),
-    "task whose loss has no gradient": mistake(*MINE, cause="grad", files=task(loss="return torch.tensor(1.0)")),
+    "task whose loss has no gradient": mistake(*MINE, cause="does not depend on any weight", files=task(loss="return torch.tensor(1.0)")),
 }
 
 

@@ -206,7 +206,7 @@ class DeviceSettings:
     cudnn_benchmark: Switch = "auto"
     """Let cuDNN time its kernels for the shapes at hand."""
     empty_cache_every: int = 0
-    """Return cached GPU memory to the driver every N steps; 0 only at epoch ends."""
+    """Return cached GPU memory to the driver every N steps; 0 only at epoch ends, where there is much of it."""
 
     def __post_init__(self) -> None:
         _at_least("empty_cache_every", self.empty_cache_every, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.data import Feed, Micro
-from orchestrator.train.memory import allocated_now, free_cached, peak_memory, reset_peak
+from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
 from orchestrator.train.state import Progress
 from orchestrator.train.step import Stepper, Totals
 
@@ -216,8 +216,7 @@ class Loop:
         progress.epoch_loss = progress.epoch_count = progress.epoch_seconds = 0.0
         if self.cadence.checkpoint_every == 0:
             self._save()
-        if device.type == "cuda":
-            free_cached(device)
+        release_idle(device)
         return stop
 
     def _watch_for_leak(self, device: torch.device) -> None:
