@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from orchestrator.errors import UserError
 
-
 _MUCH = 0.1  # of the device's memory
 
 
