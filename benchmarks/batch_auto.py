@@ -14,12 +14,13 @@ from typing import Any
 
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
+from orchestrator.running import Prepared
 from orchestrator.tasks.load import load_task
 from orchestrator.train.assemble import machine_settings
 from orchestrator.train.data import as_data
 from orchestrator.train.probing import find_batch, probe
 from orchestrator.train.world import World
-from orchestrator.trainer import Prepared, Trainer
+from orchestrator.trainer import Trainer
 
 GPT2: dict[str, Any] = {"task": "synthetic", "width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0}
 MOE: dict[str, Any] = {"task": "synthetic", "width": 512, "layers": 8, "context_length": 512, "experts": 16, "expert_hidden_size": (1024,)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ class ExpertBank(nn.Module):
         fused = grouped_is_fused(rows_RD.device, dtype, self.width, group.hidden)
         if fused:
             return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E)
-        # row counts change at every step: compiled, each would be another graph
-        loop = torch.compiler.disable(experts_loop) if torch.compiler.is_compiling() else experts_loop
-        return loop(rows_RD, up_EDH, down_EHD, counts_E)
+        if torch.compiler.is_compiling():  # row counts change at every step: compiled, each would be another graph
+            uncompiled: Any = torch.compiler.disable(experts_loop)
+            return uncompiled(rows_RD, up_EDH, down_EHD, counts_E)
+        return experts_loop(rows_RD, up_EDH, down_EHD, counts_E)

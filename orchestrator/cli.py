@@ -9,6 +9,7 @@ from pathlib import Path
 
 from orchestrator.config.settings import Config, did_you_mean
 from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.types import VERSION
 
 USAGE = """usage: orchestrator VERB [options]
 
@@ -160,9 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(USAGE + "\n")
             return 0 if arguments else 2
         if arguments[0] == "--version":
-            from importlib.metadata import version
-
-            sys.stdout.write(f"expert-orchestrator {version('expert-orchestrator')}\n")
+            sys.stdout.write(f"expert-orchestrator {VERSION}\n")
             return 0
         verb = VERBS.get(arguments[0])
         if verb is None:

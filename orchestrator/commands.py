@@ -18,8 +18,8 @@ from orchestrator.plan.hardware import launched_by
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
+    from orchestrator.running import Prepared
     from orchestrator.train.bench import Measured
-    from orchestrator.trainer import Prepared
 
 _TIMED = ("forward", "backward", "optimizer", "total")
 
@@ -49,7 +49,8 @@ def _outcome_text(summary: dict[str, Any]) -> str:
 
 def show_plan(resolved: Resolved, as_json: bool) -> int:
     """Every choice with its reason, before anything runs."""
-    from orchestrator.trainer import Trainer, plan_json
+    from orchestrator.running import plan_json
+    from orchestrator.trainer import Trainer
 
     prepared = Trainer(config=resolved).prepare()
     console = Console()

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 JSON = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
 
+VERSION = "0.1.0"
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 

@@ -129,12 +129,13 @@ def test_torch_distributed_only_in_its_rooms() -> None:
 
 
 def test_environment_read_only_in_its_rooms() -> None:
-    wrong = []
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and isinstance(node.value, ast.Name)
-            if reads and name not in ENVIRONMENT_HOMES:
-                wrong.append(f"{name}:{node.lineno}")
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and isinstance(node.value, ast.Name)
+        if name not in ENVIRONMENT_HOMES
+    ]
     assert not wrong, wrong
 
 
