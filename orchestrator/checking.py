@@ -23,19 +23,22 @@ from orchestrator.types import bytes_text
 _MARKS = {"pass": ("✔", "green"), "fail": ("✘", "red"), "skip": ("–", "dim")}
 
 
-def check(full: bool, as_json: bool) -> int:
-    """Look at the machine and try what training needs. Fails with exit code 3 when something needed does not work."""
-    console = Console()
-    found = inventory(Path.cwd())
+def check(full: bool = False) -> list[Check]:
+    """Look at the machine and try what training needs, from Python."""
+    return [run_guarded(probe) for probe in _all_probes(inventory(Path.cwd()), full)]
+
+
+def show_check(full: bool, as_json: bool) -> int:
+    """The same on the screen, as it goes. Ends with exit code 3 when something needed does not work."""
+    console, found = Console(), inventory(Path.cwd())
     if not as_json:
         console.print(_hardware_table(found))
     checks: list[Check] = []
     for probe in _all_probes(found, full):
-        with console.status(f"checking {probe.name} …") if not as_json else nullcontext():
-            result = run_guarded(probe)
-        checks.append(result)
+        with nullcontext() if as_json else console.status(f"checking {probe.name} …"):
+            checks.append(run_guarded(probe))
         if not as_json:
-            _print_check(console, result)
+            _print_check(console, checks[-1])
     failed = [entry for entry in checks if entry.status == "fail"]
     if as_json:
         console.print_json(json.dumps({"hardware": found.to_json(), "checks": [asdict(entry) for entry in checks]}, default=str))

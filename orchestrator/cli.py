@@ -122,7 +122,7 @@ def _check(argv: Sequence[str]) -> int:
     options = read_own(CheckOptions, argv, "orchestrator check")
     from orchestrator import checking
 
-    return checking.check(options.full, options.json)
+    return checking.show_check(options.full, options.json)
 
 
 def _init(argv: Sequence[str]) -> int:

@@ -18,7 +18,6 @@ from orchestrator.plan.hardware import launched_by
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from orchestrator.running import Prepared
     from orchestrator.train.bench import Measured
 
 _TIMED = ("forward", "backward", "optimizer", "total")
@@ -94,24 +93,21 @@ def make_table(*columns: str, title: str) -> Table:
 
 def bench(resolved: Resolved, iterations: int, precisions: bool, as_json: bool) -> int:
     """Forward and backward time of a task."""
-    from orchestrator.train.bench import measure, measure_precisions
     from orchestrator.trainer import Trainer
 
     if iterations < 2:
         raise UserError(f"--iterations is {iterations}; a median and a spread need at least 2")
-    prepared = Trainer(config=resolved).prepare()
-    config, chosen, task = prepared.resolved.config, prepared.plan, prepared.task
     with Console(stderr=True).status("measuring …"):
-        rows = measure_precisions(config, chosen, task, iterations) if precisions else [measure(config, chosen, task, iterations)]
+        rows = Trainer(config=resolved).bench(iterations, precisions)
     if as_json:
         Console().print_json(json.dumps([asdict(row) for row in rows]))
     else:
-        Console().print(_bench_table(rows, prepared))
+        Console().print(_bench_table(rows, resolved.config.task))
     return 0
 
 
-def _bench_table(rows: list[Measured], prepared: Prepared) -> Table:
-    title = f"{prepared.resolved.config.task} on {prepared.plan.device.value}, batch {rows[0].batch_size}, {rows[0].iterations} steps"
+def _bench_table(rows: list[Measured], task: str) -> Table:
+    title = f"{task} on {rows[0].device}, batch {rows[0].batch_size}, {rows[0].iterations} steps; median ± half the quartiles' distance"
     table = make_table("precision", *_TIMED, "samples/s", "against fp32", "peak memory", "loss", title=title)
     base = next((row.samples_per_second for row in rows if row.precision == "fp32"), None)
     for row in rows:
@@ -170,8 +166,8 @@ def setting_texts() -> dict[str, str]:
 
 def show_report(folder: Path) -> int:
     """Draw everything again from a run folder alone."""
-    from orchestrator.report.page import report
+    from orchestrator.report.page import draw_report
 
-    for path in report(folder):
+    for path in draw_report(folder):
         Console().print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

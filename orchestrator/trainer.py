@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orchestrator.tasks.task import Task
+    from orchestrator.train.batch_size import Found
+    from orchestrator.train.bench import Measured
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,25 @@ class Trainer:
         facts = model_facts(task, device, precision)
         return Prepared(Resolved(config, self.resolved.origins), task, found, facts, plan(config, found, facts))
 
+    def find_batch_size(self) -> Found:
+        """What ``--batch-size auto`` would find: the largest batch that fits the GPU, or the fastest on the CPU."""
+        from orchestrator.train.assemble import machine_settings
+        from orchestrator.train.probing import find_batch
+        from orchestrator.train.world import World
+
+        prepared = self.prepare()
+        config, chosen = prepared.resolved.config, prepared.plan
+        with machine_settings(config, chosen):
+            return find_batch(config, chosen, prepared.task, World.alone(chosen.device.value), prepared.facts)
+
+    def bench(self, iterations: int = 20, precisions: bool = False) -> list[Measured]:
+        """Forward, backward and optimizer time over whole steps, warm-up left out; in each precision if asked for."""
+        from orchestrator.train.bench import measure, measure_precisions
+
+        prepared = self.prepare()
+        config, chosen, task = prepared.resolved.config, prepared.plan, prepared.task
+        return measure_precisions(config, chosen, task, iterations) if precisions else [measure(config, chosen, task, iterations)]
+
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
         return self._run(self.prepare())
@@ -93,7 +114,7 @@ class Trainer:
         return await asyncio.to_thread(self.fit)
 
     def _run(self, prepared: Prepared) -> Result:
-        from orchestrator.report.page import report
+        from orchestrator.report.page import draw_report
         from orchestrator.train.assemble import build_loop, check_beginning, machine_settings
         from orchestrator.train.world import World
 
@@ -113,7 +134,7 @@ class Trainer:
         if self._model is not None:
             self._model.load_state_dict({name: tensor.cpu() for name, tensor in parts.model.state_dict().items()})
         summary = conclude(run_dir)
-        report(run_dir)
+        draw_report(run_dir)
         return Result(outcome.status, run_dir, summary, parts.model)
 
 

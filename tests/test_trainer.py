@@ -233,6 +233,22 @@ def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
     assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
 
 
+def test_everything_from_python(tmp_path: Path) -> None:
+    from orchestrator import draw_report
+
+    config = settings(tmp_path, batch_size=None)
+    trainer = Trainer(nn.Linear(4, 3), data=blobs(256), loss=loss, config=config, quiet=True)
+    found = trainer.find_batch_size()
+    assert found.batch_size in [probe.batch for probe in found.probes]
+    (row,) = trainer.bench(iterations=4)
+    assert row.iterations == 4
+    assert {"forward", "backward", "optimizer", "total"} <= set(row.median)
+    assert row.median["total"] >= row.median["forward"] > 0
+    trainer.fit()
+    (tmp_path / "run" / "report.html").unlink()
+    assert tmp_path / "run" / "report.html" in draw_report(tmp_path / "run")
+
+
 def test_monitor_by_hand() -> None:
     with Monitor(interval_s=0.05) as monitor:
         monitor.record()

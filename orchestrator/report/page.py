@@ -26,7 +26,7 @@ PAGE = "report.html"
 SUMMARY = "performance_summary.txt"
 
 
-def report(folder: Path) -> list[Path]:
+def draw_report(folder: Path) -> list[Path]:
     """Draws everything anew from a run folder alone: the pictures, the text and the page. Returns what was written."""
     record = read_run(folder)
     summary = write_whole(folder / SUMMARY, performance_summary(record))

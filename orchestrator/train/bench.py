@@ -26,6 +26,7 @@ class Measured:
     """One row: times are seconds per step, median and half the spread between quartiles."""
 
     precision: str
+    device: str
     batch_size: int
     iterations: int
     median: dict[str, float]
@@ -47,6 +48,7 @@ def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measur
     batch = chosen.batch_size.value
     return Measured(
         precision="tf32" if chosen.precision.value == "fp32" and chosen.tf32.value else chosen.precision.value,
+        device=chosen.device.value,
         batch_size=batch,
         iterations=iterations,
         median=median,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from orchestrator.errors import UserError
-from orchestrator.report.page import page, report, write_page
+from orchestrator.report.page import draw_report, page, write_page
 from orchestrator.report.read import read_run
 from orchestrator.report.theme import JS
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
@@ -118,11 +118,11 @@ def test_all_parts_of_a_full_run_are_there(tmp_path):
 def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
     write_run(tmp_path, FakeRun(steps=20, epochs=1, experts=2))
     before = {path.name for path in tmp_path.iterdir()}
-    written = report(tmp_path)
+    written = draw_report(tmp_path)
     names = ["training_metrics.png", "expert_activations.png", "performance_summary.txt", "report.html"]
     assert [path.name for path in written] == names
     assert {path.name for path in tmp_path.iterdir()} == before | set(names), "nothing half-written is left"
-    assert report(tmp_path) == written
+    assert draw_report(tmp_path) == written
 
 
 def test_the_same_folder_gives_the_same_page(tmp_path):
@@ -137,7 +137,7 @@ def test_the_page_may_go_elsewhere(tmp_path):
 
 def test_a_report_of_no_run_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match=r"holds no events\.jsonl"):
-        report(tmp_path)
+        draw_report(tmp_path)
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):

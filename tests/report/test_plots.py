@@ -82,7 +82,7 @@ def test_the_ideal_share_stands_on_the_colour_bar(tmp_path):
 def test_reading_a_report_module_costs_no_heavy_import(tmp_path):
     write_run(tmp_path, FakeRun(steps=5, epochs=1))
     code = (
-        "import sys, pathlib; from orchestrator.report.page import report\n"
+        "import sys, pathlib; from orchestrator.report.page import draw_report\n"
         "heavy = {'matplotlib', 'numpy', 'torch', 'ray', 'pandas'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
         f"report(pathlib.Path({str(tmp_path)!r}))\n"
