@@ -28,6 +28,17 @@ def keeping(made: list[Any], kind: type[FakeTracker] = FakeTracker) -> Factory:
     return build
 
 
+def test_short_steps_are_thinned_to_ten_a_second(tmp_path: Path) -> None:
+    made: list[FakeTracker] = []
+    thread = TrackerThread({"one": keeping(made)}, tmp_path, "run-1", CONFIG)
+    for number in range(1000):  # ten seconds of steps of 10 ms, and an evaluation that is not thinned
+        thread({"event": "step", "time": 100 + number / 100, "step": number, "loss": 1.0})
+        thread({"event": "evaluate", "time": 100 + number / 100, "step": number, "loss": 2.0, "metrics": {}})
+    thread.close()
+    assert 80 <= len(made[0].points["train/loss"]) <= 101
+    assert len(made[0].points["validation/loss"]) == 1000
+
+
 def test_a_tracker_gets_all_numbers_in_one_thread_of_its_own(tmp_path: Path) -> None:
     made: list[FakeTracker] = []
     warnings: list[str] = []
@@ -35,7 +46,7 @@ def test_a_tracker_gets_all_numbers_in_one_thread_of_its_own(tmp_path: Path) -> 
     log = EventLog(tmp_path / "events.jsonl", [thread])
     log.write("start", task="digits", step=0)
     for number in range(1, 101):
-        log.write("step", step=number, loss=1.0 / number)
+        log.write_all([{"event": "step", "time": float(number), "step": number, "loss": 1.0 / number}])
     thread.text("plan", "two workers")
     thread.close()
     thread.close()
