@@ -154,7 +154,7 @@ def ours(case: Case, device: torch.device) -> float:
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
         log = EventLog(run_dir / "events.jsonl", [trackers])
         loop, _ = build_loop(prepared.resolved.config, prepared.plan, task, World.alone(prepared.plan.device.value), run_dir, log)
-        loop.after_step, loop.save = note, lambda progress: None  # noqa: ARG005
+        loop.after_step, loop.save = note, lambda _: True
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
             loop.monitor = monitor.event_fields

@@ -40,7 +40,7 @@ def train(resolved: Resolved) -> int:
 
 
 def _outcome_text(summary: dict[str, Any]) -> str:
-    validation = ", ".join(f"{name} {value:.4f}" for name, value in summary["validation"].items())
+    validation = ", ".join(f"{name} {float(value):.4f}" for name, value in summary["validation"].items())
     rate = summary["samples_per_second"]
     parts = [f"{summary['steps']} steps", f"validation {validation}" if validation else "", f"{rate:,.0f} samples/s" if rate else ""]
     return ", ".join(part for part in parts if part)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -59,13 +60,23 @@ def train(loop: Loop, prepared: Prepared, run_dir: Path, log: EventLog, stack: E
         outcome = loop.run()
     except BaseException as error:
         message = str(error) or type(error).__name__
-        log.write("failure", kind=type(error).__name__, message=message[:2000])
-        log.write("end", status="failed", reason=message.splitlines()[0][:200], steps=loop.progress.step, seconds=perf_counter() - begun)
-        log.close()
-        conclude(run_dir)
+        with suppress(OSError):  # a full disk may be why we are here
+            log.write("failure", kind=type(error).__name__, message=message[:2000])
+            _write_end(loop, log, "failed", message.splitlines()[0][:200], begun)
+            log.close()
+            conclude(run_dir)
         raise
-    log.write("end", status=outcome.status, reason=outcome.reason, steps=loop.progress.step, seconds=perf_counter() - begun)
+    finally:
+        loop.feed.close()
+        if loop.stepper.compiled is not None:
+            loop.stepper.compiled.close()
+    _write_end(loop, log, outcome.status, outcome.reason, begun)
     return outcome
+
+
+def _write_end(loop: Loop, log: EventLog, status: str, reason: str, begun: float) -> None:
+    seconds = perf_counter() - begun
+    log.write("end", status=status, reason=reason, steps=loop.progress.step, seconds=seconds, memory=loop.peak_memory())
 
 
 def conclude(run_dir: Path) -> dict[str, Any]:
@@ -160,8 +171,8 @@ def recording(prepared: Prepared, run_dir: Path, screen: Screen) -> Iterator[Eve
         trackers.close()
         for message in warnings:
             screen({"event": "warning", "time": time.time(), "kind": "tracker", "message": message})
-        log.close()
         screen.close()
+        log.close()
 
 
 @contextmanager
@@ -219,7 +230,8 @@ def _named(config: Config, name: str | None) -> Path:
         return results / name
     task = config.task.rpartition(":")[2].lower() if ":" in config.task else config.task
     if config.checkpoint.resume == "auto":
-        earlier = sorted(path.parent for path in results.glob(f"{task}-*/events.jsonl"))
+        stamped = re.compile(rf"{re.escape(task)}-\d{{8}}-\d{{6}}(-\d+)?")
+        earlier = sorted(path.parent for path in results.glob("*/events.jsonl") if stamped.fullmatch(path.parent.name))
         if earlier:
             return earlier[-1]
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -71,6 +71,9 @@ class Trainer:
             if data is None or loss is None:
                 raise UserError("a model of your own needs data and loss beside it: Trainer(model, data=..., loss=...)")
             self._given = _given_task(model, data, loss, validation, optimizer, schedule)
+        if self._given is not None:
+            own = f"python:{type(self._given if model is None else model).__name__}"
+            self.resolved = Resolved(self.resolved.config.but(task=own), self.resolved.origins)
 
     def prepare(self) -> Prepared:
         """Load the task, look at the hardware, trace the model and plan. Nothing is written."""

@@ -143,6 +143,106 @@ def test_a_run_that_diverges_fails_loudly_and_saves_nothing_of_it(tmp_path: Path
     assert max(e["step"] for e in of_kind(events, "checkpoint")) < bad
 
 
+def test_batch_norm_trains_and_survives_out_of_memory(tmp_path: Path) -> None:
+    """Running statistics of a step done again are those of that step done once."""
+
+    def seen_statistics(hurt: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        failed = []
+
+        def fragile(model: nn.Module, batch: Any) -> torch.Tensor:
+            made = loss(model, batch)
+            if hurt and len(batch[0]) == 16 and not failed and model.training and batch[0].device.type == "cpu" and started:
+                failed.append(1)
+                raise torch.OutOfMemoryError("injected")
+            return made
+
+        folder = tmp_path / str(hurt)
+        started: list[int] = []
+        trainer = Trainer(model, data=blobs(64), loss=fragile, config=settings(folder, epochs=1), quiet=True)
+        prepared = trainer.prepare()
+        started.append(1)
+        trainer._run(prepared)
+        assert len(failed) == hurt
+        return model[1].num_batches_tracked  # pyright: ignore[reportReturnType]
+
+    assert int(seen_statistics(False)) == 4
+    assert int(seen_statistics(True)) == 5  # one step in two halves, and nothing of the failed attempt
+
+
+def test_the_seed_reaches_a_task_of_ones_own(tmp_path: Path) -> None:
+    class Own(Task):
+        def build_model(self) -> nn.Module:
+            return nn.Linear(4, 3)
+
+        def train_data(self) -> TensorData:
+            return TensorData(*blobs(32))
+
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return loss(model, batch)
+
+    def first_loss(seed: int, folder: str) -> float:
+        Trainer(task=Own(), config=settings(tmp_path / folder, seed=seed, epochs=1), quiet=True).fit()
+        return by_step(read_events(tmp_path / folder / "run" / "events.jsonl"))[0]["loss"]
+
+    assert first_loss(1, "a") == first_loss(1, "b")
+    assert first_loss(1, "c") != first_loss(2, "d")
+
+
+def test_metrics_may_have_any_name(tmp_path: Path) -> None:
+    def named(model: nn.Module, batch: Any) -> Any:
+        made = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return made, len(batch[1]), {"loss": made.detach() * 0 + 400, "norm": made.detach() * 0, "count": made.detach() * 0 + 1000}
+
+    Trainer(nn.Linear(4, 3), data=blobs(32), loss=named, config=settings(tmp_path, epochs=1), quiet=True).fit()
+    step = by_step(read_events(tmp_path / "run" / "events.jsonl"))[0]
+    assert step["units"] == 16
+    assert step["loss"] < 10
+    assert step["grad_norm"] > 0
+    assert step["metrics"]["loss"] == 25
+
+
+def test_a_wrong_metric_name_is_found_before_the_first_epoch(tmp_path: Path) -> None:
+    config = settings(tmp_path, early_stopping_metric="acuracy")
+    with pytest.raises(UserError, match="not among the validation metrics"):
+        Trainer(nn.Linear(4, 3), data=blobs(32), validation=blobs(8), loss=loss, config=config, quiet=True).fit()
+
+
+def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.train import checkpoint
+
+    real, calls = checkpoint._write_whole, []
+
+    def sometimes(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write_whole", sometimes)
+    result = Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=2), quiet=True).fit()
+    assert result.status == "completed"
+    (warning,) = of_kind(read_events(result.run_dir / "events.jsonl"), "warning")
+    assert "No space left" in warning["message"]
+
+
+def test_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
+    def tight(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training and len(batch[0]) > 5:
+            raise torch.OutOfMemoryError("injected")
+        return loss(model, batch)
+
+    means = []
+    for name, function in (("plain", loss), ("tight", tight)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        config = settings(tmp_path / name, epochs=1)
+        result = Trainer(model, data=blobs(32), validation=blobs(23, 1), loss=function, config=config, quiet=True).fit()
+        means.append(result.summary["validation"]["loss"])
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+
+
 def test_early_stopping_and_best(tmp_path: Path) -> None:
     config = settings(tmp_path, epochs=50, early_stopping_patience=2, learning_rate=0.2, schedule="constant", keep=1)
     result = Trainer(nn.Linear(4, 3), data=blobs(64), validation=blobs(64, 1), loss=loss, config=config, quiet=True).fit()

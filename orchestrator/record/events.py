@@ -3,7 +3,8 @@
 | event      | fields besides ``event`` and ``time`` (unix seconds)                                                    |
 |------------|---------------------------------------------------------------------------------------------------------|
 | start      | version, task, strategy, workers, device, precision, global_batch_size, parameters, total_steps, step     |
-| step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean over the batch}   |
+| step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean over the batch};  |
+|            | warm_up true on the first steps of a process                                                              |
 | phases     | step, steps, seconds per step of: data, forward, backward, optimizer; total                               |
 | load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps                              |
 | epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated, reserved}               |
@@ -15,7 +16,7 @@
 | warning    | kind, message                                                                                             |
 | resume     | step, path, skipped [{path, reason}]                                                                      |
 | failure    | kind, message                                                                                             |
-| end        | status, reason, steps, seconds                                                                            |
+| end        | status, reason, steps, seconds, memory {allocated, reserved}: the most of the run                          |
 
 A step replayed after a restart is appended again: readers take its last line (``by_step``). A torn final line, left by
 a killed writer, is dropped by readers and cut off before the next append.
@@ -93,6 +94,20 @@ def read_events(path: Path) -> list[Event]:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
     return events
+
+
+def present(events: Iterable[Event]) -> list[Event]:
+    """The events of the run as it went: what a process recorded past the step that a later one started from is gone."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "start":
+            at = event.get("step") or 0
+            kept = [old for old in kept if old["event"] not in _STEPPED or old["step"] <= at]
+        kept.append(event)
+    return kept
+
+
+_STEPPED = {"step", "evaluate", "epoch", "phases", "load", "monitor"}
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.events import Event, by_step, of_kind
-
-_WARM_UP = 3  # first steps of a process are slower: imports, allocators, caches
+from orchestrator.record.events import Event, by_step, of_kind, present
 
 
-def summarise(events: Sequence[Event]) -> dict[str, Any]:
+def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     """The fields of ``summary.json``."""
+    events = present(recorded)
     starts, ends = of_kind(events, "start"), of_kind(events, "end")
     start: Event = starts[-1] if starts else {"event": "start"}
     steps, evaluations = by_step(events), by_step(events, "evaluate")
     seconds = sum(end["seconds"] for end in ends)
     useful = sum(step["seconds"] for step in steps)
-    replayed = sum(step["seconds"] for step in of_kind(events, "step")) - useful
+    replayed = sum(step["seconds"] for step in of_kind(recorded, "step")) - useful
     last = evaluations[-1] if evaluations else None
     best = _best(evaluations)
     return {
@@ -34,10 +33,10 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
         "train_loss": steps[-1]["loss"] if steps else None,
         "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
-        "peak_memory_bytes": max((e["memory"]["allocated"] for e in of_kind(events, "epoch")), default=None),
+        "peak_memory_bytes": max((e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e), default=None),
         "failures": len(of_kind(events, "failure")),
         "recoveries": len(of_kind(events, "oom")) + max(0, len(starts) - 1),
-        "lost_steps": len(of_kind(events, "step")) - len(steps),
+        "lost_steps": len(of_kind(recorded, "step")) - len(steps),
         "goodput": useful / (useful + replayed) if useful + replayed else None,
         "seconds": seconds,
     }
@@ -49,8 +48,8 @@ def _best(evaluations: Sequence[Event]) -> Event | None:
 
 
 def _rate(steps: Sequence[Event], what: str) -> float | None:
-    """Per second over the run, the first few steps left out where there are enough."""
-    counted = steps[_WARM_UP:] or steps
+    """Per second over the run, the first steps of each process left out where there are others."""
+    counted = [step for step in steps if not step.get("warm_up")] or steps
     seconds = sum(step["seconds"] for step in counted)
     return sum(step[what] for step in counted) / seconds if seconds else None
 

@@ -10,8 +10,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from experts.model import mix
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import set_environment
@@ -22,7 +24,7 @@ from orchestrator.tasks.task import Task
 from orchestrator.train.checkpoint import CheckpointStore, Contents, load
 from orchestrator.train.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.compiling import Compiled
-from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.data import Feed, Feeding, seed_host
 from orchestrator.train.evaluate import evaluate
 from orchestrator.train.loop import Cadence, Loop
 from orchestrator.train.memory import limit_memory, recompute_blocks
@@ -45,6 +47,8 @@ class Parts:
 
 def build_parts(config: Config, plan: Plan, task: Task, world: World) -> Parts:
     """The task's model on its device, with optimizer, precision and compilation as planned."""
+    seed_host(mix(config.run.seed, "build"))
+    torch.manual_seed(mix(config.run.seed, "build"))
     with user_code("building the model"):
         model = built(task)
     model.to(world.device)
@@ -91,6 +95,11 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
     size = plan.eval_batch_size.value
     feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
     feed = Feed(data, world, global_batch=size * world.size, micro_batch=size, seed=None, feeding=feeding)
+    metric = config.run.early_stopping_metric
+    if metric != "loss":  # a wrong name is better found now than after an epoch
+        tried = evaluate(parts.model, task, feed, parts.precision, most_batches=1)["metrics"]
+        if metric not in tried:
+            raise UserError(f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(['loss', *tried])}")
     most = 2 if config.run.debug else None
     return lambda: evaluate(parts.model, task, feed, parts.precision, most)
 
@@ -115,10 +124,12 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
     """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
     parts = build_parts(config, plan, task, world)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep)
+    feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
+    seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it
     progress = begin(config, parts, store, log)
     loop = Loop(
         stepper=build_stepper(config, plan, task, world, parts, log.write),
-        feed=build_feed(plan, task, world, config.run.seed),
+        feed=feed,
         cadence=Cadence(
             total_steps=plan.total_steps.value,
             epochs=config.run.epochs,
@@ -134,18 +145,25 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
         write=log.write_all,
         tell=log.write,
         save=lambda reached: save(store, parts, reached, log),
-        evaluate=build_evaluation(config, plan, task, world, parts),
+        evaluate=evaluation,
     )
     return loop, parts
 
 
-def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog) -> None:
-    """Write a checkpoint, then say so: an event of it is a promise."""
+def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog) -> bool:
+    """Write a checkpoint, then say so: an event of it is a promise. One that cannot be written (a full disk) is a warning;
+    the older ones stand, and the next may fit."""
     begun = perf_counter()
-    path = store.save(progress.step, capture(parts.model, parts.learner.optimizer, parts.precision, progress))
+    contents = capture(parts.model, parts.learner.optimizer, parts.precision, progress)
+    try:
+        path = store.save(progress.step, contents)
+    except (OSError, SafetensorError) as error:
+        log.write("warning", kind="checkpoint", message=f"step {progress.step} could not be saved: {error}; make room on the disk")
+        return False
     size = sum(file.stat().st_size for file in path.iterdir())
     log.write("checkpoint", step=progress.step, path=f"checkpoints/{path.name}", bytes=size, seconds=perf_counter() - begun)
     store.retain(progress.best_step)
+    return True
 
 
 def check_beginning(config: Config) -> None:
@@ -169,10 +187,12 @@ def begin(config: Config, parts: Parts, store: CheckpointStore, log: EventLog) -
     found, skipped = _resumable(settings.resume, store)
     notes = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
     if found is None:
+        store.abandon_after(0)
         log.write("resume", step=0, path=None, skipped=notes)
         return Progress()
     path, contents = found
     progress = restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+    store.abandon_after(progress.step)
     log.write("resume", step=progress.step, path=path.name, skipped=notes)
     return progress
 
@@ -199,10 +219,12 @@ def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
     )
     torch.set_num_threads(plan.threads.value)
     torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
+    torch.backends.cudnn.allow_tf32 = plan.tf32.value
     torch.backends.cudnn.benchmark = plan.cudnn_benchmark.value
     if config.run.deterministic:
         set_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -215,5 +237,5 @@ def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
         limit_memory(device, 1.0)
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before[2:4]
-        torch.use_deterministic_algorithms(before[4])
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = before[2:5]
+        torch.use_deterministic_algorithms(before[5])

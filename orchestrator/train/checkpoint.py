@@ -62,15 +62,11 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         final, beside = self.folder / f"step_{step:08d}", self.folder / f".writing_step_{step:08d}"
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        for stem, tensors in contents.tensors.items():
-            save_file(dict(tensors), beside / f"{stem}.safetensors")
-        _write_json(beside / "state.json", dict(contents.state))
-        files = {path.name: _describe(path) for path in sorted(beside.iterdir())}
-        _write_json(beside / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-        for path in beside.iterdir():
-            _sync(path)
-        _sync(beside)
+        try:
+            _write_whole(beside, step, contents)
+        except Exception:  # a full disk, for one: half a checkpoint must not keep it full
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
         replaced = self.folder / f".replaced_step_{step:08d}"
         if final.exists():  # the same step again, after a restart
             shutil.rmtree(replaced, ignore_errors=True)
@@ -90,6 +86,15 @@ class CheckpointStore:
         for path in self.folder.glob(".*_step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def abandon_after(self, step: int) -> None:
+        """The run goes on from ``step``: later checkpoints are of a past that is no longer its own, or damaged. They are
+        renamed out of the way, so that none of them outlives or outranks what is saved from now on."""
+        for later, path in self.newest_first():
+            if later > step:
+                aside = path.with_name(f"abandoned_{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+
     def newest_first(self) -> list[tuple[int, Path]]:
         found = [(int(match[1]), path) for path in self._folders() if (match := _NAME.fullmatch(path.name))]
         return sorted(found, reverse=True)
@@ -107,6 +112,18 @@ class CheckpointStore:
             except CheckpointDamaged as error:
                 skipped.append(Skipped(path, str(error)))
         return None, skipped
+
+
+def _write_whole(folder: Path, step: int, contents: Contents) -> None:
+    folder.mkdir()
+    for stem, tensors in contents.tensors.items():
+        save_file(dict(tensors), folder / f"{stem}.safetensors")
+    _write_json(folder / "state.json", dict(contents.state))
+    files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
+    _write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
 
 
 def load(path: Path) -> Contents:
@@ -130,7 +147,10 @@ def verify(path: Path) -> list[str]:
         missing, extra = set(manifest["files"]) - found, found - set(manifest["files"])
         raise CheckpointDamaged(f"{path.name}: missing {sorted(missing) or 'nothing'}, not of it {sorted(extra) or 'nothing'}")
     for name, expected in manifest["files"].items():
-        actual = _describe(path / name)
+        try:
+            actual = _describe(path / name)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path.name}: {name} cannot be read: {error.strerror or error}") from None
         if actual != expected:
             what = "size" if actual["bytes"] != expected["bytes"] else "sha256"
             raise CheckpointDamaged(f"{path.name}: {name} has {what} {actual[_KEY[what]]}, the manifest says {expected[_KEY[what]]}")

@@ -60,8 +60,10 @@ class DevicePhaseClock(PhaseClock):
         self._events = []
 
     def mark(self, phase: str) -> None:
-        if phase == "data" and not self._events:
+        if phase == "data":
             super().mark(phase)
+        else:
+            self._last = perf_counter()
         if self._count % _SAMPLE_EVERY == 1:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)

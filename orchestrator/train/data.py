@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from experts.model import mix
 from orchestrator.errors import UserError
@@ -77,17 +77,26 @@ class Feed:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch)))
 
-    def steps(self, epoch: int, first: int = 0) -> Iterator[list[Micro]]:
-        """The steps of an epoch, from the given one on. The last one may be short."""
+    def steps(self, epoch: int, position: int = 0) -> Iterator[list[Micro]]:
+        """The steps of an epoch, from the given sample of its order on. The last one may be short."""
         order = self.order(epoch)
         if isinstance(self.data, Gatherable):
-            yield from self._gathered(self.data, order, first)
+            yield from self._gathered(self.data, order, position)
         else:
-            yield from self._loaded(order, epoch, first)
+            yield from self._loaded(order, epoch, position)
 
-    def _cut(self, step: int) -> list[slice]:
-        """This worker's micro-batches of a step, as slices of the epoch's order."""
-        begin, end = step * self.global_batch, min((step + 1) * self.global_batch, self.samples)
+    def close(self) -> None:
+        """End the loader's processes now, not when they happen to be collected."""
+        handle: Any = self._loader
+        if handle is not None:
+            iterator, handle._iterator = handle._iterator, None
+            if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+            handle.sampler.tickets = lambda: iter(())
+
+    def _cut(self, begin: int) -> list[slice]:
+        """This worker's micro-batches of the step that begins at a sample, as slices of the epoch's order."""
+        end = min(begin + self.global_batch, self.samples)
         together = self.micro_batch * self.world.size
         slices = []
         for start in range(begin, end, together):
@@ -95,25 +104,25 @@ class Feed:
             slices.append(slice(start + part.start, start + part.stop))
         return slices
 
-    def _gathered(self, data: Gatherable, order: Tensor, first: int) -> Iterator[list[Micro]]:
+    def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[list[Micro]]:
         order = order.to(_device_of(data))
-        for step in range(first, self.steps_per_epoch):
-            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in self._cut(step)]
+        for begin in range(position, self.samples, self.global_batch):
+            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in self._cut(begin)]
 
-    def _loaded(self, order: Tensor, epoch: int, first: int) -> Iterator[list[Micro]]:
+    def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[list[Micro]]:
         assert self._loader is not None
-        self._loader.sampler.tickets = lambda: self._tickets(order, epoch, first)  # pyright: ignore[reportAttributeAccessIssue]
+        self._loader.sampler.tickets = lambda: self._tickets(order, epoch, position)  # pyright: ignore[reportAttributeAccessIssue]
         batches = iter(self._loader)
-        for step in range(first, self.steps_per_epoch):
-            cut = self._cut(step)
+        for begin in range(position, self.samples, self.global_batch):
+            cut = self._cut(begin)
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
             yield [Micro(s.stop - s.start, _Moving(batch, self.world.device)) for s, batch in zip(cut, made, strict=True)]
 
-    def _tickets(self, order: Tensor, epoch: int, first: int) -> Iterator[Ticket]:
-        for step in range(first, self.steps_per_epoch):
-            for number, s in enumerate(self._cut(step)):
-                yield Ticket(mix(self.seed, "sample", epoch, step, number, self.world.rank), tuple(order[s].tolist()))
+    def _tickets(self, order: Tensor, epoch: int, position: int) -> Iterator[Ticket]:
+        for begin in range(position, self.samples, self.global_batch):
+            for s in self._cut(begin):
+                yield Ticket(mix(self.seed, "sample", epoch, s.start), tuple(order[s].tolist()))
 
 
 @dataclass(frozen=True)
@@ -143,13 +152,29 @@ class _Batches(Dataset[Any]):
         self.data = data
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        random.seed(ticket.seed)
-        np.random.seed(ticket.seed % 2**32)
-        torch.manual_seed(ticket.seed)
         if not ticket.indices:
             return None
+        if get_worker_info() is not None:
+            return self._make(ticket)
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # the training process has its own
+        try:
+            return self._make(ticket)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+    def _make(self, ticket: Ticket) -> Any:
+        seed_host(ticket.seed)
+        torch.default_generator.manual_seed(ticket.seed)
         collate = getattr(self.data, "collate", default_collate)
         return collate([self.data[index] for index in ticket.indices])
+
+
+def seed_host(seed: int) -> None:
+    """Python's and numpy's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 class _Tickets:
@@ -225,6 +250,11 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+def _is_fields(batch: list[Any], samples: int) -> bool:
+    """Whether a list as long as the batch holds its fields, each a tensor of all samples, rather than its samples."""
+    return all(isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples for value in batch)
+
+
 def cut_batch(batch: Any, begin: int, end: int, samples: int) -> Any:
     """Samples ``begin`` to ``end`` of a batch: whatever is as long as the batch is cut, the rest is handed on."""
     if isinstance(batch, Tensor):
@@ -233,7 +263,7 @@ def cut_batch(batch: Any, begin: int, end: int, samples: int) -> Any:
         return {key: cut_batch(value, begin, end, samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(cut_batch(value, begin, end, samples) for value in batch))
-    if isinstance(batch, list) and len(batch) == samples and not isinstance(batch[0], Tensor):
+    if isinstance(batch, list) and len(batch) == samples and not _is_fields(batch, samples):
         return batch[begin:end]
     if isinstance(batch, list | tuple):
         return type(batch)(cut_batch(value, begin, end, samples) for value in batch)

@@ -1,13 +1,13 @@
 """Facts about a model for the plan: sizes, arithmetic and activations, traced with tensors that have shapes but no data.
 
-Where a model cannot be traced so, it is built and run once on the CPU with a batch of one and of two samples."""
+Where a model cannot be traced so, it is built and run once on the CPU, with two samples and with four."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from orchestrator.train.precision import Kind, autocast
 from orchestrator.train.step import as_loss, built, check_trainable
 from orchestrator.train.world import World
 
+_SMALL = 2  # samples of the smaller batch: batch norm wants more than one
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -47,11 +49,11 @@ def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
         data = as_data(task.train_data())
     with user_code("reading the validation data"):
         validation = task.validation_data() if hasattr(task, "validation_data") else None
-    batches = _samples(data, 1), _samples(data, 2)
+    batches = _samples(data, _SMALL), _samples(data, 2 * _SMALL)
     try:
         with _quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
             model = built(task)
-            one, two = (_trace(task, model, _fake(mode, batch, device), count, precision, device) for count, batch in enumerate(batches, 1))
+            one, two = (_trace(task, model, _fake(mode, b, device), n * _SMALL, precision, device) for n, b in enumerate(batches, 1))
         method = f"traced for {device.type} in {precision}"
     except Exception:  # not every model can be built or run without data: run it for real, small
         model, one, two = _run_small(task, batches)
@@ -64,7 +66,7 @@ def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, 
     with user_code("building the model"):
         model = built(task)
     try:
-        one, two = (_trace(task, model.to(cpu), batch, count, "fp32", cpu) for count, batch in enumerate(batches, 1))
+        one, two = (_trace(task, model.to(cpu), b, n * _SMALL, "fp32", cpu) for n, b in enumerate(batches, 1))
     except OrchestratorError:
         raise
     except Exception as error:
@@ -160,7 +162,7 @@ class _Kept:
 def _facts(task: Task, model: nn.Module, data: Any, validation: Any, one: Trace, two: Trace, method: str) -> ModelFacts:
     parameters = list(model.parameters())
     layers = moe_layers(model)
-    slope = max(0.0, two.kept - one.kept)
+    per_sample = Trace(*(max(0.0, more - less) / _SMALL for more, less in zip(astuple(two), astuple(one), strict=True)))
     return ModelFacts(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -169,12 +171,12 @@ def _facts(task: Task, model: nn.Module, data: Any, validation: Any, one: Trace,
         experts=max((len(layer.load_E) for _, layer in layers), default=0),
         moe_layers=len(layers),
         blocks=sum(len(blocks) for blocks in block_lists(model)),
-        flops_per_sample=two.flops - one.flops if two.flops > one.flops else one.flops,
-        activation_bytes=slope,
-        activation_base=max(0.0, one.kept - slope),
-        block_bytes=max(0.0, two.in_blocks - one.in_blocks),
-        block_input_bytes=max(0.0, two.block_inputs - one.block_inputs),
-        largest_bytes=max(0.0, two.largest - one.largest),
+        flops_per_sample=per_sample.flops or one.flops / _SMALL,
+        activation_bytes=per_sample.kept,
+        activation_base=max(0.0, one.kept - _SMALL * per_sample.kept),
+        block_bytes=per_sample.in_blocks,
+        block_input_bytes=per_sample.block_inputs,
+        largest_bytes=per_sample.largest,
         samples=len(data),
         validation_samples=len(as_data(validation)) if validation is not None else 0,
         unit=getattr(task, "unit", "samples"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.errors import TrainingFailed
+from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.data import Feed, Micro
 from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
@@ -43,6 +44,19 @@ class Outcome:
     reason: str
 
 
+WARM_UP = 3  # first steps of a process, slower than the rest: recorded apart, and left out of the throughput
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A step's sums, on the host."""
+
+    loss: float
+    norm: float
+    count: float
+    metrics: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Pending:
     """A step whose figures are still on the device."""
@@ -64,32 +78,48 @@ class Loop:
     progress: Progress
     write: Callable[[list[Event]], None]
     tell: Callable[..., None]
-    save: Callable[[Progress], None]
+    save: Callable[[Progress], bool]
     evaluate: Callable[[], dict[str, Any]] | None = None
     monitor: Callable[[], dict[str, Any]] | None = None
     stopping: Callable[[], bool] = lambda: False
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     _pending: list[Pending] = field(default_factory=list)
+    _first: int = 0
     _last_saved: int = -1
+    _peak: dict[str, int] = field(default_factory=dict)
     _epoch_begun: float = 0.0
     _window_begun: float = 0.0
     _allocated: list[int] = field(default_factory=list)
 
     def run(self) -> Outcome:
         """Train. Every way out has flushed its records; all but a failure leave a checkpoint of the last step."""
-        self._last_saved = self.progress.step
+        self._first = self._last_saved = self.progress.step
         self._window_begun = perf_counter()
-        outcome = self._steps()
+        try:
+            outcome = self._steps()
+        except BaseException:
+            with suppress(Exception):
+                self._flush()
+            raise
         self._flush()
-        if self.progress.step != self._last_saved:
-            self._save()
+        self._save()
+        if self._last_saved != self.progress.step:
+            raise ResourceError(f"the last checkpoint could not be written; the newest is of step {self._last_saved}: see the warnings")
         return outcome
+
+    def peak_memory(self) -> dict[str, int]:
+        """The most memory the run has used so far, evaluation included."""
+        now = peak_memory(self.stepper.world.device)
+        self._peak = {name: max(value, self._peak.get(name, 0)) for name, value in now.items()}
+        return self._peak
 
     def _steps(self) -> Outcome:
         progress, cadence = self.progress, self.cadence
+        if progress.step and progress.position == 0 and not cadence.evaluate_every:
+            self._evaluate_if(self._not_evaluated())  # saved at the end of an epoch and killed before its evaluation
         while progress.epoch < cadence.epochs:
             self._begin_epoch()
-            for micros in self._timed(self.feed.steps(progress.epoch, progress.step_in_epoch)):
+            for micros in self._timed(self.feed.steps(progress.epoch, progress.position)):
                 if progress.step >= cadence.total_steps:
                     self._evaluate_if(self._not_evaluated())
                     return Outcome("completed", f"{cadence.total_steps} steps done")
@@ -121,10 +151,11 @@ class Loop:
         totals = self.stepper.run(micros, progress.step)
         seconds = self.stepper.clock.end()
         progress.step += 1
-        progress.step_in_epoch += 1
+        progress.position += totals.samples
         progress.samples += totals.samples
         self._pending.append(Pending(progress.step, progress.epoch, lr, seconds, totals))
-        if len(self._pending) >= self.cadence.log_every:
+        warming = progress.step - self._first == WARM_UP
+        if warming or len(self._pending) >= self.cadence.log_every:
             self._flush()
         if self.cadence.monitor_every and self.monitor is not None and progress.step % self.cadence.monitor_every == 0:
             self.tell("monitor", step=progress.step, **self.monitor())
@@ -153,9 +184,8 @@ class Loop:
         self._check(events)
         self._window_begun = perf_counter()
 
-    def _step_event(self, entry: Pending, figures: dict[str, float]) -> Event:
-        count = figures.pop("count")
-        loss, norm = figures.pop("loss") / count, figures.pop("norm")
+    def _step_event(self, entry: Pending, figures: Figures) -> Event:
+        count, loss = figures.count, figures.loss / max(1.0, figures.count)
         self.progress.epoch_loss += loss * count
         self.progress.epoch_count += count
         self.progress.epoch_seconds += entry.seconds
@@ -165,12 +195,13 @@ class Loop:
             "step": entry.step,
             "epoch": entry.epoch,
             "loss": loss,
-            "grad_norm": norm,
+            "grad_norm": figures.norm,
             "lr": entry.lr,
             "samples": entry.totals.samples,
             "units": count,
             "seconds": entry.seconds,
-            "metrics": {name: value / count for name, value in figures.items()},
+            "metrics": {name: value / max(1.0, count) for name, value in figures.metrics.items()},
+            **({"warm_up": True} if entry.step - self._first <= WARM_UP else {}),
         }
 
     def _check(self, events: list[Event]) -> None:
@@ -192,6 +223,7 @@ class Loop:
 
     def _begin_epoch(self) -> None:
         self._epoch_begun = perf_counter()
+        self.peak_memory()
         reset_peak(self.stepper.world.device)
 
     def _end_epoch(self) -> bool:
@@ -210,14 +242,13 @@ class Loop:
             memory=peak_memory(device),
         )
         self._watch_for_leak(device)
-        stop = self.cadence.evaluate_every == 0 and self._evaluate()
         progress.epoch += 1
-        progress.step_in_epoch = 0
+        progress.position = 0
         progress.epoch_loss = progress.epoch_count = progress.epoch_seconds = 0.0
-        if self.cadence.checkpoint_every == 0:
+        if self.cadence.checkpoint_every == 0:  # before the evaluation, which may fail
             self._save()
         release_idle(device)
-        return stop
+        return self.cadence.evaluate_every == 0 and self._evaluate()
 
     def _watch_for_leak(self, device: torch.device) -> None:
         """Memory that is still held at the end of each epoch should not grow from one to the next."""
@@ -246,39 +277,39 @@ class Loop:
         result = self.evaluate()
         values = {"loss": result["loss"], **result["metrics"]}
         value = metric_of(values, self.cadence.metric)
-        better = progress.best_value is None or better_than(value, progress.best_value, self.cadence.metric)
+        better = better_than(value, progress.best_value, self.cadence.metric)
         if better:
             progress.best_value, progress.best_step, progress.bad_evaluations = value, progress.step, 0
         else:
             progress.bad_evaluations += 1
         progress.validation = {**values, "step": progress.step}
-        self.tell("evaluate", step=progress.step, epoch=progress.epoch, best=better, **result)
+        epoch = progress.epoch if progress.position else max(0, progress.epoch - 1)
+        self.tell("evaluate", step=progress.step, epoch=epoch, best=better, **result)
         self._window_begun = perf_counter()
         if better and (self.cadence.evaluate_every or self.cadence.checkpoint_every):
             self._save()
         return self.cadence.patience is not None and progress.bad_evaluations >= self.cadence.patience
 
     def _save(self) -> None:
+        """Save, unless this step is saved already."""
         self._flush()
-        self.save(self.progress)
-        self._last_saved = self.progress.step
+        if self._last_saved != self.progress.step and self.save(self.progress):
+            self._last_saved = self.progress.step
         self._window_begun = perf_counter()
 
 
-def fetch(pending: list[Pending]) -> list[dict[str, float]]:
+def fetch(pending: list[Pending]) -> list[Figures]:
     """The figures of several steps in one transfer from the device, and few kernels: one stack per figure."""
     totals = [entry.totals for entry in pending]
-    columns: dict[str, list[Any]] = {"loss": [t.loss for t in totals], "norm": [t.norm for t in totals]}
-    columns |= {name: [t.metrics[name] for t in totals] for name in totals[0].metrics}
-    figures = {}
-    if isinstance(totals[0].count, Tensor):
-        columns["count"] = [t.count for t in totals]
-    else:
-        figures["count"] = [float(t.count) for t in totals]
+    names = list(totals[0].metrics)
+    columns: list[list[Any]] = [[t.loss for t in totals], [t.norm for t in totals], *([t.metrics[name] for t in totals] for name in names)]
+    on_device = isinstance(totals[0].count, Tensor)
+    if on_device:
+        columns.append([t.count for t in totals])
     device = totals[0].loss.device
-    stacked = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns.values()]).tolist()
-    figures |= dict(zip(columns, stacked, strict=True))
-    return [{name: values[place] for name, values in figures.items()} for place in range(len(totals))]
+    rows = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns]).T.tolist()
+    counts = [row[-1] for row in rows] if on_device else [float(t.count) for t in totals]
+    return [Figures(row[0], row[1], count, dict(zip(names, row[2:], strict=False))) for row, count in zip(rows, counts, strict=True)]
 
 
 def metric_of(values: dict[str, float], name: str) -> float:
@@ -287,7 +318,12 @@ def metric_of(values: dict[str, float], name: str) -> float:
     return values[name]
 
 
-def better_than(value: float, best: float, metric: str) -> bool:
+def better_than(value: float, best: float | None, metric: str) -> bool:
+    """Whether a result beats the best so far. What is not a number never does, and never stands in the way."""
+    if not _finite(value):
+        return False
+    if best is None or not _finite(best):
+        return True
     smaller_is_better = "loss" in metric or "error" in metric or metric == "perplexity"
     return value < best if smaller_is_better else value > best
 

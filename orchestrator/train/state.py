@@ -19,11 +19,12 @@ from orchestrator.train.precision import Precision
 
 @dataclass
 class Progress:
-    """How far a run has come. ``step`` counts finished optimizer steps; the next one is step ``step_in_epoch`` (from 0) of ``epoch``."""
+    """How far a run has come. ``step`` counts finished optimizer steps; the next one begins at sample ``position`` of
+    ``epoch``'s order, so that another batch size can go on from here and still see each sample once."""
 
     step: int = 0
     epoch: int = 0
-    step_in_epoch: int = 0
+    position: int = 0
     samples: int = 0
     best_step: int | None = None
     best_value: float | None = None
@@ -35,16 +36,10 @@ class Progress:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that belong to the model's state, shared ones once, without wrapper prefixes."""
+    """Parameters and buffers that belong to the model's state, shared ones once. The model is the task's own, never a
+    wrapper of it, so its names are too."""
     kept = set(model.state_dict())
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {plain_name(name): tensor for name, tensor in named if name in kept}
-
-
-def plain_name(name: str) -> str:
-    for wrapper in ("module.", "_orig_mod."):
-        name = name.replace(wrapper, "") if name.startswith(wrapper) or f".{wrapper}" in name else name
-    return name
+    return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in kept}
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, progress: Progress) -> Contents:
@@ -80,7 +75,7 @@ def _optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[dict[str, Any]]]:
     """Tensors by slot and parameter name, other values by ``slot/name``, and the groups' settings by parameter names."""
-    names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Any] = {}
     for parameter, slots in optimizer.state.items():
@@ -140,7 +135,7 @@ def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.op
     for key, tensor in contents.tensors["optimizer"].items():
         slot, _, name = key.partition("/")
         slots.setdefault(slot, {})[name] = tensor
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     for slot, tensors in slots.items():
         for name, tensor in _joined_slot(tensors, model).items():
             _put(optimizer, parameters[name], slot, tensor)
@@ -167,7 +162,7 @@ def _one_counter(counters_E: Tensor) -> Tensor:
 def _put(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, tensor: Tensor) -> None:
     """Where the optimizer keeps it: moments beside the parameter; a step counter on the device only if it is fused there."""
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    device = parameter.device if tensor.ndim or fused else torch.device("cpu")
+    device = parameter.device if slot != "step" or fused else torch.device("cpu")
     optimizer.state[parameter][slot] = tensor.to(device, copy=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from experts.load import settle
 from experts.model import mix
@@ -39,13 +40,16 @@ class Totals:
     metrics: dict[str, Tensor]
     loads: tuple[Tensor, ...]
     samples: int
+    nominal: float = 1.0
     norm: Tensor | None = None
     finite: Tensor | None = None
 
     @classmethod
-    def of(cls, loss: Loss, weight: float, samples: int) -> Totals:
+    def of(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
+        """``copy`` where the model's outputs may lie in memory that its next run writes over (compiled graphs)."""
         whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
-        return cls(whole, loss.count, {name: value.detach() for name, value in loss.metrics.items()}, loss.loads, samples)
+        metrics = {name: value.detach() for name, value in loss.metrics.items()}
+        return cls(whole, loss.count, metrics, tuple(load.clone() for load in loss.loads) if copy else loss.loads, samples)
 
     def plus(self, other: Totals) -> Totals:
         return Totals(
@@ -73,6 +77,7 @@ class Stepper:
     tell: Tell
     compiled: Compiled | None = None
     limit: int = field(init=False)
+    _statistics: list[tuple[Tensor, Tensor]] = field(init=False)
     _good: int = field(init=False, default=0)
     _patience: int = field(init=False, default=GROW_AFTER)
     _compiled_told: bool = field(init=False, default=False)
@@ -80,6 +85,8 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
+        norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
+        self._statistics = [(b.detach().clone(), b) for module in norms for b in module.buffers(recurse=False)]
 
     def run(self, micros: Sequence[Micro], step: int) -> Totals:
         """Do step number ``step`` (from 0): returns its sums, with the norm of its gradient."""
@@ -87,17 +94,22 @@ class Stepper:
             try:
                 begun = perf_counter()
                 totals = self._attempt(micros, step)
-                self._grow_back(step)
-                self._tell_compiled(perf_counter() - begun)
-                return totals
+                break
             except Exception as error:
                 problem = self._recoverable(error, step)
                 if problem is None:
                     raise
             # outside the handler, so that no frame of the failed attempt holds on to its tensors
             self._recover(problem, step)
+        self._update(totals, step)
+        self.clock.mark("optimizer")
+        self._grow_back(step)
+        self._tell_compiled(perf_counter() - begun)
+        return totals
 
     def _attempt(self, micros: Sequence[Micro], step: int) -> Totals:
+        """Forward and backward over all micro-batches. Until it returns, nothing has changed that cannot be put back."""
+        self._keep_statistics()
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.learner.optimizer.zero_grad(set_to_none=True)
         samples = sum(micro.samples for micro in micros)
@@ -113,11 +125,12 @@ class Stepper:
                 self.clock.mark("forward")
                 loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal))
                 self.clock.mark("backward")
-                more = Totals.of(loss, weight, end - begin)
+                more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
                 totals = more if totals is None else totals.plus(more)
         assert totals is not None
-        self._update(totals, nominal, step)
-        self.clock.mark("optimizer")
+        if isinstance(totals.count, int) and totals.count < 1:
+            raise UserError(f"the task's loss counts {totals.count} in step {step + 1}; a mean needs at least 1")
+        totals.nominal = nominal
         return totals
 
     def _seed_gradient(self, loss: Tensor, factor: float) -> Tensor:
@@ -134,11 +147,24 @@ class Stepper:
         check_trainable(loss)
         return loss, weight
 
-    def _update(self, totals: Totals, nominal: float, step: int) -> None:
-        """Divide by the count of the global batch, clip, and step; undo the loss scale on the way."""
+    def _update(self, totals: Totals, step: int) -> None:
+        """Divide by the count of the global batch, clip, and step. Not to be repeated: part of it may have been done."""
+        try:
+            self._divide_clip_and_step(totals, step)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ResourceError(
+                f"out of memory in the optimizer at step {step + 1}: its state does not fit beside the model; "
+                "try a smaller model, or a device with more memory"
+            ) from None
+        if totals.loads:
+            settle(self.model, totals.loads)
+
+    def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
         gradients = [p.grad for p in self.learner.parameters if p.grad is not None]
-        count = totals.count.double() if isinstance(totals.count, Tensor) else totals.count
-        factor: float | Tensor = nominal / count
+        count = totals.count.double().clamp(min=1) if isinstance(totals.count, Tensor) else totals.count
+        factor: float | Tensor = totals.nominal / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
         totals.norm = finish_gradients(gradients, factor, self.clip_norm)
@@ -147,8 +173,15 @@ class Stepper:
         self.learner.step(step, totals.finite)
         if totals.finite is not None:
             self.precision.update(totals.finite)
-        if totals.loads:
-            settle(self.model, totals.loads)
+
+    def _keep_statistics(self) -> None:
+        """Running statistics change in the forward pass: a copy, in case it is to be repeated."""
+        for kept, running in self._statistics:
+            kept.copy_(running)
+
+    def _put_statistics_back(self) -> None:
+        for kept, running in self._statistics:
+            running.copy_(kept)
 
     def _recoverable(self, error: Exception, step: int) -> str | None:
         """What can be done about an error: 'halve', 'uncompile', or nothing. The user's errors are told as such; ours keep
@@ -164,6 +197,7 @@ class Stepper:
         return None
 
     def _recover(self, problem: str, step: int) -> None:
+        self._put_statistics_back()
         self.learner.optimizer.zero_grad(set_to_none=True)
         free_cached(self.world.device)
         if problem == "uncompile":
@@ -215,11 +249,9 @@ def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
 
 
 def check_trainable(loss: Loss) -> None:
-    """A loss that no weight can change, or a batch in which nothing counts, is the task's mistake."""
+    """A loss that no weight can change is the task's mistake."""
     if not loss.sum.requires_grad:
         raise UserError("the task's loss does not depend on any weight that is trained; compute it from the model's output, undetached")
-    if isinstance(loss.count, int) and loss.count < 1:
-        raise UserError(f"the task's loss counts {loss.count} in a batch; a mean needs at least 1")
 
 
 def built(task: Task) -> nn.Module:

@@ -122,6 +122,39 @@ def test_a_manifest_that_names_paths_outside_is_refused(store: CheckpointStore) 
         verify(path.parent)
 
 
+def test_an_unreadable_file_is_damage_not_a_crash(store: CheckpointStore) -> None:
+    victim = store.folder / "step_00000030" / "state.json"
+    victim.unlink()
+    victim.symlink_to("nowhere")
+    found, skipped = store.newest_good()
+    assert found is not None
+    assert found[0].name == "step_00000020"
+    assert "cannot be read" in skipped[0].reason
+
+
+def test_what_a_run_left_behind_does_not_outrank_what_it_saves_anew(store: CheckpointStore) -> None:
+    for _, path in store.newest_first():
+        (path / "state.json").unlink()
+    store.abandon_after(0)
+    store.save(5, contents(5))
+    store.retain(None)
+    found, skipped = store.newest_good()
+    assert found is not None
+    assert found[0].name == "step_00000005"
+    assert not skipped
+    assert len(list(store.folder.glob("abandoned_step_*"))) == 3
+
+
+def test_a_full_disk_leaves_no_half_a_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("orchestrator.train.checkpoint._sync", full)
+    with pytest.raises(OSError, match="No space"):
+        store.save(40, contents(40))
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_00000010", "step_00000020", "step_00000030"]
+
+
 def test_no_checkpoint_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint"):
         load(tmp_path / "nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import Any
 
@@ -48,7 +49,14 @@ def test_order_depends_on_seed_and_epoch() -> None:
 @settings(max_examples=30, deadline=None)
 def test_any_step_can_be_begun_at(first: int, samples: int) -> None:
     one = feed(max(1, samples), 10, 4)
-    assert seen(one.steps(2, first)) == seen(one.steps(2))[first:]
+    whole = min(10, max(1, samples))
+    assert seen(one.steps(2, first * whole)) == seen(one.steps(2))[first:]
+
+
+def test_another_batch_size_goes_on_where_the_first_left_off() -> None:
+    begun = [v for step in seen(feed(50, 8, 8).steps(1))[:3] for v in step]
+    rest = [v for step in seen(feed(50, 7, 3).steps(1, len(begun))) for v in step]
+    assert sorted(begun + rest) == list(range(50))
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
@@ -79,7 +87,7 @@ def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(work
     assert [b[0].tolist() for b in plain] == [b[0].tolist() for b in other]
     assert all(torch.equal(a[1], b[1]) for a, b in zip(plain, other, strict=True))
     per_epoch = len(plain) // 2
-    late = read(workers, 2)
+    late = read(workers, 12)
     assert torch.equal(late[0][1], plain[4][1])
     assert len(late) == 2 * (per_epoch - 4)
     assert not torch.equal(plain[0][1], plain[per_epoch][1])
@@ -111,6 +119,33 @@ def test_windows_cover_the_text_once() -> None:
     assert batch[:, 1:].flatten().tolist() == list(range(1, 101))
     with pytest.raises(ValueError, match="no window"):
         WindowData(torch.zeros(5), 10)
+
+
+def test_loading_leaves_the_training_process_its_own_randomness() -> None:
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    next(made.steps(0))
+    assert random.random() == expected
+
+
+def test_closing_a_feed_ends_its_processes() -> None:
+    made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2))
+    next(made.steps(0))
+    before = {child.pid for child in multiprocessing.active_children()}
+    assert before
+    made.close()
+    assert not {child.pid for child in multiprocessing.active_children()} & before
+
+
+def test_lists_of_samples_are_cut_and_lists_of_fields_too() -> None:
+    images, targets = [torch.zeros(3, n) for n in (4, 5, 6, 7)], [{"n": n} for n in range(4)]
+    part = cut_batch((images, targets), 2, 4, 4)
+    assert [image.shape[1] for image in part[0]] == [6, 7]
+    assert [target["n"] for target in part[1]] == [2, 3]
+    fields = cut_batch([torch.arange(4), torch.arange(8).view(4, 2)], 1, 3, 4)
+    assert [field.shape[0] for field in fields] == [2, 2]
 
 
 def test_cutting_a_nested_batch() -> None:
