@@ -168,7 +168,7 @@ def test_batch_norm_trains_and_survives_out_of_memory(tmp_path: Path) -> None:
         return model[1].num_batches_tracked  # pyright: ignore[reportReturnType]
 
     assert int(seen_statistics(False)) == 4
-    assert int(seen_statistics(True)) == 5  # one step in two halves, and nothing of the failed attempt
+    assert int(seen_statistics(True)) == 8  # four steps in two halves each, and nothing of the failed attempt
 
 
 def test_the_seed_reaches_a_task_of_ones_own(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_reading_a_report_module_costs_no_heavy_import(tmp_path):
         "import sys, pathlib; from orchestrator.report.page import draw_report\n"
         "heavy = {'matplotlib', 'numpy', 'torch', 'ray', 'pandas'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
-        f"report(pathlib.Path({str(tmp_path)!r}))\n"
+        f"draw_report(pathlib.Path({str(tmp_path)!r}))\n"
         "assert not {'torch', 'ray', 'matplotlib.pyplot'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

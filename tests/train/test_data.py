@@ -131,12 +131,13 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
 
 
 def test_closing_a_feed_ends_its_processes() -> None:
+    others = {child.pid for child in multiprocessing.active_children()}
     made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2))
     next(made.steps(0))
-    before = {child.pid for child in multiprocessing.active_children()}
-    assert before
+    own = {child.pid for child in multiprocessing.active_children()} - others
+    assert len(own) == 2
     made.close()
-    assert not {child.pid for child in multiprocessing.active_children()} & before
+    assert not {child.pid for child in multiprocessing.active_children()} & own
 
 
 def test_lists_of_samples_are_cut_and_lists_of_fields_too() -> None:
