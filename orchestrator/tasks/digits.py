@@ -27,7 +27,7 @@ class Digits(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.shape = Shape.of(config.model, width=64, layers=2, experts=8, hidden=64, top_k=2)
+        self.shape = Shape.of(config.model, width=96, layers=2, experts=8, hidden=96, top_k=2)
         self._train, self._validation = _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
 
     def build_model(self) -> nn.Module:
