@@ -28,6 +28,10 @@ _HOMES = {
 __all__ = ["Config", "Loss", "Monitor", "Result", "Task", "TensorData", "Trainer", "check", "draw_report"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'orchestrator' has no attribute {name!r}; it has {', '.join(__all__)}")

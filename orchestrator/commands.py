@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.reader import Resolved, dump
-from orchestrator.config.settings import Config, section_types
+from orchestrator.config.reader import Resolved, dump, to_json
+from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.errors import Interrupted, UserError
 from orchestrator.plan.hardware import launched_by
 from orchestrator.types import bytes_text, count_text, seconds_text
@@ -31,19 +31,9 @@ def train(resolved: Resolved) -> int:
     if launcher:
         raise UserError(f"started by {launcher}, which starts one process per GPU; start it plainly: orchestrator train …")
     result = Trainer(config=resolved).fit()
-    console = Console()
-    console.print(Text(f"{result.status}: {_outcome_text(result.summary)}", style="bold"), soft_wrap=True)
-    console.print(Text(f"report: {result.run_dir / 'report.html'}"), soft_wrap=True)
     if result.status == "stopped":
         raise Interrupted(f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto")
     return 0
-
-
-def _outcome_text(summary: dict[str, Any]) -> str:
-    validation = ", ".join(f"{name} {float(value):.4f}" for name, value in summary["validation"].items())
-    rate = summary["samples_per_second"]
-    parts = [f"{summary['steps']} steps", f"validation {validation}" if validation else "", f"{rate:,.0f} samples/s" if rate else ""]
-    return ", ".join(part for part in parts if part)
 
 
 def show_plan(resolved: Resolved, as_json: bool) -> int:
@@ -65,7 +55,11 @@ def show_plan(resolved: Resolved, as_json: bool) -> int:
     facts = prepared.facts
     active = f" ({count_text(facts.expert_parameters)} of them in experts)" if facts.experts else ""
     console.print(f"parameters {count_text(facts.parameters)}{active}, arithmetic {count_text(prepared.plan.flops_per_step)}FLOP per step")
-    given = list(resolved.origins.items())
+    defaults, values = to_json(Config()), to_json(resolved.config)
+    changed = [
+        n for n, section in flat_names().items() if (values[section][n] != defaults[section][n] if section else values[n] != defaults[n])
+    ]
+    given = [(name, resolved.origin(name)) for name in changed]
     if given:
         console.print(Text("given: " + ", ".join(f"{name} ({origin})" for name, origin in given)))
     return 0
@@ -108,7 +102,7 @@ def bench(resolved: Resolved, iterations: int, precisions: bool, as_json: bool) 
 
 def _bench_table(rows: list[Measured], task: str) -> Table:
     title = f"{task} on {rows[0].device}, batch {rows[0].batch_size}, {rows[0].iterations} steps; median ± half the quartiles' distance"
-    table = make_table("precision", *_TIMED, "samples/s", "against fp32", "peak memory", "loss", title=title)
+    table = make_table("precision", *_TIMED, "samples/s", "of fp32", "memory", "loss", title=title)
     base = next((row.samples_per_second for row in rows if row.precision == "fp32"), None)
     for row in rows:
         table.add_row(*_cells(row, base))
@@ -117,10 +111,11 @@ def _bench_table(rows: list[Measured], task: str) -> Table:
 
 def _cells(row: Measured, base: float | None) -> list[str]:
     def timed(name: str) -> str:
-        return f"{seconds_text(row.median.get(name, 0.0))} ±{seconds_text(row.spread.get(name, 0.0))}"
+        return seconds_text(row.median.get(name, 0.0))
 
+    spread = f" ±{row.spread['total'] / row.median['total']:.0%}"
     against: Any = f"{row.samples_per_second / base:.2f}×" if base else ""
-    cells = [row.precision, *(timed(name) for name in _TIMED)]
+    cells = [row.precision, *(timed(name) for name in _TIMED[:-1]), timed("total") + spread]
     return [*cells, f"{row.samples_per_second:,.0f}", against, bytes_text(row.peak_memory_bytes), f"{row.loss:.4f}"]
 
 

@@ -47,7 +47,7 @@ class Prepared:
 def train(loop: Loop, prepared: Prepared, run_dir: Path, log: EventLog, stack: ExitStack) -> Outcome:
     """Run the loop; whatever happens, the record says how it ended."""
     config, begun = prepared.resolved.config, perf_counter()
-    log.write("start", **_start_fields(prepared, loop.progress.step))
+    log.write("start", **_start_fields(prepared, loop.progress.step, loop.cadence.total_steps))
     loop.stopping = stack.enter_context(_interruptible())
     if config.watch.monitor_gpu:
         monitor = stack.enter_context(_monitor(prepared, log))
@@ -60,11 +60,14 @@ def train(loop: Loop, prepared: Prepared, run_dir: Path, log: EventLog, stack: E
         outcome = loop.run()
     except BaseException as error:
         message = str(error) or type(error).__name__
-        with suppress(OSError):  # a full disk may be why we are here
-            log.write("failure", kind=type(error).__name__, message=message[:2000])
+        with suppress(Exception):  # a full disk may be why we are here; the error that counts is the one at hand
+            log.write("failure", kind=type(error).__name__, message=message[:2000], final=True)
             _write_end(loop, log, "failed", message.splitlines()[0][:200], begun)
             log.close()
             conclude(run_dir)
+            from orchestrator.report.page import draw_report
+
+            draw_report(run_dir)
         raise
     finally:
         loop.feed.close()
@@ -79,6 +82,26 @@ def _write_end(loop: Loop, log: EventLog, status: str, reason: str, begun: float
     log.write("end", status=status, reason=reason, steps=loop.progress.step, seconds=seconds, memory=loop.peak_memory())
 
 
+def outcome_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
+    """How a run ended, in two lines."""
+
+    def shown(values: dict[str, Any]) -> str:
+        return ", ".join(f"{name} {float(value):.4f}" for name, value in values.items() if name != "step")
+
+    parts = [f"{summary['steps']} steps ({summary['reason']})"]
+    if summary["validation"]:
+        parts.append(f"validation {shown(summary['validation'])}")
+        best = summary["best"]
+        if best and best["step"] != summary["steps"]:
+            parts.append(f"best at step {best['step']}: {shown(best)}")
+    elif summary["train_loss"] is not None:
+        parts.append(f"training loss {float(summary['train_loss']):.4f}")
+    rate, units = summary["samples_per_second"], summary["units_per_second"]
+    if rate:
+        parts.append(f"{rate:,.0f} samples/s" + (f" ({units:,.0f} {summary['unit']}/s)" if units != rate else ""))
+    return [f"{summary['status']}: {', '.join(parts)}", f"report: {run_dir / 'report.html'}"]
+
+
 def conclude(run_dir: Path) -> dict[str, Any]:
     """Write ``summary.json`` from the events."""
     summary = summarise(read_events(run_dir / "events.jsonl"))
@@ -86,7 +109,7 @@ def conclude(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def _start_fields(prepared: Prepared, step: int) -> dict[str, Any]:
+def _start_fields(prepared: Prepared, step: int, total: int) -> dict[str, Any]:
     chosen = prepared.plan
     return {
         "version": VERSION,
@@ -98,7 +121,7 @@ def _start_fields(prepared: Prepared, step: int) -> dict[str, Any]:
         "global_batch_size": chosen.global_batch_size.value,
         "parameters": prepared.facts.parameters,
         "unit": prepared.facts.unit,
-        "total_steps": chosen.total_steps.value,
+        "total_steps": total,
         "step": step,
     }
 

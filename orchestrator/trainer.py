@@ -16,7 +16,17 @@ from orchestrator.errors import UserError
 from orchestrator.plan.hardware import inventory, set_environment
 from orchestrator.plan.planning import choose_device, choose_precision, plan
 from orchestrator.record.screen import Screen
-from orchestrator.running import Prepared, banner_rows, conclude, open_run_dir, recording, train, with_measured_batch, write_intentions
+from orchestrator.running import (
+    Prepared,
+    banner_rows,
+    conclude,
+    open_run_dir,
+    outcome_lines,
+    recording,
+    train,
+    with_measured_batch,
+    write_intentions,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +44,13 @@ class Result:
     run_dir: Path
     summary: dict[str, Any]
     model: nn.Module
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the best validation result; ``--init-from`` begins with its weights."""
+        step = self.summary["best"].get("step")
+        path = self.run_dir / "checkpoints" / f"step_{step or 0:08d}"
+        return path if step and path.is_dir() else None
 
     def performance_summary(self) -> str:
         return (self.run_dir / "performance_summary.txt").read_text(encoding="utf-8")
@@ -67,6 +84,14 @@ class Trainer:
         self.quiet = quiet
         self._model = model
         self._given: Task | None = task
+        if not isinstance(config, Config | Resolved | None):
+            raise UserError(f"config is a {type(config).__name__}; a Config was needed: Config.of(epochs=3)")
+        if task is not None and not all(callable(getattr(task, member, None)) for member in ("build_model", "train_data", "loss")):
+            raise UserError(
+                f"task is {task!r}; an object with build_model, train_data and loss was needed (a name goes into Config.of(task=...))"
+            )
+        if model is None and any(part is not None for part in (data, loss, validation, optimizer, schedule)):
+            raise UserError("data and loss were given without a model: Trainer(model, data=..., loss=...)")
         if model is not None:
             if data is None or loss is None:
                 raise UserError("a model of your own needs data and loss beside it: Trainer(model, data=..., loss=...)")
@@ -118,7 +143,7 @@ class Trainer:
 
     def _run(self, prepared: Prepared) -> Result:
         from orchestrator.report.page import draw_report
-        from orchestrator.train.assemble import build_loop, check_beginning, machine_settings
+        from orchestrator.train.assemble import build_loop, check_beginning, kept_randomness, machine_settings
         from orchestrator.train.world import World
 
         config = prepared.resolved.config
@@ -127,6 +152,7 @@ class Trainer:
         world = World.alone(prepared.plan.device.value)
         screen = Screen(quiet=self.quiet)
         with ExitStack() as stack:
+            stack.enter_context(kept_randomness())
             stack.enter_context(machine_settings(config, prepared.plan))
             prepared = with_measured_batch(prepared, world, run_dir, screen)
             write_intentions(prepared, run_dir)
@@ -138,6 +164,8 @@ class Trainer:
             self._model.load_state_dict({name: tensor.cpu() for name, tensor in parts.model.state_dict().items()})
         summary = conclude(run_dir)
         draw_report(run_dir)
+        for line in outcome_lines(summary, run_dir):
+            screen.note(line)
         return Result(outcome.status, run_dir, summary, parts.model)
 
 

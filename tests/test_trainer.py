@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator import Config, Loss, Monitor, Task, TensorData, Trainer
-from orchestrator.errors import TrainingFailed, UserError
+from orchestrator.errors import TaskFailed, TrainingFailed, UserError
 from orchestrator.record.events import by_step, of_kind, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,6 +241,69 @@ def test_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
         result = Trainer(model, data=blobs(32), validation=blobs(23, 1), loss=function, config=config, quiet=True).fit()
         means.append(result.summary["validation"]["loss"])
     assert means[0] == pytest.approx(means[1], rel=1e-6)
+
+
+def test_an_error_in_a_loader_process_is_told_like_any_other(tmp_path: Path) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 40:
+                raise ValueError("broken file 40.png")
+            return torch.zeros(4), 0
+
+    config = settings(tmp_path, loader_workers=2)
+    with pytest.raises(TaskFailed) as caught:
+        Trainer(nn.Linear(4, 3), data=Broken(), loss=loss, config=config, quiet=True).fit()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "ValueError: broken file 40.png"
+    assert "test_trainer.py" in lines[-2]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_leaves_the_callers_randomness_alone(tmp_path: Path) -> None:
+    drawn = []
+    for name in ("a", "b"):
+        torch.manual_seed(7)
+        Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / name, epochs=1), quiet=True).fit()
+        drawn.append(torch.rand(3).tolist())
+    torch.manual_seed(7)
+    nn.Linear(4, 3)
+    assert drawn == [torch.rand(3).tolist()] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"data": blobs(8), "loss": loss}, {"task": "text"}, {"config": {"epochs": 1}}])
+def test_wrong_arguments_are_answered(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"model|Config"):
+        Trainer(**wrong)
+
+
+def test_metrics_may_be_plain_numbers_and_data_numpy(tmp_path: Path) -> None:
+    x, y = blobs(32)
+
+    def named(model: nn.Module, batch: Any) -> Loss:
+        return Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]), {"right": 8})  # pyright: ignore[reportArgumentType]
+
+    Trainer(nn.Linear(4, 3), data=(x.numpy(), y.numpy()), loss=named, config=settings(tmp_path, epochs=1), quiet=True).fit()
+    assert by_step(read_events(tmp_path / "run" / "events.jsonl"))[0]["metrics"] == {"right": 0.5}
+
+
+def test_patience_without_validation_data_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs validation data"):
+        Trainer(nn.Linear(4, 3), data=blobs(8), loss=loss, config=settings(tmp_path, early_stopping_patience=1), quiet=True).fit()
+
+
+def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=2, batch_size=16, max_steps=4)
+    Trainer(nn.Linear(4, 3), data=blobs(64), loss=loss, config=config, quiet=True).fit()
+    config = settings(tmp_path, epochs=2, batch_size=8, resume="auto")
+    Trainer(nn.Linear(4, 3), data=blobs(64), loss=loss, config=config, quiet=True).fit()
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    steps = by_step(events)
+    assert len(steps) == 4 + 8
+    assert of_kind(events, "start")[-1]["total_steps"] == 12
+    assert steps[-1]["lr"] < 0.2 * max(step["lr"] for step in steps)
 
 
 def test_early_stopping_and_best(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ SPELLINGS: Mapping[str, Spelling] = {
     "use_fsdp": Spelling(None, note=ONE_DEVICE),
     "enable_data_parallel": Spelling(None, note=ONE_DEVICE),
     "enable_distributed": Spelling(None, note=ONE_DEVICE),
+    "gpus": Spelling(None, note=ONE_DEVICE),
+    "devices": Spelling(None, note=f"{ONE_DEVICE}; CUDA_VISIBLE_DEVICES chooses the GPU"),
+    "strategy": Spelling(None, note=ONE_DEVICE),
     # data
     "num_workers": Spelling("loader_workers"),
     "dataloader_num_workers": Spelling("loader_workers"),

@@ -79,7 +79,9 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
     """bf16 from compute capability 8.0, fp16 with loss scaling below, fp32 on a CPU without bf16 units."""
     asked = config.device.precision
     if asked != "auto":
-        return Choice(asked, f"asked for by --precision {asked}")
+        slow = "; this CPU has no units for it and is many times slower than in fp32"
+        emulated = device == "cpu" and (asked == "fp16" or (asked == "bf16" and not inventory.cpu_bf16))
+        return Choice(asked, f"asked for by --precision {asked}" + (slow if emulated else ""))
     if not config.run.auto:
         return Choice("fp32", PLAIN)
     if device == "cpu":

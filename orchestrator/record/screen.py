@@ -38,7 +38,7 @@ class _Speed:
 
     def add(self, event: Event) -> None:
         samples, seconds = number(event.get("samples")), number(event.get("seconds"))
-        if samples and seconds:
+        if samples and seconds and not event.get("warm_up"):
             self._steps.append((samples, number(event.get("units")) or samples, seconds))
 
     def text(self) -> str:
@@ -85,7 +85,7 @@ class Screen:
             "evaluate": self._evaluate,
             "resume": self._resume,
             "warning": lambda event: self._trouble(f"warning: {event.get('message')}"),
-            "failure": lambda event: self._trouble(f"failure ({event.get('kind')}): {event.get('message')}"),
+            "failure": self._failure,
             "compile": self._compile,
             "oom": lambda event: self._trouble(_oom_text(event)),
             "end": lambda event: self.close(),  # noqa: ARG005
@@ -139,7 +139,7 @@ class Screen:
         if not self._live and (state.step >= self._next_line or state.step == state.total):
             every = max(1, (state.total or 1000) // PLAIN_LINES)
             self._next_line = (state.step // every + 1) * every
-            self._line(f"epoch {event.get('epoch')}  step {state.step}/{state.total or '?'}  {state.text()}")
+            self._line(f"epoch {_from_one(event.get('epoch'))}  step {state.step}/{state.total or '?'}  {state.text()}")
 
     def _monitor(self, event: Event) -> None:
         devices = [device.get("memory_used") for device in event.get("devices") or ()]
@@ -148,7 +148,7 @@ class Screen:
 
     def _evaluate(self, event: Event) -> None:
         numbers = {"validation loss": event.get("loss"), **(event.get("metrics") or {})}
-        parts = [f"epoch {event.get('epoch')}", f"step {event.get('step')}"]
+        parts = [f"epoch {_from_one(event.get('epoch'))}", f"step {event.get('step')}"]
         parts += [f"{name} {found:.4g}" for name, value in numbers.items() if (found := number(value)) is not None]
         star = "★" if self._console.encoding.startswith("utf") else "*"
         self._line("  ".join([*parts, f"{star} best"] if event.get("best") is True else parts))
@@ -156,7 +156,14 @@ class Screen:
     def _resume(self, event: Event) -> None:
         for skipped in event.get("skipped") or ():
             self._trouble(f"skipped checkpoint {PurePath(str(skipped.get('path'))).name}: {skipped.get('reason')}")
-        self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
+        if event.get("weights_only"):
+            self._line(f"began with the weights of {event.get('path')}")
+        else:
+            self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
+
+    def _failure(self, event: Event) -> None:
+        if not event.get("final"):  # the last one is told by whoever called
+            self._trouble(f"failure ({event.get('kind')}): {event.get('message')}")
 
     def _compile(self, event: Event) -> None:
         if event.get("status") == "failed":
@@ -216,6 +223,11 @@ def _make_bar(console: Console, state: _State) -> Progress:
     bar = Bar(*columns, console=console, refresh_per_second=8)
     bar.add_task("", total=state.total, completed=state.step, numbers="")
     return bar
+
+
+def _from_one(epoch: object) -> object:
+    """Epochs are counted from 0 in events and from 1 by people."""
+    return epoch + 1 if isinstance(epoch, int) else epoch
 
 
 def _oom_text(event: Event) -> str:

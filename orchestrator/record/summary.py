@@ -25,7 +25,9 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     return {
         "status": ends[-1]["status"] if ends else "killed",
         "reason": ends[-1]["reason"] if ends else "the process ended without a word",
-        **{key: start.get(key) for key in ("task", "strategy", "workers", "device", "precision", "global_batch_size", "parameters")},
+        **{
+            key: start.get(key) for key in ("task", "strategy", "workers", "device", "precision", "global_batch_size", "parameters", "unit")
+        },
         "steps": steps[-1]["step"] if steps else 0,
         "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
         "samples_per_second": _rate(steps, "samples"),

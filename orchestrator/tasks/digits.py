@@ -27,7 +27,8 @@ class Digits(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.shape = Shape.of(config.model, width=96, layers=2, experts=8, hidden=96, top_k=2)
+        size = 96 if config.data.data_dir else 64  # MNIST has thirty times the samples
+        self.shape = Shape.of(config.model, width=size, layers=2, experts=8, hidden=size, top_k=2)
         self._train, self._validation = _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
 
     def build_model(self) -> nn.Module:

@@ -97,8 +97,26 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [f for f in frames if not f.filename.startswith(_NOT_THEIRS) and "site-packages" not in f.filename]
 
 
+def _from_worker(text: str, doing: str) -> str | None:
+    """The error of a loader process, which torch hands on as text: its cause, and its last frames that are not torch's."""
+    if "Original Traceback" not in text:
+        return None
+    lines = [line for line in text.splitlines() if line.strip()]
+    places = [n for n, line in enumerate(lines) if line.lstrip().startswith('File "') and "site-packages" not in line]
+    own = [n for n in places if not line_is_ours(lines[n])]
+    shown = [f"  {lines[n].strip()}\n    {lines[n + 1].strip()}" for n in own[-3:] if n + 1 < len(lines)]
+    return "\n".join([lines[-1].strip(), f"  while {doing}, in a loader process", *shown])
+
+
+def line_is_ours(line: str) -> bool:
+    return any(place in line for place in _NOT_THEIRS)
+
+
 def describe(error: BaseException, doing: str, frames: int = 6) -> str:
     """The cause first, then the frames of the user's own code, innermost last. At most 20 lines."""
+    told = _from_worker(str(error), doing)
+    if told is not None:
+        return told
     text = str(error).strip()[:1000] or "(no message)"
     shown = text.splitlines()[:_MESSAGE_LINES]
     more = ["  …"] if len(text.splitlines()) > _MESSAGE_LINES else []

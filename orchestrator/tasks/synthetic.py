@@ -16,8 +16,8 @@ _CLASSES = 10
 
 
 class Synthetic(Task):
-    """A decoder or classifier of the given sizes. Vectors are labelled by a fixed random teacher, so there is something
-    to learn; tokens are random."""
+    """A decoder or classifier of the given sizes, with something to learn: vectors are labelled by a fixed random teacher,
+    and tokens mostly follow a fixed rule."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -41,10 +41,19 @@ class Synthetic(Task):
     def _make(self, samples: int, part: str) -> TensorData:
         generator = torch.Generator().manual_seed(mix(self.config.run.seed, "synthetic", part))
         if self.context:
-            return TensorData(torch.randint(self.vocabulary, (samples, self.context + 1), generator=generator))
+            return TensorData(self._sequences(samples, generator))
         x = torch.randn(samples, self.shape.width, generator=generator)
         teacher = torch.randn(self.shape.width, _CLASSES, generator=torch.Generator().manual_seed(0))
         return TensorData(x, (x @ teacher).argmax(-1))
+
+    def _sequences(self, samples: int, generator: torch.Generator) -> torch.Tensor:
+        """Each token is followed by a fixed other one nine times in ten, and by any one the tenth time."""
+        following = torch.randperm(self.vocabulary, generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(self.vocabulary, (samples, self.context + 1), generator=generator)
+        surprise = torch.rand(samples, self.context + 1, generator=generator) < 0.1
+        for place in range(1, self.context + 1):
+            tokens[:, place] = torch.where(surprise[:, place], tokens[:, place], following[tokens[:, place - 1]])
+        return tokens
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, targets = (batch[0][:, :-1], batch[0][:, 1:]) if self.context else batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -70,8 +72,9 @@ def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> L
             float(schedule(0))
     if optimizer is None:
         optimizer = build_adamw(model.parameters(), config.optim, plan.fused_optimizer.value)
-    factor = schedule or warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value)
-    return Learner(optimizer, factor)
+    if schedule is not None:
+        return Learner(optimizer, schedule)
+    return Learner(optimizer, warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value), config.optim.schedule)
 
 
 def check_placement(model: nn.Module, device: torch.device) -> None:
@@ -127,11 +130,17 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
     feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
     seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it
     progress = begin(config, parts, store, log)
+    if config.run.early_stopping_patience and evaluation is None:
+        raise UserError("--early-stopping-patience needs validation data; the task has none")
+    total = _last_step(config, plan, feed, progress)
+    if total != plan.total_steps.value:
+        log.write("warning", kind="schedule", message=f"the run now ends at step {total}; the schedule follows")
+        parts.learner.reschedule(plan.warmup_steps.value, total)
     loop = Loop(
         stepper=build_stepper(config, plan, task, world, parts, log.write),
         feed=feed,
         cadence=Cadence(
-            total_steps=plan.total_steps.value,
+            total_steps=total,
             epochs=config.run.epochs,
             log_every=plan.log_every.value,
             evaluate_every=config.watch.evaluate_every,
@@ -148,6 +157,16 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
         evaluate=evaluation,
     )
     return loop, parts
+
+
+def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int:
+    """Where the run ends, counted from where it stands: with another batch size than before, not where the plan says."""
+    if progress.step == 0 or config.run.debug:
+        return plan.total_steps.value
+    this_epoch = -(-(feed.samples - progress.position) // feed.global_batch)
+    later = max(0, config.run.epochs - progress.epoch - 1) * feed.steps_per_epoch
+    end = progress.step + (this_epoch + later if progress.epoch < config.run.epochs else 0)
+    return min(end, config.run.max_steps or end)
 
 
 def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog) -> bool:
@@ -180,7 +199,9 @@ def begin(config: Config, parts: Parts, store: CheckpointStore, log: EventLog) -
     check_beginning(config)
     settings = config.checkpoint
     if settings.init_from is not None:
-        restore_model(load(settings.init_from), parts.model)
+        (path, contents), _ = _resumable(str(settings.init_from), store)  # pyright: ignore[reportGeneralTypeIssues]
+        restore_model(contents, parts.model)
+        log.write("resume", step=0, path=str(path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()
@@ -208,6 +229,18 @@ def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Content
     if found is None:
         raise UserError(f"--resume {resume}: no good checkpoint there ({len(skipped)} damaged)")
     return found, skipped
+
+
+@contextmanager
+def kept_randomness() -> Iterator[None]:
+    """Put the caller's random generators back after the run: two runs in one notebook are not to begin alike unasked."""
+    host, drawn = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        try:
+            yield
+        finally:
+            random.setstate(host)
+            np.random.set_state(drawn)
 
 
 @contextmanager

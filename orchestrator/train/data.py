@@ -206,10 +206,12 @@ def as_data(data: Any) -> Any:
         return TensorData(data)
     if isinstance(data, Gatherable):
         return data
+    if isinstance(data, np.ndarray):
+        return TensorData(torch.from_numpy(data))
+    if isinstance(data, tuple) and data and all(isinstance(part, np.ndarray | Tensor) for part in data):
+        return TensorData(*(torch.as_tensor(part) for part in data))
     if isinstance(data, TensorDataset):
         return TensorData(*data.tensors)
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-        return TensorData(*data)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
             f"the data is a {type(data).__name__}; tensors, or a data set with __len__ and __getitem__, were needed "

@@ -115,6 +115,9 @@ class Loop:
 
     def _steps(self) -> Outcome:
         progress, cadence = self.progress, self.cadence
+        if progress.step and (progress.step >= cadence.total_steps or progress.epoch >= cadence.epochs):
+            self._evaluate_if(self._not_evaluated())
+            return Outcome("completed", f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on")
         if progress.step and progress.position == 0 and not cadence.evaluate_every:
             self._evaluate_if(self._not_evaluated())  # saved at the end of an epoch and killed before its evaluation
         while progress.epoch < cadence.epochs:
@@ -211,8 +214,7 @@ class Loop:
             if event["event"] == "step" and not _finite(event["loss"] if fp16 else event["loss"] + event["grad_norm"]):
                 raise TrainingFailed(
                     f"step {event['step']}: loss {event['loss']}, gradient norm {event['grad_norm']}: the run has diverged. "
-                    f"Lower --learning-rate (now {event['lr']:g}), raise --warmup-steps, or keep --clip-norm on; "
-                    "the newest checkpoint is from before"
+                    "Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. Nothing of it was saved"
                 )
         if self.stepper.precision.lost():
             raise TrainingFailed("fp16: gradients overflow at every loss scale; use --precision bf16 or fp32, or lower --learning-rate")

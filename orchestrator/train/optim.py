@@ -38,11 +38,17 @@ def warmup_then(schedule: Schedule, warmup: int, total: int) -> Callable[[int], 
 class Learner:
     """An optimizer with its schedule. Sets the learning rate by step, so that there is no schedule state to save."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], schedule: Schedule | None = None) -> None:
+        """``schedule`` names the configured one; a task's own has no name and is left alone."""
         self.optimizer, self.factor = optimizer, factor
+        self._schedule: Schedule | None = schedule
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.skips_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def reschedule(self, warmup: int, total: int) -> None:
+        if self._schedule is not None:
+            self.factor = warmup_then(self._schedule, warmup, total)
 
     def learning_rate(self, step: int) -> float:
         return self._peaks[0] * self.factor(step)

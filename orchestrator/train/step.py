@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -237,14 +237,17 @@ def power_of_two(value: float) -> float:
 def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
     """What a task may return as its loss, in one form, and the weight its sum has: a mean weighs as much as its samples."""
     if isinstance(result, Loss):
-        return result, 1.0
+        if all(isinstance(value, Tensor) for value in result.metrics.values()):
+            return result, 1.0
+        metrics = {name: torch.as_tensor(value, device=result.sum.device) for name, value in result.metrics.items()}
+        return replace(result, metrics=metrics), 1.0
     if isinstance(result, Tensor):
         if result.ndim:
             raise UserError(f"the task's loss is a tensor of shape {tuple(result.shape)}; a scalar, (sum, count) or Loss was needed")
         return Loss(result, samples), float(samples)
     if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Tensor):
         metrics: Mapping[str, Tensor] = result[2] if len(result) == 3 else {}
-        return Loss(result[0], result[1], metrics), 1.0
+        return as_loss(Loss(result[0], result[1], metrics), samples)
     raise UserError(f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed")
 
 

@@ -57,9 +57,9 @@ def test_piped_output_is_plain_and_short() -> None:
     assert ESCAPE not in out.getvalue()
     assert "\r" not in out.getvalue()
     assert 10 <= len(lines) <= 14
-    assert lines[0] == "epoch 0  step 1/200  loss 0.1523  1.3k samples/s"
-    assert lines[-3].startswith("epoch 0  step 200/200")
-    assert lines[-2] == "epoch 3  step 69  validation loss 0.1523  accuracy 0.9617  ★ best"
+    assert lines[0] == "epoch 1  step 1/200  loss 0.1523  1.3k samples/s"
+    assert lines[-3].startswith("epoch 1  step 200/200")
+    assert lines[-2] == "epoch 4  step 69  validation loss 0.1523  accuracy 0.9617  ★ best"
     assert lines[-1] == "warning: slow disk"
 
 
@@ -126,7 +126,7 @@ def test_host_memory_is_shown_without_gpus_and_tokens_where_they_are_counted() -
     screen(start(2))
     screen({"event": "monitor", "host": {"process_memory": 2**30}, "devices": []})
     screen(step(1, units=64 * 128, seconds=0.5))
-    assert out.getvalue().strip() == "epoch 0  step 1/2  loss 0.1523  16.4k tokens/s  1.0 GiB"
+    assert out.getvalue().strip() == "epoch 1  step 1/2  loss 0.1523  16.4k tokens/s  1.0 GiB"
 
 
 def test_the_speed_forgets_the_first_steps() -> None:
@@ -152,7 +152,7 @@ def test_an_evaluation_stands_above_the_bar() -> None:
 def test_an_evaluation_that_is_not_the_best() -> None:
     screen, out = piped()
     screen({**EVALUATE, "best": False, "metrics": {"accuracy": "nan", "note": "text"}})
-    assert out.getvalue().strip() == "epoch 3  step 69  validation loss 0.1523  accuracy nan"
+    assert out.getvalue().strip() == "epoch 4  step 69  validation loss 0.1523  accuracy nan"
 
 
 TROUBLE = [
@@ -231,7 +231,7 @@ def test_an_ascii_output_gets_ascii() -> None:
     screen(EVALUATE)
     screen({"event": "warning", "message": "naïve → 5 µs"})
     assert raw.getvalue().decode("ascii").splitlines() == [
-        "epoch 3  step 69  validation loss 0.1523  accuracy 0.9617  * best",
+        "epoch 4  step 69  validation loss 0.1523  accuracy 0.9617  * best",
         "warning: na?ve ? 5 ?s",
     ]
 
@@ -258,7 +258,7 @@ def test_events_it_does_not_know_and_odd_values_are_harmless(caplog: pytest.LogC
     screen(start(None))
     screen(step(1, loss="nan", samples=None, seconds=0))
     screen({"event": "evaluate", "step": 1, "epoch": 0, "loss": None, "metrics": None})
-    assert out.getvalue().splitlines() == ["epoch 0  step 1/?  loss nan", "epoch 0  step 1"]
+    assert out.getvalue().splitlines() == ["epoch 1  step 1/?  loss nan", "epoch 1  step 1"]
     assert not caplog.records
 
 
