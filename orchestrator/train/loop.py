@@ -11,14 +11,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.data import Feed, Micro
 from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
+from orchestrator.train.pending import Figures, Pending, fetch
 from orchestrator.train.state import Progress
-from orchestrator.train.step import Stepper, Totals
+from orchestrator.train.step import Stepper
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,6 @@ class Outcome:
 
 
 WARM_UP = 3  # first steps of a process, slower than the rest: recorded apart, and left out of the throughput
-
-
-@dataclass(frozen=True)
-class Figures:
-    """A step's sums, on the host."""
-
-    loss: float
-    norm: float
-    count: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step whose figures are still on the device."""
-
-    step: int
-    epoch: int
-    lr: float
-    seconds: float
-    totals: Totals
 
 
 @dataclass
@@ -298,20 +277,6 @@ class Loop:
         if self._last_saved != self.progress.step and self.save(self.progress):
             self._last_saved = self.progress.step
         self._window_begun = perf_counter()
-
-
-def fetch(pending: list[Pending]) -> list[Figures]:
-    """The figures of several steps in one transfer from the device, and few kernels: one stack per figure."""
-    totals = [entry.totals for entry in pending]
-    names = list(totals[0].metrics)
-    columns: list[list[Any]] = [[t.loss for t in totals], [t.norm for t in totals], *([t.metrics[name] for t in totals] for name in names)]
-    on_device = isinstance(totals[0].count, Tensor)
-    if on_device:
-        columns.append([t.count for t in totals])
-    device = totals[0].loss.device
-    rows = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns]).T.tolist()
-    counts = [row[-1] for row in rows] if on_device else [float(t.count) for t in totals]
-    return [Figures(row[0], row[1], count, dict(zip(names, row[2:], strict=False))) for row, count in zip(rows, counts, strict=True)]
 
 
 def metric_of(values: dict[str, float], name: str) -> float:
