@@ -15,8 +15,8 @@ LeastShare = 0.1  # of the peak, where the cosine ends
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], settings: OptimSettings, fused: bool) -> torch.optim.AdamW:
-    """AdamW over all that is trained, in one group: a second one, for norms and biases without decay, costs as much host
-    time per step as the first."""
+    """AdamW over all that is trained, in one group: a second one, for norms and biases without decay, costs a third more
+    host time per update."""
     trained = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(trained, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=fused)
 
