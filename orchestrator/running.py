@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -50,8 +50,7 @@ def train(loop: Loop, prepared: Prepared, run_dir: Path, log: EventLog, stack: E
     log.write("start", **_start_fields(prepared, loop.progress.step, loop.cadence.total_steps))
     loop.stopping = stack.enter_context(_interruptible())
     if config.watch.monitor_gpu:
-        monitor = stack.enter_context(_monitor(prepared, log))
-        loop.monitor = monitor.event_fields
+        loop.monitor = stack.enter_context(_monitored(prepared, log))
     if config.watch.profile:
         from orchestrator.train.profiling import profiling
 
@@ -70,9 +69,9 @@ def train(loop: Loop, prepared: Prepared, run_dir: Path, log: EventLog, stack: E
             draw_report(run_dir)
         raise
     finally:
-        loop.feed.close()
-        if loop.stepper.compiled is not None:
-            loop.stepper.compiled.close()
+        loop.close()
+    if loop.monitor is not None and config.watch.gpu_log_interval:  # a short run has one reading too
+        log.write("monitor", step=loop.progress.step, **loop.monitor())
     _write_end(loop, log, outcome.status, outcome.reason, begun)
     return outcome
 
@@ -151,7 +150,10 @@ def with_measured_batch(prepared: Prepared, world: Any, run_dir: Path, screen: S
     if config.batch.batch_size != "auto" or config.run.debug:
         return prepared
     saved = run_dir / "plan.json"
-    known = measured_before(json.loads(saved.read_text(encoding="utf-8"))) if config.checkpoint.resume == "auto" and saved.exists() else {}
+    known: dict[str, int] = {}
+    if config.checkpoint.resume == "auto" and saved.exists():
+        with suppress(ValueError):  # a damaged plan is measured anew
+            known = measured_before(json.loads(saved.read_text(encoding="utf-8")))
     reason = "measured when the run was first started"
     if not known:
         screen.note("measuring the batch size ...")
@@ -185,29 +187,37 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
 def recording(prepared: Prepared, run_dir: Path, screen: Screen) -> Iterator[EventLog]:
     """The event log with all who read along."""
     config = prepared.resolved.config
-    warnings: list[str] = []
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, to_json(config), on_warning=warnings.append)
+
+    def warn(message: str) -> None:
+        log.write("warning", kind="tracker", message=message)
+
+    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, to_json(config), on_warning=warn)
     log = EventLog(run_dir / "events.jsonl", [screen, trackers])
     try:
         yield log
     finally:
-        trackers.close()
-        for message in warnings:
-            screen({"event": "warning", "time": time.time(), "kind": "tracker", "message": message})
+        with suppress(ValueError):  # after a failure the log is closed already
+            trackers.close()
         screen.close()
         log.close()
 
 
 @contextmanager
-def _monitor(prepared: Prepared, log: EventLog) -> Iterator[Monitor]:
+def _monitored(prepared: Prepared, log: EventLog) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yields what gives the newest reading. The monitor warns from its own thread, and the log belongs to this one: its
+    warnings are written when a reading is asked for."""
     device = prepared.plan.device.value
     gpus = [gpu for gpu in prepared.inventory.gpus if device == f"cuda:{gpu.index}"]
-    heard: list[str] = []
+    heard: deque[str] = deque()
     monitor = Monitor(tuple(gpu.uuid or gpu.index for gpu in gpus), on_warning=heard.append)
+
+    def reading() -> dict[str, Any]:
+        while heard:
+            log.write("warning", kind="memory", message=heard.popleft())
+        return monitor.event_fields()
+
     with monitor:
-        yield monitor
-    for message in heard:
-        log.write("warning", kind="memory", message=message)
+        yield reading
 
 
 @contextmanager

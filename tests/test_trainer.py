@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_own_model_data_and_loss(tmp_path: Path) -> None:
     assert result.summary["validation"]["loss"] < 0.7
     assert not torch.equal(before, model.weight)
     assert torch.equal(model.weight, result.model.weight)  # pyright: ignore[reportArgumentType]
-    assert "39 steps" in result.performance_summary() or "39" in result.performance_summary()
+    assert re.search(r"^  steps +39$", result.performance_summary(), flags=re.MULTILINE)
     for name in ("config.yaml", "plan.json", "events.jsonl", "summary.json", "report.html", "training_metrics.png"):
         assert (result.run_dir / name).stat().st_size > 0, name
 
@@ -316,6 +317,21 @@ def test_early_stopping_and_best(tmp_path: Path) -> None:
     best = next(e["step"] for e in reversed(evaluations) if e["best"])
     kept = sorted(int(p.name[5:]) for p in (result.run_dir / "checkpoints").glob("step_*"))
     assert kept == sorted({best, evaluations[-1]["step"]})
+
+
+def test_a_tracker_that_fails_is_a_warning_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.record import tracker_kinds
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no tracker today")
+
+    monkeypatch.setitem(tracker_kinds.FACTORIES, "tensorboard", broken)  # pyright: ignore[reportArgumentType]
+    config = settings(tmp_path, trackers=("tensorboard",), monitor_gpu=True)
+    result = Trainer(nn.Linear(4, 3), data=blobs(64), loss=loss, config=config, quiet=True).fit()
+    events = read_events(result.run_dir / "events.jsonl")
+    assert result.status == "completed"
+    assert any("no tracker today" in event["message"] for event in of_kind(events, "warning"))
+    assert of_kind(events, "monitor")[-1]["host"]["process_memory"] > 0  # of a run too short for the interval
 
 
 def test_debug_is_short(tmp_path: Path) -> None:

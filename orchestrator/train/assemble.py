@@ -27,7 +27,7 @@ from orchestrator.train.checkpoint import CheckpointStore, Contents, load
 from orchestrator.train.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.compiling import Compiled
 from orchestrator.train.data import Feed, Feeding, seed_host
-from orchestrator.train.evaluate import evaluate
+from orchestrator.train.evaluate import Evaluation, evaluate
 from orchestrator.train.loop import Cadence, Loop
 from orchestrator.train.memory import limit_memory, recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
@@ -90,7 +90,7 @@ def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
     return Feed(data, world, global_batch=plan.global_batch_size.value, micro_batch=plan.batch_size.value, seed=seed, feeding=feeding)
 
 
-def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts: Parts) -> Callable[[], dict[str, Any]] | None:
+def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts: Parts) -> Evaluation | None:
     with user_code("reading the validation data"):
         data = task.validation_data() if hasattr(task, "validation_data") else None
     if data is None:
@@ -103,8 +103,7 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
         tried = evaluate(parts.model, task, feed, parts.precision, most_batches=1)["metrics"]
         if metric not in tried:
             raise UserError(f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(['loss', *tried])}")
-    most = 2 if config.run.debug else None
-    return lambda: evaluate(parts.model, task, feed, parts.precision, most)
+    return Evaluation(parts.model, task, feed, parts.precision, 2 if config.run.debug else None)
 
 
 def build_stepper(config: Config, plan: Plan, task: Task, world: World, parts: Parts, tell: Callable[..., None]) -> Stepper:

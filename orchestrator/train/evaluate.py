@@ -42,6 +42,20 @@ def evaluate(model: nn.Module, task: Task, feed: Feed, precision: Precision, mos
     return {"loss": float(sums.loss) / count, "metrics": means, "samples": sums.samples, "seconds": perf_counter() - begun}
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation ready to be made, again and again."""
+
+    model: nn.Module
+    task: Task
+    feed: Feed
+    precision: Precision
+    most_batches: int | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        return evaluate(self.model, self.task, self.feed, self.precision, self.most_batches)
+
+
 @dataclass
 class _Sums:
     loss: float | Tensor = 0.0

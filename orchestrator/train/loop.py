@@ -15,6 +15,7 @@ import torch
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.data import Feed, Micro
+from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
 from orchestrator.train.pending import Figures, Pending, fetch
 from orchestrator.train.state import Progress
@@ -58,7 +59,7 @@ class Loop:
     write: Callable[[list[Event]], None]
     tell: Callable[..., None]
     save: Callable[[Progress], bool]
-    evaluate: Callable[[], dict[str, Any]] | None = None
+    evaluate: Evaluation | None = None
     monitor: Callable[[], dict[str, Any]] | None = None
     stopping: Callable[[], bool] = lambda: False
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
@@ -95,27 +96,39 @@ class Loop:
     def _steps(self) -> Outcome:
         progress, cadence = self.progress, self.cadence
         if progress.step and (progress.step >= cadence.total_steps or progress.epoch >= cadence.epochs):
-            self._evaluate_if(self._not_evaluated())
+            self._out_of_patience()
             return Outcome("completed", f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on")
-        if progress.step and progress.position == 0 and not cadence.evaluate_every:
-            self._evaluate_if(self._not_evaluated())  # saved at the end of an epoch and killed before its evaluation
+        # an epoch's checkpoint is written before its evaluation: a run killed in between evaluates now
+        if progress.step and progress.position == 0 and not cadence.evaluate_every and self._out_of_patience():
+            return self._stopped_early()
         while progress.epoch < cadence.epochs:
             self._begin_epoch()
             for micros in self._timed(self.feed.steps(progress.epoch, progress.position)):
                 if progress.step >= cadence.total_steps:
-                    self._evaluate_if(self._not_evaluated())
+                    self._out_of_patience()
                     return Outcome("completed", f"{cadence.total_steps} steps done")
                 self._step(micros)
-                if self._due_evaluation() and self._evaluate():
-                    return Outcome("completed", f"no better {cadence.metric} in {cadence.patience} evaluations")
+                if self._due_evaluation() and self._out_of_patience():
+                    return self._stopped_early()
                 if cadence.checkpoint_every and progress.step % cadence.checkpoint_every == 0:
                     self._save()
                 if self.stopping():
                     return Outcome("stopped", "interrupted")
             if self._end_epoch():
-                return Outcome("completed", f"no better {cadence.metric} in {cadence.patience} evaluations")
-        self._evaluate_if(self._not_evaluated())
+                return self._stopped_early()
+        self._out_of_patience()
         return Outcome("completed", f"{cadence.epochs} epochs done")
+
+    def _stopped_early(self) -> Outcome:
+        return Outcome("completed", f"no better {self.cadence.metric} in {self.cadence.patience} evaluations")
+
+    def close(self) -> None:
+        """End what lives beside the loop: loader processes, and the compiler's log."""
+        self.feed.close()
+        if self.evaluate is not None:
+            self.evaluate.feed.close()
+        if self.stepper.compiled is not None:
+            self.stepper.compiled.close()
 
     def _timed(self, steps: Iterator[list[Micro]]) -> Iterator[list[Micro]]:
         """The steps of the feed, with the wait for each counted as its data phase."""
@@ -229,7 +242,7 @@ class Loop:
         if self.cadence.checkpoint_every == 0:  # before the evaluation, which may fail
             self._save()
         release_idle(device)
-        return self.cadence.evaluate_every == 0 and self._evaluate()
+        return self.cadence.evaluate_every == 0 and self._out_of_patience()
 
     def _watch_for_leak(self, device: torch.device) -> None:
         """Memory that is still held at the end of each epoch should not grow from one to the next."""
@@ -242,20 +255,17 @@ class Loop:
     def _due_evaluation(self) -> bool:
         return bool(self.cadence.evaluate_every) and self.progress.step % self.cadence.evaluate_every == 0
 
-    def _not_evaluated(self) -> bool:
-        return self.progress.validation.get("step") != self.progress.step
+    def _out_of_patience(self) -> bool:
+        """Evaluate this step, unless that is done already, and say whether patience has run out."""
+        if self.evaluate is not None and self.progress.validation.get("step") != self.progress.step:
+            self._evaluate(self.evaluate)
+        return self.cadence.patience is not None and self.progress.bad_evaluations >= self.cadence.patience
 
-    def _evaluate_if(self, wanted: bool) -> None:
-        if wanted:
-            self._evaluate()
-
-    def _evaluate(self) -> bool:
-        """Evaluate, keep the best, and say whether patience has run out."""
-        if self.evaluate is None:
-            return False
+    def _evaluate(self, evaluation: Evaluation) -> None:
+        """Evaluate, and keep the best."""
         self._flush()
         progress = self.progress
-        result = self.evaluate()
+        result = evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
         value = metric_of(values, self.cadence.metric)
         better = better_than(value, progress.best_value, self.cadence.metric)
@@ -269,7 +279,6 @@ class Loop:
         self._window_begun = perf_counter()
         if better and (self.cadence.evaluate_every or self.cadence.checkpoint_every):
             self._save()
-        return self.cadence.patience is not None and progress.bad_evaluations >= self.cadence.patience
 
     def _save(self) -> None:
         """Save, unless this step is saved already."""

@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {"batch_size": 4, "epochs": 6, "early_stopping_patien
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 2, 4])
-@pytest.mark.parametrize("killed_at", [4, 8, 12])
+@pytest.mark.parametrize("killed_at", [4, 8, 12, 20])
 def test_early_stopping_decides_the_same_after_a_restart(tmp_path: Path, checkpoint_every: int, killed_at: int) -> None:
     settings = SETTINGS | {"checkpoint_every": checkpoint_every}
     whole, _ = run(tmp_path / "whole", Scripted(VALUES), **settings)
