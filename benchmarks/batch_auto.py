@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
-from orchestrator.running import Prepared
 from orchestrator.tasks.load import load_task
 from orchestrator.train.assemble import machine_settings
 from orchestrator.train.data import as_data
+from orchestrator.train.folder import Prepared
 from orchestrator.train.probing import find_batch, probe
 from orchestrator.train.world import World
 from orchestrator.trainer import Trainer
@@ -54,7 +54,7 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
     )
     prepared = Trainer(task=load_task(config), config=config, quiet=True).prepare()
     world = World.alone(prepared.plan.device.value)
-    with machine_settings(config, prepared.plan):
+    with machine_settings(config, prepared.plan, world.device):
         begun = time.perf_counter()
         found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
         seconds = time.perf_counter() - begun

@@ -149,12 +149,13 @@ def ours(case: Case, device: torch.device) -> float:
         if step in (WARM_UP, WARM_UP + case.steps):
             times[step] = wait(device)
 
-    with tempfile.TemporaryDirectory() as folder, machine_settings(prepared.resolved.config, prepared.plan):
+    with tempfile.TemporaryDirectory() as folder, machine_settings(prepared.resolved.config, prepared.plan, device):
         run_dir = Path(folder)
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
         log = EventLog(run_dir / "events.jsonl", [trackers])
         loop, _ = build_loop(prepared.resolved.config, prepared.plan, task, World.alone(prepared.plan.device.value), run_dir, log)
-        loop.after_step, loop.save = note, lambda _: True
+        loop.after_step, loop.saver.save = note, lambda _: None  # pyright: ignore[reportAttributeAccessIssue]
+        loop.saver.durable = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
             loop.monitor = monitor.event_fields

@@ -16,8 +16,13 @@ def header(title: str, arguments: argparse.Namespace) -> str:
     device = found.gpus[0].name if found.gpus else f"{found.cpu_name}, {found.cores} cores"
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if name in ("python", "torch", "cuda", "ray"))
     module = Path(sys.argv[0]).stem
-    given = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(arguments).items() if v not in (None, False) and k != "out")
+    given = " ".join(_flag(k, v) for k, v in vars(arguments).items() if v not in (None, False) and k != "out")
     return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommand: `python -m benchmarks.{module} {given}`\n\n"
+
+
+def _flag(name: str, value: object) -> str:
+    words = [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return " ".join([f"--{name.replace('_', '-')}", *words])
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

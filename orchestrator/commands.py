@@ -38,7 +38,7 @@ def train(resolved: Resolved) -> int:
 
 def show_plan(resolved: Resolved, as_json: bool) -> int:
     """Every choice with its reason, before anything runs."""
-    from orchestrator.running import plan_json
+    from orchestrator.train.folder import plan_json
     from orchestrator.trainer import Trainer
 
     prepared = Trainer(config=resolved).prepare()

@@ -22,6 +22,17 @@ class ResourceError(OrchestratorError):
     exit_code = 3
 
 
+class OutOfMemory(ResourceError):
+    """A worker ran out of memory where the others could not be told in time: the run begins again with less at once."""
+
+    def __init__(self, message: str, micro_batch: int = 0) -> None:
+        super().__init__(message, micro_batch)
+        self.micro_batch = micro_batch
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class TrainingFailed(OrchestratorError):
     """Training ended without a result after all retries."""
 

@@ -5,35 +5,28 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.reader import Resolved, absolute
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.hardware import inventory, set_environment
-from orchestrator.plan.planning import choose_device, choose_precision, plan
+from orchestrator.plan.cluster import Cluster, chosen_gpus
+from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, set_environment
+from orchestrator.plan.parallel import choose_strategy
+from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
 from orchestrator.record.screen import Screen
-from orchestrator.running import (
-    Prepared,
-    banner_rows,
-    conclude,
-    open_run_dir,
-    outcome_lines,
-    recording,
-    train,
-    with_measured_batch,
-    write_intentions,
-)
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from orchestrator.runtime.session import Session
     from orchestrator.tasks.task import Task
     from orchestrator.train.batch_size import Found
     from orchestrator.train.bench import Measured
+    from orchestrator.train.folder import Prepared
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,8 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         self.resolved = config if isinstance(config, Resolved) else Resolved(config or Config(), {})
-        self.quiet = quiet
+        self._screen = Screen(quiet=True)
+        self._quiet = quiet
         self._model = model
         self._given: Task | None = task
         if not isinstance(config, Config | Resolved | None):
@@ -101,19 +95,36 @@ class Trainer:
             self.resolved = Resolved(self.resolved.config.but(task=own), self.resolved.origins)
 
     def prepare(self) -> Prepared:
-        """Load the task, look at the hardware, trace the model and plan. Nothing is written."""
-        from orchestrator.tasks.load import load_task
-        from orchestrator.train.facts import model_facts
+        """Load the task, look at the hardware, trace the model and plan. Nothing is written, and no cluster is started."""
+        return self._prepare(self._look(), None)
 
+    def _look(self) -> Inventory:
         # read by torch when it first touches the GPU: without it large batches fail for fragments, not for lack of memory
         set_environment("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        return inventory(self.resolved.config.run.run_dir or Path.cwd())
+
+    def _prepare(self, found: Inventory, cluster: Cluster | None) -> Prepared:
+        from orchestrator.tasks.load import load_task
+        from orchestrator.train.facts import model_facts
+        from orchestrator.train.folder import Prepared, kept_batch, planned_before
+
         config = absolute(self.resolved.config, Path.cwd())
         task = self._given or load_task(config)
-        found = inventory(config.run.run_dir or Path.cwd())
-        device = choose_device(config, found).value
+        device = self._device(config, found, cluster)
         precision = choose_precision(config, found, device).value
         facts = model_facts(task, device, precision)
-        return Prepared(Resolved(config, self.resolved.origins), task, found, facts, plan(config, found, facts))
+        known = planned_before(config.run.run_dir) if config.checkpoint.resume == "auto" and config.run.run_dir else {}
+        chosen = plan(config, found, facts, kept_batch(config, known), cluster, in_cluster())
+        return Prepared(Resolved(config, self.resolved.origins), task, found, facts, chosen, cluster, in_cluster())
+
+    def _device(self, config: Config, found: Inventory, cluster: Cluster | None) -> str:
+        """What the model is traced for."""
+        joined = cluster is not None and cluster.joined
+        if choose_strategy(config, found, joined or in_cluster()).value == "single":
+            return choose_device(config, found).value
+        if not joined:
+            found = replace(found, gpus=chosen_gpus(found, config.parallel.devices))
+        return choose_worker_device(config, found, cluster.gpus if cluster else len(found.gpus)).value
 
     def find_batch_size(self) -> Found:
         """What ``--batch-size auto`` would find: the largest batch that fits the GPU, or the fastest on the CPU."""
@@ -123,8 +134,9 @@ class Trainer:
 
         prepared = self.prepare()
         config, chosen = prepared.resolved.config, prepared.plan
-        with machine_settings(config, chosen):
-            return find_batch(config, chosen, prepared.task, World.alone(chosen.device.value), prepared.facts)
+        world = World.alone(chosen.device.value)
+        with machine_settings(config, chosen, world.device):
+            return find_batch(config, chosen, prepared.task, world, prepared.facts)
 
     def bench(self, iterations: int = 20, precisions: bool = False) -> list[Measured]:
         """Forward, backward and optimizer time over whole steps, warm-up left out; in each precision if asked for."""
@@ -136,37 +148,63 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
-        return self._run(self.prepare())
+        self._screen = Screen(quiet=self._quiet)
+        found = self._look()
+        if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
+            return self._alone(self._prepare(found, None))
+        from orchestrator.runtime.session import session
+
+        with session(self.resolved.config, found, self._screen.note) as here:
+            return self._together(here)
 
     async def fit_async(self) -> Result:
         return await asyncio.to_thread(self.fit)
 
-    def _run(self, prepared: Prepared) -> Result:
-        from orchestrator.report.page import draw_report
-        from orchestrator.train.assemble import build_loop, check_beginning, kept_randomness, machine_settings
+    def _alone(self, prepared: Prepared) -> Result:
+        """The run in this process."""
+        from orchestrator.train.assemble import check_beginning, kept_randomness
+        from orchestrator.train.folder import banner_rows, open_run_dir
+        from orchestrator.train.run import record_failure, work
+        from orchestrator.train.watching import interruptible, recording
         from orchestrator.train.world import World
 
+        config, begun = prepared.resolved.config, perf_counter()
+        check_beginning(config)
+        run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
+        with kept_randomness(), recording(config, run_dir, self._screen) as log, interruptible() as asked:
+            self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
+            try:
+                outcome, parts = work(prepared, World.alone(prepared.plan.device.value), run_dir, log, asked)
+            except BaseException as error:
+                record_failure(run_dir, error, perf_counter() - begun, log)
+                raise
+        return self._concluded(outcome.status, run_dir, parts.model)
+
+    def _together(self, here: Session) -> Result:
+        """The run on the workers of a cluster."""
+        from orchestrator.runtime.data_parallel import train, trained_model
+        from orchestrator.train.assemble import check_beginning
+        from orchestrator.train.folder import banner_rows, open_run_dir
+
+        prepared = self._prepare(here.inventory, here.cluster)
         config = prepared.resolved.config
         check_beginning(config)
-        run_dir = open_run_dir(config, self.resolved.config.run.name)
-        world = World.alone(prepared.plan.device.value)
-        screen = Screen(quiet=self.quiet)
-        with ExitStack() as stack:
-            stack.enter_context(kept_randomness())
-            stack.enter_context(machine_settings(config, prepared.plan))
-            prepared = with_measured_batch(prepared, world, run_dir, screen)
-            write_intentions(prepared, run_dir)
-            log = stack.enter_context(recording(prepared, run_dir, screen))
-            loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log)
-            screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
-            outcome = train(loop, prepared, run_dir, log, stack)
+        run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
+        self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
+        status = train(prepared, here, run_dir, self._screen)
+        return self._concluded(status, run_dir, trained_model(prepared, run_dir))
+
+    def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
+        from orchestrator.report.page import draw_report
+        from orchestrator.train.folder import conclude, outcome_lines
+
         if self._model is not None:
-            self._model.load_state_dict({name: tensor.cpu() for name, tensor in parts.model.state_dict().items()})
+            self._model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
         summary = conclude(run_dir)
         draw_report(run_dir)
         for line in outcome_lines(summary, run_dir):
-            screen.note(line)
-        return Result(outcome.status, run_dir, summary, parts.model)
+            self._screen.note(line)
+        return Result(status, run_dir, summary, model)
 
 
 def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any) -> Task:

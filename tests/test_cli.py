@@ -122,7 +122,7 @@ MISTAKES = {
     "key in the wrong section": in_file("run:\n  learning_rate: 1\n", "cfg.yaml:2: learning_rate belongs under optim:"),
     "old flag": mistake("train", "--mixed-precision", "no", cause="unknown flag --mixed-precision; write --precision fp32"),
     "old key": in_file("train_batch_size: 32\n", "cfg.yaml:1: unknown setting 'train_batch_size'; write batch_size: 32 under batch:"),
-    "a flag of a launcher": mistake("train", "--num_gpus=4", cause="unknown flag --num_gpus; this version trains on one device"),
+    "a flag of a launcher": mistake("train", "--num_gpus=4", cause="unknown flag --num_gpus; write --workers 4"),
     "a word too many": mistake("train", "digits", cause="Unrecognized options: digits"),
     # types
     "text for a number": mistake("train", "--epochs", "three", cause="--epochs: invalid literal for int() with base 10: 'three'"),
@@ -142,7 +142,7 @@ MISTAKES = {
         "2",
         "--global-batch-size",
         "32",
-        cause="batch_size 8 × accumulation_steps 2 is not global",
+        cause="batch_size 8 × accumulation_steps 2 × workers auto may or may not be global",
     ),
     "more chosen than there are experts": mistake(
         "plan", "--experts", "3", "--top-k", "4", cause="top_k is 4 but there are only 3 experts"

@@ -28,7 +28,7 @@ def assembled(**settings: Any) -> tuple[Any, Any, Any]:
     prepared = Trainer(config=config, quiet=True).prepare()
     world = World.alone(prepared.plan.device.value)
     parts = build_parts(config, prepared.plan, prepared.task, world)
-    stepper = build_stepper(config, prepared.plan, prepared.task, world, parts, Events())
+    stepper = build_stepper(config, world, parts, prepared.plan.batch_size.value, Events())
     return stepper, build_feed(prepared.plan, prepared.task, world, 0), prepared
 
 
@@ -91,7 +91,7 @@ def test_recomputing_saves_memory_and_keeps_gradients() -> None:
         reset_peak(stepper.world.device)
         stepper.run(next(steps), 1)
         torch.cuda.synchronize()
-        found[switch] = gradients(stepper.model), peak_memory(stepper.world.device)["allocated"]
+        found[switch] = gradients(stepper.replica.model), peak_memory(stepper.world.device)["allocated"]
         del stepper
     assert found["on"][1] < 0.6 * found["off"][1]
     assert_gradients_equal(found["on"][0], found["off"][0], 2e-6, 1e-7)
@@ -121,7 +121,7 @@ def test_a_real_out_of_memory_is_survived() -> None:
 def test_deterministic_mode_is_bitwise() -> None:
     def run() -> list[float]:
         stepper, feed, prepared = assembled(**MOE, precision="bf16", batch_size=16, deterministic=True)
-        with machine_settings(prepared.resolved.config, prepared.plan):
+        with machine_settings(prepared.resolved.config, prepared.plan, stepper.world.device):
             return [float(stepper.run(m, s).loss) for s, m in zip(range(10), feed.steps(0), strict=False)]
 
     assert run() == run()
@@ -141,7 +141,7 @@ def test_data_that_is_read_sample_by_sample_is_pinned_and_moved() -> None:
     prepared = trainer.prepare()
     feed = build_feed(prepared.plan, prepared.task, World.alone("cuda:0"), 0)
     assert prepared.plan.loader_workers.value == 2
-    seen = sorted(int(v) for micros in feed.steps(0) for micro in micros for v in micro.fetch()[0][:, 0].tolist())
+    seen = sorted(int(v) for step in feed.steps(0) for micro in step.micros for v in micro.fetch()[0][:, 0].tolist())
     assert seen == list(range(64))
 
 

@@ -164,7 +164,7 @@ def test_batch_norm_trains_and_survives_out_of_memory(tmp_path: Path) -> None:
         trainer = Trainer(model, data=blobs(64), loss=fragile, config=settings(folder, epochs=1), quiet=True)
         prepared = trainer.prepare()
         started.append(1)
-        trainer._run(prepared)
+        trainer._alone(prepared)
         assert len(failed) == hurt
         return model[1].num_batches_tracked  # pyright: ignore[reportReturnType]
 

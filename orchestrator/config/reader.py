@@ -6,10 +6,10 @@ nearest known name, the section it belongs to, or our word for an old spelling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import yaml
 
@@ -124,8 +124,7 @@ def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
         return UserError(f"{where}: {name} belongs {_place(name)}")
     if name in section_types():
         return UserError(f"{where}: {name} is a section of its own; it begins at the top level, not below {section}")
-    text = str(value).lower() if isinstance(value, bool) else None if value is None else str(value)
-    advice = spellings.answer(name, text, flag=False)
+    advice = spellings.answer(name, _as_written(value), flag=False)
     if advice:
         return UserError(f"{where}: unknown setting {name!r}; {advice}")
     near = nearest(name, [*flat_names(), *section_types()])
@@ -134,6 +133,13 @@ def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
         return UserError(f"{where}: unknown setting {name!r} (did you mean {near!r}{place}?)")
     known = [n for n, s in flat_names().items() if s == section] + ([] if section else list(section_types()))
     return UserError(f"{where}: unknown setting {name!r}; known {f'in {section}' if section else 'here'}: {', '.join(known)}")
+
+
+def _as_written(value: Any) -> str | None:
+    """A value of YAML as one would give it to a flag."""
+    if isinstance(value, list):
+        return ",".join(str(inner) for inner in value)
+    return str(value).lower() if isinstance(value, bool) else None if value is None else str(value)
 
 
 def _place(name: str) -> str:
@@ -175,7 +181,7 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
     base = read_file(path) if path else Resolved(Config(), {})
     result = tyro.cli(
         options,
-        args=list(argv),
+        args=list(_lists_apart(argv)),
         default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         prog=prog,
@@ -184,6 +190,18 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
     given = {_setting_of(token): f"flag {token.partition('=')[0]}" for token in argv if token.startswith("--")}
     origins = dict(base.origins) | {name: text for name, text in given.items() if name in flat_names()}
     return result, Resolved(config, origins)
+
+
+def _lists_apart(argv: Sequence[str]) -> Iterator[str]:
+    """``--devices 0,2`` and ``--devices=0,2`` as ``--devices 0 2``, which is the form the parser knows; likewise the other lists."""
+    in_list = False
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token.partition("=")
+            in_list = get_origin(setting_types().get(_setting_of(token))) is tuple
+            yield from [name, *value.split(",")] if in_list and equals else [token]
+        else:
+            yield from token.split(",") if in_list else [token]
 
 
 def check_flags(argv: Sequence[str], own: Iterable[str]) -> None:

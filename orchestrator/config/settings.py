@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -19,12 +20,16 @@ from orchestrator.errors import UserError
 
 Switch = Literal["auto", "on", "off"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-GpuMode = Literal["auto", "cpu", "single_gpu"]
+GpuMode = Literal["auto", "cpu", "single_gpu", "multi_gpu"]
+ParallelStrategy = Literal["auto", "data_parallel"]
+Backend = Literal["auto", "nccl", "gloo"]
+Sharding = Literal["auto", "none", "zero2", "zero3"]
 Schedule = Literal["cosine", "constant"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
@@ -138,9 +143,9 @@ class BatchSettings:
     accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all workers; fixes batch size times accumulation."""
+    """Samples per optimizer step over all workers; fixes batch size × accumulation × workers, however many those become."""
     eval_batch_size: int | None = None
-    """Samples per batch in evaluation."""
+    """Samples per worker and batch in evaluation."""
     gpu_memory_fraction: float = 0.9
     """Share of the GPU's memory that the run may use."""
 
@@ -156,11 +161,6 @@ class BatchSettings:
                 raise ValueError(
                     f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other"
                 )
-        given = (self.batch_size, self.accumulation_steps, self.global_batch_size)
-        if all(isinstance(value, int) for value in given) and given[0] * given[1] != given[2]:  # pyright: ignore
-            raise ValueError(
-                f"batch_size {given[0]} × accumulation_steps {given[1]} is not global_batch_size {given[2]}; give two of the three"
-            )
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class DeviceSettings:
     """What the computation runs on, and how."""
 
     gpu_mode: GpuMode = "auto"
-    """auto takes a GPU where there is one; cpu and single_gpu force it."""
+    """auto takes every GPU there is, else the CPU; cpu, single_gpu and multi_gpu (two or more) force it."""
     precision: Precision = "auto"
     """Arithmetic of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
     tf32: Switch = "auto"
@@ -210,6 +210,81 @@ class DeviceSettings:
 
     def __post_init__(self) -> None:
         _at_least("empty_cache_every", self.empty_cache_every, 0)
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Training on several devices: who takes part, what is kept where, and how long one waits for the others."""
+
+    parallel_strategy: ParallelStrategy = "auto"
+    """auto trains data-parallel where there are two GPUs or more; data_parallel forces it, on CPUs too."""
+    workers: int | Literal["auto"] = "auto"
+    """Workers that train together, one device each; auto takes every GPU there is."""
+    devices: tuple[int, ...] = ()
+    """GPUs of this machine to use, as CUDA counts them: 0,2 or 0 2. Default: all."""
+    backend: Backend = "auto"
+    """What carries sums between the workers; auto takes nccl on GPUs and gloo on CPUs."""
+    sharding: Sharding = "auto"
+    """What is divided among the workers: none, gradients and optimizer (zero2), parameters too (zero3); auto: what memory asks for."""
+    cpu_offload: bool = False
+    """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps. Needs zero2 or zero3."""
+    sync_batchnorm: bool = False
+    """Batch norm over the samples of all workers instead of each worker's own; on GPUs."""
+    share_by_speed: Switch = "auto"
+    """Shares of the global batch in proportion to measured speed; auto: where the workers' devices differ."""
+    bucket_cap_mb: int | None = None
+    """MiB of gradients that are summed together, without sharding. Default: torch's own (25)."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order, so that the sums can be planned once."""
+    find_unused_parameters: bool = False
+    """Look for parameters that a step did not use; costs time in every step."""
+    broadcast_buffers: Switch = "auto"
+    """Give every worker the first one's buffers before each step; auto: where the model has running statistics."""
+    gradient_as_bucket_view: bool = True
+    """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
+    max_failures: int = 3
+    """Restarts after a lost worker, a lost node or running out of memory, before the run gives up."""
+    collective_timeout: int = 120
+    """Seconds that workers wait for each other before the run counts as stuck."""
+    resource_timeout: int = 300
+    """Seconds to wait for a cluster with an autoscaler to bring what is missing."""
+    ray_address: str = "auto"
+    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names) and starts one where none does; local always
+    starts one; HOST:PORT joins that one."""
+    nccl_debug: bool = False
+    """NCCL's own messages, in the workers' logs."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, int):
+            _at_least("workers", self.workers, 1)
+        for device in self.devices:
+            _at_least("devices", device, 0)
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices is {_listed(self.devices)}; name each GPU once")
+        for name, least in (("bucket_cap_mb", 1), ("max_failures", 0), ("collective_timeout", 1), ("resource_timeout", 1)):
+            _at_least(name, getattr(self, name), least)
+        if self.cpu_offload and self.sharding == "none":
+            raise ValueError(
+                "cpu_offload and sharding none contradict each other: shards are what is offloaded; give --sharding zero2 or zero3"
+            )
+        _check_address(self.ray_address)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(str(number) for number in numbers)
+
+
+def _check_address(address: str) -> None:
+    if address in ("auto", "local"):
+        return
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"ray_address is {address!r}; Ray client addresses are not supported. Submit a job to the cluster instead: "
+            f"ray job submit --address http://HOST:8265 --working-dir . -- python -m orchestrator train"
+        )
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise ValueError(f"ray_address is {address!r}; it must be auto, local or HOST:PORT, as 'ray start' shows it")
 
 
 @dataclass(frozen=True)
@@ -267,6 +342,7 @@ class Config:
     batch: BatchSettings = field(default_factory=BatchSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     device: DeviceSettings = field(default_factory=DeviceSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     watch: WatchSettings = field(default_factory=WatchSettings)
 
@@ -279,6 +355,10 @@ class Config:
             raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
         if self.batch.batch_size == "auto" and not self.run.auto:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
+        if self.run.deterministic and self.parallel.share_by_speed == "on":
+            raise ValueError("deterministic and share_by_speed on contradict each other: speed is measured anew in each run; leave one out")
+        _check_devices(self.device.gpu_mode, self.parallel)
+        _check_product(self.batch, 1 if self.device.gpu_mode == "single_gpu" else self.parallel.workers)
 
     @classmethod
     def of(cls, **settings: Any) -> Config:
@@ -300,6 +380,41 @@ class Config:
             return replace(self, **top)
         except ValueError as error:
             raise UserError(str(error)) from None
+
+
+def _check_devices(mode: GpuMode, parallel: ParallelSettings) -> None:
+    """The four ways to say how many devices train must not contradict each other."""
+    workers, named = parallel.workers, len(parallel.devices)
+    if mode == "cpu" and named:
+        raise ValueError(f"devices {_listed(parallel.devices)} are GPUs, but gpu_mode is cpu; leave one of them out")
+    if mode == "cpu" and parallel.backend == "nccl":
+        raise ValueError("backend nccl works between GPUs, but gpu_mode is cpu; leave --backend out, or give gloo")
+    if mode == "single_gpu" and workers not in ("auto", 1):
+        raise ValueError(
+            f"gpu_mode single_gpu is one worker, but workers is {workers}; leave one of them out, or give --gpu-mode multi_gpu"
+        )
+    if mode == "single_gpu" and named > 1:
+        raise ValueError(
+            f"gpu_mode single_gpu takes one GPU, but devices names {named} ({_listed(parallel.devices)}); leave one of them out"
+        )
+    if mode == "multi_gpu" and (workers == 1 or named == 1):
+        found = "workers is 1" if workers == 1 else f"devices names one ({_listed(parallel.devices)})"
+        raise ValueError(f"gpu_mode multi_gpu is two GPUs or more, but {found}; leave one of them out")
+    if named and isinstance(workers, int) and workers > named:
+        raise ValueError(
+            f"workers is {workers}, one GPU each, but devices names {named} ({_listed(parallel.devices)}); lower --workers or name more"
+        )
+
+
+def _check_product(batch: BatchSettings, workers: int | Literal["auto"]) -> None:
+    size, parts, whole = batch.batch_size, batch.accumulation_steps, batch.global_batch_size
+    if not isinstance(size, int) or parts is None or whole is None:
+        return
+    product = f"batch_size {size} × accumulation_steps {parts} × workers {workers}"
+    if workers == "auto":
+        raise ValueError(f"{product} may or may not be global_batch_size {whole}; give two of the three sizes, or --workers N")
+    if size * parts * workers != whole:
+        raise ValueError(f"{product} is {size * parts * workers}, not global_batch_size {whole}; give two of the three sizes")
 
 
 @cache

@@ -14,21 +14,27 @@ from orchestrator.config.settings import flat_names, setting_types
 from orchestrator.config.values import as_declared, choices
 from orchestrator.errors import UserError
 
-ONE_DEVICE = "this version trains on one device: leave it out"
+BY_RAY = "Ray finds the workers and numbers them: leave it out"
+NODES = "Ray knows the nodes of its cluster: leave it out; --workers is the number of devices on all of them together"
+ONE_PROCESS = "one process per GPU; torch's nn.DataParallel, one process for all, is left out on purpose"
 _LEAVE_OUT = "leave it out"
 
 
 @dataclass(frozen=True)
 class Spelling:
     """Our name for an old one. ``values`` translates values; a value that is neither known there nor good for our setting is
-    answered with the words the setting knows."""
+    answered with the words the setting knows. ``elsewhere`` holds values that are the matter of another setting here."""
 
     name: str | None
     values: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    elsewhere: Mapping[str, Spelling] = field(default_factory=dict)
 
     def advice(self, value: str | None, flag: bool) -> str:
         """The words to use instead, as a flag or as a line of YAML."""
+        other = self.elsewhere.get((value or "").lower())
+        if other is not None:
+            return other.advice(value, flag)
         if self.name is None:
             return self.note
         ours = self.values.get((value or "").lower(), value)
@@ -80,7 +86,31 @@ _PRECISION = _either("auto", "fp32") | {
 _ON_OFF = _either("on", "off")
 _TRUE_FALSE = _either("true", "false")
 _DEVICE = {"cuda": "single_gpu", "cuda:0": "single_gpu", "gpu": "single_gpu"}
-_MODE = _DEVICE | {"data_parallel": "auto", "distributed": "auto", "multi_gpu": "auto", "single": "auto"}
+_ACCELERATOR = {"cuda": "auto", "gpu": "auto"}
+_WORKERS = {"gpu": "auto", "all": "auto", "-1": "auto"}
+_STAGE = {"0": "none", "1": "zero2", "2": "zero2", "3": "zero3", "stage2": "zero2", "stage3": "zero3"}
+_FSDP = _either("zero3", "none") | {
+    "full_shard": "zero3", "full_shard auto_wrap": "zero3", "full_shard offload": "zero3", "hybrid_shard": "zero3",
+    "shard_grad_op": "zero2", "shard_grad_op auto_wrap": "zero2", "no_shard": "none",
+}  # fmt: skip
+# accelerate numbers them: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD
+_FSDP_STRATEGY = _FSDP | {"1": "zero3", "2": "zero2", "3": "none", "4": "zero3"}
+_OFFLOAD = _TRUE_FALSE | {"cpu": "true", "nvme": "true"}
+_DATA_PARALLEL = _either("data_parallel", _LEAVE_OUT)
+
+_CUDA = {f"cuda:{index}": Spelling("devices", {f"cuda:{index}": str(index)}) for index in range(1, 16)}
+_ALONE = Spelling("workers", {"no": "1", "false": "1", "single_device": "1"})
+_SHARDED = Spelling(
+    "sharding",
+    {
+        "fsdp": "zero3", "fsdp2": "zero3", "fsdp_native": "zero3", "deepspeed": "zero2", "deepspeed_stage_1": "zero2",
+        "deepspeed_stage_2": "zero2", "deepspeed_stage_2_offload": "zero2", "deepspeed_stage_3": "zero3",
+        "deepspeed_stage_3_offload": "zero3",
+    },
+)  # fmt: skip
+_BY_STATE = dict.fromkeys(_SHARDED.values, _SHARDED)
+_DISTRIBUTED = Spelling("parallel_strategy", {"distributed": "data_parallel", "ddp": "data_parallel"})
+_OLD_PARALLEL = Spelling("parallel_strategy", {"dp": "data_parallel"}, note=ONE_PROCESS)
 
 SPELLINGS: Mapping[str, Spelling] = {
     # precision
@@ -110,9 +140,11 @@ SPELLINGS: Mapping[str, Spelling] = {
     "gradient_accumulation": Spelling("accumulation_steps"),
     "target_memory_usage": Spelling("gpu_memory_fraction"),
     # device
-    "device": Spelling("gpu_mode", _DEVICE),
-    "training_mode": Spelling("gpu_mode", _MODE),
-    "accelerator": Spelling("gpu_mode", _DEVICE),
+    "device": Spelling("gpu_mode", _DEVICE, elsewhere=_CUDA),
+    "training_mode": Spelling(
+        "gpu_mode", {"single": "single_gpu"}, elsewhere={"distributed": _DISTRIBUTED, "ddp": _DISTRIBUTED, "data_parallel": _OLD_PARALLEL}
+    ),
+    "accelerator": Spelling("gpu_mode", _ACCELERATOR),
     "no_cuda": Spelling("gpu_mode", _either("cpu", "auto")),
     "use_cpu": Spelling("gpu_mode", _either("cpu", "auto")),
     "gradient_checkpointing": Spelling("activation_checkpointing", _ON_OFF),
@@ -120,34 +152,98 @@ SPELLINGS: Mapping[str, Spelling] = {
     "torch_compile": Spelling("compile", _TRUE_FALSE),
     "dynamo_backend": Spelling("compile", _TRUE_FALSE),
     "allow_tf32": Spelling("tf32", _ON_OFF),
-    "num_gpus": Spelling(None, note=ONE_DEVICE),
-    "num_machines": Spelling(None, note=ONE_DEVICE),
-    "multi_gpu": Spelling(None, note=ONE_DEVICE),
-    "distributed_type": Spelling(None, note=ONE_DEVICE),
-    "world_size": Spelling(None, note=ONE_DEVICE),
-    "num_processes": Spelling(None, note=ONE_DEVICE),
-    "nproc_per_node": Spelling(None, note=ONE_DEVICE),
-    "nnodes": Spelling(None, note=ONE_DEVICE),
-    "gpu_ids": Spelling(None, note=f"{ONE_DEVICE}; CUDA_VISIBLE_DEVICES chooses the GPU"),
-    "device_ids": Spelling(None, note=f"{ONE_DEVICE}; CUDA_VISIBLE_DEVICES chooses the GPU"),
-    "use_ddp": Spelling(None, note=ONE_DEVICE),
-    "use_deepspeed": Spelling(None, note=ONE_DEVICE),
-    "deepspeed": Spelling(None, note=ONE_DEVICE),
-    "deepspeed_config": Spelling(None, note=ONE_DEVICE),
-    "zero_stage": Spelling(None, note=ONE_DEVICE),
-    "use_fsdp": Spelling(None, note=ONE_DEVICE),
-    "enable_data_parallel": Spelling(None, note=ONE_DEVICE),
-    "enable_distributed": Spelling(None, note=ONE_DEVICE),
-    "gpus": Spelling(None, note=ONE_DEVICE),
-    "devices": Spelling(None, note=f"{ONE_DEVICE}; CUDA_VISIBLE_DEVICES chooses the GPU"),
-    "strategy": Spelling(None, note=ONE_DEVICE),
+    "use_gpu": Spelling("gpu_mode", _either("auto", "cpu")),
+    # several devices: how many, and which
+    "num_gpus": Spelling("workers", _WORKERS, note="one worker per GPU; --devices chooses which"),
+    "n_gpus": Spelling("workers", _WORKERS, note="one worker per GPU; --devices chooses which"),
+    "gpus": Spelling("workers", _WORKERS, note="one worker per GPU; --devices chooses which"),
+    "num_processes": Spelling("workers", _WORKERS),
+    "nproc_per_node": Spelling("workers", _WORKERS, note="of all nodes together"),
+    "gpus_per_node": Spelling("workers", _WORKERS, note="of all nodes together"),
+    "ntasks_per_node": Spelling("workers", _WORKERS, note="of all nodes together"),
+    "world_size": Spelling("workers", _WORKERS),
+    "gpu_ids": Spelling("devices", {"all": _LEAVE_OUT}),
+    "device_ids": Spelling("devices", {"all": _LEAVE_OUT}),
+    "multi_gpu": Spelling("gpu_mode", _either("multi_gpu", "single_gpu")),
+    "num_nodes": Spelling(None, note=NODES),
+    "num_machines": Spelling(None, note=NODES),
+    "nnodes": Spelling(None, note=NODES),
+    **dict.fromkeys(
+        (
+            "node_rank",
+            "machine_rank",
+            "local_rank",
+            "rank",
+            "master_addr",
+            "master_port",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "rdzv_endpoint",
+            "rdzv_id",
+            "rdzv_conf",
+            "init_method",
+            "dist_url",
+            "standalone",
+            "hostfile",
+        ),
+        Spelling(None, note=BY_RAY),
+    ),
+    # several devices: in which way
+    "strategy": Spelling(
+        "parallel_strategy",
+        {"ddp": "data_parallel", "ddp_spawn": "data_parallel", "ddp_notebook": "data_parallel"},
+        elsewhere=_BY_STATE | {"dp": _OLD_PARALLEL, "single_device": _ALONE},
+    ),
+    "distributed_type": Spelling(
+        "gpu_mode", {"multi_cpu": "cpu", "multi_gpu": "multi_gpu"}, elsewhere=_BY_STATE | {"no": _ALONE, "false": _ALONE}
+    ),
+    "use_ddp": Spelling("parallel_strategy", _DATA_PARALLEL),
+    "ddp": Spelling("parallel_strategy", _DATA_PARALLEL),
+    "enable_distributed": Spelling("parallel_strategy", _DATA_PARALLEL),
+    "enable_data_parallel": Spelling("parallel_strategy", _DATA_PARALLEL, note=ONE_PROCESS),
+    "dist_backend": Spelling("backend"),
+    "ddp_backend": Spelling("backend"),
+    "distributed_backend": Spelling("backend"),
+    "process_group_backend": Spelling("backend"),
+    "use_deepspeed": Spelling("sharding", _either("zero2", "none")),
+    "deepspeed": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
+    "deepspeed_config": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
+    "deepspeed_config_file": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
+    "zero_stage": Spelling("sharding", _STAGE),
+    "zero_optimization": Spelling("sharding", _STAGE),
+    "use_fsdp": Spelling("sharding", _FSDP),
+    "fsdp": Spelling("sharding", _FSDP),
+    "sharding_strategy": Spelling("sharding", _FSDP),
+    "fsdp_sharding_strategy": Spelling("sharding", _FSDP_STRATEGY),
+    "fsdp_offload_params": Spelling("cpu_offload", _OFFLOAD),
+    "enable_cpu_offload": Spelling("cpu_offload", _OFFLOAD),
+    "offload_optimizer": Spelling("cpu_offload", _OFFLOAD, note="parameters and optimizer state together, with --sharding zero2 or zero3"),
+    "offload_optimizer_device": Spelling("cpu_offload", _OFFLOAD),
+    "offload_param": Spelling("cpu_offload", _OFFLOAD),
+    "offload_param_device": Spelling("cpu_offload", _OFFLOAD),
+    "sync_bn": Spelling("sync_batchnorm", _TRUE_FALSE),
+    "syncbn": Spelling("sync_batchnorm", _TRUE_FALSE),
+    "use_syncbn": Spelling("sync_batchnorm", _TRUE_FALSE),
+    "use_sync_bn": Spelling("sync_batchnorm", _TRUE_FALSE),
+    "sync_batch_norm": Spelling("sync_batchnorm", _TRUE_FALSE),
+    "ddp_bucket_cap_mb": Spelling("bucket_cap_mb"),
+    "ddp_find_unused_parameters": Spelling("find_unused_parameters", _TRUE_FALSE),
+    "enable_find_unused_parameters": Spelling("find_unused_parameters", _TRUE_FALSE),
+    "ddp_broadcast_buffers": Spelling("broadcast_buffers", _ON_OFF),
+    "ddp_static_graph": Spelling("static_graph", _TRUE_FALSE),
+    "enable_gradient_as_bucket_view": Spelling("gradient_as_bucket_view", _TRUE_FALSE),
+    "ddp_timeout": Spelling("collective_timeout"),
+    "max_restarts": Spelling("max_failures"),
+    "address": Spelling("ray_address"),
     # data
-    "num_workers": Spelling("loader_workers"),
+    "num_workers": Spelling("loader_workers", note="processes that load data; Ray Train's num_workers is --workers"),
     "dataloader_num_workers": Spelling("loader_workers"),
     "pin_memory": Spelling(None, note="the plan pins memory whenever a GPU is used: leave it out"),
     "data_path": Spelling("data_dir"),
     # optimizer
     "lr": Spelling("learning_rate"),
+    "wd": Spelling("weight_decay"),
     "warmup": Spelling("warmup_steps"),
     "num_warmup_steps": Spelling("warmup_steps"),
     "lr_scheduler": Spelling("schedule"),
@@ -160,6 +256,8 @@ SPELLINGS: Mapping[str, Spelling] = {
     "num_epochs": Spelling("epochs"),
     "num_train_epochs": Spelling("epochs"),
     "patience": Spelling("early_stopping_patience"),
+    "fast_dev_run": Spelling("debug", _TRUE_FALSE),
+    "dry_run": Spelling("debug", _TRUE_FALSE),
     "auto_optimize": Spelling("auto", _TRUE_FALSE),
     "no_auto_optimize": Spelling("auto", _either("false", "true")),
     # model
@@ -176,13 +274,18 @@ SPELLINGS: Mapping[str, Spelling] = {
     # record
     "output_dir": Spelling("run_dir"),
     "save_dir": Spelling("run_dir"),
+    "default_root_dir": Spelling("run_dir"),
     "experiment_name": Spelling("name"),
     "save_steps": Spelling("checkpoint_every"),
     "save_total_limit": Spelling("keep"),
     "resume_from_checkpoint": Spelling("resume", _either("auto", _LEAVE_OUT)),
+    "ckpt_path": Spelling("resume"),
     "logging_steps": Spelling("log_every"),
     "eval_steps": Spelling("evaluate_every"),
+    "val_check_interval": Spelling("evaluate_every", note="in steps"),
     "report_to": Spelling("trackers", {"none": "[]"}),
+    "logger": Spelling("trackers", _either(_LEAVE_OUT, "[]")),
+    "quiet": Spelling(None, note="the screen shows one line at a time, and what libraries say lies in the run folder: leave it out"),
     "use_wandb": Spelling("trackers", _either("wandb", _LEAVE_OUT)),
     "enable_gpu_monitoring": Spelling("monitor_gpu", _TRUE_FALSE),
 }

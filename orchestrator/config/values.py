@@ -36,10 +36,11 @@ class _TruthValue(Exception):
 
 
 def _mended(hint: Any, value: Any) -> Any:
-    """``on`` and ``off``, which YAML reads as truth values, are words here; one value may stand for a list of one; and a
-    truth value is no number."""
+    """``on`` and ``off``, which YAML reads as truth values, are words here; one value may stand for a list of one, and text
+    with commas for a list; and a truth value is no number."""
     if get_origin(hint) is tuple:
-        values = value if isinstance(value, list | tuple) or value is None else [value]
+        single = value.split(",") if isinstance(value, str) else [value]
+        values = value if isinstance(value, list | tuple) or value is None else [v.strip() if isinstance(v, str) else v for v in single]
         return values and tuple(_mended(get_args(hint)[0], inner) for inner in values)
     if isinstance(value, bool) and hint is not bool:
         if {"on", "off"} <= set(choices(hint)):

@@ -67,25 +67,53 @@ class Memory:
         return asdict(self) | {"total": self.total}
 
 
-def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None) -> Memory:
-    """fp32 weights and gradients, two Adam moments, and the activations of a micro-batch, with room for the gradient of
-    the largest one and a copy of it in another precision. Recomputed blocks keep their inputs, and all of one block at
-    a time."""
+def memory(
+    facts: ModelFacts,
+    micro_batch: int,
+    recompute: bool,
+    limit: float | None,
+    workers: int = 1,
+    sharding: str = "none",
+    offload: bool = False,
+) -> Memory:
+    """What a step needs on each worker's device: fp32 weights and gradients, two Adam moments, and the activations of a
+    micro-batch, with room for the gradient of the largest one and a copy of it in another precision. Recomputed blocks keep
+    their inputs, and all of one block at a time. ``sharding`` divides gradients and moments (zero2), and parameters too
+    (zero3), among the workers; ``offload`` keeps these shards in host memory."""
     per_sample, base = facts.activation_bytes + _BACKWARD_ROOM * facts.largest_bytes, facts.activation_base
     if recompute and facts.blocks:
         per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
         base /= facts.blocks
-    dense = facts.parameters - facts.gate_parameters
     gate_trained = min(facts.trainable, facts.gate_parameters)
-    dense_trained = facts.trainable - gate_trained
+    held = _Held.of(sharding, workers, facts.blocks, offload)
+    dense, trained = (facts.parameters - facts.gate_parameters) * _FP32, (facts.trainable - gate_trained) * _FP32
+    gate = facts.gate_parameters * held.parameters + gate_trained * (held.gradients + _ADAM_SLOTS * held.moments)
     return Memory(
-        parameters=dense * _FP32,
-        gradients=dense_trained * _FP32,
-        optimizer=dense_trained * _FP32 * _ADAM_SLOTS,
+        parameters=dense * held.parameters,
+        gradients=trained * held.gradients,
+        optimizer=trained * _ADAM_SLOTS * held.moments,
         activations=base + per_sample * micro_batch,
-        gate=(facts.gate_parameters + gate_trained * (1 + _ADAM_SLOTS)) * _FP32,
+        gate=gate * _FP32,
         limit=limit,
     )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """How many times over a worker's device holds the parameters, their gradients and each moment."""
+
+    parameters: float
+    gradients: float
+    moments: float
+
+    @classmethod
+    def of(cls, sharding: str, workers: int, blocks: int, offload: bool) -> _Held:
+        """Sharded, what a worker computes with is gathered beside its own shard: everything until the backward pass is over
+        (zero2), or a block at a time (zero3); and a block's gradients are whole until they are handed to their keepers."""
+        if sharding == "none":
+            return cls(1.0, 1.0, 1.0)
+        shard, block = 0.0 if offload else 1 / workers, 1 / max(1, blocks)
+        return cls(shard + (1.0 if sharding == "zero2" else block), shard + block, shard)
 
 
 def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> float:
@@ -93,12 +121,20 @@ def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> flo
     return facts.flops_per_sample * global_batch * (4 if recompute else 3)
 
 
-def largest_fitting(facts: ModelFacts, most: int, recompute: bool, limit: float | None) -> int:
+def largest_fitting(
+    facts: ModelFacts,
+    most: int,
+    recompute: bool,
+    limit: float | None,
+    workers: int = 1,
+    sharding: str = "none",
+    offload: bool = False,
+) -> int:
     """The largest micro-batch up to ``most`` whose estimate fits; 0 when not even one sample does."""
     fitting, refused = 0, most + 1
     while refused - fitting > 1:
         middle = (fitting + refused) // 2
-        if memory(facts, middle, recompute, limit).fits:
+        if memory(facts, middle, recompute, limit, workers, sharding, offload).fits:
             fitting = middle
         else:
             refused = middle

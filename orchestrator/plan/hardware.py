@@ -266,3 +266,15 @@ def _versions(torch: Any) -> dict[str, str]:
 def set_environment(name: str, value: str) -> None:
     """Set a variable that a library reads at its start, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def in_cluster() -> bool:
+    """Whether this process was started inside a Ray cluster, as the entry point of a job, or was told of one."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def results_folder() -> Path:
+    """Where runs are kept that were given no folder: beside the user's work; or, in a Ray job, whose working folder is a
+    copy that goes with the job, where Ray keeps its own results."""
+    here = Path.cwd()
+    return Path.home() / "ray_results" if "runtime_resources" in here.parts else here / "results"

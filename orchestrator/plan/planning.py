@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from orchestrator.config.settings import Config, Switch
-from orchestrator.errors import ResourceError
+from orchestrator.errors import UserError
 from orchestrator.plan.batching import Batching, plan_batches
+from orchestrator.plan.cluster import Cluster, chosen_gpus
 from orchestrator.plan.estimate import Memory, ModelFacts, flops_per_step, memory
-from orchestrator.plan.hardware import Inventory
+from orchestrator.plan.hardware import Gpu, Inventory
+from orchestrator.plan.parallel import (
+    PLAIN,
+    Strategy,
+    check_gpu_mode,
+    choose_backend,
+    choose_sharding,
+    choose_strategy,
+    choose_workers,
+    on_gpus,
+)
 from orchestrator.types import GIB, Choice, Rejected, bytes_text
 
 Arithmetic = Literal["fp32", "bf16", "fp16"]
-PLAIN = "plain default, because of --no-auto"
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
 _HOST_SHARE = 0.8  # of the free RAM may be planned with
 _PLAIN_LOG_EVERY = 10
@@ -25,6 +35,10 @@ class Plan:
     """What will run, and why."""
 
     device: Choice[str]
+    strategy: Choice[Strategy]
+    workers: Choice[int]
+    backend: Choice[str]
+    sharding: Choice[str]
     precision: Choice[Arithmetic]
     tf32: Choice[bool]
     starting_batch: Choice[str]
@@ -58,21 +72,34 @@ class Plan:
 
 
 def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
-    """One device: the first GPU where there is one, else the CPU."""
-    mode, gpus = config.device.gpu_mode, inventory.gpus
+    """The device of a run in one process: the first of ``--devices``, the emptiest GPU, or the CPU."""
+    mode, asked = config.device.gpu_mode, config.parallel.devices
     if mode == "cpu":
         return Choice("cpu", "asked for by --gpu-mode cpu")
+    gpus = chosen_gpus(inventory, asked)
+    check_gpu_mode(config, len(gpus), inventory.gpu_error)
     if not gpus:
-        if mode == "single_gpu":
-            why = f": {inventory.gpu_error}" if inventory.gpu_error else ""
-            raise ResourceError(
-                f"--gpu-mode single_gpu needs one GPU; 0 were found{why}. Use --gpu-mode auto or cpu, or see 'orchestrator check'"
-            )
         return Choice("cpu", inventory.gpu_error or "no GPU was found", (Rejected("cuda:0", "there is none"),))
-    others = (Rejected(f"the other {len(gpus) - 1} GPUs", "this version trains on one device"),) if len(gpus) > 1 else ()
-    best = max(gpus, key=lambda gpu: (gpu.memory_free // GIB, -gpu.index))
+    best = gpus[0] if asked else max(gpus, key=lambda gpu: (gpu.memory_free // GIB, -gpu.index))
     reason = "the only GPU" if len(gpus) == 1 else "the GPU with the most free memory"
+    if asked:
+        reason = f"asked for by --devices {','.join(map(str, asked))}"
+    others = (Rejected(f"the other {len(gpus) - 1} GPUs", "one process trains on one device"),) if len(gpus) > 1 else ()
     return Choice(f"cuda:{best.index}", f"{reason}: {best.name}, {bytes_text(best.memory_total)}", others)
+
+
+def choose_worker_device(config: Config, inventory: Inventory, declared: int = 0) -> Choice[str]:
+    """The device of each data-parallel worker, on a node like ``inventory``: ``cuda``, a GPU of its own, or the CPU. Where the
+    cluster counts ``declared`` GPUs that CUDA does not show, the CPU trains."""
+    if config.device.gpu_mode == "cpu":
+        return Choice("cpu", "asked for by --gpu-mode cpu")
+    gpus = inventory.gpus
+    if not gpus:
+        counted = f"the cluster counts {declared}, but CUDA shows none" if declared else "no GPU was found"
+        return Choice("cpu", inventory.gpu_error or counted, (Rejected("cuda", "there is none"),))
+    least = min(gpus, key=lambda gpu: gpu.memory_total)
+    different = "" if inventory.same_model else "; planned for the smallest"
+    return Choice("cuda", f"a GPU for each worker: {least.name}, {bytes_text(least.memory_total)}{different}")
 
 
 def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[Arithmetic]:
@@ -99,18 +126,86 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
     return Choice("fp16", f"compute capability {capability} has fp16 units but no bf16", (Rejected("fp32", "slower"),))
 
 
-def plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None = None) -> Plan:
-    """The plan of a run. ``measured`` holds a batch size found by probing, which takes the place of the estimate."""
-    device = choose_device(config, inventory)
-    limit = _limit(config, inventory, device.value)
-    batching = plan_batches(config, facts, _gpu(inventory, device.value).memory_total if device.value != "cpu" else None, limit, measured)
+@dataclass(frozen=True)
+class _Team:
+    """Who trains, on what, and what each of them has of the machine."""
+
+    strategy: Choice[Strategy]
+    device: Choice[str]
+    workers: Choice[int]
+    backend: Choice[str]
+    sharding: Choice[str]
+    on_one_node: int
+    limit: float
+
+
+def plan(
+    config: Config,
+    inventory: Inventory,
+    facts: ModelFacts,
+    measured: Mapping[str, int] | None = None,
+    cluster: Cluster | None = None,
+    in_cluster: bool = False,
+) -> Plan:
+    """The plan of a run. ``measured`` holds a batch size found by probing, which takes the place of the estimate, and the
+    ``global_batch_size`` that a resumed run began with. ``inventory`` is this machine, or in a cluster a node that will
+    have workers; without ``cluster`` this machine is all there is. ``in_cluster``: we run inside a Ray job."""
+    joined = cluster is not None and cluster.joined
+    strategy = choose_strategy(config, inventory, in_cluster or joined)
+    if strategy.value == "single":
+        team = _alone(config, inventory, strategy)
+    else:
+        if not joined:
+            inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
+        team = _together(config, inventory, facts, strategy, cluster or Cluster.of(inventory))
+    return _plan(config, inventory, facts, measured, team)
+
+
+def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> _Team:
+    if config.parallel.cpu_offload:
+        raise UserError(
+            f"--cpu-offload keeps the shards of data-parallel workers in host memory, and this run is one process ({strategy.reason}); "
+            f"leave it out, or add --parallel-strategy data_parallel"
+        )
+    device, nobody = choose_device(config, inventory), "one process has nobody to share with"
+    asked = config.parallel.sharding
+    return _Team(
+        strategy,
+        device,
+        workers=Choice(1, "one process"),
+        backend=Choice("none", "one process has nobody to talk to"),
+        sharding=Choice("none", nobody if asked in ("auto", "none") else f"{nobody}, in place of --sharding {asked}"),
+        on_one_node=1,
+        limit=_limit(config, inventory, device.value, 1),
+    )
+
+
+def _together(config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[Strategy], cluster: Cluster) -> _Team:
+    workers = choose_workers(config, cluster, inventory)
+    device = choose_worker_device(config, inventory, cluster.gpus)
+    on_gpu, count = device.value != "cpu", workers.value
+    on_one_node = cluster.on_one_node(count, on_gpus(config, cluster))
+    limit = _limit(config, inventory, device.value, on_one_node)
+    sharding = choose_sharding(config, facts, count, limit, on_gpu)
+    return _Team(strategy, device, workers, choose_backend(config, on_gpu, count), sharding, on_one_node, limit)
+
+
+def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None, team: _Team) -> Plan:
+    device, count, sharding = team.device.value, team.workers.value, team.sharding.value
+    gpu_memory = _gpu(inventory, device).memory_total if device != "cpu" else None
+    batching = plan_batches(config, facts, gpu_memory, team.limit, measured, count, sharding)
+    batch, recompute = batching.batch_size.value, batching.recompute.value
     steps = _total_steps(config, facts, batching)
-    on_device = _data_on_device(config, inventory, facts, device.value)
-    workers = _loader_workers(config, inventory, facts, device.value)
+    threads = _threads(inventory, team.on_one_node)
+    loaders = _loader_workers(config, facts, device, threads)
     return Plan(
-        device=device,
-        precision=choose_precision(config, inventory, device.value),
-        tf32=_tf32(config, inventory, device.value),
+        device=team.device,
+        strategy=team.strategy,
+        workers=team.workers,
+        backend=team.backend,
+        sharding=team.sharding,
+        precision=choose_precision(config, inventory, device),
+        tf32=_tf32(config, inventory, device),
         starting_batch=batching.starting,
         batch_size=batching.batch_size,
         accumulation_steps=batching.accumulation,
@@ -119,29 +214,40 @@ def plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapp
         activation_checkpointing=batching.recompute,
         compile=Choice(config.device.compile, "asked for by --compile" if config.device.compile else "not asked for (--compile)"),
         fused_optimizer=_fused(config, facts),
-        cudnn_benchmark=_cudnn(config, device.value),
-        loader_workers=workers,
-        prefetch=_prefetch(config, inventory, workers.value),
-        data_on_device=on_device,
-        threads=Choice(inventory.cores, f"{inventory.cores} usable cores"),
+        cudnn_benchmark=_cudnn(config, device),
+        loader_workers=loaders,
+        prefetch=_prefetch(config, inventory, loaders.value, team.on_one_node),
+        data_on_device=_data_on_device(config, inventory, facts, device),
+        threads=threads,
         warmup_steps=_warmup(config, steps.value),
         total_steps=steps,
-        log_every=_log_every(config, steps.value, device.value),
-        memory=memory(facts, batching.batch_size.value, batching.recompute.value, limit),
-        flops_per_step=flops_per_step(facts, batching.global_batch.value, batching.recompute.value),
+        log_every=_log_every(config, steps.value, device),
+        memory=memory(facts, batch, recompute, team.limit, count, sharding, config.parallel.cpu_offload),
+        flops_per_step=flops_per_step(facts, batching.global_batch.value, recompute),
     )
 
 
-def _gpu(inventory: Inventory, device: str) -> Any:
-    return next(gpu for gpu in inventory.gpus if f"cuda:{gpu.index}" == device)
+def _gpu(inventory: Inventory, device: str) -> Gpu:
+    """The GPU of that name; for ``cuda``, any of them, one that has the least of each."""
+    if device != "cuda":
+        return next(gpu for gpu in inventory.gpus if f"cuda:{gpu.index}" == device)
+    smallest = min(inventory.gpus, key=lambda gpu: gpu.memory_total)
+    free, capability = min(gpu.memory_free for gpu in inventory.gpus), min(gpu.capability for gpu in inventory.gpus)
+    return replace(smallest, memory_free=free, capability=capability)
 
 
-def _limit(config: Config, inventory: Inventory, device: str) -> float:
-    """Bytes the run may plan with: the asked share of the GPU, at most what is free; or most of the free RAM."""
+def _limit(config: Config, inventory: Inventory, device: str, on_one_node: int) -> float:
+    """Bytes a worker may plan with: the asked share of the GPU, at most what is free; or its part of most of the free RAM."""
     if device == "cpu":
-        return inventory.ram_free * _HOST_SHARE
+        return inventory.ram_free * _HOST_SHARE / on_one_node
     gpu = _gpu(inventory, device)
     return min(gpu.memory_total * config.batch.gpu_memory_fraction, gpu.memory_free)
+
+
+def _threads(inventory: Inventory, on_one_node: int) -> Choice[int]:
+    if on_one_node == 1:
+        return Choice(inventory.cores, f"{inventory.cores} usable cores")
+    return Choice(max(1, inventory.cores // on_one_node), f"{inventory.cores} usable cores for {on_one_node} workers on a node")
 
 
 def _switch(value: Switch, flag: str) -> Choice[bool] | None:
@@ -183,8 +289,9 @@ def _cudnn(config: Config, device: str) -> Choice[bool]:
     return Choice(True, "batches have one shape")
 
 
-def _loader_workers(config: Config, inventory: Inventory, facts: ModelFacts, device: str) -> Choice[int]:
-    """One rule: a process per core beyond the one that trains, at most eight; none where batches come from memory."""
+def _loader_workers(config: Config, facts: ModelFacts, device: str, cores: Choice[int]) -> Choice[int]:
+    """One rule: a process per core of this worker beyond the one that trains, at most eight; none where batches come from
+    memory."""
     if config.data.loader_workers >= 0:
         return Choice(config.data.loader_workers, f"asked for by --loader-workers {config.data.loader_workers}")
     if not config.run.auto:
@@ -193,16 +300,16 @@ def _loader_workers(config: Config, inventory: Inventory, facts: ModelFacts, dev
         return Choice(0, "the data hands out whole batches from memory", (Rejected("loader processes", "nothing to load"),))
     if device == "cpu":
         return Choice(0, "the CPU trains: loader processes would take its cores", (Rejected("loader processes", "try --loader-workers 1"),))
-    count = max(0, min(8, inventory.cores - 1))
-    return Choice(count, f"one per core beyond the one that trains, at most 8; {inventory.cores} cores")
+    count = max(0, min(8, cores.value - 1))
+    return Choice(count, f"one per core beyond the one that trains, at most 8; {cores.reason}")
 
 
-def _prefetch(config: Config, inventory: Inventory, workers: int) -> Choice[int]:
-    if not workers:
+def _prefetch(config: Config, inventory: Inventory, loaders: int, on_one_node: int) -> Choice[int]:
+    if not loaders:
         return Choice(2, "not used: no loader processes")
     if not config.run.auto:
         return Choice(2, PLAIN)
-    deep = inventory.ram_free > 8 * GIB * workers
+    deep = inventory.ram_free > 8 * GIB * loaders * on_one_node
     return Choice(4 if deep else 2, f"batches per loader process; {bytes_text(inventory.ram_free)} RAM free")
 
 

@@ -2,24 +2,30 @@
 
 | event      | fields besides ``event`` and ``time`` (unix seconds)                                                    |
 |------------|---------------------------------------------------------------------------------------------------------|
-| start      | version, task, strategy, workers, device, precision, global_batch_size, parameters, total_steps, step     |
+| start      | version, task, strategy (single, data_parallel), workers, device, precision, global_batch_size, parameters, |
+|            | total_steps, step; on several workers also backend, sharding, nodes and, where they differ, shares          |
+|            | [part of the global batch by worker]                                                                      |
 | step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean over the batch};  |
 |            | warm_up true on the first steps of a process                                                              |
-| phases     | step, steps, seconds per step of: data, forward, backward, optimizer; total                               |
+| phases     | step, steps, seconds per step of: data, forward, backward, optimizer and, on several workers,              |
+|            | communication; total                                                                                      |
 | load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps                              |
 | epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated, reserved}               |
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                                        |
-| checkpoint | step, path, bytes, seconds                                                                                |
+| checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (of those, the loop was held up)              |
 | monitor    | step, host {cpu_percent, memory_used, memory_total, process_memory}, devices [{index, name, …}]            |
 | oom        | step, micro_batch, next_micro_batch, where                                                                |
 | compile    | status, seconds, detail                                                                                   |
 | warning    | kind, message                                                                                             |
 | resume     | step, path, skipped [{path, reason}]                                                                      |
-| failure    | kind, message                                                                                             |
+| failure    | kind, message, rank (or null), step, final: only a final one ends the run                                  |
+| recovery   | attempt, reason, workers_before, workers, step (taken up from), lost_steps, detect_seconds,                |
+|            | restart_seconds, restore_seconds, total_seconds: from the failure until training goes on                    |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the most of the run                          |
 
 A step replayed after a restart is appended again: readers take its last line (``by_step``). A torn final line, left by
-a killed writer, is dropped by readers and cut off before the next append.
+a killed writer, is dropped by readers and cut off before the next append. A run that restarts its workers after a failure
+writes ``failure``, ``recovery`` and, where the workers are new processes, another ``start``: before or after ``recovery``.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,26 +92,54 @@ def read_events(path: Path) -> list[Event]:
     """All whole lines of the file, in order. Lines that are not JSON objects are skipped."""
     if not path.exists():
         return []
-    events: list[Event] = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            event = json.loads(line)
-        except ValueError:  # the torn line of a killed writer
-            continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-    return events
+    return [event for line in path.read_bytes().split(b"\n") if (event := parse(line)) is not None]
+
+
+def parse(line: bytes) -> Event | None:
+    """The event of a line; None where it holds something else, such as the torn line of a killed writer."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def present(events: Iterable[Event]) -> list[Event]:
-    """The events of the run as it went: what a process recorded past the step that a later one started from is gone."""
+    """The events of the run as it went: what was recorded past the step that a restart or a recovery went back to is gone."""
     kept: list[Event] = []
     for event in events:
-        if event["event"] == "start":
+        if event["event"] == "start" or (event["event"] == "recovery" and not _restarted(kept)):
             at = event.get("step") or 0
             kept = [old for old in kept if old["event"] not in _STEPPED or old["step"] <= at]
         kept.append(event)
     return kept
+
+
+def _restarted(events: Sequence[Event]) -> bool:
+    """Whether new processes have begun since the failure: the recovery may be told when they have made steps already."""
+    last = next((event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")), None)
+    return last == "start" and len(of_kind(events, "start")) > 1
+
+
+def recovered_starts(events: Sequence[Event]) -> set[int]:
+    """Places of the starts that belong to a recovery: they have its step, and no other start lies between the two."""
+    starts = [place for place, event in enumerate(events) if event["event"] == "start"]
+    unmatched = [place for place, event in enumerate(events) if event["event"] == "recovery"]
+    found: set[int] = set()
+    for before, place, after in zip(starts, starts[1:], [*starts[2:], len(events)], strict=False):
+        step = events[place].get("step") or 0
+        match = next((at for at in unmatched if before < at < after and (events[at].get("step") or 0) == step), None)
+        if match is not None:
+            unmatched.remove(match)
+            found.add(place)
+    return found
+
+
+def sittings(events: Sequence[Event]) -> list[list[Event]]:
+    """The events of each time the run was begun or taken up by its user; restarts of workers are part of theirs."""
+    recovered = recovered_starts(events)
+    cuts = [place for place, event in enumerate(events) if event["event"] == "start" and place and place not in recovered]
+    return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
 
 
 _STEPPED = {"step", "evaluate", "epoch", "phases", "load", "monitor"}

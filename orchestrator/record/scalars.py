@@ -21,6 +21,8 @@ def scalars(event: Event) -> dict[str, float]:
         case "epoch":
             memory = {f"memory_{name}": value for name, value in _mapping(event.get("memory")).items()}
             return _numbers("epoch/", _without(event, "epoch") | memory)
+        case "recovery":
+            return _numbers("recovery/", _without(event, "attempt"))
         case "monitor":
             return _numbers("monitor/", _monitor_values(event))
         case "load":

@@ -1,6 +1,7 @@
 """What a person sees of a run: a banner, a progress bar (plain lines where the output is no terminal), evaluations, trouble.
 
-A listener of the event log. A step event only updates numbers; rich's own thread draws them, some eight times a second.
+A listener of the event log, or of a follower of it in a process that does not train. A step event only updates numbers;
+rich's own thread draws them, some eight times a second.
 Text from outside (messages, paths, names of metrics) is shown as it is: never as markup, never as control characters.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import number
+from orchestrator.record.wording import failure_text, recovery_text
 from orchestrator.types import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Screen:
         self._state = _State()
         self._bar: Progress | None = None
         self._next_line = 0
+        self._recovering = False
         self._handlers: dict[str, Callable[[Event], None]] = {
             "start": self._start,
             "step": self._step,
@@ -86,6 +89,7 @@ class Screen:
             "resume": self._resume,
             "warning": lambda event: self._trouble(f"warning: {event.get('message')}"),
             "failure": self._failure,
+            "recovery": self._recovery,
             "compile": self._compile,
             "oom": lambda event: self._trouble(_oom_text(event)),
             "end": lambda event: self.close(),  # noqa: ARG005
@@ -133,7 +137,7 @@ class Screen:
 
     def _step(self, event: Event) -> None:
         state = self._state
-        state.step = event["step"]
+        state.step = int(event.get("step") or 0)
         state.loss = number(event.get("loss"))
         state.speed.add(event)
         if not self._live and (state.step >= self._next_line or state.step == state.total):
@@ -158,12 +162,18 @@ class Screen:
             self._trouble(f"skipped checkpoint {PurePath(str(skipped.get('path'))).name}: {skipped.get('reason')}")
         if event.get("weights_only"):
             self._line(f"began with the weights of {event.get('path')}")
-        else:
+        elif not self._recovering:  # the recovery tells it better
             self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
 
     def _failure(self, event: Event) -> None:
-        if not event.get("final"):  # the last one is told by whoever called
-            self._trouble(f"failure ({event.get('kind')}): {event.get('message')}")
+        if event.get("final"):  # the last one is told by whoever called
+            return
+        self._recovering = True
+        self._trouble(failure_text(event) + (": restarting" if event.get("rank") is not None else ""))
+
+    def _recovery(self, event: Event) -> None:
+        self._recovering = False
+        self._trouble(recovery_text(event))
 
     def _compile(self, event: Event) -> None:
         if event.get("status") == "failed":

@@ -8,26 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.events import Event, by_step, of_kind, present
+from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     """The fields of ``summary.json``."""
     events = present(recorded)
-    starts, ends = of_kind(events, "start"), of_kind(events, "end")
+    starts, ends, recoveries = of_kind(events, "start"), of_kind(events, "end"), of_kind(events, "recovery")
+    last_end = next(iter(of_kind(sittings(recorded)[-1], "end")[-1:]), None) if recorded else None
     start: Event = starts[-1] if starts else {"event": "start"}
     steps, evaluations = by_step(events), by_step(events, "evaluate")
-    seconds = sum(end["seconds"] for end in ends)
     useful = sum(step["seconds"] for step in steps)
-    replayed = sum(step["seconds"] for step in of_kind(recorded, "step")) - useful
+    spent = sum(step["seconds"] for step in of_kind(recorded, "step")) + _total(recoveries, "total_seconds")
+    repeated = len(of_kind(recorded, "step")) - len(steps)
     last = evaluations[-1] if evaluations else None
     best = _best(evaluations)
     return {
-        "status": ends[-1]["status"] if ends else "killed",
-        "reason": ends[-1]["reason"] if ends else "the process ended without a word",
-        **{
-            key: start.get(key) for key in ("task", "strategy", "workers", "device", "precision", "global_batch_size", "parameters", "unit")
-        },
+        "status": last_end["status"] if last_end else "killed",
+        "reason": last_end["reason"] if last_end else "the process ended without a word",
+        **{key: start.get(key) for key in ("task", "strategy")},
+        "workers": next((event["workers"] for event in reversed(events) if event["event"] in _PLACED and event.get("workers")), None),
+        **{key: start.get(key) for key in ("device", "precision", "global_batch_size", "parameters", "unit")},
         "steps": steps[-1]["step"] if steps else 0,
         "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
         "samples_per_second": _rate(steps, "samples"),
@@ -37,11 +38,27 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
         "peak_memory_bytes": max((e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e), default=None),
         "failures": len(of_kind(events, "failure")),
-        "recoveries": len(of_kind(events, "oom")) + max(0, len(starts) - 1),
-        "lost_steps": len(of_kind(recorded, "step")) - len(steps),
-        "goodput": useful / (useful + replayed) if useful + replayed else None,
-        "seconds": seconds,
+        # The workers' restart that a recovery tells of is no other one.
+        "recoveries": len(recoveries) + len(of_kind(events, "oom")) + max(0, len(starts) - 1 - len(recovered_starts(events))),
+        # A killed writer may have lost lines that the recovery knows of.
+        "lost_steps": max(repeated, round(_total(recoveries, "lost_steps"))),
+        "goodput": useful / spent if spent else None,
+        "seconds": sum(_seconds(sitting) for sitting in sittings(recorded)),
     }
+
+
+_PLACED = ("start", "recovery")
+
+
+def _total(events: Sequence[Event], name: str) -> float:
+    return sum(event.get(name) or 0 for event in events)
+
+
+def _seconds(sitting: Sequence[Event]) -> float:
+    """From the first start to the last word; the processes that told no end are in it."""
+    times = [event["time"] for event in sitting if isinstance(event.get("time"), int | float)]
+    told = sum(end.get("seconds") or 0.0 for end in of_kind(sitting, "end"))
+    return max(told, max(times) - min(times) if times else 0.0)
 
 
 def _best(evaluations: Sequence[Event]) -> Event | None:

@@ -20,7 +20,17 @@ SPAN = 1000
 MANY_DOTS = 40
 COLORS = 6
 # Waiting and work beside the training stand out; what has no colour of its own is grey.
-PART_COLORS = {"data": 1, "forward": 0, "backward": 2, "communication": 4, "optimizer": 3, "training": 0, "evaluation": 1, "checkpoints": 3}
+PART_COLORS = {
+    "data": 1,
+    "forward": 0,
+    "backward": 2,
+    "communication": 4,
+    "optimizer": 3,
+    "training": 0,
+    "evaluation": 1,
+    "checkpoints": 3,
+    "recovery": 4,
+}
 COLD, WARM = (43, 108, 176), (217, 72, 15)
 
 Cells = Sequence[Sequence[float | None]]

@@ -162,9 +162,10 @@ def _scored(record: RunRecord, name: str) -> Panel:
 
 
 def _marks(record: RunRecord) -> tuple[tuple[float, str], ...]:
-    """Where the run was taken up again or ran out of memory: what a jump in the curve may come from."""
-    found = [(finite(event.get("step")), event["event"]) for event in record.events if event["event"] in ("resume", "oom")]
-    return tuple((step, kind) for step, kind in found if step is not None)[:MAX_MARKS]
+    """Where the run was taken up again, recovered or ran out of memory: what a jump in the curve may come from."""
+    found = [(finite(event.get("step")), event["event"]) for event in record.events if event["event"] in ("resume", "recovery", "oom")]
+    # A recovery reads a checkpoint, and says so at the same step.
+    return tuple({step: (step, kind) for step, kind in found if step is not None}.values())[:MAX_MARKS]
 
 
 def _broken(record: RunRecord, name: str) -> tuple[float, ...]:

@@ -83,12 +83,19 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
 
 @remembered
 def wall_seconds(record: RunRecord) -> dict[str, float]:
-    """Where the run's time went: training, evaluation, checkpoints and the rest. Replayed steps took their time too."""
+    """Where the run's time went: training, evaluation, checkpoints, recoveries and the rest. Replayed steps took their time too."""
     if not record.seconds or not record.steps:
         return {}
-    kinds = {"training": "step", "evaluation": "evaluate", "checkpoints": "checkpoint"}
-    parts = {name: sum(values(record.of(kind), "seconds")) for name, kind in kinds.items()}
+    parts = {name: sum(values(record.of(kind), "seconds")) for name, kind in (("training", "step"), ("evaluation", "evaluate"))}
+    parts["checkpoints"] = sum(stalls(record))
+    parts["recovery"] = sum(values(record.recoveries, "total_seconds"))
     return _with_rest(parts, record.seconds)
+
+
+def stalls(record: RunRecord) -> list[float]:
+    """Seconds that each checkpoint held up the training: all of its time, unless it was written in the background."""
+    held = [finite(event.get("stall", event.get("seconds"))) for event in record.of("checkpoint")]
+    return [seconds for seconds in held if seconds is not None]
 
 
 def _with_rest(parts: dict[str, float], whole: float) -> dict[str, float]:
@@ -193,6 +200,22 @@ def device_name(record: RunRecord) -> str:
     gpus = {f"cuda:{gpu.get('index')}": gpu.get("name") for gpu in entries(hardware, "gpus")}
     maker = hardware.get("device") or (gpus.get(str(device)) if record.on_gpu else hardware.get("cpu_name"))
     return " · ".join(dict.fromkeys(str(part) for part in (maker, device) if part))
+
+
+def workers_text(record: RunRecord) -> str:
+    """How many worked on the run, and how they were joined: '2, gloo, on 1 node'. Empty where it is not told."""
+    count, start = record.workers, record.start
+    if count is None:
+        return ""
+    first = next((event.get("workers") for event in record.of("start")), None)
+    parts = [f"{count} ({first} at first)" if isinstance(first, int) and first != count else str(count)]
+    parts += [str(start["backend"])] if start.get("backend") else []
+    parts += [f"sharding {start['sharding']}"] if start.get("sharding") not in (None, "none") else []
+    nodes, parts_of_batch = start.get("nodes"), start.get("shares")
+    parts += [f"on {plural(nodes, 'node', 'nodes')}"] if isinstance(nodes, int) else []
+    if isinstance(parts_of_batch, list) and len(set(map(str, parts_of_batch))) > 1:
+        parts.append("shares " + " / ".join(f"{share:.0%}" for value in parts_of_batch if (share := finite(value)) is not None))
+    return ", ".join(parts)
 
 
 def unit_name(record: RunRecord) -> str:

@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.record.events import Event, by_step, of_kind, read_events, sittings
 
 T = TypeVar("T")
 
@@ -100,10 +99,8 @@ class RunRecord:
 
     @cached_property
     def sessions(self) -> list[list[Event]]:
-        """The events of each process that worked on this run; a resumed run has several."""
-        cuts = [index for index, event in enumerate(self.events) if event["event"] == "start"]
-        edges = [0, *[cut for cut in cuts if cut], len(self.events)]
-        return [self.events[begin:end] for begin, end in pairwise(edges) if end > begin]
+        """The events of each time the run was begun or taken up; workers that were restarted on the way make no new one."""
+        return sittings(self.events)
 
     @cached_property
     def start(self) -> Event:
@@ -148,6 +145,26 @@ class RunRecord:
         if device is None:
             return any(event.get("devices") for event in self.monitors)
         return not str(device).lower().startswith("cpu")
+
+    @cached_property
+    def recoveries(self) -> list[Event]:
+        return self.of("recovery")
+
+    @cached_property
+    def resumes(self) -> list[Event]:
+        """Where the run was taken up by its user: before the first step of a sitting. Recoveries read checkpoints too."""
+        found = []
+        for session in self.sessions:
+            first = next((event for event in session if event["event"] in ("resume", "step", "failure")), None)
+            found += [first] if first is not None and first["event"] == "resume" else []
+        return found
+
+    @cached_property
+    def workers(self) -> int | None:
+        """How many worked on the run in the end; None where it is not told."""
+        told = [event.get("workers") for event in self.events if event["event"] in ("start", "recovery")]
+        counts = [count for count in (*told, self.summary.get("workers")) if isinstance(count, int) and not isinstance(count, bool)]
+        return counts[-1] if counts else None
 
     @cached_property
     def replayed_steps(self) -> int:

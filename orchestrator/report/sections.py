@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 
 from orchestrator.report.charts import bar, chart, esc, heat_image, stacked
 from orchestrator.report.curves import Panel, device_panels, panels
@@ -21,18 +22,22 @@ from orchestrator.report.figures import (
     score,
     throughput,
     unit_name,
+    values,
     wall_seconds,
     watched_metric,
+    workers_text,
 )
 from orchestrator.report.loads import LayerLoad, layer_loads
 from orchestrator.report.read import UNFINISHED, RunRecord, finite, section
-from orchestrator.report.tables import compile_text, score_text, status_text
+from orchestrator.report.tables import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.verdict import Verdict, verdict
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
 HEADLINES = {
     "data": "The model waits for data",
+    "communication": "The workers wait for one another",
+    "recovery": "Failures take much of the time",
     "memory": "Memory is the limit",
     "compute": "The arithmetic is the limit",
     "host": "The GPU waits for Python",
@@ -53,6 +58,7 @@ def header(record: RunRecord) -> str:
     facts = {
         "task": record.fact("task"),
         "device": device_name(record),
+        "workers": workers_text(record) if (record.workers or 1) > 1 or record.recoveries else None,
         "precision": record.fact("precision"),
         "batch": record.fact("global_batch_size"),
         "parameters": count_text(size) if size else None,
@@ -66,7 +72,12 @@ def header(record: RunRecord) -> str:
 
 def notes(record: RunRecord) -> str:
     """What nobody should overlook: a failure, an end that never came, a loss that is no number."""
-    said = [("bad", f"{event.get('kind', 'failure')}: {event.get('message', '')}") for event in record.of("failure")[-3:]]
+    said = [
+        ("bad", f"{event.get('kind', 'failure')}: {event.get('message', '')}")
+        for event in record.of("failure")
+        if event.get("final") is not False
+    ]
+    said = said[-3:]
     if record.status == UNFINISHED:
         said.append(("warn", status_text(record).capitalize() + "."))
     if (bad := not_finite(record)) is not None:
@@ -106,6 +117,10 @@ def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("peak memory", _with_unit(bytes_text(peak.allocated)), beside))
     if record.seconds is not None and record.steps:
         found.append(("time", _with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps")))
+    if record.recoveries:
+        took = values(record.recoveries, "total_seconds")
+        beside = ", ".join([f"{seconds_text(fmean(took))} each"] * bool(took) + [repeated_text(record)])
+        found.append(("recoveries", str(len(record.recoveries)), beside))
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from orchestrator.record.events import Event
+from orchestrator.record.wording import failure_text
 from orchestrator.report.figures import (
     best_evaluation,
     compiled,
@@ -22,11 +23,13 @@ from orchestrator.report.figures import (
     plural,
     score,
     shares,
+    stalls,
     throughput,
     unit_name,
     values,
     wall_seconds,
     watched_metric,
+    workers_text,
 )
 from orchestrator.report.loads import IDLE, busiest, layer_loads
 from orchestrator.report.read import UNFINISHED, RunRecord, finite, number, section
@@ -36,7 +39,8 @@ from orchestrator.types import bytes_text, count_text, seconds_text
 WIDTH = 100
 LABEL = 22
 BAR = 30
-FACTS = ("task", "strategy", "workers", "device", "precision")
+MAX_TOLD = 8
+FACTS = ("task", "strategy", "device", "precision")
 
 Row = tuple[str, str]
 
@@ -92,14 +96,16 @@ def score_text(value: object) -> str:
 def _run(record: RunRecord) -> list[Row]:
     facts = [(name, device_name(record) if name == "device" else record.fact(name)) for name in FACTS]
     rows = [("status", status_text(record)), *[(name, str(value)) for name, value in facts if value not in (None, "")]]
+    rows.append(("workers", workers_text(record)))
     total, done = record.fact("total_steps"), record.steps[-1]["step"] if record.steps else 0
     rows.append(("steps", f"{done}" + (f" of {total}" if isinstance(total, int) and total != done else "")))
     if record.epochs:
         rows.append(("epochs", str(record.epochs[-1]["epoch"] + 1)))
     if record.seconds is not None:
         rows.append(("time", seconds_text(record.seconds)))
-    size = finite(record.fact("parameters"))
-    return [*rows, ("parameters", count_text(size))] if size else rows
+    if size := finite(record.fact("parameters")):
+        rows.append(("parameters", count_text(size)))
+    return [(name, text) for name, text in rows if text]
 
 
 def _quality(record: RunRecord) -> list[Row]:
@@ -176,12 +182,13 @@ def _use_text(value: float, unit: str) -> str:
 
 def _course(record: RunRecord) -> list[Row]:
     """What happened on the way, and what it cost."""
-    saves, ooms, resumes = record.of("checkpoint"), record.of("oom"), record.of("resume")
+    saves, ooms, resumes = record.of("checkpoint"), record.of("oom"), record.resumes
     rows: list[Row] = []
     if saves:
         took, size = values(saves, "seconds"), values(saves, "bytes")
         each = (f", {seconds_text(fmean(took))} each" if took else "") + (f", the last {bytes_text(size[-1])}" if size else "")
-        rows.append(("checkpoints", f"{len(saves)}{each}"))
+        held = stalls(record) if any("stall" in save for save in saves) else []
+        rows.append(("checkpoints", f"{len(saves)}{each}" + (f"; training held up {seconds_text(fmean(held))} each" if held else "")))
     rows.append(
         (
             "out of memory",
@@ -196,8 +203,26 @@ def _course(record: RunRecord) -> list[Row]:
                 f"{plural(len(resumes), 'time', 'times')} (at step {steps}); {plural(record.replayed_steps, 'step', 'steps')} done again",
             )
         )
-    rows += [("failure", f"{event.get('kind', '')}: {event.get('message', '')}") for event in record.of("failure")]
-    return rows + _warnings(record)
+    return rows + _failures(record) + _warnings(record)
+
+
+def _failures(record: RunRecord) -> list[Row]:
+    """What failed, how the run came back, and what that cost."""
+    told = [event for event in record.of("failure") if event.get("final") is False]
+    rows = [("worker lost", failure_text(event)) for event in told[-MAX_TOLD:]]
+    if record.recoveries:
+        took = values(record.recoveries, "total_seconds")
+        each = f" in {seconds_text(fmean(took))} on average" if took else ""
+        rows.append(("recovered", f"{plural(len(record.recoveries), 'time', 'times')}{each}; {repeated_text(record)}"))
+        if (goodput := finite(record.summary.get("goodput"))) is not None:
+            rows.append(("goodput", f"{goodput:.1%} of the time in steps and recoveries went into steps that count"))
+    final = [event for event in record.of("failure") if event.get("final") is not False]
+    return rows + [("failure", f"{event.get('kind', '')}: {event.get('message', '')}") for event in final]
+
+
+def repeated_text(record: RunRecord) -> str:
+    lost = max(record.replayed_steps, round(sum(values(record.recoveries, "lost_steps"))))
+    return f"{plural(lost, 'step', 'steps')} repeated"
 
 
 def _warnings(record: RunRecord) -> list[Row]:

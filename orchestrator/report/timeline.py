@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from orchestrator.record.events import Event
+from orchestrator.record.wording import failure_text, recovery_text
 from orchestrator.report.charts import esc
 from orchestrator.report.read import RunRecord, entries, finite
 from orchestrator.types import bytes_text, seconds_text
@@ -55,6 +56,8 @@ def _happening(event: Event, record: RunRecord) -> Happening:
     tone, tell = _TELL[event["event"]]
     if event["event"] == "end" and event.get("status") == "failed":
         tone = "bad"
+    if event["event"] == "failure" and event.get("final") is False:
+        tone = "warn"
     begin, now = finite(record.events[0].get("time")), finite(event.get("time"))
     step = event.get("step")
     return Happening(
@@ -85,7 +88,21 @@ def _checkpoint(event: Event) -> str:
     size, took = finite(event.get("bytes")), finite(event.get("seconds"))
     measures = [bytes_text(size)] if size is not None else []
     measures += [seconds_text(took)] if took is not None else []
+    if (stall := finite(event.get("stall"))) is not None and took is not None and stall < took:
+        measures.append(f"{seconds_text(stall)} of it held up the training")
     return str(event.get("path", "written")) + (f" ({', '.join(measures)})" if measures else "")
+
+
+def _failure(event: Event) -> str:
+    return _warning(event) if event.get("rank") is None else failure_text(event)
+
+
+def _recovery(event: Event) -> str:
+    """What it came to, its parts, and why it was decided so."""
+    parts = [(name, finite(event.get(f"{name}_seconds"))) for name in ("detect", "restart", "restore")]
+    took = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts if seconds is not None)
+    reason = f"; {event['reason']}" if event.get("reason") else ""
+    return recovery_text(event) + (f" ({took})" if took else "") + reason
 
 
 def _compile(event: Event) -> str:
@@ -109,6 +126,7 @@ _TELL: dict[str, tuple[str, Callable[[Event], str]]] = {
     "oom": ("bad", _oom),
     "resume": ("info", _resume),
     "checkpoint": ("calm", _checkpoint),
-    "failure": ("bad", _warning),
+    "failure": ("bad", _failure),
+    "recovery": ("info", _recovery),
     "end": ("good", _end),
 }

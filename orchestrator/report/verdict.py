@@ -26,14 +26,16 @@ from orchestrator.report.loads import busiest, idlest, layer_loads
 from orchestrator.report.read import RunRecord, remembered, section
 from orchestrator.types import bytes_text, seconds_text
 
-BoundBy = Literal["data", "memory", "compute", "host", "imbalance", "evaluation", "checkpoint", "unknown"]
+BoundBy = Literal["data", "memory", "communication", "compute", "host", "imbalance", "evaluation", "checkpoint", "recovery", "unknown"]
 
 MIN_STEPS = 10
 """Fewer steps than this are mostly first-time costs: no verdict."""
 DATA_SHARE = 0.25
+COMMUNICATION_SHARE = 0.25
 EVALUATION_SHARE = 0.25
 CHECKPOINT_SHARE = 0.15
-"""Shares of a step (data) or of the run (the others) from which a cause counts as the one that holds the run up."""
+RECOVERY_SHARE = 0.15
+"""Shares of a step (data, communication) or of the run (the others) from which a cause counts as the one that holds the run up."""
 IDLE_UTILIZATION = 50.0
 SHORT_STEP_S = 0.1
 """A GPU below this utilization, in percent, with steps shorter than this waits for Python to launch its work."""
@@ -61,7 +63,17 @@ def verdict(record: RunRecord) -> Verdict:
         return found
     if len(record.steps) < MIN_STEPS:
         return _too_short(record)
-    causes: tuple[Callable[[RunRecord], Verdict | None], ...] = (_data, _evaluation, _checkpoint, _host, _imbalance, _near_limit, _compute)
+    causes: tuple[Callable[[RunRecord], Verdict | None], ...] = (
+        _data,
+        _recovery,
+        _evaluation,
+        _checkpoint,
+        _communication,
+        _host,
+        _imbalance,
+        _near_limit,
+        _compute,
+    )
     findings = [finding for cause in causes if (finding := cause(record)) is not None]
     if not findings:
         return _unmeasured(record)
@@ -135,6 +147,40 @@ def _more_workers(record: RunRecord) -> int:
     return max(1, min(wanted, cores)) if isinstance(cores, int) else wanted
 
 
+def _communication(record: RunRecord) -> Verdict | None:
+    parts = phase_seconds(record)
+    share = shares(parts).get("communication", 0.0)
+    if share < COMMUNICATION_SHARE:
+        return None
+    workers = f" of {record.workers} workers" if record.workers else ""
+    advice = ["more --accumulation-steps, or a larger --batch-size: more work per exchange of gradients"]
+    if record.start.get("sharding") == "zero3":
+        advice.append("--sharding zero2 or none, where memory allows: parameters are then not gathered in every step")
+    if record.on_gpu and record.start.get("backend") == "gloo":
+        advice.append("--backend nccl: gloo moves gradients through the host's memory")
+    advice.append("fewer --workers: what one device does alone needs no exchange")
+    evidence = f"{share:.0%} of a step{workers} is communication ({seconds_text(parts['communication'])} per step)"
+    return Verdict("communication", (evidence,), tuple(advice))
+
+
+def _recovery(record: RunRecord) -> Verdict | None:
+    share = shares(wall_seconds(record)).get("recovery", 0.0)
+    if share < RECOVERY_SHARE:
+        return None
+    spent, times = wall_seconds(record)["recovery"], len(record.recoveries)
+    reasons = list(dict.fromkeys(str(event["kind"]) for event in record.of("failure") if event.get("kind")))
+    cause = f" after {', '.join(reasons[:3])}" if reasons else ""
+    advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
+    if record.replayed_steps:
+        rare = record.replayed_steps // times
+        advice.append(f"--checkpoint-every {max(1, rare // 2)}: {plural(record.replayed_steps, 'step was', 'steps were')} done twice")
+    return Verdict(
+        "recovery",
+        (f"{share:.0%} of the run was spent on {plural(times, 'recovery', 'recoveries')} ({seconds_text(spent / times)} each){cause}",),
+        tuple(advice),
+    )
+
+
 def _evaluation(record: RunRecord) -> Verdict | None:
     share = shares(wall_seconds(record)).get("evaluation", 0.0)
     if share < EVALUATION_SHARE:
@@ -155,7 +201,7 @@ def _checkpoint(record: RunRecord) -> Verdict | None:
     spent, times = wall_seconds(record)["checkpoints"], len(record.of("checkpoint"))
     return Verdict(
         "checkpoint",
-        (f"{share:.0%} of the run writes checkpoints ({times} times, {seconds_text(spent / times)} each)",),
+        (f"{share:.0%} of the run is held up by checkpoints ({times} times, {seconds_text(spent / times)} each)",),
         (f"--checkpoint-every {_rarer(record, times)}: half as often", "a --run-dir on a local disk, where it lies on a network drive"),
     )
 

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from experts.model import mix
@@ -20,20 +17,23 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import set_environment
 from orchestrator.plan.planning import Plan
-from orchestrator.record.events import EventLog
+from orchestrator.record.log import Log
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
-from orchestrator.train.checkpoint import CheckpointStore, Contents, load
+from orchestrator.train.checkpoint import CheckpointStore, Contents, Skipped, load
 from orchestrator.train.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.compiling import Compiled
 from orchestrator.train.data import Feed, Feeding, seed_host
-from orchestrator.train.evaluate import Evaluation, evaluate
+from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.loop import Cadence, Loop
 from orchestrator.train.memory import limit_memory, recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
-from orchestrator.train.state import Progress, capture, restore, restore_model
+from orchestrator.train.replicate import DdpOptions, Replica, Replicated, Sharded, shard, statistics_of, synchronize_statistics
+from orchestrator.train.saving import Saver
+from orchestrator.train.state import Progress, restore, restore_model
 from orchestrator.train.step import Stepper, built
+from orchestrator.train.stopping import Stopping
 from orchestrator.train.world import World
 
 
@@ -42,24 +42,47 @@ class Parts:
     """A model ready to learn."""
 
     model: nn.Module
+    replica: Replica
     learner: Learner
     precision: Precision
     compiled: Compiled | None
 
 
-def build_parts(config: Config, plan: Plan, task: Task, world: World) -> Parts:
+def build_parts(config: Config, plan: Plan, task: Task, world: World, tell: Callable[..., None] = lambda *_, **__: None) -> Parts:
     """The task's model on its device, with optimizer, precision and compilation as planned."""
     seed_host(mix(config.run.seed, "build"))
     torch.manual_seed(mix(config.run.seed, "build"))
     with user_code("building the model"):
         model = built(task)
-    model.to(world.device)
-    check_placement(model, world.device)
     model.train()
+    if config.parallel.sync_batchnorm and world.size > 1:
+        model = synchronize_statistics(model)
     if plan.activation_checkpointing.value:
         recompute_blocks(model)
     compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts) if plan.compile.value else None
-    return Parts(model, build_learner(config, plan, task, model), Precision(plan.precision.value, world.device), compiled)
+    replica = build_replica(config, plan, task, world, model, tell)
+    return Parts(model, replica, build_learner(config, plan, task, model), Precision(plan.precision.value, world.device), compiled)
+
+
+def build_replica(config: Config, plan: Plan, task: Task, world: World, model: nn.Module, tell: Callable[..., None]) -> Replica:
+    """The model on its device: alone, the same on each worker, or in parts on all of them."""
+    settings = config.parallel
+    if world.size > 1 and plan.sharding.value != "none":
+        shard(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
+        return Sharded(model, task, world)
+    model.to(world.device)
+    check_placement(model, world.device)
+    if world.size == 1:
+        return Replica(model, task)
+    auto = settings.broadcast_buffers == "auto"
+    options = DdpOptions(
+        settings.bucket_cap_mb,
+        settings.static_graph,
+        settings.find_unused_parameters,
+        bool(statistics_of(model)) and not settings.sync_batchnorm if auto else settings.broadcast_buffers == "on",
+        settings.gradient_as_bucket_view,
+    )
+    return Replicated(model, task, world, options, lambda message: tell("warning", kind="gradients", message=message))
 
 
 def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> Learner:
@@ -100,20 +123,19 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
     feed = Feed(data, world, global_batch=size * world.size, micro_batch=size, seed=None, feeding=feeding)
     metric = config.run.early_stopping_metric
     if metric != "loss":  # a wrong name is better found now than after an epoch
-        tried = evaluate(parts.model, task, feed, parts.precision, most_batches=1)["metrics"]
+        tried = Evaluation(parts.replica, feed, parts.precision, most_batches=1, name="try")()["metrics"]
         if metric not in tried:
             raise UserError(f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(['loss', *tried])}")
-    return Evaluation(parts.model, task, feed, parts.precision, 2 if config.run.debug else None)
+    return Evaluation(parts.replica, feed, parts.precision, 2 if config.run.debug else None)
 
 
-def build_stepper(config: Config, plan: Plan, task: Task, world: World, parts: Parts, tell: Callable[..., None]) -> Stepper:
+def build_stepper(config: Config, world: World, parts: Parts, micro_batch: int, tell: Callable[..., None]) -> Stepper:
     return Stepper(
         world=world,
-        model=parts.model,
-        task=task,
+        replica=parts.replica,
         learner=parts.learner,
         precision=parts.precision,
-        micro_batch=plan.batch_size.value,
+        micro_batch=micro_batch,
         seed=config.run.seed,
         clip_norm=config.optim.clip_norm,
         clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
@@ -122,13 +144,13 @@ def build_stepper(config: Config, plan: Plan, task: Task, world: World, parts: P
     )
 
 
-def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: EventLog) -> tuple[Loop, Parts]:
+def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: Log) -> tuple[Loop, Parts]:
     """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
-    parts = build_parts(config, plan, task, world)
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep)
+    parts = build_parts(config, plan, task, world, log.write)
+    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
     feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
     seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it
-    progress = begin(config, parts, store, log)
+    progress = begin(config, parts, store, world, log)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total = _last_step(config, plan, feed, progress)
@@ -136,7 +158,7 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
         log.write("warning", kind="schedule", message=f"the run now ends at step {total}; the schedule follows")
         parts.learner.reschedule(plan.warmup_steps.value, total)
     loop = Loop(
-        stepper=build_stepper(config, plan, task, world, parts, log.write),
+        stepper=build_stepper(config, world, parts, feed.largest_part, log.write),
         feed=feed,
         cadence=Cadence(
             total_steps=total,
@@ -152,7 +174,8 @@ def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Pa
         progress=progress,
         write=log.write_all,
         tell=log.write,
-        save=lambda reached: save(store, parts, reached, log),
+        saver=Saver(store, parts.model, parts.learner.optimizer, parts.precision, world, log),
+        stopping=Stopping(world.device),
         evaluate=evaluation,
     )
     return loop, parts
@@ -168,22 +191,6 @@ def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> in
     return min(end, config.run.max_steps or end)
 
 
-def save(store: CheckpointStore, parts: Parts, progress: Progress, log: EventLog) -> bool:
-    """Write a checkpoint, then say so: an event of it is a promise. One that cannot be written (a full disk) is a warning;
-    the older ones stand, and the next may fit."""
-    begun = perf_counter()
-    contents = capture(parts.model, parts.learner.optimizer, parts.precision, progress)
-    try:
-        path = store.save(progress.step, contents)
-    except (OSError, SafetensorError) as error:
-        log.write("warning", kind="checkpoint", message=f"step {progress.step} could not be saved: {error}; make room on the disk")
-        return False
-    size = sum(file.stat().st_size for file in path.iterdir())
-    log.write("checkpoint", step=progress.step, path=f"checkpoints/{path.name}", bytes=size, seconds=perf_counter() - begun)
-    store.retain(progress.best_step)
-    return True
-
-
 def check_beginning(config: Config) -> None:
     """Refuse a checkpoint that is not there before anything is made."""
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
@@ -193,31 +200,38 @@ def check_beginning(config: Config) -> None:
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
 
 
-def begin(config: Config, parts: Parts, store: CheckpointStore, log: EventLog) -> Progress:
-    """Where the run begins: afresh, from given weights, or where a checkpoint left off."""
+def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, log: Log) -> Progress:
+    """Where the run begins: afresh, from given weights, or where a checkpoint left off. Workers read the same one: the main
+    worker looks for it, and puts away what is damaged or later, before the others read."""
     check_beginning(config)
     settings = config.checkpoint
     if settings.init_from is not None:
-        (path, contents), _ = _resumable(str(settings.init_from), store)  # pyright: ignore[reportGeneralTypeIssues]
+        path, contents, _ = _chosen(str(settings.init_from), store, world)
+        assert contents is not None
         restore_model(contents, parts.model)
         log.write("resume", step=0, path=str(path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()
-    found, skipped = _resumable(settings.resume, store)
+    path, contents, skipped = _chosen(settings.resume, store, world)
+    progress = Progress() if contents is None else restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+    if world.is_main:
+        store.abandon_after(progress.step)
     notes = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
-    if found is None:
-        store.abandon_after(0)
-        log.write("resume", step=0, path=None, skipped=notes)
-        return Progress()
-    path, contents = found
-    progress = restore(contents, parts.model, parts.learner.optimizer, parts.precision)
-    store.abandon_after(progress.step)
-    log.write("resume", step=progress.step, path=path.name, skipped=notes)
+    log.write("resume", step=progress.step, path=path.name if path else None, skipped=notes)
     return progress
 
 
-def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Any]]:
+def _chosen(resume: str, store: CheckpointStore, world: World) -> tuple[Path | None, Contents | None, list[Skipped]]:
+    """The checkpoint to begin with: the main worker chooses, and all read it."""
+    found, skipped = _resumable(resume, store) if world.is_main else (None, [])
+    chosen = world.agree("checkpoint", {"path": str(found[0]) if found else None} if world.is_main else None)["path"]
+    if chosen is None:
+        return None, None, skipped
+    return (*found, skipped) if found else (Path(chosen), load(Path(chosen)), skipped)
+
+
+def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
     """``auto``: the run's own newest good checkpoint. A path: that checkpoint, or the newest good one of that run."""
     if resume == "auto":
         return store.newest_good()
@@ -243,9 +257,8 @@ def kept_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def machine_settings(config: Config, plan: Plan) -> Iterator[None]:
+def machine_settings(config: Config, plan: Plan, device: torch.device) -> Iterator[None]:
     """Process-wide switches of torch, set for the run and put back after it."""
-    device = torch.device(plan.device.value)
     before = (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

@@ -41,7 +41,7 @@ def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measur
     world = World.alone(chosen.device.value)
     free_cached(world.device)
     reset_peak(world.device)
-    with machine_settings(config, chosen):
+    with machine_settings(config, chosen, world.device):
         times, loss = _times(config, chosen, task, world, iterations)
     median = {name: statistics.median(values) for name, values in times.items()}
     quarters = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
@@ -61,16 +61,16 @@ def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measur
 
 def _times(config: Config, chosen: Plan, task: Task, world: World, iterations: int) -> tuple[dict[str, list[float]], float]:
     parts = build_parts(config, chosen, task, world)
-    stepper = build_stepper(config, chosen, task, world, parts, lambda event, **fields: None)  # noqa: ARG005
+    stepper = build_stepper(config, world, parts, chosen.batch_size.value, lambda event, **fields: None)  # noqa: ARG005
     clock = _WaitingClock(world.device)
     stepper.clock = clock  # pyright: ignore[reportAttributeAccessIssue]
-    micro = first_batch(as_data(task.train_data()), world, chosen.batch_size.value)
+    portion = first_batch(as_data(task.train_data()), world, chosen.batch_size.value)
     loss = 0.0
     for step in range(_WARM_UP + iterations):
         if step == _WARM_UP:
             clock.times = {}
         clock.begin()
-        totals = stepper.run([micro], step)
+        totals = stepper.run(portion, step)
         clock.end()
         loss = float(totals.loss) / float(totals.count)
     return clock.times, loss

@@ -50,9 +50,10 @@ class Skipped:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, mend: bool = True) -> None:
+        """``mend`` puts right what a killed save left; one worker's to do."""
         self.folder, self.keep = folder, keep
-        for path in folder.glob(".replaced_step_*"):  # a save over this step was killed between its two renames
+        for path in folder.glob(".replaced_step_*") if mend else ():  # a save over this step was killed between its two renames
             final = folder / path.name.removeprefix(".replaced_")
             if not final.exists():
                 os.rename(path, final)

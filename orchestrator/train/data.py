@@ -34,10 +34,21 @@ class Feeding:
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch of this worker: how many samples it holds, and how to bring it to the device."""
+    """A micro-batch of this worker: how many samples of it count, and how to bring it to the device."""
 
     samples: int
     fetch: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """This worker's part of a global batch, in micro-batches: as many as every other worker has."""
+
+    micros: list[Micro]
+    samples: int
+    """Of the whole global batch."""
+    shared: bool
+    """Whether every worker has samples in each micro-batch. In a short last batch some may have none."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +59,11 @@ class Ticket:
     indices: tuple[int, ...]
 
 
-def share(count: int, rank: int, size: int) -> slice:
-    """The part of ``count`` samples that falls to a worker: as even as can be, in order."""
-    return slice(count * rank // size, count * (rank + 1) // size)
-
-
 class Feed:
-    """A data set as a stream of steps, each a list of micro-batches."""
+    """A data set as a stream of steps, each a portion of the global batch."""
 
     def __init__(self, data: Any, world: World, *, global_batch: int, micro_batch: int, seed: int | None, feeding: Feeding) -> None:
-        """``micro_batch`` is per worker. With ``seed`` None the order is the data's own (evaluation)."""
+        """``micro_batch`` is the mean per worker. With ``seed`` None the order is the data's own (evaluation)."""
         self.data = as_data(data)
         self.samples = len(self.data)
         if self.samples == 0:
@@ -69,6 +75,12 @@ class Feed:
         self._loader = None if isinstance(self.data, Gatherable) else _loader(self.data, feeding, world.device)
 
     @property
+    def largest_part(self) -> int:
+        """Samples of the largest micro-batch that this worker gets."""
+        part = self.world.cut(min(self.micro_batch * self.world.size, self.global_batch))[self.world.rank]
+        return max(1, part.stop - part.start)
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.samples // self.global_batch)
 
@@ -77,7 +89,7 @@ class Feed:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch)))
 
-    def steps(self, epoch: int, position: int = 0) -> Iterator[list[Micro]]:
+    def steps(self, epoch: int, position: int = 0) -> Iterator[Portion]:
         """The steps of an epoch, from the given sample of its order on. The last one may be short."""
         order = self.order(epoch)
         if isinstance(self.data, Gatherable):
@@ -94,22 +106,34 @@ class Feed:
                 iterator._shutdown_workers()
             handle.sampler.tickets = lambda: iter(())
 
-    def _cut(self, begin: int) -> list[slice]:
-        """This worker's micro-batches of the step that begins at a sample, as slices of the epoch's order."""
+    def _micro_batches(self, begin: int) -> Iterator[tuple[int, int]]:
+        """Where the micro-batches of all workers together begin and end, for the step that begins at a sample."""
         end = min(begin + self.global_batch, self.samples)
         together = self.micro_batch * self.world.size
-        slices = []
-        for start in range(begin, end, together):
-            part = share(min(together, end - start), self.world.rank, self.world.size)
-            slices.append(slice(start + part.start, start + part.stop))
-        return slices
+        yield from ((start, min(start + together, end)) for start in range(begin, end, together))
 
-    def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[list[Micro]]:
+    def _cut(self, begin: int) -> list[tuple[int, slice]]:
+        """This worker's micro-batches of the step that begins at a sample: how many samples count, and where they lie in the
+        epoch's order. A worker without any gets one to stand in, which does not count: where the model is sharded, all
+        compute or none can."""
+        parts = [(start, self.world.cut(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)]
+        return [
+            (part.stop - part.start, slice(start + part.start, start + part.stop) if part.stop > part.start else slice(start, start + 1))
+            for start, part in parts
+        ]
+
+    def _portion(self, begin: int, micros: list[Micro]) -> Portion:
+        ends = list(self._micro_batches(begin))
+        parts = [part for start, end in (ends[0], ends[-1]) for part in self.world.cut(end - start)]
+        return Portion(micros, ends[-1][1] - begin, all(part.start < part.stop for part in parts))
+
+    def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[Portion]:
         order = order.to(_device_of(data))
         for begin in range(position, self.samples, self.global_batch):
-            yield [Micro(s.stop - s.start, _Gathering(data, order[s], self.world.device)) for s in self._cut(begin)]
+            micros = [Micro(count, _Gathering(data, order[s], self.world.device)) for count, s in self._cut(begin)]
+            yield self._portion(begin, micros)
 
-    def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[list[Micro]]:
+    def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[Portion]:
         assert self._loader is not None
         self._loader.sampler.tickets = lambda: self._tickets(order, epoch, position)  # pyright: ignore[reportAttributeAccessIssue]
         batches = iter(self._loader)
@@ -117,11 +141,12 @@ class Feed:
             cut = self._cut(begin)
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
-            yield [Micro(s.stop - s.start, _Moving(batch, self.world.device)) for s, batch in zip(cut, made, strict=True)]
+            micros = [Micro(count, _Moving(batch, self.world.device)) for (count, _), batch in zip(cut, made, strict=True)]
+            yield self._portion(begin, micros)
 
     def _tickets(self, order: Tensor, epoch: int, position: int) -> Iterator[Ticket]:
         for begin in range(position, self.samples, self.global_batch):
-            for s in self._cut(begin):
+            for _, s in self._cut(begin):
                 yield Ticket(mix(self.seed, "sample", epoch, s.start), tuple(order[s].tolist()))
 
 
@@ -152,8 +177,6 @@ class _Batches(Dataset[Any]):
         self.data = data
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        if not ticket.indices:
-            return None
         if get_worker_info() is not None:
             return self._make(ticket)
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # the training process has its own

@@ -1,4 +1,4 @@
-"""Evaluation: once over the validation data, every sample counted once."""
+"""Evaluation: once over the validation data, every sample counted once, whatever the number of workers."""
 
 from __future__ import annotations
 
@@ -7,90 +7,96 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.load import raised_in_user_code, user_code
-from orchestrator.tasks.task import Loss, Task
+from orchestrator.tasks.task import Loss
 from orchestrator.train.data import Feed, Micro, cut_batch
 from orchestrator.train.memory import free_cached, is_out_of_memory
 from orchestrator.train.precision import Precision
+from orchestrator.train.replicate import Replica, statistics_of
 from orchestrator.train.step import as_loss, check_device
+from orchestrator.train.totals import Sums, Totals
 
 _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memory
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, task: Task, feed: Feed, precision: Precision, most_batches: int | None = None) -> dict[str, Any]:
-    """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
-    begun, was_training = perf_counter(), model.training
-    model.eval()
-    sums = _Sums()
-    limit = feed.micro_batch
-    try:
-        for number, micros in enumerate(feed.steps(0)):
-            if most_batches is not None and number >= most_batches:
-                break
-            for micro in micros:
-                limit = _add(sums, model, task, micro, precision, feed.world.device, limit)
-            if (number + 1) % _FREE_EVERY == 0 and feed.world.device.type == "cuda":
-                free_cached(feed.world.device)
-    finally:
-        model.train(was_training)
-    count = max(1.0, float(sums.count))
-    means = {name: float(value) / count for name, value in sums.metrics.items()}
-    return {"loss": float(sums.loss) / count, "metrics": means, "samples": sums.samples, "seconds": perf_counter() - begun}
-
-
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
-    """An evaluation ready to be made, again and again."""
+    """An evaluation ready to be made, again and again: shared out among the workers, who all get the result."""
 
-    model: nn.Module
-    task: Task
+    replica: Replica
     feed: Feed
     precision: Precision
     most_batches: int | None = None
+    name: str = "evaluate"
+    _sums: Sums = field(init=False)
 
+    def __post_init__(self) -> None:
+        self._sums = Sums(self.feed.world, self.name)
+
+    @torch.no_grad()
     def __call__(self) -> dict[str, Any]:
-        return evaluate(self.model, self.task, self.feed, self.precision, self.most_batches)
+        """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
+        model, world = self.replica.model, self.feed.world
+        begun, was_training = perf_counter(), model.training
+        world.broadcast_([b for b in statistics_of(model) if b.is_floating_point()])  # one model is evaluated, not one per worker
+        model.eval()
+        try:
+            totals, samples = self._totals(world.device)
+        finally:
+            model.train(was_training)
+        if world.size > 1:
+            totals = self._sums(totals, samples)
+        assert totals is not None
+        count = max(1.0, float(totals.count))
+        means = {name: float(value) / count for name, value in totals.metrics.items()}
+        return {"loss": float(totals.loss) / count, "metrics": means, "samples": samples, "seconds": perf_counter() - begun}
+
+    def _totals(self, device: torch.device) -> tuple[Totals | None, int]:
+        """This worker's sums, and the samples of all."""
+        totals, samples, limit = None, 0, self.feed.largest_part
+        for number, portion in enumerate(self.feed.steps(0)):
+            if self.most_batches is not None and number >= self.most_batches:
+                break
+            samples += portion.samples
+            for micro in portion.micros:
+                if micro.samples or self.replica.together:
+                    more, limit = self._batch(micro, device, limit)
+                    totals = more if totals is None else totals if more is None else totals.plus(more)
+            if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
+                free_cached(device)
+        return totals, samples
+
+    def _batch(self, micro: Micro, device: torch.device, limit: int) -> tuple[Totals | None, int]:
+        """The sums of a batch, in halves where it does not fit, and the size that did fit. A stand-in counts for nothing."""
+        batch, done, samples = micro.fetch(), 0, max(1, micro.samples)
+        totals: Totals | None = None
+        check_device(batch, device)
+        while done < samples:
+            size = min(limit, samples - done)
+            part = batch if size == samples else cut_batch(batch, done, done + size, samples)
+            made = _loss(self.replica, part, size, self.precision)
+            if made is None:
+                if size == 1 or self.replica.together:
+                    raise ResourceError(f"out of memory in evaluation with a batch of {size}; lower --eval-batch-size or the model's sizes")
+                limit = -(-size // 2)
+                free_cached(device)
+                continue
+            loss, weight = made
+            more = Totals(
+                loss.sum.double() * weight, loss.count, {name: value.double() for name, value in loss.metrics.items()}, loss.loads, size
+            )
+            totals = more if totals is None else totals.plus(more)
+            done += size
+        return totals if micro.samples else None, limit
 
 
-@dataclass
-class _Sums:
-    loss: float | Tensor = 0.0
-    count: int | Tensor = 0
-    samples: int = 0
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _add(sums: _Sums, model: nn.Module, task: Task, micro: Micro, precision: Precision, device: torch.device, limit: int) -> int:
-    """Add a batch to the sums, in halves where it does not fit. Returns the size that did fit."""
-    batch, done = micro.fetch(), 0
-    check_device(batch, device)
-    while done < micro.samples:
-        size = min(limit, micro.samples - done)
-        part = batch if size == micro.samples else cut_batch(batch, done, done + size, micro.samples)
-        made = _loss(model, task, part, size, precision)
-        if made is None:
-            if size == 1:
-                raise ResourceError("out of memory in evaluation with a batch of one sample; lower --eval-batch-size or the model's sizes")
-            limit = -(-size // 2)
-            free_cached(device)
-            continue
-        loss, weight = made
-        sums.loss = sums.loss + loss.sum.double() * weight
-        for name, value in loss.metrics.items():
-            sums.metrics[name] = sums.metrics[name] + value.double() if name in sums.metrics else value.double()
-        sums.count, sums.samples, done = sums.count + loss.count, sums.samples + size, done + size
-    return limit
-
-
-def _loss(model: nn.Module, task: Task, batch: Any, samples: int, precision: Precision) -> tuple[Loss, float] | None:
+def _loss(replica: Replica, batch: Any, samples: int, precision: Precision) -> tuple[Loss, float] | None:
     """The loss of a batch; None when there is no memory for it."""
     try:
         with precision.autocast():
-            return as_loss(task.loss(model, batch), samples)
+            return as_loss(replica.task.loss(replica.model, batch), samples)
     except Exception as error:
         if is_out_of_memory(error):
             return None

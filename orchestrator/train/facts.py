@@ -94,7 +94,7 @@ def _samples(data: Any, count: int) -> Any:
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
     feed = Feed(data, World.alone(), global_batch=count, micro_batch=count, seed=None, feeding=Feeding())
-    return next(feed.steps(0))[0].fetch()
+    return next(feed.steps(0)).micros[0].fetch()
 
 
 def _fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:

@@ -14,12 +14,14 @@ import torch
 
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
-from orchestrator.train.data import Feed, Micro
+from orchestrator.train.data import Feed, Portion
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
 from orchestrator.train.pending import Figures, Pending, fetch
+from orchestrator.train.saving import Saver
 from orchestrator.train.state import Progress
 from orchestrator.train.step import Stepper
+from orchestrator.train.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ class Loop:
     progress: Progress
     write: Callable[[list[Event]], None]
     tell: Callable[..., None]
-    save: Callable[[Progress], bool]
+    saver: Saver
+    stopping: Stopping
     evaluate: Evaluation | None = None
     monitor: Callable[[], dict[str, Any]] | None = None
-    stopping: Callable[[], bool] = lambda: False
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     _pending: list[Pending] = field(default_factory=list)
     _first: int = 0
@@ -80,11 +82,13 @@ class Loop:
         except BaseException:
             with suppress(Exception):
                 self._flush()
+                self.saver.finish()
             raise
         self._flush()
         self._save()
-        if self._last_saved != self.progress.step:
-            raise ResourceError(f"the last checkpoint could not be written; the newest is of step {self._last_saved}: see the warnings")
+        self.saver.finish()
+        if self.progress.step > self._first and self.saver.durable != self.progress.step:
+            raise ResourceError(f"the last checkpoint could not be written; the newest is of step {self.saver.durable}: see the warnings")
         return outcome
 
     def peak_memory(self) -> dict[str, int]:
@@ -103,16 +107,16 @@ class Loop:
             return self._stopped_early()
         while progress.epoch < cadence.epochs:
             self._begin_epoch()
-            for micros in self._timed(self.feed.steps(progress.epoch, progress.position)):
+            for portion in self._timed(self.feed.steps(progress.epoch, progress.position)):
                 if progress.step >= cadence.total_steps:
                     self._out_of_patience()
                     return Outcome("completed", f"{cadence.total_steps} steps done")
-                self._step(micros)
+                stop = self._step(portion)
                 if self._due_evaluation() and self._out_of_patience():
                     return self._stopped_early()
                 if cadence.checkpoint_every and progress.step % cadence.checkpoint_every == 0:
                     self._save()
-                if self.stopping():
+                if stop:
                     return Outcome("stopped", "interrupted")
             if self._end_epoch():
                 return self._stopped_early()
@@ -123,27 +127,29 @@ class Loop:
         return Outcome("completed", f"no better {self.cadence.metric} in {self.cadence.patience} evaluations")
 
     def close(self) -> None:
-        """End what lives beside the loop: loader processes, and the compiler's log."""
+        """End what lives beside the loop: loader processes, the checkpoint's thread, and the compiler's log."""
+        self.saver.close()
         self.feed.close()
         if self.evaluate is not None:
             self.evaluate.feed.close()
         if self.stepper.compiled is not None:
             self.stepper.compiled.close()
 
-    def _timed(self, steps: Iterator[list[Micro]]) -> Iterator[list[Micro]]:
+    def _timed(self, steps: Iterator[Portion]) -> Iterator[Portion]:
         """The steps of the feed, with the wait for each counted as its data phase."""
         while True:
             self.stepper.clock.begin()
             try:
-                micros = next(steps)
+                portion = next(steps)
             except StopIteration:
                 return
-            yield micros
+            yield portion
 
-    def _step(self, micros: list[Micro]) -> None:
+    def _step(self, portion: Portion) -> bool:
+        """One step. Returns whether the run, on all its workers, is to stop after it."""
         progress = self.progress
         lr = self.stepper.learner.learning_rate(progress.step)
-        totals = self.stepper.run(micros, progress.step)
+        totals = self.stepper.run(portion, progress.step, self.stopping.asked())
         seconds = self.stepper.clock.end()
         progress.step += 1
         progress.position += totals.samples
@@ -156,7 +162,9 @@ class Loop:
             self.tell("monitor", step=progress.step, **self.monitor())
         if self.cadence.empty_cache_every and progress.step % self.cadence.empty_cache_every == 0:
             free_cached(self.stepper.world.device)
+        self.saver.poll()
         self.after_step(progress.step)
+        return self.stopping.decided(totals.stop)
 
     def _flush(self) -> None:
         """Fetch the figures of the steps since the last time, in one transfer, and record them."""
@@ -233,7 +241,7 @@ class Loop:
             samples=self.feed.samples,
             loss=progress.epoch_loss / max(1.0, progress.epoch_count),
             samples_per_second=self.feed.samples / max(1e-9, progress.epoch_seconds),
-            memory=peak_memory(device),
+            memory=self._peak_of_all(device),
         )
         self._watch_for_leak(device)
         progress.epoch += 1
@@ -243,6 +251,11 @@ class Loop:
             self._save()
         release_idle(device)
         return self.cadence.evaluate_every == 0 and self._out_of_patience()
+
+    def _peak_of_all(self, device: torch.device) -> dict[str, int]:
+        """The most memory that any worker used in this epoch."""
+        mine = peak_memory(device)
+        return {name: int(value) for name, value in zip(mine, self.stepper.world.most(list(mine.values())), strict=True)}
 
     def _watch_for_leak(self, device: torch.device) -> None:
         """Memory that is still held at the end of each epoch should not grow from one to the next."""
@@ -283,7 +296,8 @@ class Loop:
     def _save(self) -> None:
         """Save, unless this step is saved already."""
         self._flush()
-        if self._last_saved != self.progress.step and self.save(self.progress):
+        if self._last_saved != self.progress.step:
+            self.saver.save(self.progress)
             self._last_saved = self.progress.step
         self._window_begun = perf_counter()
 

@@ -69,13 +69,21 @@ class Learner:
             self.optimizer.step()
 
 
-def finish_gradients(gradients: list[Tensor], factor: float | Tensor, clip_norm: float) -> Tensor:
+def finish_gradients(
+    gradients: list[Tensor], factor: float | Tensor, clip_norm: float, sum_squares: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, before
-    clipping, in fp64: each parameter counted once, its squares summed in the order of the parameters."""
+    clipping, in fp64: each parameter counted once, its squares summed in the order of the parameters. ``sum_squares`` adds
+    those of the parts that other workers hold."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
-    norm = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    if sum_squares is None:
+        norm = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    else:
+        norm = sum_squares(norms.double().square().sum()).sqrt()
+    if isinstance(factor, Tensor):
+        factor = factor.to(norm.device)
     if isinstance(factor, Tensor) or factor != 1.0:
         norm = norm * factor
     if clip_norm > 0:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.train.step import Totals
+from orchestrator.train.totals import Totals
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.assemble import build_parts, build_stepper
 from orchestrator.train.batch_size import Found, Probe, fastest_batch, largest_batch
-from orchestrator.train.data import Feed, Feeding, Micro, as_data, to_device
+from orchestrator.train.data import Feed, Feeding, Micro, Portion, as_data, to_device
 from orchestrator.train.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.step import Stepper
 from orchestrator.train.world import World
@@ -25,14 +25,25 @@ _SECONDS = 0.4  # of measuring on a CPU
 
 
 def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> Found:
-    """Measure the batch size for this task on this device."""
-    most = max(1, min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples))
+    """Measure the batch size for this task on this device. Several workers probe at the same time, each for itself, and all
+    take the same next step from what the worst of them found."""
+    most = max(1, min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples) // world.size)
     data = as_data(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
+
+    def try_(batch: int) -> Probe:
+        return agreed(world, probe(config, plan, task, World.alone(world.device), data, batch))
+
     if world.device.type != "cuda":
-        return fastest_batch(lambda batch: probe(config, plan, task, world, data, batch), min(8, most), most, float("inf"))
+        return fastest_batch(try_, min(8, most), most, float("inf"))
     guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)
-    return largest_batch(lambda batch: probe(config, plan, task, world, data, batch), limit, max(1, guess), most)
+    return largest_batch(try_, limit, max(1, guess), most)
+
+
+def agreed(world: World, found: Probe) -> Probe:
+    """The worst of what the workers found: the most memory, the least speed, and failed if it failed anywhere."""
+    failed, peak, slowness = world.most([float(found.peak is None), found.peak or 0.0, -found.samples_per_second])
+    return Probe(found.batch, None if failed else peak, 0.0 if failed else -slowness)
 
 
 def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> Probe:
@@ -56,18 +67,18 @@ def at_batch(plan: Plan, batch: int) -> Plan:
 
 
 def _measure(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> float:
-    stepper = build_stepper(config, plan, task, world, build_parts(config, plan, task, world), _raise_on_oom)
-    micro = first_batch(data, world, batch)
-    _one_step(stepper, micro, 0)
+    stepper = build_stepper(config, world, build_parts(config, plan, task, world), batch, _raise_on_oom)
+    portion = first_batch(data, world, batch)
+    _one_step(stepper, portion, 0)
     begun, steps = perf_counter(), 0
     while steps < 1 or (world.device.type == "cpu" and perf_counter() - begun < _SECONDS and steps < 64):
         steps += 1
-        _one_step(stepper, micro, steps)
+        _one_step(stepper, portion, steps)
     return batch * steps / (perf_counter() - begun)
 
 
-def _one_step(stepper: Stepper, micro: Micro, step: int) -> None:
-    stepper.run([micro], step)
+def _one_step(stepper: Stepper, portion: Portion, step: int) -> None:
+    stepper.run(portion, step)
     if stepper.world.device.type == "cuda":
         torch.cuda.synchronize(stepper.world.device)
 
@@ -78,14 +89,14 @@ def _raise_on_oom(event: str, **fields: object) -> None:
         raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
 
 
-def first_batch(data: object, world: World, batch: int) -> Micro:
+def first_batch(data: object, world: World, batch: int) -> Portion:
     """A batch of the first samples, begun again where there are too few. It stays on the device."""
     if isinstance(data, Gatherable):
         made = to_device(data.gather(torch.arange(batch) % len(data)), world.device, pin=False)
-        return Micro(batch, lambda: made)
+        return Portion([Micro(batch, lambda: made)], batch, shared=True)
     feed = Feed(_Repeated(data, batch), world, global_batch=batch, micro_batch=batch, seed=None, feeding=Feeding())
-    loaded = next(feed.steps(0))[0].fetch()
-    return Micro(batch, lambda: loaded)
+    loaded = next(feed.steps(0)).micros[0].fetch()
+    return Portion([Micro(batch, lambda: loaded)], batch, shared=True)
 
 
 class _Repeated:

@@ -15,6 +15,8 @@ from experts.expert_state import join_experts, split_experts, stacked_names
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint import Contents
 from orchestrator.train.precision import Precision
+from orchestrator.train.replicate import back_in_parts, is_sharded, like, put, whole
+from orchestrator.train.world import World
 
 
 @dataclass
@@ -42,33 +44,46 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in kept}
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, progress: Progress) -> Contents:
-    """A copy in host memory of all that a run needs to go on."""
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, progress: Progress, world: World) -> Contents | None:
+    """A copy in the main worker's host memory of all that a run needs to go on; None on the others. Where the model is
+    sharded, every worker must call it."""
+    if not world.is_main and not is_sharded(model):
+        return None
+    back_in_parts(model)
     stacked = stacked_names(model)
     tensors, values, groups = _optimizer_state(model, optimizer)
+    both = {"model": _host(model_tensors(model), stacked, world.is_main)}
+    both["optimizer"] = {}
+    for slot, of_slot in tensors.items():
+        held = _host(of_slot, stacked, world.is_main)
+        both["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in held.items()}
+    if not world.is_main:
+        return None
     state = {
         "progress": asdict(progress),
         "precision": precision.state(),
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "values": values},
         "random": _random_state(),
     }
-    both = {"model": _host(split_experts(model_tensors(model), stacked))}
-    both["optimizer"] = {}
-    for slot, of_slot in tensors.items():
-        both["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in _host(_split_slot(of_slot, stacked)).items()}
     return Contents(both, state)
 
 
-def _split_slot(of_slot: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
-    """Optimizer state by expert. A scalar of a stacked parameter (Adam's step counter) becomes each expert's own."""
-    spread = {
-        name: tensor.expand(len(stacked[name])) if name in stacked and tensor.ndim == 0 else tensor for name, tensor in of_slot.items()
-    }
-    return split_experts(spread, stacked)
+def _host(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors by expert, copied to host memory one after the other, so that a sharded model is never whole on a device."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        gathered = whole(tensor.detach())
+        if keep:
+            pieces = _split_one(name, gathered, stacked)
+            held |= {piece: value.to("cpu", copy=True).contiguous() for piece, value in pieces.items()}
+    return held
 
 
-def _host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def _split_one(name: str, tensor: Tensor, stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """A tensor by expert. A scalar of a stacked parameter (Adam's step counter) becomes each expert's own."""
+    if name in stacked and tensor.ndim == 0:
+        tensor = tensor.expand(len(stacked[name]))
+    return split_experts({name: tensor}, stacked)
 
 
 def _optimizer_state(
@@ -113,7 +128,7 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
         if saved[name].shape != tensor.shape:
             was, now = tuple(saved[name].shape), tuple(tensor.shape)
             raise UserError(f"{name} is {was} in the checkpoint and {now} in the model; give the sizes it was trained with")
-        tensor.copy_(saved[name])
+        put(tensor, saved[name])
 
 
 def _joined(tensors: Mapping[str, Tensor], model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -163,7 +178,7 @@ def _put(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, t
     """Where the optimizer keeps it: moments beside the parameter; a step counter on the device only if it is fused there."""
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if slot != "step" or fused else torch.device("cpu")
-    optimizer.state[parameter][slot] = tensor.to(device, copy=True)
+    optimizer.state[parameter][slot] = like(tensor.to(device, copy=True), parameter)
 
 
 def _random_state() -> dict[str, Any]:

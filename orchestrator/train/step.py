@@ -4,7 +4,7 @@ done again in halves, with the same samples, the same randomness and the same gl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -15,50 +15,23 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from experts.load import settle
 from experts.model import mix
-from orchestrator.errors import OrchestratorError, ResourceError, UserError
+from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.clock import PhaseClock
 from orchestrator.train.compiling import Compiled, is_compile_error
-from orchestrator.train.data import Micro, cut_batch, tensors_of
+from orchestrator.train.data import Portion, cut_batch, tensors_of
 from orchestrator.train.memory import free_cached, is_out_of_memory
 from orchestrator.train.optim import Learner, finish_gradients
 from orchestrator.train.precision import Precision
-from orchestrator.train.world import World
+from orchestrator.train.replicate import Replica
+from orchestrator.train.totals import Sums, Totals
+from orchestrator.train.world import World, is_communication_error
 
 Tell = Callable[..., None]
 
+_PROBLEMS = (None, "uncompile", "halve")  # from bad to worse
 GROW_AFTER = 100  # good steps before a micro-batch that was halved is doubled again; the wait doubles with each failure
-
-
-@dataclass
-class Totals:
-    """Sums over the micro-batches of a step, on the device. Nothing here is read by the host until it is logged."""
-
-    loss: Tensor
-    count: int | Tensor
-    metrics: dict[str, Tensor]
-    loads: tuple[Tensor, ...]
-    samples: int
-    nominal: float = 1.0
-    norm: Tensor | None = None
-    finite: Tensor | None = None
-
-    @classmethod
-    def of(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
-        """``copy`` where the model's outputs may lie in memory that its next run writes over (compiled graphs)."""
-        whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
-        metrics = {name: value.detach() for name, value in loss.metrics.items()}
-        return cls(whole, loss.count, metrics, tuple(load.clone() for load in loss.loads) if copy else loss.loads, samples)
-
-    def plus(self, other: Totals) -> Totals:
-        return Totals(
-            self.loss + other.loss,
-            self.count + other.count,
-            {name: value + other.metrics[name] for name, value in self.metrics.items()},
-            tuple(mine + theirs for mine, theirs in zip(self.loads, other.loads, strict=True)),
-            self.samples + other.samples,
-        )
 
 
 @dataclass
@@ -66,8 +39,7 @@ class Stepper:
     """Everything a step needs, put together once."""
 
     world: World
-    model: nn.Module
-    task: Task
+    replica: Replica
     learner: Learner
     precision: Precision
     micro_batch: int
@@ -77,6 +49,7 @@ class Stepper:
     tell: Tell
     compiled: Compiled | None = None
     limit: int = field(init=False)
+    _sums: Sums = field(init=False)
     _statistics: list[tuple[Tensor, Tensor]] = field(init=False)
     _good: int = field(init=False, default=0)
     _patience: int = field(init=False, default=GROW_AFTER)
@@ -85,53 +58,83 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
-        norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
+        self._sums = Sums(self.world, "step")
+        norms = [module for module in self.replica.model.modules() if isinstance(module, _NormBase)]
         self._statistics = [(b.detach().clone(), b) for module in norms for b in module.buffers(recurse=False)]
 
-    def run(self, micros: Sequence[Micro], step: int) -> Totals:
-        """Do step number ``step`` (from 0): returns its sums, with the norm of its gradient."""
+    def run(self, portion: Portion, step: int, stop: bool = False) -> Totals:
+        """Do step number ``step`` (from 0): returns its sums over all workers, with the norm of its gradient. ``stop`` is
+        this worker's wish, which the sums carry to the others."""
         while True:
+            problem, totals = None, None
+            begun = perf_counter()
             try:
-                begun = perf_counter()
-                totals = self._attempt(micros, step)
-                break
+                totals = self._attempt(portion, step)
             except Exception as error:
                 problem = self._recoverable(error, step)
                 if problem is None:
                     raise
+            if self.replica.votes:
+                problem = self._vote(problem)
+            if problem is None:
+                break
             # outside the handler, so that no frame of the failed attempt holds on to its tensors
             self._recover(problem, step)
-        self._update(totals, step)
+        whole = self._together(totals, portion, stop)
+        self._update(whole, step)
         self.clock.mark("optimizer")
         self._grow_back(step)
         self._tell_compiled(perf_counter() - begun)
-        return totals
+        return whole
 
-    def _attempt(self, micros: Sequence[Micro], step: int) -> Totals:
-        """Forward and backward over all micro-batches. Until it returns, nothing has changed that cannot be put back."""
+    def _attempt(self, portion: Portion, step: int) -> Totals | None:
+        """Forward and backward over all micro-batches; None where this worker has none. Until it returns, nothing has
+        changed that cannot be put back."""
         self._keep_statistics()
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.learner.optimizer.zero_grad(set_to_none=True)
-        samples = sum(micro.samples for micro in micros)
-        nominal = power_of_two(samples * getattr(self.task, "units_per_sample", 1))
+        self.replica.begin(portion.shared)
+        nominal = self._nominal(portion)
         totals: Totals | None = None
-        for micro in micros:
+        for number, micro in enumerate(portion.micros, 1):
+            if not micro.samples and not self.replica.together:
+                continue
             batch = micro.fetch()
             self.clock.mark("data")
-            for begin in range(0, micro.samples, self.limit):
-                end = min(begin + self.limit, micro.samples)
-                part = batch if end - begin == micro.samples else cut_batch(batch, begin, end, micro.samples)
-                loss, weight = self._forward(part, end - begin)
+            samples = max(1, micro.samples)  # a stand-in counts for nothing, but is computed
+            for begin in range(0, samples, self.limit):
+                end = min(begin + self.limit, samples)
+                part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
+                loss, weight = self._forward(part, end - begin, last=number == len(portion.micros) and end == samples)
                 self.clock.mark("forward")
-                loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal))
+                loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0))
                 self.clock.mark("backward")
-                more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
-                totals = more if totals is None else totals.plus(more)
-        assert totals is not None
-        if isinstance(totals.count, int) and totals.count < 1:
-            raise UserError(f"the task's loss counts {totals.count} in step {step + 1}; a mean needs at least 1")
-        totals.nominal = nominal
+                if micro.samples:
+                    more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
+                    totals = more if totals is None else totals.plus(more)
         return totals
+
+    def _nominal(self, portion: Portion) -> float:
+        return power_of_two(portion.samples * getattr(self.replica.task, "units_per_sample", 1))
+
+    def _vote(self, problem: str | None) -> str | None:
+        """The worst that happened to any worker, which then happens to all."""
+        worst = int(self.world.most([float(_PROBLEMS.index(problem))])[0])
+        return _PROBLEMS[worst]
+
+    def _together(self, totals: Totals | None, portion: Portion, stop: bool) -> Totals:
+        """Gradients and sums of all workers."""
+        if self.world.size == 1:
+            assert totals is not None
+            totals.samples, totals.nominal = portion.samples, self._nominal(portion)
+            if isinstance(totals.count, int) and totals.count < 1:
+                raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
+            return totals
+        factor = self.replica.add_up()
+        whole = self._sums(totals, portion.samples, stop)
+        whole.nominal = self._nominal(portion) * factor
+        self.clock.mark("communication")
+        return whole
 
     def _seed_gradient(self, loss: Tensor, factor: float) -> Tensor:
         """What the backward pass begins with: a constant on the device, so that scaling the loss costs nothing."""
@@ -140,10 +143,10 @@ class Stepper:
             self._constants[key] = torch.full((), factor, dtype=loss.dtype, device=loss.device)
         return self.precision.scaled(self._constants[key])
 
-    def _forward(self, batch: Any, samples: int) -> tuple[Loss, float]:
+    def _forward(self, batch: Any, samples: int, last: bool) -> tuple[Loss, float]:
         check_device(batch, self.world.device)
         with self.precision.autocast():
-            loss, weight = as_loss(self.task.loss(self.model, batch), samples)
+            loss, weight = as_loss(self.replica.loss(batch, last), samples)
         check_trainable(loss)
         return loss, weight
 
@@ -159,15 +162,15 @@ class Stepper:
                 "try a smaller model, or a device with more memory"
             ) from None
         if totals.loads:
-            settle(self.model, totals.loads)
+            settle(self.replica.model, totals.loads)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
-        gradients = [p.grad for p in self.learner.parameters if p.grad is not None]
+        gradients = self.replica.local([p.grad for p in self.learner.parameters if p.grad is not None])
         count = totals.count.double().clamp(min=1) if isinstance(totals.count, Tensor) else totals.count
         factor: float | Tensor = totals.nominal / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
-        totals.norm = finish_gradients(gradients, factor, self.clip_norm)
+        totals.norm = finish_gradients(gradients, factor, self.clip_norm, self.replica.sum_squares)
         if self.precision.scale is not None:
             totals.finite = totals.norm.isfinite()
         self.learner.step(step, totals.finite)
@@ -187,10 +190,16 @@ class Stepper:
         """What can be done about an error: 'halve', 'uncompile', or nothing. The user's errors are told as such; ours keep
         their traceback."""
         if is_out_of_memory(error):
+            if self.world.size > 1 and not self.replica.votes:
+                raise OutOfMemory(
+                    f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self.limit}", self.limit
+                ) from None
             return "halve"
-        if self.compiled is not None and is_compile_error(error):
+        if self.compiled is not None and is_compile_error(error) and (self.world.size == 1 or self.replica.votes):
             self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
+        if self.world.size > 1 and is_communication_error(error):
+            return None
         if not isinstance(error, OrchestratorError) and raised_in_user_code(error):
             with user_code(f"computing step {step + 1}"):
                 raise error
@@ -210,6 +219,7 @@ class Stepper:
                 f"out of memory at step {step + 1} with a micro-batch of one sample; try --activation-checkpointing on, "
                 "--precision bf16, a smaller --width, or a device with more memory"
             )
+        self.replica.renew()
         before, self.limit = self.limit, -(-self.limit // 2)
         self._good, self._patience = 0, self._patience * 2
         self.tell("oom", step=step + 1, micro_batch=before, next_micro_batch=self.limit, where=str(self.world.device))
@@ -225,6 +235,7 @@ class Stepper:
         self._good += 1
         if self.limit < self.micro_batch and self._good >= self._patience:
             self.limit, self._good = min(self.micro_batch, self.limit * 2), 0
+            self.replica.renew()
             self.tell("warning", kind="memory", message=f"step {step + 1}: memory allows again; micro-batch back to {self.limit}")
 
 

@@ -1,22 +1,35 @@
-"""Who this process is among those that train together. Passed by hand; there is no global one."""
+"""Who this process is among those that train together, and what they say to each other. Passed by hand; there is no
+global one. One process is the same code without the talking."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size and device of one worker."""
+    """Rank, size and device of one worker, the group it belongs to, and the share of each batch that each worker takes."""
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    store: Store | None = None
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -25,6 +38,106 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def sharing(self, shares: Sequence[float]) -> World:
+        """The same workers with other shares of the batch."""
+        if len(shares) != self.size or min(shares) <= 0:
+            raise ValueError(f"{len(shares)} shares {list(shares)} for {self.size} workers; each needs one above 0")
+        return replace(self, shares=tuple(shares))
+
+    def cut(self, count: int) -> list[slice]:
+        """How ``count`` samples fall to the workers: in order, evenly or by their shares, none left out."""
+        if not self.shares:
+            bounds = [count * rank // self.size for rank in range(self.size + 1)]
+        else:
+            whole = sum(self.shares)
+            bounds = [*(int(count * sum(self.shares[:rank]) / whole + 0.5) for rank in range(self.size)), count]
+        return [slice(begin, end) for begin, end in pairwise(bounds)]
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all workers, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all workers. Waits for all of them."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of each worker, by rank."""
+        mine = torch.zeros(self.size, len(values), dtype=torch.float64)
+        mine[self.rank] = torch.tensor(list(values), dtype=torch.float64)
+        return self.sum_(mine).tolist()
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """The main worker's tensors, to all, in place."""
+        if self.size > 1:
+            for work in [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]:
+                if work is not None:
+                    work.wait()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.most([0.0])
+
+    def agree(self, name: str, value: Any) -> Any:
+        """A plain value that some workers know and the others don't (None): that of the lowest rank that does. ``name`` is
+        used once in the life of the group."""
+        if self.size == 1:
+            return value
+        knows = -self.most([-float(self.rank if value is not None else self.size)])[0]
+        if knows == self.size:
+            return None
+        assert self.store is not None
+        if knows == self.rank:
+            self.store.set(f"agree/{name}", json.dumps(value))
+        return json.loads(self.store.get(f"agree/{name}"))
+
+
+_KEPT: list[Any] = []
+"""Groups that were left, for as long as the process lives: gloo's destructor waits for its threads with the interpreter
+locked, and one of them may be waiting for the interpreter (seen as a hang at the end of one run in ten)."""
+
+
+@contextmanager
+def joined(store: Store, rank: int, size: int, device: torch.device, backend: str, timeout_s: float) -> Iterator[World]:
+    """The world of workers that meet at a store. With NCCL, what lies in host memory travels by gloo."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    world = World(rank, size, device, dist.group.WORLD, store)
+    _KEPT.append((world.group, store))
+    try:
+        yield world
+        world.barrier()  # the store ends with the main worker, and the others may still ask it
+    finally:
+        dist.destroy_process_group()
+
+
+_SIGNS = ("gloo", "nccl", "connection reset", "connection closed", "connection refused", "broken pipe", "socket", "process group")
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error is another worker's silence rather than this one's fault."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: float) -> Store:
+    """The meeting place of workers on any nodes; the main worker keeps it."""
+    return TCPStore(address, port, size, is_main, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def file_store(path: str, size: int) -> Store:
+    """The meeting place of workers on one machine, without a port."""
+    return FileStore(path, size)
 
 
 _COLLECTIVE_PROBE = """

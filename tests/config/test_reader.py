@@ -150,7 +150,8 @@ TYPOS = {
     "gpumode": "gpu_mode", "precison": "precision", "tf_32": "tf32", "compil": "compile",
     "activation_checkpoint": "activation_checkpointing",
     "checkpoint_evry": "checkpoint_every", "resum": "resume", "initfrom": "init_from", "log_evry": "log_every", "tracker": "trackers",
-    "run_dri": "run_dir",
+    "run_dri": "run_dir", "worker": "workers", "paralel_strategy": "parallel_strategy", "shardng": "sharding", "bakend": "backend",
+    "sync_batchnrom": "sync_batchnorm", "max_failure": "max_failures", "ray_adress": "ray_address", "cpu_ofload": "cpu_offload",
 }  # fmt: skip
 
 
@@ -189,6 +190,11 @@ def test_any_slip_of_a_letter_finds_its_way_back(name: str):
 @pytest.mark.parametrize(("typo", "meant"), [("rum", "run"), ("modle", "model"), ("optimizer", "optim"), ("checkpoints", "checkpoint")])
 def test_a_misspelled_section_is_answered_with_the_right_one(scratch: Path, typo: str, meant: str):
     assert refusal(scratch, f"{typo}:\n  x: 1\n") == f"cfg.yaml:1: unknown setting {typo!r} (did you mean {meant!r}?)"
+
+
+def test_a_list_under_an_old_name_is_answered_as_one_would_write_it(scratch: Path):
+    message = refusal(scratch, "parallel:\n  device_ids: [0, 2]\n")
+    assert message == "cfg.yaml:2: unknown setting 'device_ids'; write devices: 0,2 under parallel:"
 
 
 def test_an_unknown_key_far_from_all_lists_the_known_ones(scratch: Path):
@@ -257,6 +263,9 @@ def test_every_number_refuses_what_is_none(scratch: Path, name: str, value: str)
         ("device: {precision: off}", "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed"),
         ("model: {expert_hidden_size: [8, x]}", "cfg.yaml:1: model.expert_hidden_size is [8, 'x']; a list of whole numbers was needed"),
         ("watch: {trackers: comet}", "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' was needed"),
+        ("parallel: {devices: '0,x'}", "cfg.yaml:1: parallel.devices is '0,x'; a list of whole numbers was needed"),
+        ("parallel: {workers: some}", "cfg.yaml:1: parallel.workers is 'some'; a whole number or 'auto' was needed"),
+        ("parallel:\n  workers: 2\n  devices: [1, 1]", "cfg.yaml:3: devices is 1,1; name each GPU once"),
         ("run:\n  seed: 1\n  epochs: 0", "cfg.yaml:3: epochs is 0; it must be at least 1"),
         ("run: 3", "cfg.yaml:1: run is a section; its settings go below it, indented"),
         ("run: [1]", "cfg.yaml:1: run is a section; its settings go below it, indented"),
@@ -297,6 +306,14 @@ def test_on_and_off_are_words(scratch: Path, name: str, word: str, value: str):
     ("run: {deterministic: on}", {"deterministic": True}),
     ("data: {data_dir: ~}", {"data_dir": None}),
     ("run: {name: '5'}", {"name": "5"}),
+    ("parallel: {devices: [0, 2]}", {"devices": (0, 2)}),
+    ("parallel: {devices: '0,2'}", {"devices": (0, 2)}),
+    ("parallel:\n  devices: 0,2", {"devices": (0, 2)}),
+    ("parallel: {devices: 3}", {"devices": (3,)}),
+    ("parallel: {workers: auto}", {}),
+    ("parallel: {workers: 4, sharding: none}", {"workers": 4, "sharding": "none"}),
+    ("parallel: {broadcast_buffers: off}", {"broadcast_buffers": "off"}),
+    ("watch: {trackers: 'wandb, mlflow'}", {"trackers": ("wandb", "mlflow")}),
 ])  # fmt: skip
 def test_yaml_as_people_write_it(scratch: Path, text: str, expected: dict[str, Any]):
     assert reading(scratch, text).config == Config.of(**expected)
@@ -376,6 +393,17 @@ def test_flags_understand_both_dashes_and_win_over_the_file(scratch: Path):
 
 @pytest.mark.parametrize(("argv", "expected"), [
     (["--expert-hidden-size", "8", "16"], {"expert_hidden_size": (8, 16)}),
+    (["--devices", "0,2"], {"devices": (0, 2)}),
+    (["--devices", "0", "2"], {"devices": (0, 2)}),
+    (["--devices=0,2"], {"devices": (0, 2)}),
+    (["--devices=3"], {"devices": (3,)}),
+    (["--devices", "0,2", "--workers", "2"], {"devices": (0, 2), "workers": 2}),
+    (["--devices", "0,1", "3", "--task", "a,b:C"], {"devices": (0, 1, 3), "task": "a,b:C"}),
+    (["--workers", "auto"], {}),
+    (["--sharding", "none", "--no-gradient-as-bucket-view"], {"sharding": "none", "gradient_as_bucket_view": False}),
+    (["--ray_address", "10.0.0.1:6379"], {"ray_address": "10.0.0.1:6379"}),
+    (["--trackers", "wandb,mlflow"], {"trackers": ("wandb", "mlflow")}),
+    (["--expert-hidden-size=8,16"], {"expert_hidden_size": (8, 16)}),
     (["--trackers"], {"trackers": ()}),
     (["--trackers", "wandb", "mlflow"], {"trackers": ("wandb", "mlflow")}),
     (["--batch-size", "auto"], {"batch_size": "auto"}),

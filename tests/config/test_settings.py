@@ -64,6 +64,11 @@ def test_of_and_but_set_by_flat_name_and_leave_the_rest():
     assert config.run.epochs == 3
 
 
+@pytest.mark.parametrize("given", ["0,2", "0, 2", [0, 2], (0, 2), ["0", "2"]])
+def test_of_takes_devices_as_text_or_list(given: Any):
+    assert Config.of(devices=given).parallel.devices == (0, 2)
+
+
 def test_of_makes_what_is_declared():
     config = Config.of(run_dir="here", expert_hidden_size=64, trackers="wandb", tf32=True, learning_rate=1)
     assert config.run.run_dir == Path("here")
@@ -76,6 +81,16 @@ def test_of_makes_what_is_declared():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("workers", "all"),
+        ("workers", 1.5),
+        ("workers", True),
+        ("workers", None),
+        ("devices", "0,x"),
+        ("devices", "0,,2"),
+        ("devices", None),
+        ("sharding", "zero1"),
+        ("backend", "mpi"),
+        ("parallel_strategy", "ddp"),
         ("epochs", "three"),
         ("epochs", 2.5),
         ("epochs", True),
@@ -145,6 +160,23 @@ BAD: list[tuple[str, Any]] = [
     ("clip_norm", -1),
     ("clip_norm", math.nan),
     ("empty_cache_every", -1),
+    ("workers", 0),
+    ("devices", (1, 0, -1)),
+    ("devices", (0, 0)),
+    ("bucket_cap_mb", 0),
+    ("max_failures", -1),
+    ("collective_timeout", 0),
+    ("resource_timeout", 0),
+    ("ray_address", ""),
+    ("ray_address", "somewhere"),
+    ("ray_address", "10.0.0.1"),
+    ("ray_address", "10.0.0.1:"),
+    ("ray_address", "10.0.0.1:0"),
+    ("ray_address", "10.0.0.1:65536"),
+    ("ray_address", "http://10.0.0.1:8265"),
+    ("ray_address", "-x:1"),
+    ("ray_address", "::1:6379"),
+    ("ray_address", "ray://10.0.0.1:10001"),
     ("checkpoint_every", -1),
     ("keep", 0),
     ("log_every", 0),
@@ -165,6 +197,9 @@ EDGES: list[tuple[str, Any]] = [
     ("seed", 0), ("seed", 2**63 - 1), ("experts", 0), ("context_length", 0), ("loader_workers", -1), ("loader_workers", 0),
     ("gpu_memory_fraction", 0.05), ("gpu_memory_fraction", 1.0), ("clip_norm", 0), ("warmup_steps", 0), ("keep", 1),
     ("trackers", ()), ("name", "a"), ("name", "0.9_x-Y"), ("log_every", 1), ("weight_decay", 0.0),
+    ("workers", 1), ("workers", "auto"), ("devices", ()), ("devices", (2, 0)), ("max_failures", 0), ("collective_timeout", 1),
+    ("bucket_cap_mb", 1), ("ray_address", "local"), ("ray_address", "10.0.0.1:6379"), ("ray_address", "head-1.example.org:65535"),
+    ("ray_address", "[fe80::1]:6379"), ("gpu_mode", "multi_gpu"),
 ]  # fmt: skip
 
 
@@ -181,7 +216,23 @@ def test_a_value_at_the_edge_is_taken(name: str, value: Any):
     [
         ({"experts": 3, "top_k": 4}, ("top_k is 4", "only 3 experts")),
         ({"experts": 3, "expert_hidden_size": (8, 8)}, ("2 sizes", "3 experts")),
-        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32}, ("8 × accumulation_steps 2", "32")),
+        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 1}, ("8 × accumulation_steps 2", "is 16", "32")),
+        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 4}, ("8 × accumulation_steps 2", "is 64", "32")),
+        (
+            {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "gpu_mode": "single_gpu"},
+            ("is 16", "32", "two of the three"),
+        ),
+        ({"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32}, ("workers auto", "32", "two of the three", "--workers N")),
+        ({"gpu_mode": "cpu", "devices": (0, 2)}, ("devices 0,2", "gpu_mode is cpu")),
+        ({"gpu_mode": "cpu", "backend": "nccl"}, ("backend nccl", "gpu_mode is cpu", "gloo")),
+        ({"gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2", "multi_gpu")),
+        ({"gpu_mode": "single_gpu", "devices": (0, 2)}, ("single_gpu", "devices names 2 (0,2)")),
+        ({"gpu_mode": "multi_gpu", "workers": 1}, ("multi_gpu", "workers is 1")),
+        ({"gpu_mode": "multi_gpu", "devices": 3}, ("multi_gpu", "devices names one (3)")),
+        ({"devices": (0, 2), "workers": 3}, ("workers is 3", "devices names 2 (0,2)")),
+        ({"sharding": "none", "cpu_offload": True}, ("cpu_offload", "sharding none", "zero2 or zero3")),
+        ({"deterministic": True, "share_by_speed": "on"}, ("deterministic", "share_by_speed")),
+        ({"ray_address": "ray://head:10001"}, ("ray://head:10001", "not supported", "ray job submit")),
         ({"batch_size": 64, "global_batch_size": 32}, ("batch_size is 64", "global_batch_size 32")),
         ({"accumulation_steps": 9, "global_batch_size": 8}, ("accumulation_steps is 9", "global_batch_size 8")),
         ({"resume": "auto", "init_from": Path("x")}, ("resume", "init_from", "give one")),
@@ -203,7 +254,15 @@ def test_a_contradiction_names_both_sides(settings: dict[str, Any], words: tuple
         {"experts": 0, "top_k": 2},
         {"experts": 4, "top_k": 4, "expert_hidden_size": (1, 2, 3, 4)},
         {"experts": 4, "expert_hidden_size": (16,)},
-        {"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32},
+        {"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32, "workers": 1},
+        {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2},
+        {"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32, "gpu_mode": "single_gpu"},
+        {"gpu_mode": "cpu", "workers": 4, "backend": "gloo"},
+        {"gpu_mode": "single_gpu", "workers": 1, "devices": (3,)},
+        {"gpu_mode": "multi_gpu", "workers": 2, "devices": (0, 2, 3)},
+        {"sharding": "zero2", "cpu_offload": True},
+        {"cpu_offload": True},
+        {"deterministic": True, "share_by_speed": "off"},
         {"batch_size": 32, "global_batch_size": 32},
         {"accumulation_steps": 5, "global_batch_size": 8},
         {"batch_size": "auto", "global_batch_size": 8},

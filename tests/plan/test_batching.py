@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import ModelFacts, largest_fitting, memory
 from orchestrator.types import GIB, MIB, Choice
@@ -89,7 +90,7 @@ def test_the_effective_batch_of_a_class_is_kept_and_cut_anew(gigabytes: float, e
         ({"accumulation_steps": 3, "global_batch_size": 128}, (43, 3, 128)),
         ({"global_batch_size": 128}, (128, 1, 128)),
         ({"accumulation_steps": 4}, (16, 4, 64)),
-        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 16}, (8, 2, 16)),
+        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 16, "workers": 1}, (8, 2, 16)),
         ({"batch_size": 20_000}, (10_000, 1, 10_000)),
         ({"global_batch_size": 20_000}, (10_000, 1, 10_000)),
         ({"debug": True}, (4, 1, 4)),
@@ -188,6 +189,88 @@ def test_evaluation_takes_twice_as_much_and_never_more_than_there_is():
     assert batches(batch_size=32, auto=False).evaluation.value == 32
 
 
+# --- over several workers
+
+
+def shared(workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any) -> Batching:
+    """As planned for so many workers with 64 GiB each; ``sharding`` and ``limit`` may be given too."""
+    limit, sharding = given.pop("limit", 64.0 * GIB), given.pop("sharding", "none")
+    return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit, known, workers, sharding)
+
+
+@pytest.mark.parametrize(
+    ("workers", "given_settings", "expected"),
+    [
+        (4, {}, (64, 1, 256)),
+        (3, {}, (64, 1, 192)),
+        (4, {"batch_size": 32}, (32, 1, 128)),
+        (4, {"batch_size": 32, "accumulation_steps": 2}, (32, 2, 256)),
+        (4, {"batch_size": 32, "global_batch_size": 256}, (32, 2, 256)),
+        (4, {"batch_size": 32, "global_batch_size": 300}, (32, 3, 300)),
+        (4, {"batch_size": 32, "global_batch_size": 64}, (16, 1, 64)),
+        (4, {"accumulation_steps": 2, "global_batch_size": 256}, (32, 2, 256)),
+        (4, {"accumulation_steps": 2, "global_batch_size": 250}, (32, 2, 250)),
+        (3, {"global_batch_size": 100}, (34, 1, 100)),
+        (4, {"global_batch_size": 4}, (1, 1, 4)),
+        (4, {"accumulation_steps": 4}, (16, 4, 256)),
+        (4, {"batch_size": 20_000}, (2_500, 1, 10_000)),
+        (4, {"debug": True}, (4, 1, 16)),
+        (4, {"auto": False}, (32, 1, 128)),
+        (4, {"auto": False, "global_batch_size": 100}, (25, 1, 100)),
+        (2, {"auto": False, "global_batch_size": 100}, (32, 2, 100)),
+        (2, {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2}, (8, 2, 32)),
+    ],
+)
+def test_sizes_over_workers(workers: int, given_settings: dict[str, Any], expected: tuple[int, int, int]):
+    assert sizes(shared(workers, **given_settings)) == expected
+
+
+def test_a_batch_larger_than_a_workers_share_is_cut_and_says_so():
+    found = shared(4, batch_size=32, global_batch_size=64)
+    assert found.batch_size.reason == "asked for by --batch-size 32, cut to 16: a worker's share of 64 samples"
+    assert "3 workers" in shared(3, accumulation_steps=2).global_batch.reason
+
+
+def test_a_resumed_run_keeps_the_global_batch_it_began_with():
+    begun = {"global_batch_size": 128}
+    assert shared(2, known=begun).global_batch == Choice(128, "the run began with it")
+    assert sizes(shared(2, known=begun, batch_size=16)) == (16, 4, 128)
+    assert sizes(shared(1, known=begun, batch_size=16, accumulation_steps=2)) == (16, 8, 128)
+    assert sizes(shared(3, known=begun, debug=True)) == (4, 11, 128)
+    assert sizes(shared(2, known=begun, global_batch_size=64)) == (32, 1, 64)
+    fitting = memory(model(), 20, recompute=False, limit=None).total
+    assert shared(2, known=begun, accumulation_steps=1, limit=fitting).batch_size.value <= 20
+
+
+def test_a_measured_batch_is_that_of_each_worker():
+    known = {"batch_size": 24}
+    assert sizes(shared(4, known=known, batch_size="auto")) == (24, 1, 96)
+    assert sizes(shared(4, known=known, batch_size="auto", accumulation_steps=2)) == (24, 2, 192)
+    assert sizes(shared(4, known=known, batch_size="auto", global_batch_size=400)) == (24, 5, 400)
+    assert sizes(shared(4, known=known | {"global_batch_size": 64}, batch_size="auto")) == (16, 1, 64)
+
+
+def test_a_global_batch_with_less_than_a_sample_for_each_worker_is_refused():
+    with pytest.raises(UserError, match=r"^8 workers need a global batch of 8 samples at least; it has 6 \(asked for") as caught:
+        shared(8, global_batch_size=6)
+    assert "raise --global-batch-size" in str(caught.value)
+    with pytest.raises(UserError, match=r"it has 5 .*\. Lower --workers$"):
+        shared(8, model(samples=5))
+
+
+def test_each_worker_evaluates_its_part():
+    assert shared(4, batch_size=32).evaluation.value == 64
+    assert shared(4, model(validation_samples=10), batch_size=32).evaluation.value == 3
+
+
+def test_sharding_leaves_room_for_a_larger_batch():
+    facts = model(parameters=10**9, trainable=10**9)
+    limit = memory(facts, 20, recompute=False, limit=None).total
+    whole, sharded = shared(4, facts, limit=limit), shared(4, facts, limit=limit, sharding="zero2")
+    assert whole.batch_size.value <= 20
+    assert sharded.batch_size.value == 64
+
+
 # --- whatever is asked
 
 
@@ -197,14 +280,23 @@ def test_evaluation_takes_twice_as_much_and_never_more_than_there_is():
     facts=models(),
     memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)),
     limit=st.floats(0, 400.0 * GIB),
+    workers=st.sampled_from([1, 1, 2, 3, 8]),
 )
-def test_batch_and_accumulation_cover_the_global_batch_exactly(config: Config, facts: ModelFacts, memory_total: int | None, limit: float):
-    found = plan_batches(config, facts, memory_total, limit, None)
+def test_batch_and_accumulation_cover_the_global_batch_exactly(
+    config: Config, facts: ModelFacts, memory_total: int | None, limit: float, workers: int
+):
+    try:
+        found = plan_batches(config, facts, memory_total, limit, None, workers)
+    except UserError:
+        wanted = config.batch.global_batch_size
+        assert facts.samples < workers or (wanted is not None and wanted < workers)
+        return
     batch, parts, whole = sizes(found)
     assert min(batch, parts, whole, found.evaluation.value) >= 1
-    assert batch * parts >= whole
-    assert batch * (parts - 1) < whole, "a micro-batch would be empty"
-    assert batch <= whole <= facts.samples
+    assert batch * parts * workers >= whole
+    assert batch * (parts - 1) * workers < whole, "a micro-batch would be empty"
+    assert workers <= whole <= facts.samples
+    assert (batch - 1) * workers < whole
     if config.batch.global_batch_size and not config.run.debug:
         assert whole == min(config.batch.global_batch_size, facts.samples)
     choices = [found.starting, found.batch_size, found.accumulation, found.global_batch, found.evaluation, found.recompute]

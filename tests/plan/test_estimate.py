@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,57 @@ def test_recomputation_keeps_less_where_there_are_several_blocks():
     assert memory(bare, 64, recompute=True, limit=None) == memory(bare, 64, recompute=False, limit=None)
 
 
+# --- divided among workers
+
+
+def of_a_million(sharding: str, workers: int = 4, offload: bool = False, **changes: Any) -> Memory:
+    facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0, **changes)
+    return memory(facts, 1, recompute=False, limit=None, workers=workers, sharding=sharding, offload=offload)
+
+
+def test_whole_on_every_worker_costs_what_one_process_costs():
+    assert of_a_million("none", workers=8) == of_a_million("none", workers=1)
+
+
+def test_zero2_divides_gradients_and_moments():
+    """Four blocks: a quarter of the gradients is whole at a time. Parameters are gathered beside a worker's own quarter."""
+    found = of_a_million("zero2")
+    assert (found.parameters, found.gradients, found.optimizer) == (5e6, 2e6, 2e6)
+
+
+def test_zero3_divides_parameters_too():
+    found = of_a_million("zero3")
+    assert (found.parameters, found.gradients, found.optimizer) == (2e6, 2e6, 2e6)
+    assert of_a_million("zero3", blocks=0).parameters == 5e6
+
+
+def test_offloading_leaves_only_what_is_computed_with():
+    two, three = of_a_million("zero2", offload=True), of_a_million("zero3", offload=True)
+    assert (two.parameters, two.gradients, two.optimizer) == (4e6, 1e6, 0)
+    assert (three.parameters, three.gradients, three.optimizer) == (1e6, 1e6, 0)
+    assert of_a_million("none", offload=True) == of_a_million("none")
+
+
+@settings(max_examples=200, deadline=None)
+@given(facts=models(), workers=st.integers(2, 64))
+def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
+    def total(sharding: str, offload: bool = False) -> float:
+        return memory(facts, 1, recompute=False, limit=None, workers=workers, sharding=sharding, offload=offload).total
+
+    for finer, coarser in [
+        (total("zero3"), total("zero2")),
+        (total("zero2", offload=True), total("zero2")),
+        (total("zero3", offload=True), total("zero2", offload=True)),
+    ]:
+        assert finer <= coarser * (1 + 1e-9)
+
+
+def test_gates_are_divided_like_the_rest():
+    for sharding in ("none", "zero2", "zero3"):
+        split = memory(model(gate_parameters=1_000), 8, False, None, 4, sharding)
+        assert split.total == pytest.approx(memory(model(gate_parameters=0), 8, False, None, 4, sharding).total)
+
+
 def test_without_a_limit_everything_fits():
     assert memory(model(parameters=10**12, trainable=10**12), 10**6, recompute=False, limit=None).fits
     assert not Memory(1, 0, 0, 0, 0, limit=0).fits
@@ -79,14 +131,22 @@ def test_backward_costs_two_forward_passes_and_recomputation_one():
 
 
 @settings(max_examples=300, deadline=None)
-@given(facts=models(), most=st.integers(0, 5000), recompute=st.booleans(), limit=limits)
-def test_largest_fitting_is_the_last_that_fits(facts: ModelFacts, most: int, recompute: bool, limit: float | None):
-    found = largest_fitting(facts, most, recompute, limit)
+@given(
+    facts=models(),
+    most=st.integers(0, 5000),
+    recompute=st.booleans(),
+    limit=limits,
+    spread=st.sampled_from([(1, "none", False), (4, "zero2", False), (3, "zero3", True)]),
+)
+def test_largest_fitting_is_the_last_that_fits(
+    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: tuple[int, str, bool]
+):
+    found = largest_fitting(facts, most, recompute, limit, *spread)
     assert 0 <= found <= most
     if found:
-        assert memory(facts, found, recompute, limit).fits
+        assert memory(facts, found, recompute, limit, *spread).fits
     if found < most:
-        assert not memory(facts, found + 1, recompute, limit).fits
+        assert not memory(facts, found + 1, recompute, limit, *spread).fits
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 63, 64, 1000])

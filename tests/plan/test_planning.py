@@ -14,7 +14,7 @@ from orchestrator.plan.estimate import ModelFacts, memory
 from orchestrator.plan.hardware import Inventory
 from orchestrator.plan.planning import PLAIN, Plan, choose_device, choose_precision, plan
 from orchestrator.types import GIB, MIB
-from tests.support.plans import configs, gpu, machine, machines, model, models
+from tests.support.plans import configs, gpu, machine, machines, model, models, planned_or_refused
 
 CPU = machine()
 H200 = machine(gpu())
@@ -30,14 +30,16 @@ def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **give
 @settings(max_examples=250, deadline=None)
 @given(config=configs(), inventory=machines(), facts=models())
 def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Inventory, facts: ModelFacts):
-    found = plan(config, inventory, facts)
-    assert len(found.choices()) >= 19
+    found = planned_or_refused(config, inventory, facts)
+    assert len(found.choices()) >= 23
     for name, choice in found.choices().items():
         assert choice.value is not None, name
         assert len(choice.reason.strip()) >= 3, name
         assert all(rejected.option and rejected.why for rejected in choice.rejected), name
-    assert found.memory == memory(facts, found.batch_size.value, found.activation_checkpointing.value, found.memory.limit)
-    assert found.batch_size.value * found.accumulation_steps.value >= found.global_batch_size.value
+    batch, recompute, workers = found.batch_size.value, found.activation_checkpointing.value, found.workers.value
+    offload = config.parallel.cpu_offload
+    assert found.memory == memory(facts, batch, recompute, found.memory.limit, workers, found.sharding.value, offload)
+    assert batch * found.accumulation_steps.value * workers >= found.global_batch_size.value >= workers
     assert found.total_steps.value >= 1
     assert found.loader_workers.value >= 0
     assert found.log_every.value >= 1
@@ -47,7 +49,7 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
 @settings(max_examples=120, deadline=None)
 @given(config=configs("deterministic", "tf32", "cudnn_benchmark", "auto", "precision"), inventory=machines())
 def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, inventory: Inventory):
-    found = plan(config, inventory, model())
+    found = planned_or_refused(config, inventory, model())
     if config.run.deterministic:
         assert not found.tf32.value
         assert not found.cudnn_benchmark.value
@@ -59,8 +61,9 @@ def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, 
 @settings(max_examples=120, deadline=None)
 @given(inventory=machines(), facts=models())
 def test_the_plan_fits_unless_nothing_does(inventory: Inventory, facts: ModelFacts):
-    found = plan(Config(), inventory, facts)
-    smallest = memory(facts, 1, found.activation_checkpointing.value, found.memory.limit)
+    found = planned_or_refused(Config(), inventory, facts)
+    recompute, workers, sharding = found.activation_checkpointing.value, found.workers.value, found.sharding.value
+    smallest = memory(facts, 1, recompute, found.memory.limit, workers, sharding)
     assert found.memory.fits == smallest.fits
 
 
@@ -69,8 +72,9 @@ def test_the_same_question_has_the_same_answer():
 
 
 def test_the_plan_as_json_keeps_values_reasons_and_what_was_rejected():
-    found = json.loads(json.dumps(planned(machine(gpu(), gpu(1))).to_json()))
-    assert found["choices"]["device"]["rejected"] == [{"option": "the other 1 GPUs", "why": "this version trains on one device"}]
+    found = json.loads(json.dumps(planned(machine(gpu(), gpu(1)), gpu_mode="single_gpu").to_json()))
+    assert found["choices"]["device"]["rejected"] == [{"option": "the other 1 GPUs", "why": "one process trains on one device"}]
+    assert found["choices"]["strategy"]["value"] == "single"
     assert found["choices"]["starting_batch"]["value"] == "16 × 4"
     assert found["memory"]["total"] > 0
     assert found["flops_per_step"] > 0
@@ -84,8 +88,19 @@ def test_a_gpu_is_taken_where_there_is_one_and_the_emptiest_of_several():
     assert planned(CPU).device.value == "cpu"
     assert planned(H200, gpu_mode="cpu").device.value == "cpu"
     several = machine(gpu(0, free=10 * GIB), gpu(1, free=70 * GIB), gpu(2, free=70.5 * GIB))
-    assert planned(several).device.value == "cuda:1"
-    assert planned(several).device.rejected
+    assert planned(several, gpu_mode="single_gpu").device.value == "cuda:1"
+    assert planned(several, gpu_mode="single_gpu").device.rejected
+
+
+def test_the_gpu_asked_for_is_taken_and_the_first_of_several():
+    several = machine(gpu(0), gpu(1, free=GIB), gpu(2))
+    chosen = planned(several, devices=1)
+    assert (chosen.device.value, chosen.strategy.value) == ("cuda:1", "single")
+    assert chosen.device.reason.startswith("asked for by --devices 1: ")
+    assert chosen.memory.limit == GIB
+    assert planned(several, devices=(2, 0), workers=1).device.value == "cuda:2"
+    with pytest.raises(ResourceError, match="--devices 3 names GPU 3, but this machine has 3 GPUs"):
+        choose_device(Config.of(devices=3), several)
 
 
 def test_single_gpu_without_one_is_a_resource_error():
@@ -93,6 +108,8 @@ def test_single_gpu_without_one_is_a_resource_error():
         planned(CPU, gpu_mode="single_gpu")
     assert caught.value.exit_code == 3
     broken = machine(gpu_error="the driver shows 1 GPU(s), but torch sees none\nupdate the driver")
+    with pytest.raises(ResourceError, match=r"--gpu-mode multi_gpu needs two GPUs or more; 1 was found\."):
+        choose_device(Config.of(gpu_mode="multi_gpu"), H200)
     with pytest.raises(ResourceError, match="but torch sees none") as caught:
         choose_device(Config.of(gpu_mode="single_gpu"), broken)
     assert caught.value.exit_code == 3
@@ -122,7 +139,8 @@ def test_precision_by_compute_capability(capability: tuple[int, int], precision:
 
 def test_precision_is_that_of_the_chosen_gpu():
     mixed = machine(gpu(0, free=GIB, capability=(9, 0)), gpu(1, capability=(7, 5)))
-    assert (planned(mixed).device.value, planned(mixed).precision.value) == ("cuda:1", "fp16")
+    alone = planned(mixed, gpu_mode="single_gpu")
+    assert (alone.device.value, alone.precision.value) == ("cuda:1", "fp16")
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -156,6 +174,7 @@ def test_no_auto_gives_plain_defaults_and_says_so():
     found = planned(H200, facts, auto=False).choices()
     plain = {name: found[name].value for name in found if found[name].reason == PLAIN}
     assert plain == {
+        "strategy": "single",
         "precision": "fp32",
         "tf32": False,
         "batch_size": 32,
@@ -183,7 +202,8 @@ def test_no_auto_keeps_what_was_asked_for():
 @settings(max_examples=100, deadline=None)
 @given(config=configs("auto", "precision", "tf32", "loader_workers", "batch_size"), inventory=machines(), facts=models())
 def test_only_no_auto_speaks_of_no_auto(config: Config, inventory: Inventory, facts: ModelFacts):
-    said = [name for name, choice in plan(config, inventory, facts).choices().items() if "--no-auto" in choice.reason]
+    chosen = planned_or_refused(config, inventory, facts).choices()
+    said = [name for name, choice in chosen.items() if "--no-auto" in choice.reason]
     assert bool(said) == (not config.run.auto)
 
 

@@ -81,6 +81,10 @@ NUMBERS = [
         {"event": "load", "step": 7, "steps": 1, "loads": [[4, 4, 4, 4], [6, 0, 0, 2], [0, 0], []]},
         {"experts/layer0_imbalance": 1.0, "experts/layer1_imbalance": 3.0},
     ),
+    (
+        {"event": "recovery", "step": 35, "attempt": 1, "workers": 2, "lost_steps": 5, "total_seconds": 12.5, "reason": "lost"},
+        {"recovery/workers": 2.0, "recovery/lost_steps": 5.0, "recovery/total_seconds": 12.5},
+    ),
     ({"event": "end", "status": "completed", "steps": 4}, {}),
     ({"event": "step", "step": 1}, {}),
     ({"event": "monitor", "host": None, "devices": None}, {}),

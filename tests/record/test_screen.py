@@ -159,6 +159,14 @@ TROUBLE = [
     ({"event": "warning", "kind": "disk", "message": "the disk is slow"}, "warning: the disk is slow"),
     ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "failure (worker): rank 1 died"),
     (
+        {"event": "failure", "kind": "killed", "message": "", "rank": 1, "step": 40, "final": False},
+        "worker 1 lost at step 40 (killed): restarting",
+    ),
+    (
+        {"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5},
+        "recovered in 12.3 s on 2 workers at step 35, 5 steps repeated",
+    ),
+    (
         {"event": "oom", "step": 12, "micro_batch": 32, "next_micro_batch": 16, "where": "backward"},
         "out of memory at step 12 (backward) with a micro-batch of 32; going on with 16",
     ),
@@ -180,6 +188,25 @@ def test_trouble_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
     screen(event)
     assert f"{ESCAPE}[33m" in out.getvalue()
     assert text in without_escapes(out.getvalue())
+
+
+def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
+    screen, out = piped()
+    screen(start(100))
+    screen(step(40))
+    screen({"event": "failure", "kind": "killed", "rank": 1, "step": 40, "final": False})
+    screen(start(100, first=35))
+    screen({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []})
+    screen({"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5})
+    screen(step(36))
+    screen({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True})
+    told = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
+    assert told == [
+        "epoch 1  step 40/100",
+        "worker 1 lost at step 40 (killed): restarting",
+        "recovered in 12.3 s on 2 workers at step 35, 5 steps repeated",
+        "epoch 1  step 36/100",
+    ]
 
 
 @pytest.mark.parametrize("make", [piped, terminal])

@@ -46,6 +46,16 @@ def test_a_resumed_run_counts_each_step_once_and_leaves_out_the_pause(tmp_path):
     assert record.seconds < 60, "the 300 s between the two processes are no training"
 
 
+def test_a_recovered_run_is_one_sitting_and_its_restart_counts(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(steps=40, epochs=4, workers=3, recover_at=27)))
+    assert [event["step"] for event in record.steps] == list(range(1, 41))
+    assert (len(record.sessions), len(record.recoveries), record.replayed_steps, record.workers) == (1, 1, 7, 2)
+    assert record.resumes == []  # the workers read a checkpoint; nobody took the run up
+    assert record.seconds is not None
+    assert record.seconds > 12.3
+    assert [event["step"] for event in read_run(write_run(tmp_path / "b", FakeRun(resume_at=77))).resumes] == [60]
+
+
 def test_the_summary_of_an_earlier_session_does_not_speak_for_a_later_one(tmp_path):
     events = run_events(FakeRun(steps=10, epochs=1))
     again = run_events(FakeRun(steps=20, epochs=1, ends="killed"))

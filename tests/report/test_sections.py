@@ -27,6 +27,15 @@ def test_nobody_overlooks_a_failure(tmp_path):
     assert sections.notes(record_of(tmp_path / "d")) == ""
 
 
+def test_a_failure_that_was_recovered_from_is_a_tile_and_no_alarm(tmp_path):
+    record = record_of(tmp_path, workers=2, recover_at=77)
+    assert sections.notes(record) == ""
+    assert ">recoveries<" in sections.tiles(record)
+    assert "12.3 s each, 17 steps repeated" in sections.tiles(record)
+    assert "<span>workers</span>2, gloo, on 1 node" in sections.header(record)
+    assert "<span>workers</span>" not in sections.header(record_of(tmp_path / "one"))
+
+
 def test_the_tiles_of_a_full_run(tmp_path):
     text = sections.tiles(record_of(tmp_path, gpu=True, experts=4))
     for label in ("validation accuracy", "best accuracy", "train loss", "samples / s", "tokens/s", "peak memory", ">time<"):

@@ -2,7 +2,7 @@ import pytest
 
 from orchestrator.report.read import read_run
 from orchestrator.report.tables import WIDTH, performance_summary
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
 
 RUNS = {
     "dense": FakeRun(),
@@ -12,6 +12,7 @@ RUNS = {
     "killed": FakeRun(ends="killed"),
     "resumed": FakeRun(resume_at=77),
     "broken": FakeRun(broken={5: "nan"}, ends="stopped"),
+    "parallel": FakeRun(workers=3, recover_at=77, phases=PHASES_PARALLEL),
     "hostile": FakeRun(name="x\n\x1b[31m" + "y" * 300, warnings=("a\nb\x00",)),
 }
 
@@ -50,6 +51,28 @@ def test_a_run_without_events_of_a_kind_leaves_the_section_out(tmp_path):
 def test_unfinished_and_resumed_are_said(tmp_path):
     assert "killed, or is still running" in text_of(tmp_path / "a", RUNS["killed"])
     assert "1 time (at step 60); 17 steps done again" in text_of(tmp_path / "b", RUNS["resumed"])
+
+
+def test_a_run_on_several_workers_tells_of_them(tmp_path):
+    text = text_of(tmp_path, RUNS["parallel"])
+    for said in (
+        "strategy              data_parallel", "workers               2 (3 at first), gloo, on 1 node", "communication", "12.0%",
+        "worker 1 lost at step 77 (killed)", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "held up 5 ms each",
+        "  recovery              ",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "resumed" not in text  # nobody took it up by hand
+    single = text_of(tmp_path / "one", RUNS["dense"])
+    assert "workers               1\n" in single
+    assert "recovered" not in single
+
+
+def test_unequal_shares_are_said(tmp_path):
+    events = [
+        event | {"shares": [0.75, 0.25], "sharding": "zero2"} if event["event"] == "start" else event
+        for event in run_events(FakeRun(workers=2))
+    ]
+    assert "2, gloo, sharding zero2, on 1 node, shares 75% / 25%" in performance_summary(read_run(write_events(tmp_path, events)))
 
 
 def test_values_that_are_no_number_are_said(tmp_path):

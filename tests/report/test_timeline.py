@@ -29,6 +29,19 @@ def test_a_resume_tells_what_it_passed_over(tmp_path):
     assert row.text == "went on from c/4; passed over c/8: hash differs"
 
 
+def test_a_recovery_is_told_with_its_parts(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(steps=40, epochs=4, workers=3, recover_at=27)))
+    rows = {row.kind: row for row in happenings(record)}
+    assert rows["failure"].text == "worker 1 lost at step 27 (killed)"
+    assert rows["failure"].tone == "warn"  # it did not end the run
+    assert rows["recovery"].text == (
+        "recovered in 12.3 s on 2 workers instead of 3 at step 20, 7 steps repeated "
+        "(detect 1.23 s, restart 9.84 s, restore 1.23 s); a worker was lost"
+    )
+    assert rows["recovery"].step == 20
+    assert rows["checkpoint"].text.endswith("(2.3 MiB, 50 ms, 5 ms of it held up the training)")
+
+
 def test_no_more_rows_than_a_page_bears(tmp_path):
     events = [{"event": ("warning", "resume")[index % 2], "message": "m"} for index in range(500)]
     assert len(happenings(read_run(write_events(tmp_path, events)))) == MAX_ROWS

@@ -5,8 +5,9 @@ import pytest
 from orchestrator.report.read import read_run
 from orchestrator.report.verdict import MIN_STEPS, verdict
 from orchestrator.types import GIB
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
 
+TALKING = {"data": 0.03, "forward": 0.2, "backward": 0.25, "communication": 0.48, "optimizer": 0.04}
 WAITING = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.03}
 
 
@@ -31,6 +32,9 @@ def advice_names(found, *flags):
         ({"experts": 8, "skew": 2.0}, "imbalance", "--balance-loss"),
         ({"evaluate_s": 4.0}, "evaluation", "--evaluate-every"),
         ({"checkpoint_s": 2.0}, "checkpoint", "--checkpoint-every"),
+        ({"workers": 2, "phases": TALKING}, "communication", "--accumulation-steps"),
+        ({"workers": 2, "recover_at": 70}, "recovery", "--checkpoint-every 5"),
+        ({"workers": 2, "recover_at": 70, "recovery_s": 0.2, "phases": PHASES_PARALLEL}, "compute", "--compile"),
         ({"steps": MIN_STEPS - 1, "epochs": 1}, "unknown", "--max-steps"),
         ({"steps": 0, "ends": "failed"}, "unknown", "--max-steps"),
     ],
@@ -47,6 +51,18 @@ def test_evidence_carries_the_numbers(tmp_path):
     assert verdict_of(tmp_path / "a", phases=WAITING).evidence[0].startswith("50% of a step waits for data (40 ms per step")
     assert "20%" in verdict_of(tmp_path / "b", gpu=True, utilization=20.0, step_s=0.01).evidence[0]
     assert "ran out of memory" in verdict_of(tmp_path / "c", ooms=2).evidence[0]
+
+
+def test_several_workers_are_told_apart(tmp_path):
+    found = verdict_of(tmp_path / "a", workers=4, phases=TALKING, gpu=True)
+    assert found.evidence[0] == "48% of a step of 4 workers is communication (38.4 ms per step)"
+    lost = verdict_of(tmp_path / "b", workers=2, recover_at=70)
+    assert "of the run was spent on 1 recovery (12.3 s each) after killed" in lost.evidence[0]
+    assert "10 steps were done twice" in lost.advice[1]
+
+
+def test_a_checkpoint_in_the_background_holds_nothing_up(tmp_path):
+    assert verdict_of(tmp_path, workers=2, checkpoint_s=2.0).bound_by == "compute"
 
 
 def test_what_else_was_found_is_told_beside_the_verdict(tmp_path):

@@ -16,6 +16,7 @@ from orchestrator.record.events import Event, encode
 from orchestrator.types import GIB, MIB
 
 T0 = 1_780_000_000.0
+PHASES_PARALLEL = {"data": 0.03, "forward": 0.30, "backward": 0.44, "communication": 0.12, "optimizer": 0.08}
 PHASES_CPU = {"data": 0.04, "forward": 0.34, "backward": 0.50, "optimizer": 0.09}
 
 
@@ -41,6 +42,10 @@ class FakeRun:
     broken: dict[int, str] = field(default_factory=dict)
     resume_at: int = 0
     """The first process dies here; the second takes up from the last checkpoint and replays."""
+    workers: int = 1
+    recover_at: int = 0
+    """A worker is lost here; the run goes on from the last checkpoint with new processes, one fewer where there are three or more."""
+    recovery_s: float = 12.3
     ends: str = "completed"
     """completed, stopped, failed, or killed: no end event and no summary."""
     name: str = "fake"
@@ -59,6 +64,14 @@ class FakeRun:
     @property
     def per_epoch(self) -> int:
         return max(1, self.steps // self.epochs)
+
+    @property
+    def strategy(self) -> str:
+        return "data_parallel" if self.workers > 1 else "single"
+
+    @property
+    def workers_after(self) -> int:
+        return self.workers - 1 if self.recover_at and self.workers > 2 else self.workers
 
     @property
     def peak(self) -> int:
@@ -94,6 +107,7 @@ class _Teller:
 
     def __init__(self, run: FakeRun) -> None:
         self.run, self.events, self.clock = run, [], T0
+        self.workers = run.workers
         self.draw = random.Random(run.seed)
 
     def say(self, event: str, took: float = 0.0, **fields: Any) -> None:
@@ -102,8 +116,9 @@ class _Teller:
 
     def start(self, step: int) -> None:
         run = self.run
+        joined = {"backend": "nccl" if run.gpu else "gloo", "sharding": "none", "nodes": 1} if run.workers > 1 else {}
         self.say(
-            "start", version="0.1.0", task="text" if run.experts else "digits", strategy="single", workers=1,
+            "start", version="0.1.0", task="text" if run.experts else "digits", strategy=run.strategy, workers=self.workers, **joined,
             device="cuda:0" if run.gpu else "cpu", precision="bf16" if run.gpu else "fp32", global_batch_size=run.batch,
             parameters=8_421_376 if run.experts else 203_530, total_steps=run.steps, step=step,
         )  # fmt: skip
@@ -163,7 +178,18 @@ class _Teller:
         self.say("evaluate", took=run.evaluate_s, step=step, epoch=number, loss=loss, metrics={"accuracy": accuracy}, samples=360,
                  seconds=run.evaluate_s, best=True)  # fmt: skip
         path = f"checkpoints/step_{step:08d}"
-        self.say("checkpoint", took=run.checkpoint_s, step=step, path=path, bytes=2_443_112, seconds=run.checkpoint_s)
+        held = {"stall": run.checkpoint_s / 10} if run.workers > 1 else {}
+        stall = held.get("stall", run.checkpoint_s)
+        self.say("checkpoint", took=stall, step=step, path=path, bytes=2_443_112, seconds=run.checkpoint_s, **held)
+
+    def recovery(self, lost_at: int, step: int) -> None:
+        run, before, self.workers = self.run, self.workers, self.run.workers_after
+        self.say("failure", took=0.2, kind="killed", message="", rank=1, step=lost_at, final=False)
+        parts = {name: share * run.recovery_s for name, share in (("detect", 0.1), ("restart", 0.8), ("restore", 0.1))}
+        self.say(
+            "recovery", took=run.recovery_s, attempt=1, workers_before=before, workers=self.workers, step=step, lost_steps=lost_at - step,
+            **{f"{name}_seconds": seconds for name, seconds in parts.items()}, total_seconds=run.recovery_s, reason="a worker was lost",
+        )  # fmt: skip
 
     def session(self, first: int, last: int) -> None:
         run = self.run
@@ -186,9 +212,14 @@ def run_events(run: FakeRun) -> list[Event]:
         teller.session(1, run.resume_at)
         teller.clock += 300
         first = run.resume_at // run.per_epoch * run.per_epoch + 1
+    if run.recover_at:
+        teller.session(first, run.recover_at)
+        first = run.recover_at // run.per_epoch * run.per_epoch + 1
+        teller.recovery(run.recover_at, first - 1)
     teller.session(first, run.steps)
     if run.ends == "failed":
-        teller.say("failure", kind="TaskFailed", message="ValueError: batch has 3 channels, the model takes 1 (task.py:41)")
+        teller.say("failure", kind="TaskFailed", message="ValueError: batch has 3 channels, the model takes 1 (task.py:41)",
+                   rank=None, step=run.steps, final=True)  # fmt: skip
     if run.ends != "killed":
         reason = {"completed": "all epochs done", "stopped": "early stopping", "failed": "the task raised"}[run.ends]
         teller.say("end", took=0.1, status=run.ends, reason=reason, steps=run.steps, seconds=teller.clock - T0)
@@ -245,10 +276,12 @@ def _summary(run: FakeRun, events: list[Event]) -> dict[str, Any]:
     tested = [event for event in events if event["event"] == "evaluate"]
     seconds = sum(event["seconds"] for event in steps)
     return {
-        "status": run.ends, "steps": run.steps, "epochs": run.epochs if steps else 0, "strategy": "single", "workers": 1,
-        "device": "cuda:0" if run.gpu else "cpu", "precision": "bf16" if run.gpu else "fp32", "global_batch_size": run.batch,
+        "status": run.ends, "steps": run.steps, "epochs": run.epochs if steps else 0, "strategy": run.strategy,
+        "workers": run.workers_after, "global_batch_size": run.batch,
+        "device": "cuda:0" if run.gpu else "cpu", "precision": "bf16" if run.gpu else "fp32",
         "samples_per_second": run.batch * len(steps) / seconds if seconds else None, "train_loss": steps[-1]["loss"] if steps else None,
         "validation": {"loss": tested[-1]["loss"]} | tested[-1]["metrics"] if tested else {}, "peak_memory_bytes": run.peak,
-        "failures": 0, "recoveries": 0, "lost_steps": len(steps) - len({event["step"] for event in steps}), "goodput": 1.0,
+        "failures": int(bool(run.recover_at)), "recoveries": int(bool(run.recover_at)),
+        "lost_steps": len(steps) - len({event["step"] for event in steps}), "goodput": 1.0,
         "seconds": events[-1]["time"] - T0,
     }  # fmt: skip

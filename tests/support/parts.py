@@ -16,7 +16,9 @@ from orchestrator.train.clock import PhaseClock
 from orchestrator.train.data import Feed, Feeding
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
-from orchestrator.train.step import Stepper, Totals
+from orchestrator.train.replicate import DdpOptions, Replica, Replicated, Sharded, shard, whole
+from orchestrator.train.step import Stepper
+from orchestrator.train.totals import Totals
 from orchestrator.train.world import World
 
 
@@ -56,25 +58,34 @@ def make_stepper(
     learning_rate: float = 1e-3,
     clip_norm: float = 1.0,
     tell: Callable[..., None] | None = None,
+    world: World | None = None,
+    sharding: str = "none",
+    options: DdpOptions | None = None,
 ) -> tuple[Stepper, Feed]:
+    """``micro_batch`` is per worker."""
     config = Config.of(learning_rate=learning_rate)
+    world, tell = world or World.alone(), tell or Events()
     model = task.build_model()
     model.train()
+    replica = Replica(model, task)
+    if sharding != "none":
+        shard(model, world, whole_parameters=sharding == "zero2", offload=False)
+        replica = Sharded(model, task, world)
+    elif world.size > 1:
+        replica = Replicated(model, task, world, options or DdpOptions(), lambda message: tell("warning", message=message))
     learner = Learner(build_adamw(model.parameters(), config.optim, fused=True), warmup_then("constant", 0, 1000))
-    world = World.alone()
-    stepper = Stepper(
-        world, model, task, learner, Precision("fp32", world.device), micro_batch, 0, clip_norm, PhaseClock(), tell or Events()
-    )
-    return stepper, Feed(task.train_data(), world, global_batch=global_batch, micro_batch=micro_batch, seed=0, feeding=Feeding())
+    feed = Feed(task.train_data(), world, global_batch=global_batch, micro_batch=micro_batch, seed=0, feeding=Feeding())
+    precision = Precision("fp32", world.device)
+    return Stepper(world, replica, learner, precision, feed.largest_part, 0, clip_norm, PhaseClock(), tell), feed
 
 
 def run_steps(stepper: Stepper, feed: Feed, steps: int) -> list[Totals]:
     done: list[Totals] = []
     epoch = 0
     while len(done) < steps:
-        for micros in feed.steps(epoch):
+        for portion in feed.steps(epoch):
             if len(done) < steps:
-                done.append(stepper.run(micros, len(done)))
+                done.append(stepper.run(portion, len(done)))
         epoch += 1
     return done
 
@@ -84,7 +95,12 @@ def mean_loss(totals: Totals) -> float:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Whole ones, also of a sharded model: every worker must ask."""
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def assert_gradients_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], of_own: float, of_global: float) -> None:

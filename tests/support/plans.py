@@ -6,12 +6,15 @@ import string
 from pathlib import Path
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from orchestrator.config.settings import Config, flat_names
-from orchestrator.errors import UserError
+from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.cluster import Cluster, Node
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.hardware import Gpu, Inventory
+from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import GIB, KIB, MIB
 
 
@@ -21,6 +24,20 @@ def gpu(index: int = 0, total: float = 80 * GIB, free: float | None = None, capa
 
 def machine(*gpus: Gpu, cores: int = 8, ram_free: float = 16 * GIB, cpu_bf16: bool = False, gpu_error: str | None = None) -> Inventory:
     return Inventory(gpus, cores, int(2 * ram_free), int(ram_free), "a CPU", "x86_64", cpu_bf16, None, {}, gpu_error, GIB)
+
+
+def cluster(*gpus: int, cpus: int = 8, most_gpus: int | None = None, most_cpus: int | None = None) -> Cluster:
+    """A cluster that ran before us, with so many GPUs on each node."""
+    nodes = (Node(f"10.0.0.{number}", cpus, count, cpus, "a GPU" if count else None) for number, count in enumerate(gpus, 1))
+    return Cluster(tuple(nodes), True, most_gpus, most_cpus)
+
+
+def planned_or_refused(config: Config, inventory: Inventory, facts: ModelFacts) -> Plan:
+    """The plan; a case in which it is refused, in words, is no case."""
+    try:
+        return plan(config, inventory, facts)
+    except (ResourceError, UserError):
+        reject()
 
 
 def model(**changes: Any) -> ModelFacts:
@@ -130,7 +147,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "warmup_steps": _maybe(st.integers(0, 300)),
     "weight_decay": st.floats(0, 1),
     "clip_norm": st.floats(0, 1e6),
-    "gpu_mode": st.sampled_from(["auto", "cpu"]),
+    "gpu_mode": st.sampled_from(["auto", "cpu", "single_gpu", "multi_gpu"]),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
     "tf32": _switches,
     "compile": st.booleans(),
@@ -139,6 +156,24 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing": _switches,
     "cudnn_benchmark": _switches,
     "empty_cache_every": st.integers(0, 300),
+    "parallel_strategy": st.sampled_from(["auto", "data_parallel"]),
+    "workers": st.one_of(st.just("auto"), st.integers(1, 8)),
+    "devices": st.lists(st.integers(0, 3), max_size=3, unique=True).map(tuple),
+    "backend": st.sampled_from(["auto", "nccl", "gloo"]),
+    "sharding": st.sampled_from(["auto", "none", "zero2", "zero3"]),
+    "cpu_offload": st.booleans(),
+    "sync_batchnorm": st.booleans(),
+    "share_by_speed": _switches,
+    "bucket_cap_mb": _maybe(_small),
+    "static_graph": st.booleans(),
+    "find_unused_parameters": st.booleans(),
+    "broadcast_buffers": _switches,
+    "gradient_as_bucket_view": st.booleans(),
+    "max_failures": st.integers(0, 10),
+    "collective_timeout": _small,
+    "resource_timeout": _small,
+    "ray_address": st.sampled_from(["auto", "local", "10.0.0.1:6379", "head.example.org:1", "[::1]:65535"]),
+    "nccl_debug": st.booleans(),
     "checkpoint_every": st.integers(0, 300),
     "keep": _small,
     "resume": _maybe(_words),

@@ -82,10 +82,10 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
     config = Config.of(**SMALL, init_from=tmp_path / "first" / "checkpoints" / "step_00000005")
     prepared = Trainer(config=config, quiet=True).prepare()
     parts = build_parts(config, prepared.plan, prepared.task, World.alone())
-    progress = begin(config, parts, CheckpointStore(tmp_path / "second"), EventLog(tmp_path / "events.jsonl"))
+    progress = begin(config, parts, CheckpointStore(tmp_path / "second"), World.alone(), EventLog(tmp_path / "events.jsonl"))
     assert progress.step == 0
     assert not parts.learner.optimizer.state
-    for name, parameter in loop.stepper.model.named_parameters():
+    for name, parameter in loop.stepper.replica.model.named_parameters():
         assert torch.equal(parts.model.get_parameter(name), parameter)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.tasks.task import TensorData, WindowData
-from orchestrator.train.data import Feed, Feeding, cut_batch, share, to_device
+from orchestrator.train.data import Feed, Feeding, cut_batch, to_device
 from orchestrator.train.world import World
 
 
@@ -25,7 +25,7 @@ def feed(samples: int, whole: int, micro: int, world: World | None = None, seed:
 
 
 def seen(steps: Any) -> list[list[int]]:
-    return [[int(v) for micro in micros for v in micro.fetch()[0]] for micros in steps]
+    return [[int(v) for micro in step.micros if micro.samples for v in micro.fetch()[0]] for step in steps]
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,10 +61,18 @@ def test_another_batch_size_goes_on_where_the_first_left_off() -> None:
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_shares_are_even_and_whole(count: int, size: int) -> None:
-    parts = [share(count, rank, size) for rank in range(size)]
+    parts = World(0, size, torch.device("cpu")).cut(count)
     lengths = [part.stop - part.start for part in parts]
     assert sum(lengths) == count
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 200), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6))
+def test_shares_by_speed_are_whole_and_in_proportion(count: int, shares: list[float]) -> None:
+    world = World(0, len(shares), torch.device("cpu")).sharing(shares)
+    lengths = [part.stop - part.start for part in world.cut(count)]
+    assert sum(lengths) == count
+    assert all(abs(length - count * share / sum(shares)) <= 1.0 + 1e-9 for length, share in zip(lengths, shares, strict=True))
 
 
 class Augmented:
@@ -81,7 +89,7 @@ class Augmented:
 def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(workers: int) -> None:
     def read(count: int, first: int) -> list[Any]:
         made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding(loader_workers=count))
-        return [micro.fetch() for epoch in (0, 1) for micros in made.steps(epoch, first) for micro in micros]
+        return [micro.fetch() for epoch in (0, 1) for step in made.steps(epoch, first) for micro in step.micros]
 
     plain, other = read(0, 0), read(workers, 0)
     assert [b[0].tolist() for b in plain] == [b[0].tolist() for b in other]

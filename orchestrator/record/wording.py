@@ -1,0 +1,36 @@
+"""What went wrong and how it went on, in one line: the screen and the report say it alike."""
+
+from __future__ import annotations
+
+from orchestrator.record.events import Event
+from orchestrator.record.scalars import number
+
+LONGEST = 160  # characters of a cause; the whole of it is in events.jsonl
+
+
+def failure_text(event: Event) -> str:
+    """'worker 1 lost at step 40 (killed)', or 'failure (kind): message' where no worker is known."""
+    kind, message = str(event.get("kind") or "failure"), str(event.get("message") or "")
+    if event.get("rank") is None:
+        return f"failure ({kind}): {message}"
+    first = next(iter(message.splitlines()), "")[:LONGEST]
+    cause = f"{kind}: {first}" if first and first != kind else kind
+    at = "" if event.get("step") is None else f" at step {event['step']}"
+    return f"worker {event['rank']} lost{at} ({cause})"
+
+
+def recovery_text(event: Event) -> str:
+    """'recovered in 12.3 s on 2 workers at step 35, 5 steps repeated'."""
+    took, lost = number(event.get("total_seconds")), int(number(event.get("lost_steps")) or 0)
+    parts = ["recovered", "" if took is None else f"in {took:.1f} s", _workers(event)]
+    parts.append("" if event.get("step") is None else f"at step {event['step']}")
+    repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
+    return " ".join(part for part in parts if part) + repeated
+
+
+def _workers(event: Event) -> str:
+    now, before = event.get("workers"), event.get("workers_before")
+    if now is None:
+        return ""
+    fewer = f" instead of {before}" if before not in (None, now) else ""
+    return f"on {now} {'worker' if now == 1 else 'workers'}{fewer}"

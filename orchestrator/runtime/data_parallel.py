@@ -1,0 +1,258 @@
+"""Data parallel on Ray Train: the driver's side. It starts the workers, shows what they record, and begins again after a
+failure that can be mended. No Ray call is made inside a step; workers talk over torch.distributed, and to people through
+the run folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ray._raylet import PlacementGroupID
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from torch import nn
+
+from orchestrator.config.reader import to_json
+from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TrainingFailed
+from orchestrator.plan.parallel import on_gpus
+from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.follow import Follower, whole_lines
+from orchestrator.record.screen import Screen
+from orchestrator.record.trackers import TrackerThread
+from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
+from orchestrator.runtime.session import Session, wait_for
+from orchestrator.runtime.survey import resources_now
+from orchestrator.runtime.worker import Assignment, Lean, Meeting, worker
+from orchestrator.tasks.load import BUILT_IN
+from orchestrator.train.checkpoint import CheckpointStore
+from orchestrator.train.folder import Prepared
+from orchestrator.train.run import Restart, record_failure
+from orchestrator.train.state import restore_model
+from orchestrator.train.step import built
+from orchestrator.train.watching import interruptible
+from orchestrator.train.world import is_communication_error
+from orchestrator.types import Choice
+
+_POLL_SECONDS = 0.1
+_RETURN_SECONDS = 5.0  # that a lost node has to come back before the run goes on without it
+STOP, NONCE = "stop", "nonce"
+
+
+def train(prepared: Prepared, here: Session, run_dir: Path, screen: Screen) -> str:
+    """Run to the end, through failures. Returns the status of the run."""
+    begun = perf_counter()
+    logs = run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    (logs / STOP).unlink(missing_ok=True)
+    (logs / NONCE).write_text(uuid.uuid4().hex, encoding="utf-8")
+    config = prepared.resolved.config
+    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, to_json(config), on_warning=screen.note)
+    events = run_dir / "events.jsonl"
+    follower = Follower(events, [screen, trackers], whole_lines(events))
+    try:
+        with interruptible() as asked:
+            return _Driver(prepared, here, run_dir, follower, asked).run()
+    except BaseException as error:
+        follower.close()
+        record_failure(run_dir, error, perf_counter() - begun)
+        raise
+    finally:
+        follower.close()
+        trackers.close()
+        screen.close()
+
+
+@dataclass
+class _Driver:
+    prepared: Prepared
+    here: Session
+    run_dir: Path
+    follower: Follower
+    asked: Callable[[], bool]
+
+    def run(self) -> str:
+        """Attempts, until one ends well or nothing more can be done."""
+        workers, failures = self.prepared.plan.workers.value, 0
+        gpu = on_gpus(self.prepared.resolved.config, self.here.cluster)
+        if self.here.cluster.autoscaling:
+            wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.here.note)
+        prepared, restart = self.prepared, None
+        while True:
+            outcome = self._attempt(prepared, workers, gpu, restart)
+            if isinstance(outcome, str):
+                return outcome
+            failure, error = outcome
+            failures, detected = failures + 1, time.time()
+            micro = prepared.plan.batch_size.value
+            most = prepared.resolved.config.parallel.max_failures
+            slots = _slots(workers, gpu) if failure.kind != "error" else workers
+            choice = decide(failure, failures=failures, max_failures=most, workers=workers, slots=slots, micro_batch=micro)
+            if isinstance(choice, GiveUp):
+                raise _final(failure, error, choice)
+            restart = self._restart(choice, failure, failures, detected, workers)
+            workers, prepared = choice.workers, _resumed(prepared, choice.micro_batch)
+
+    def _attempt(self, prepared: Prepared, workers: int, gpu: bool, restart: Restart | None) -> str | tuple[Failure, BaseException]:
+        """One group of workers, from its start to its end."""
+        before = _groups()
+        attempt = _Fit(_trainer(prepared, self.run_dir, workers, gpu, restart))
+        stop = self.run_dir / "logs" / STOP
+        try:
+            while not attempt.wait(_POLL_SECONDS):
+                self.follower.poll()
+                if self.asked() and not stop.exists():
+                    stop.touch()
+        finally:
+            self.follower.poll()
+            if attempt.error is not None or not attempt.done:
+                _remove(_groups() - before)
+        return str(attempt.value["status"]) if attempt.error is None else (failure_of(attempt.error), attempt.error)
+
+    def _restart(self, choice: Again, failure: Failure, attempt: int, detected: float, workers: int) -> Restart:
+        events = read_events(self.run_dir / "events.jsonl")
+        steps = of_kind(events, "step")
+        last = steps[-1]["step"] if steps else 0
+        log = EventLog(self.run_dir / "events.jsonl")
+        log.write("failure", kind=failure.kind, message=choice.reason, rank=failure.rank, step=last, final=False)
+        log.close()
+        self.follower.poll()
+        return Restart(attempt, choice.reason, events[-1]["time"] if events else detected, detected, workers, last)
+
+
+class _Fit:
+    """``TorchTrainer.fit`` in a thread of its own, so that this one can watch, and Ray leaves the signals alone."""
+
+    def __init__(self, trainer: Lean) -> None:
+        self.error: BaseException | None = None
+        self.value: dict[str, Any] = {}
+        self.done = False
+        self._trainer = trainer
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="ray-train", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            result = self._trainer.fit()
+            self.value, self.done = result.return_value or {}, True
+        except BaseException as error:  # handed on to the thread that waits
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+
+def _trainer(prepared: Prepared, run_dir: Path, workers: int, gpu: bool, restart: Restart | None) -> Lean:
+    config = prepared.resolved.config
+    named = config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:"))
+    sent = replace(prepared, task=None) if named else prepared  # pyright: ignore[reportArgumentType] -- loaded by name over there
+    assignment = Assignment(sent, run_dir, Path.cwd(), (run_dir / "logs" / NONCE).read_text(encoding="utf-8"), restart)
+    resources = {"GPU": 1.0, "CPU": 0.0} if gpu else {"CPU": 1.0}
+    return Lean(
+        worker,
+        train_loop_config={"assignment": assignment},
+        torch_config=Meeting(backend=prepared.plan.backend.value),
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=gpu, resources_per_worker=resources, placement_strategy="PACK" if gpu else "SPREAD"
+        ),
+        run_config=RunConfig(
+            name=f"attempt-{uuid.uuid4().hex[:12]}",
+            storage_path=str(run_dir / "logs" / "ray"),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+        ),
+    )
+
+
+def _resumed(prepared: Prepared, micro_batch: int) -> Prepared:
+    """The same run, from its newest checkpoint."""
+    resolved = replace(prepared.resolved, config=prepared.resolved.config.but(resume="auto", init_from=None))
+    chosen = prepared.plan
+    if micro_batch != chosen.batch_size.value:
+        chosen = replace(chosen, batch_size=Choice(micro_batch, "half of what ran out of memory"))
+    return replace(prepared, resolved=resolved, plan=chosen)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What an attempt failed of. Of several workers' errors the cause counts, not what it did to the others."""
+    if not isinstance(error, WorkerGroupError):
+        text = str(getattr(error, "controller_failure", error)).strip()
+        return Failure(
+            "resources" if isinstance(error, TrainingFailedError) else "error", text.splitlines()[0][:300] if text else repr(error)
+        )
+    found = [_of_worker(rank, _cause(raised)) for rank, raised in sorted(error.worker_failures.items())]
+    order = ("error", "memory", "worker", "communication")
+    return min(found, key=lambda failure: order.index(failure.kind))
+
+
+def _cause(raised: BaseException) -> BaseException:
+    for name in ("_base_exc", "health_check_failure"):
+        raised = getattr(raised, name, raised)
+    return raised
+
+
+def _of_worker(rank: int, error: BaseException) -> Failure:
+    if isinstance(error, OutOfMemory):
+        return Failure("memory", str(error), rank, error.micro_batch)
+    if isinstance(error, RayActorError):
+        return Failure("worker", f"worker {rank} was lost", rank)
+    if is_communication_error(error):
+        return Failure("communication", f"worker {rank} lost touch with the others: {_line(error)}", rank)
+    return Failure(
+        "error", str(error) if isinstance(error, OrchestratorError) else f"worker {rank}: {type(error).__name__}: {_line(error)}", rank
+    )
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def _final(failure: Failure, error: BaseException, choice: GiveUp) -> BaseException:
+    """What the user is told: their own error as it was raised, a bug of ours with its traceback, or why we gave up."""
+    if failure.kind != "error":
+        return (ResourceError if failure.kind in ("resources", "memory") else TrainingFailed)(choice.reason)
+    if isinstance(error, WorkerGroupError) and failure.rank is not None:
+        raised = error.worker_failures[failure.rank]
+        own = _cause(raised)
+        return own if isinstance(own, OrchestratorError) else TrainingFailed(f"{choice.reason}\n{raised}")
+    return error
+
+
+def _slots(workers: int, gpu: bool) -> int:
+    """Devices to be had now; a node that is coming back gets a moment."""
+    deadline = perf_counter() + _RETURN_SECONDS
+    while (there := resources_now()["GPU" if gpu else "CPU"]) < workers and perf_counter() < deadline:
+        time.sleep(0.25)
+    return there
+
+
+def _groups() -> set[str]:
+    """Placement groups that hold resources."""
+    return {name for name, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+def _remove(names: set[str]) -> None:
+    """Ray Train leaves the placement group of a group of workers that failed to start; the next one would wait for it."""
+    for name in names:
+        with suppress(Exception):
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+
+
+def trained_model(prepared: Prepared, run_dir: Path) -> nn.Module:
+    """The model as the workers left it, from the last checkpoint."""
+    model = built(prepared.task)
+    found, _ = CheckpointStore(run_dir / "checkpoints", mend=False).newest_good()
+    if found is None:
+        raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
+    restore_model(found[1], model)
+    return model

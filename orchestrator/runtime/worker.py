@@ -1,0 +1,165 @@
+"""Data parallel on Ray Train: one worker's side. Ray starts it, tells it its rank and where the workers meet, and is not
+asked again until the run has ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+import ray
+import ray.train
+import torch
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+
+from orchestrator.errors import UserError
+from orchestrator.record.events import EventLog
+from orchestrator.record.log import Log, SilentLog
+from orchestrator.runtime.session import set_variables, variable
+from orchestrator.tasks.load import load_task
+from orchestrator.train.folder import Prepared
+from orchestrator.train.run import Restart, work
+from orchestrator.train.world import joined, tcp_store
+
+_LOOK_SECONDS = 0.1  # between looks at the wish to stop
+_NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")  # actors that only Tune and Ray Data need
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What every worker is handed. ``prepared.task`` is None for a task that is loaded by its name."""
+
+    prepared: Prepared
+    run_dir: Path
+    folder: Path
+    nonce: str
+    restart: Restart | None
+
+
+class _Place(Backend):
+    """Tells the workers where to meet. They form their group themselves: a group that cannot be formed is then an error of
+    a worker, which Ray Train cleans up after, and not of its own start, which it does not."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
+        address, port = worker_group.execute_single(0, _free_place)
+        worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        pass
+
+
+class Meeting(TorchConfig):
+    """A torch backend that brings workers together without waiting for them."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Place
+
+
+class Lean(TorchTrainer):
+    """Ray Train's trainer without the actors that a run like ours has no use for."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in _NEEDLESS]
+
+
+def _free_place() -> tuple[str, int]:
+    import socket
+
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return address, probe.getsockname()[1]
+
+
+def worker(config: dict[str, Any]) -> dict[str, Any]:
+    """One worker's whole life. What it returns reaches the driver from rank 0; what it raises, from any."""
+    assignment: Assignment = config["assignment"]
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    _check_folder(assignment, rank)
+    _speak_into(assignment.run_dir / "logs", rank)
+    settings = assignment.prepared.resolved.config.parallel
+    set_variables(_network(settings.nccl_debug))
+    if str(assignment.folder) not in sys.path:
+        sys.path.insert(0, str(assignment.folder))
+    prepared = assignment.prepared
+    if prepared.task is None:
+        prepared = replace(prepared, task=load_task(prepared.resolved.config))
+    store = tcp_store(variable("MASTER_ADDR"), int(variable("MASTER_PORT")), size, rank == 0, settings.collective_timeout)
+    log: Log = EventLog(assignment.run_dir / "events.jsonl") if rank == 0 else SilentLog()
+    backend = prepared.plan.backend.value
+    with _closing(log), joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world:
+        asked = _stop_asked(assignment.run_dir / "logs" / "stop") if rank == 0 else lambda: False
+        outcome, _ = work(prepared, world, assignment.run_dir, log, asked, assignment.restart)
+    return {"status": outcome.status, "reason": outcome.reason}
+
+
+def _device(prepared: Prepared) -> torch.device:
+    """From torch, not from what the cluster declares: GPUs without CUDA are CPUs."""
+    if prepared.plan.device.value == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return get_device()
+
+
+def _check_folder(assignment: Assignment, rank: int) -> None:
+    with suppress(OSError):
+        if (assignment.run_dir / "logs" / "nonce").read_text(encoding="utf-8") == assignment.nonce:
+            return
+    raise UserError(
+        f"worker {rank} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "
+        "give a --run-dir on a drive that all nodes share"
+    )
+
+
+def _speak_into(folder: Path, rank: int) -> None:
+    """What this process says goes to a file of the run, not to the user's screen."""
+    (folder / f"worker_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+    file = os.open(folder / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(Exception):
+            stream.flush()
+        os.dup2(file, number)
+    os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
+
+
+def _network(nccl_debug: bool) -> dict[str, str]:
+    """The interface that owns the address by which the cluster knows this node: a host name may mean another one."""
+    address = ray.util.get_node_ip_address()
+    owner = next((name for name, entries in psutil.net_if_addrs().items() if any(e.address == address for e in entries)), None)
+    values = {name: owner for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if owner and variable(name) == ""}
+    return values | ({"NCCL_DEBUG": "INFO"} if nccl_debug else {})
+
+
+def _stop_asked(path: Path) -> Callable[[], bool]:
+    """Whether the driver wants the run to end, looked up now and then."""
+    seen, looked = False, 0.0
+
+    def asked() -> bool:
+        nonlocal seen, looked
+        now = monotonic()
+        if not seen and now - looked > _LOOK_SECONDS:
+            looked, seen = now, path.exists()
+        return seen
+
+    return asked
+
+
+@contextmanager
+def _closing(log: Log) -> Any:
+    try:
+        yield
+    finally:
+        log.close()

@@ -1,0 +1,282 @@
+"""A model on several workers: how what each of them computed becomes the gradient of the whole batch.
+
+Alone, nothing is to be added up. Replicated, each worker has the whole model, and gradients are summed after the backward
+pass until a micro-batch has proved to fit, and by DDP while it runs from then on. Sharded (FSDP2), each worker keeps a
+part of the state; gradients are summed as they are handed back to their keepers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestrator.errors import UserError
+from orchestrator.tasks.task import Loss, Task
+from orchestrator.train.memory import block_lists
+from orchestrator.train.world import World
+
+SURVIVE = 20  # steps that a micro-batch must last before reductions begin during the backward pass
+_MIB = 2**20
+_BUCKET_MB = 25  # torch's own
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """What a user may set of DDP. ``bucket_cap_mb`` None is torch's own."""
+
+    bucket_cap_mb: int | None = None
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = False
+    gradient_as_bucket_view: bool = True
+
+
+class Replica:
+    """A model in one process: its gradients are the gradients. The other forms say where they differ."""
+
+    together = False  # whether a forward pass waits for the other workers: then all compute, or none can
+    sum_squares: Callable[[Tensor], Tensor] | None = None  # over the workers, where each holds a part of a gradient
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        self.model, self.task = model, task
+
+    @property
+    def votes(self) -> bool:
+        """Whether workers are to agree that all of them came through, after backward and before anything is summed."""
+        return False
+
+    def begin(self, shared: bool) -> None:
+        """Before the micro-batches of a step. ``shared``: every worker has samples in each of them."""
+
+    def loss(self, batch: Any, last: bool) -> Any:  # noqa: ARG002
+        """The task's loss; ``last`` for the last part of a step, whose backward pass may sum gradients as it goes."""
+        return self.task.loss(self.model, batch)
+
+    def add_up(self) -> float:
+        """Make every worker's gradient the sum over all. Returns what it is yet to be multiplied by."""
+        return 1.0
+
+    def renew(self) -> None:
+        """Another micro-batch size: it has yet to prove itself."""
+
+    def local(self, gradients: list[Tensor]) -> list[Tensor]:
+        """This worker's part of each gradient, sharing its memory."""
+        return gradients
+
+
+class Replicated(Replica):
+    """The whole model on each worker."""
+
+    def __init__(self, model: nn.Module, task: Task, world: World, options: DdpOptions, warn: Callable[[str], None]) -> None:
+        super().__init__(model, task)
+        self.world, self.options, self._warn = world, options, warn
+        self.together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._statistics = [b for b in statistics_of(model) if b.is_floating_point()]
+        self._survived, self._shared, self._ragged, self._reduced = 0, True, False, False
+        self._ddp: DistributedDataParallel | None = None
+        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+
+    @property
+    def votes(self) -> bool:
+        return self._survived < SURVIVE and not self.together
+
+    def renew(self) -> None:
+        self._survived = 0
+
+    def begin(self, shared: bool) -> None:
+        self._shared, self._reduced = shared, False
+        if self.together and not shared:
+            raise UserError(
+                "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the epoch is too small: "
+                "choose a --global-batch-size that leaves a larger rest, or fewer --workers"
+            )
+        if self.options.broadcast_buffers:
+            self.world.broadcast_(self._statistics)
+
+    def loss(self, batch: Any, last: bool) -> Any:
+        if not last or not self._shared or self._survived < SURVIVE or self._ragged:
+            return super().loss(batch, last)
+        if self._ddp is None:
+            self._ddp = self._wrapped()
+        self._reduced = True
+        scalar, result = self._ddp(batch)
+        return with_sum(result, scalar)
+
+    def _wrapped(self) -> DistributedDataParallel:
+        options = self.options
+        return DistributedDataParallel(
+            _Whole(self.task, self.model),
+            **_no_buffers(),  # pyright: ignore[reportArgumentType] -- ours to do, once a step
+            init_sync=False,  # done when the replica was made
+            process_group=self.world.group,
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+        )
+
+    def add_up(self) -> float:
+        self._survived += 1
+        if self._reduced:
+            return float(self.world.size)  # DDP has summed, and divided by the number of workers
+        self._complete()
+        for bucket in buckets([p.grad for p in self._parameters if p.grad is not None], self.options.bucket_cap_mb or _BUCKET_MB):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            self.world.sum_(flat)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return 1.0
+
+    def _complete(self) -> None:
+        """A parameter that some workers have a gradient of and others have not: zero for those. One that nobody has stays
+        without, as in one process."""
+        has = [float(p.grad is not None) for p in self._parameters]
+        most = self.world.most([*has, *(1.0 - value for value in has)])
+        for parameter, somewhere in zip(self._parameters, most, strict=False):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        lacking = sum(most[len(has) :])
+        if lacking and self._shared and not self._ragged and not self.options.find_unused_parameters:
+            self._ragged = True
+            self._warn(
+                f"{lacking:.0f} of {len(has)} parameters got no gradient in a step: gradients are summed after the backward pass, "
+                "not during it; --find-unused-parameters lets DDP look for such parameters in each step"
+            )
+
+
+def _no_buffers() -> dict[str, bool]:
+    """Newer versions of torch have two names for it."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers": False} if "forward_sync_buffers" in known else {"broadcast_buffers": False}
+
+
+class _Whole(nn.Module):
+    """What DDP wraps: the task's loss of a batch. So the task sees its own model, not a wrapper of it."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self._task, self.model = task, model
+
+    def forward(self, batch: Any) -> Any:
+        result = self._task.loss(self.model, batch)
+        return sum_of(result), result
+
+
+def sum_of(result: Any) -> Any:
+    """The scalar that a task's loss is differentiated by, in whichever form it comes."""
+    return result.sum if isinstance(result, Loss) else result[0] if isinstance(result, tuple) else result
+
+
+def with_sum(result: Any, scalar: Any) -> Any:
+    """The same loss with its scalar as DDP hands it back: with a static graph the sum over the workers hangs on it."""
+    if isinstance(result, Loss):
+        return replace(result, sum=scalar)
+    return (scalar, *result[1:]) if isinstance(result, tuple) else scalar
+
+
+class Sharded(Replica):
+    """Gradients and optimizer state, or parameters too, in parts on the workers."""
+
+    together = True
+
+    def __init__(self, model: nn.Module, task: Task, world: World) -> None:
+        super().__init__(model, task)
+        self.sum_squares = world.sum_
+
+    def loss(self, batch: Any, last: bool) -> Any:
+        root: Any = self.model
+        root.set_requires_gradient_sync(last)
+        return super().loss(batch, last)
+
+    def local(self, gradients: list[Tensor]) -> list[Tensor]:
+        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:
+    """Cut a model into parts in place; its names stay. ``whole_parameters`` keeps them whole from forward to backward
+    (zero2). Gradients are summed, not averaged."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for module in [*(block for alike in block_lists(model) for block in alike), model]:
+        made: Any = fully_shard(
+            module, mesh=mesh, reshard_after_forward=not whole_parameters and module is not model, offload_policy=policy
+        )
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def back_in_parts(model: nn.Module) -> None:
+    """A forward pass without a backward one (an evaluation) may leave parameters whole: let them go."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its parts. Where it is sharded, every worker must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def put(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor into one that may be in parts."""
+    if isinstance(target, DTensor):
+        local = target.to_local()
+        target.to_local().copy_(_part_of(source.to(local.device), target))
+    else:
+        target.copy_(source)
+
+
+def like(source: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor cut as a parameter is cut; on its device."""
+    if isinstance(parameter, DTensor) and source.shape == parameter.shape:
+        local = _part_of(source.to(parameter.to_local().device), parameter).clone()
+        return DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return source
+
+
+def _part_of(source: Tensor, target: DTensor) -> Tensor:
+    mesh_device = torch.device(target.device_mesh.device_type)
+    cut = distribute_tensor(source.to(mesh_device), target.device_mesh, target.placements, src_data_rank=None).to_local()
+    return cut.to(source.device)
+
+
+def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
+    """Neighbouring gradients of one kind, up to a size: fixed by the list of parameters alone."""
+    held: list[Tensor] = []
+    for gradient in gradients:
+        fits = sum(g.nbytes for g in held) + gradient.nbytes <= cap_mb * _MIB
+        if held and (not fits or (gradient.dtype, gradient.device) != (held[0].dtype, held[0].device)):
+            yield held
+            held = []
+        held.append(gradient)
+    if held:
+        yield held
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """Running statistics: what a forward pass changes."""
+    return [b for module in model.modules() if isinstance(module, _BatchNorm) for b in module.buffers(recurse=False)]
+
+
+def synchronize_statistics(model: nn.Module) -> nn.Module:
+    """Batch norm over the micro-batch of all workers."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise UserError("--sync-batchnorm: the model has no batch norm; leave it out")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model, dist.group.WORLD)

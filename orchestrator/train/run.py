@@ -1,0 +1,182 @@
+"""One run, carried out by one worker or by several: what each of them does, and what the main one records."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from orchestrator.errors import UserError
+from orchestrator.plan.hardware import inventory
+from orchestrator.plan.planning import plan
+from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.log import Log
+from orchestrator.record.monitor import Monitor
+from orchestrator.report.page import draw_report
+from orchestrator.train.assemble import Parts, build_loop, machine_settings
+from orchestrator.train.folder import Prepared, conclude, planned_before, write_intentions
+from orchestrator.train.loop import Loop, Outcome
+from orchestrator.train.probing import find_batch
+from orchestrator.train.profiling import profiling
+from orchestrator.train.shares import with_shares
+from orchestrator.train.world import World
+from orchestrator.types import VERSION, Choice
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a worker is told of the failure that it was started after. Times are unix seconds."""
+
+    attempt: int
+    reason: str
+    failed_at: float
+    detected_at: float
+    workers_before: int
+    last_step: int
+
+
+def work(
+    prepared: Prepared, world: World, run_dir: Path, log: Log, asked: Callable[[], bool], restart: Restart | None = None
+) -> tuple[Outcome, Parts]:
+    """One worker's part of a run, from the plan to the end. ``asked`` says whether someone wants it to stop."""
+    begun = time.time()
+    config = prepared.resolved.config
+    with machine_settings(config, prepared.plan, world.device):
+        known = planned_before(run_dir) if config.checkpoint.resume == "auto" or restart else {}
+        prepared = with_measured_batch(prepared, world, known, log)
+        world, speeds = with_shares(config, prepared.plan, world, known)
+        if world.is_main:
+            write_intentions(prepared, run_dir, {"device_speeds": speeds})
+        loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log)
+        loop.stopping.asked = asked
+        if restart is not None:
+            loop.after_step = _tells_recovery(restart, loop, log, begun)
+        return train(loop, prepared, run_dir, log), parts
+
+
+def train(loop: Loop, prepared: Prepared, run_dir: Path, log: Log) -> Outcome:
+    """Run the loop, with those who watch it. A failure is for the caller to record: it may be mended."""
+    config, begun, world = prepared.resolved.config, perf_counter(), loop.stepper.world
+    log.write("start", **_start_fields(prepared, loop))
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        if config.watch.monitor_gpu and world.is_main:
+            loop.monitor = stack.enter_context(_monitored(prepared, world, log))
+        if config.watch.profile and world.is_main:
+            loop.after_step = _both(loop.after_step, stack.enter_context(profiling(run_dir, world.device)))
+        outcome = loop.run()
+        if loop.monitor is not None and config.watch.gpu_log_interval:  # a short run has one reading too
+            log.write("monitor", step=loop.progress.step, **loop.monitor())
+    seconds = perf_counter() - begun
+    log.write("end", status=outcome.status, reason=outcome.reason, steps=loop.progress.step, seconds=seconds, memory=loop.peak_memory())
+    return outcome
+
+
+def record_failure(run_dir: Path, error: BaseException, seconds: float, log: EventLog | None = None) -> None:
+    """The last words of a run that failed, and its report. What goes wrong here must not hide the error at hand: a full
+    disk may be why we are here."""
+    message = str(error) or type(error).__name__
+    with suppress(Exception):
+        own = log or EventLog(run_dir / "events.jsonl")
+        steps = of_kind(read_events(run_dir / "events.jsonl"), "step")
+        last = steps[-1]["step"] if steps else 0
+        own.write("failure", kind=type(error).__name__, message=message[:2000], rank=None, step=last, final=True)
+        own.write("end", status="failed", reason=message.splitlines()[0][:200], steps=last, seconds=seconds)
+        own.close()
+        conclude(run_dir)
+        draw_report(run_dir)
+
+
+def _tells_recovery(restart: Restart, loop: Loop, log: Log, begun: float) -> Callable[[int], None]:
+    """After the first step of a restarted run: what the failure cost."""
+    restored, resumed, told = time.time(), loop.progress.step, False
+
+    def tell(_: int) -> None:
+        nonlocal told
+        if not told:
+            log.write(
+                "recovery",
+                attempt=restart.attempt,
+                reason=restart.reason,
+                workers_before=restart.workers_before,
+                workers=loop.stepper.world.size,
+                step=resumed,
+                lost_steps=max(0, restart.last_step - resumed),
+                detect_seconds=restart.detected_at - restart.failed_at,
+                restart_seconds=begun - restart.detected_at,
+                restore_seconds=restored - begun,
+                total_seconds=time.time() - restart.failed_at,
+            )
+            told = True
+
+    return tell
+
+
+def _both(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
+    def call(step: int) -> None:
+        first(step)
+        second(step)
+
+    return call
+
+
+def _start_fields(prepared: Prepared, loop: Loop) -> dict[str, Any]:
+    chosen, world = prepared.plan, loop.stepper.world
+    several = {"backend": chosen.backend.value, "sharding": chosen.sharding.value} if world.size > 1 else {}
+    return {
+        "version": VERSION,
+        "task": prepared.resolved.config.task,
+        "strategy": chosen.strategy.value,
+        "workers": world.size,
+        "device": str(world.device) if chosen.strategy.value == "single" else chosen.device.value,
+        "precision": chosen.precision.value,
+        "global_batch_size": chosen.global_batch_size.value,
+        "parameters": prepared.facts.parameters,
+        "unit": prepared.facts.unit,
+        "total_steps": loop.cadence.total_steps,
+        "step": loop.progress.step,
+        **several,
+        **({"shares": list(world.shares)} if world.shares else {}),
+    }
+
+
+def with_measured_batch(prepared: Prepared, world: World, known: dict[str, Any], log: Log) -> Prepared:
+    """``--batch-size auto``: measure, or take what was measured when the run was first started."""
+    config = prepared.resolved.config
+    if config.batch.batch_size != "auto" or config.run.debug:
+        return prepared
+    if prepared.plan.sharding.value != "none":
+        raise UserError(
+            "--batch-size auto measures whole models, and --sharding cuts them up; leave it out (the plan estimates one), or give a number"
+        )
+    measured, reason = known.get("batch_size"), "measured when the run was first started"
+    if measured is None:
+        log.write("notice", message="measuring the batch size ...")
+        found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
+        measured, reason = found.batch_size, found.reason
+    again = plan(config, prepared.inventory, prepared.facts, {"batch_size": measured}, prepared.cluster, prepared.in_cluster)
+    return replace(prepared, plan=replace(again, batch_size=Choice(measured, reason)))
+
+
+@contextmanager
+def _monitored(prepared: Prepared, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yields what gives the newest reading. The monitor warns from its own thread, and the log belongs to this one: its
+    warnings are written when a reading is asked for."""
+    device = world.device
+    found = prepared.inventory if world.size == 1 else inventory()  # the plan's may be of another node
+    gpus = [gpu for gpu in found.gpus if device.type == "cuda" and (world.size > 1 or gpu.index == device.index)]
+    heard: deque[str] = deque()
+    monitor = Monitor(tuple(gpu.uuid or gpu.index for gpu in gpus), on_warning=heard.append)
+
+    def reading() -> dict[str, Any]:
+        while heard:
+            log.write("warning", kind="memory", message=heard.popleft())
+        return monitor.event_fields()
+
+    with monitor:
+        yield reading

@@ -1,0 +1,95 @@
+"""The outcome of a run, counted from its events: failures, recoveries, what was lost and what it cost."""
+
+from typing import Any
+
+import pytest
+
+from orchestrator.record.events import Event, by_step, present, recovered_starts, sittings
+from orchestrator.record.summary import summarise
+
+
+def at(time: float, event: str, **fields: Any) -> Event:
+    return {"event": event, "time": time, **fields}
+
+
+def steps(first: int, last: int, time: float, loss: float = 1.0) -> list[Event]:
+    return [
+        at(time + n - first + 1, "step", step=n, loss=loss, seconds=1.0, samples=4, units=4, metrics={}) for n in range(first, last + 1)
+    ]
+
+
+def start(time: float, step: int, workers: int = 2) -> Event:
+    return at(time, "start", step=step, strategy="data_parallel", workers=workers)
+
+
+def recovery(time: float, step: int, workers: int = 2, lost: int = 5) -> Event:
+    return at(time, "recovery", attempt=1, workers_before=2, workers=workers, step=step, lost_steps=lost, total_seconds=10.0)
+
+
+FAILURE = at(40, "failure", kind="killed", message="", rank=1, step=40, final=False)
+BEGIN = [start(0, 0), *steps(1, 40, 0), FAILURE]
+AFTER = steps(36, 45, 50, loss=2.0)
+END = at(61, "end", status="completed", reason="all steps done", steps=45, seconds=11.0)
+ORDERS = {
+    "told before the start": [*BEGIN, recovery(50, 35), start(50, 35), *AFTER, END],
+    "told after the start": [*BEGIN, start(50, 35), recovery(50, 35), *AFTER, END],
+    "told after some steps": [*BEGIN, start(50, 35), *AFTER[:3], recovery(53, 35), *AFTER[3:], END],
+    "without new processes": [*BEGIN, recovery(50, 35), *AFTER, END],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_recovery_counts_once_whenever_it_is_told(order: str) -> None:
+    summary = summarise(ORDERS[order])
+    assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (1, 1, 5)
+    assert summary["goodput"] == pytest.approx(45 / (50 + 10))
+    assert summary["seconds"] == 61  # the workers' last process ran for 11 of them
+    assert (summary["status"], summary["steps"], summary["workers"]) == ("completed", 45, 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_was_undone_is_gone(order: str) -> None:
+    events = [event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40]  # ends before it has caught up
+    assert [event["step"] for event in by_step(present(events))] == list(range(1, 38))
+    assert [event["loss"] for event in by_step(present(events))][-3:] == [1.0, 2.0, 2.0]
+
+
+def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
+    again = [start(500, 35), *steps(36, 45, 500), at(511, "end", status="completed", reason="", steps=45, seconds=11.0)]
+    summary = summarise([start(0, 0), *steps(1, 40, 0), *again])
+    assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (0, 1, 5)
+    assert summary["seconds"] == 40 + 11  # the pause between the two is nobody's
+    mixed = summarise([*ORDERS["told before the start"], start(500, 45), *steps(46, 50, 500)])
+    assert mixed["recoveries"] == 2
+    assert mixed["status"] == "killed"  # an earlier end says nothing about this one
+
+
+def test_two_recoveries_to_the_same_step() -> None:
+    twice = [*BEGIN, recovery(50, 35), start(50, 35), *steps(36, 38, 50), FAILURE, start(65, 35), recovery(65, 35, lost=3), *AFTER, END]
+    summary = summarise(twice)
+    assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (2, 2, 8)
+    assert len(recovered_starts(twice)) == 2
+    assert len(sittings(twice)) == 1
+
+
+def test_running_out_of_memory_is_a_recovery_too() -> None:
+    assert summarise([*ORDERS["told before the start"], at(70, "oom", step=45)])["recoveries"] == 2
+
+
+def test_a_final_failure_counts_and_is_not_recovered_from() -> None:
+    final = FAILURE | {"final": True}
+    summary = summarise([*BEGIN[:-1], final, at(41, "end", status="failed", reason="killed", steps=40, seconds=41.0)])
+    assert (summary["failures"], summary["recoveries"], summary["status"]) == (1, 0, "failed")
+
+
+def test_fewer_workers_after_a_recovery() -> None:
+    assert summarise([*BEGIN, recovery(50, 35, workers=1), *AFTER])["workers"] == 1
+
+
+def test_lines_that_a_killed_writer_lost_are_known_to_the_recovery() -> None:
+    assert summarise([*BEGIN, recovery(50, 35, lost=7), start(50, 35), *AFTER])["lost_steps"] == 7
+
+
+def test_nothing_recorded_is_nothing_claimed() -> None:
+    summary = summarise([])
+    assert (summary["status"], summary["steps"], summary["goodput"], summary["seconds"], summary["workers"]) == ("killed", 0, None, 0, None)
