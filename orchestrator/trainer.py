@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +17,13 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.cluster import Cluster, chosen_gpus
 from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, set_environment
-from orchestrator.plan.parallel import choose_strategy
+from orchestrator.plan.parallel import asks_for_workers, choose_strategy, choose_workers
 from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
 from orchestrator.record.screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from orchestrator.runtime.session import Session
     from orchestrator.tasks.task import Task
     from orchestrator.train.batch_size import Found
     from orchestrator.train.bench import Measured
@@ -149,13 +150,17 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
         self._screen = Screen(quiet=self._quiet)
-        found = self._look()
-        if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
-            return self._alone(self._prepare(found, None))
+        if not asks_for_workers(self.resolved.config):
+            found = self._look()
+            if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
+                return self._alone(self._prepare(found, None))
+        importing = threading.Thread(target=_import_torch, daemon=True)  # while Ray's processes start
+        importing.start()
         from orchestrator.runtime.session import session
 
-        with session(self.resolved.config, found, self._screen.note) as here:
-            return self._together(here)
+        with session(self.resolved.config, self._screen.note) as joined:
+            importing.join()
+            return self._together(joined)
 
     async def fit_async(self) -> Result:
         return await asyncio.to_thread(self.fit)
@@ -180,18 +185,21 @@ class Trainer:
                 raise
         return self._concluded(outcome.status, run_dir, parts.model)
 
-    def _together(self, here: Session) -> Result:
-        """The run on the workers of a cluster."""
+    def _together(self, joined: bool) -> Result:
+        """The run on the workers of a cluster; ``joined`` if it is someone else's."""
         from orchestrator.runtime.data_parallel import train, trained_model
+        from orchestrator.runtime.survey import survey
         from orchestrator.train.assemble import check_beginning
         from orchestrator.train.folder import banner_rows, open_run_dir
 
-        prepared = self._prepare(here.inventory, here.cluster)
+        cluster, node = survey(self._look(), joined)
+        choose_workers(self.resolved.config, cluster, node)  # what cannot be had is told before anything is traced
+        prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_beginning(config)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
         self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
-        status = train(prepared, here, run_dir, self._screen)
+        status = train(prepared, cluster, run_dir, self._screen)
         return self._concluded(status, run_dir, trained_model(prepared, run_dir))
 
     def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
@@ -205,6 +213,11 @@ class Trainer:
         for line in outcome_lines(summary, run_dir):
             self._screen.note(line)
         return Result(status, run_dir, summary, model)
+
+
+def _import_torch() -> None:
+    for module in ("orchestrator.train.run", "orchestrator.train.facts"):
+        importlib.import_module(module)
 
 
 def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any) -> Task:

@@ -17,7 +17,7 @@ TORCH_LATE = {"orchestrator.plan.hardware", "orchestrator.plan.probes", "orchest
 RAY_HOMES = ("experts.actor_host", "orchestrator.runtime.")
 RAY_FREE = {"orchestrator.runtime.controller", "orchestrator.runtime.recovery"}
 DISTRIBUTED_HOMES = {"experts.group", "orchestrator.train.world", "orchestrator.train.replicate"}
-ENVIRONMENT_HOMES = {"orchestrator.plan.hardware", "orchestrator.runtime.session"}
+ENVIRONMENT_HOMES = {"orchestrator.plan.hardware", "orchestrator.runtime.session", "orchestrator.runtime.variables"}
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,12 @@ def set_environment(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def visible_gpus() -> int:
+    """GPUs that this process may use, as the driver counts them; without importing torch."""
+    nvml = nvml_view()
+    return (nvml.visible or 0) if nvml else 0
+
+
 def in_cluster() -> bool:
     """Whether this process was started inside a Ray cluster, as the entry point of a job, or was told of one."""
     return bool(os.environ.get("RAY_ADDRESS"))

@@ -21,7 +21,7 @@ _TOGETHER = Rejected("data_parallel", "ask for it with --parallel-strategy data_
 def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = False) -> Choice[Strategy]:
     """``inventory`` is this machine; ``in_cluster`` says that we run inside a Ray job. What was asked for goes first, then
     the rules of document 001: no GPU or one, a single process; several, one process for each."""
-    asked = _asked(config)
+    asked = asks_for_workers(config)
     if asked:
         return Choice("data_parallel", f"asked for by {asked}")
     if config.parallel.workers == 1:
@@ -43,7 +43,7 @@ def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = Fal
     )
 
 
-def _asked(config: Config) -> str | None:
+def asks_for_workers(config: Config) -> str | None:
     """The flag that asks for several workers, or for a cluster to run on."""
     parallel = config.parallel
     if parallel.parallel_strategy == "data_parallel":

@@ -14,24 +14,27 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import ray
 from ray._raylet import PlacementGroupID
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.train.torch import TorchTrainer
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from torch import nn
 
 from orchestrator.config.reader import to_json
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TrainingFailed
+from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.parallel import on_gpus
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.follow import Follower, whole_lines
 from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
-from orchestrator.runtime.session import Session, wait_for
+from orchestrator.runtime.session import wait_for
 from orchestrator.runtime.survey import resources_now
-from orchestrator.runtime.worker import Assignment, Lean, Meeting, worker
+from orchestrator.runtime.worker import Assignment, Meeting, worker
 from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.checkpoint import CheckpointStore
 from orchestrator.train.folder import Prepared
@@ -43,11 +46,12 @@ from orchestrator.train.world import is_communication_error
 from orchestrator.types import Choice
 
 _POLL_SECONDS = 0.1
+_NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 _RETURN_SECONDS = 5.0  # that a lost node has to come back before the run goes on without it
 STOP, NONCE = "stop", "nonce"
 
 
-def train(prepared: Prepared, here: Session, run_dir: Path, screen: Screen) -> str:
+def train(prepared: Prepared, cluster: Cluster, run_dir: Path, screen: Screen) -> str:
     """Run to the end, through failures. Returns the status of the run."""
     begun = perf_counter()
     logs = run_dir / "logs"
@@ -60,7 +64,7 @@ def train(prepared: Prepared, here: Session, run_dir: Path, screen: Screen) -> s
     follower = Follower(events, [screen, trackers], whole_lines(events))
     try:
         with interruptible() as asked:
-            return _Driver(prepared, here, run_dir, follower, asked).run()
+            return _Driver(prepared, cluster, run_dir, follower, asked, screen.note).run()
     except BaseException as error:
         follower.close()
         record_failure(run_dir, error, perf_counter() - begun)
@@ -71,20 +75,28 @@ def train(prepared: Prepared, here: Session, run_dir: Path, screen: Screen) -> s
         screen.close()
 
 
+class Lean(TorchTrainer):
+    """Ray Train's trainer without the actors that only Tune and Ray Data need."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in _NEEDLESS]
+
+
 @dataclass
 class _Driver:
     prepared: Prepared
-    here: Session
+    cluster: Cluster
     run_dir: Path
     follower: Follower
     asked: Callable[[], bool]
+    note: Callable[[str], None]
 
     def run(self) -> str:
         """Attempts, until one ends well or nothing more can be done."""
         workers, failures = self.prepared.plan.workers.value, 0
-        gpu = on_gpus(self.prepared.resolved.config, self.here.cluster)
-        if self.here.cluster.autoscaling:
-            wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.here.note)
+        gpu = on_gpus(self.prepared.resolved.config, self.cluster)
+        if self.cluster.autoscaling:
+            wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.note)
         prepared, restart = self.prepared, None
         while True:
             outcome = self._attempt(prepared, workers, gpu, restart)
@@ -160,8 +172,8 @@ def _trainer(prepared: Prepared, run_dir: Path, workers: int, gpu: bool, restart
     resources = {"GPU": 1.0, "CPU": 0.0} if gpu else {"CPU": 1.0}
     return Lean(
         worker,
-        train_loop_config={"assignment": assignment},
-        torch_config=Meeting(backend=prepared.plan.backend.value),
+        train_loop_config={"assignment": ray.put(assignment)},
+        torch_config=Meeting(prepared.plan.backend.value),  # pyright: ignore[reportArgumentType]
         scaling_config=ScalingConfig(
             num_workers=workers, use_gpu=gpu, resources_per_worker=resources, placement_strategy="PACK" if gpu else "SPREAD"
         ),

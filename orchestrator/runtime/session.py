@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import ray
+from ray._private.services import find_bootstrap_address
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
-from orchestrator.plan.cluster import Cluster, chosen_gpus
-from orchestrator.plan.hardware import Inventory
-from orchestrator.runtime.survey import survey
+from orchestrator.plan.cluster import Cluster
+from orchestrator.plan.hardware import inventory, visible_gpus
+from orchestrator.plan.host import usable_cores
+from orchestrator.plan.parallel import choose_workers
 
-_JOIN_SECONDS = 20  # to find a cluster that was named
+_JOIN_SECONDS = 3  # for a cluster that was named to answer
 _SHORT = {
     # Ray Train looks after its workers this often; its own 2 s are a fifth of a short run
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
@@ -34,26 +36,17 @@ _SHORT = {
 }
 
 
-@dataclass(frozen=True)
-class Session:
-    """The cluster of a run, and the hardware of the node that its plan is made for."""
-
-    cluster: Cluster
-    inventory: Inventory
-    note: Callable[[str], None]
-
-
 @contextmanager
-def session(config: Config, found: Inventory, note: Callable[[str], None]) -> Iterator[Session]:
-    """A cluster for one run. ``found`` is this machine."""
+def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
+    """A cluster for one run; yields whether it is someone else's. Torch is not asked for anything, so that it can be
+    imported meanwhile."""
     settings = config.parallel
     for name, value in (_SHORT | _waiting(settings.collective_timeout)).items():
         os.environ.setdefault(name, value)
     ours = not ray.is_initialized()
-    joined = True if not ours else _enter(config, found, note)
+    joined = True if not ours else _enter(config, note)
     try:
-        cluster, node = survey(found, joined=joined)
-        yield Session(cluster, node, note)
+        yield joined
     finally:
         if ours:
             ray.shutdown()
@@ -66,7 +59,7 @@ def _waiting(collective_timeout: int) -> dict[str, str]:
     }
 
 
-def _enter(config: Config, found: Inventory, note: Callable[[str], None]) -> bool:
+def _enter(config: Config, note: Callable[[str], None]) -> bool:
     """Join or start a cluster. Returns whether it is someone else's."""
     address = config.parallel.ray_address
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -76,57 +69,61 @@ def _enter(config: Config, found: Inventory, note: Callable[[str], None]) -> boo
         return True
     if address == "auto" and _runs_here(quiet):
         return True
-    _start(config, found, quiet, note)
+    _start(config, quiet, note)
     return False
 
 
 def _join(address: str, quiet: dict[str, Any]) -> None:
+    if not _answers(address):
+        raise ResourceError(
+            f"--ray-address {address}: no Ray cluster answers there; check it with 'ray status --address {address}', "
+            "or leave the flag out to start one here"
+        )
     try:
         ray.init(address=address, **quiet)
-    except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by what it got to
-        raise ResourceError(
-            f"--ray-address {address}: no Ray cluster answers there ({_first_line(error)}); "
-            "check it with 'ray status --address …', or leave the flag out to start one here"
-        ) from None
+    except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by how far it got
+        raise ResourceError(f"--ray-address {address}: the Ray cluster there could not be joined: {_first_line(error)}") from None
 
 
 def _runs_here(quiet: dict[str, Any]) -> bool:
     """Join the cluster that RAY_ADDRESS names or that runs on this machine, if there is one."""
     named = os.environ.get("RAY_ADDRESS")
-    try:
-        ray.init(address="auto", **quiet)
-        return True
-    except ConnectionError as error:
-        if named:
-            raise ResourceError(
-                f"RAY_ADDRESS is {named}, but no Ray cluster answers there ({_first_line(error)}); unset it, or give --ray-address local"
-            ) from None
+    address = named or find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
+    if not address or (not named and not _answers(address)):  # a cluster that was killed leaves its address behind
         return False
+    if named and ":" in named and not _answers(named):
+        raise ResourceError(f"RAY_ADDRESS is {named}, but no Ray cluster answers there; unset it, or give --ray-address local")
+    ray.init(address=address, **quiet)
+    return True
 
 
-def _start(config: Config, found: Inventory, quiet: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A cluster of this machine alone, for this run alone. On a CPU it has as many slots as there are workers; torch is
-    loaded into its processes before a worker needs one."""
-    settings = config.parallel
-    gpus = [] if config.device.gpu_mode == "cpu" else list(chosen_gpus(found, settings.devices))
+def _answers(address: str) -> bool:
+    """Whether anything listens there. Ray itself would try for ten minutes."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError), socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=_JOIN_SECONDS):
+        return True
+    return False
+
+
+def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -> None:
+    """A cluster of this machine alone, for this run alone. On a CPU it has as many slots as there are workers. Torch is
+    not preloaded into its processes: Ray Train has more actors that do without than workers that need it."""
+    settings, cores = config.parallel, usable_cores()
+    gpus = 0 if config.device.gpu_mode == "cpu" else len(settings.devices) or visible_gpus()
+    workers = settings.workers if isinstance(settings.workers, int) else 0
+    if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers:
+        here = inventory()  # before a cluster is started for nothing
+        choose_workers(config, Cluster.of(here, settings.devices), here)
     if settings.devices:
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = before.split(",") if before else None
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in settings.devices)
-    workers = settings.workers if isinstance(settings.workers, int) else 0
-    slots = max(workers, found.cores)
-    if not gpus and workers > found.cores:
-        note(f"{workers} workers on {found.cores} cores: the cluster started for this run declares {slots} CPU slots")
+    slots = max(workers, cores)
+    if not gpus and workers > cores:
+        note(f"{workers} workers on {cores} cores: the cluster started for this run declares {slots} CPU slots")
     for name, value in _calm().items():
         os.environ.setdefault(name, value)
-    ray.init(
-        address="local",
-        num_cpus=slots,
-        num_gpus=len(gpus),
-        include_dashboard=False,
-        _system_config={"preload_python_modules": ["torch"]},
-        **quiet,
-    )
+    ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
     _lock_token()
 
 
@@ -165,13 +162,3 @@ def wait_for(workers: int, on_gpu: bool, patience_s: float, note: Callable[[str]
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
-
-
-def set_variables(values: dict[str, str]) -> None:
-    """Variables of a worker, before the libraries that read them begin."""
-    os.environ.update(values)
-
-
-def variable(name: str) -> str:
-    """A variable of this process; empty where it is not set."""
-    return os.environ.get(name, "")

@@ -6,31 +6,30 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 import ray.train
-import torch
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.backend import Backend, BackendConfig
 
 from orchestrator.errors import UserError
-from orchestrator.record.events import EventLog
-from orchestrator.record.log import Log, SilentLog
-from orchestrator.runtime.session import set_variables, variable
-from orchestrator.tasks.load import load_task
-from orchestrator.train.folder import Prepared
-from orchestrator.train.run import Restart, work
-from orchestrator.train.world import joined, tcp_store
+from orchestrator.runtime.variables import set_variables, variable
+
+# Ray Train's controller reads this file too, and has no use for torch: what only a worker needs is imported when it works.
+if TYPE_CHECKING:
+    import torch
+
+    from orchestrator.record.log import Log
+    from orchestrator.train.folder import Prepared
+    from orchestrator.train.run import Restart
 
 _LOOK_SECONDS = 0.1  # between looks at the wish to stop
-_NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")  # actors that only Tune and Ray Data need
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,15 @@ class _Place(Backend):
         pass
 
 
-class Meeting(TorchConfig):
-    """A torch backend that brings workers together without waiting for them."""
+@dataclass
+class Meeting(BackendConfig):
+    """Brings workers together without waiting for them. Ray Train's own would form the group before the workers run."""
+
+    backend: str = "gloo"
 
     @property
-    def backend_cls(self) -> type[Backend]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backend_cls(self) -> type[Backend]:
         return _Place
-
-
-class Lean(TorchTrainer):
-    """Ray Train's trainer without the actors that a run like ours has no use for."""
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in _NEEDLESS]
 
 
 def _free_place() -> tuple[str, int]:
@@ -84,7 +79,13 @@ def _free_place() -> tuple[str, int]:
 
 def worker(config: dict[str, Any]) -> dict[str, Any]:
     """One worker's whole life. What it returns reaches the driver from rank 0; what it raises, from any."""
-    assignment: Assignment = config["assignment"]
+    from orchestrator.record.events import EventLog
+    from orchestrator.record.log import SilentLog
+    from orchestrator.tasks.load import load_task
+    from orchestrator.train.run import work
+    from orchestrator.train.world import joined, tcp_store
+
+    assignment: Assignment = ray.get(config["assignment"])
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     _check_folder(assignment, rank)
@@ -107,6 +108,9 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
 
 def _device(prepared: Prepared) -> torch.device:
     """From torch, not from what the cluster declares: GPUs without CUDA are CPUs."""
+    import torch
+    from ray.train.torch import get_device
+
     if prepared.plan.device.value == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return get_device()
@@ -158,7 +162,7 @@ def _stop_asked(path: Path) -> Callable[[], bool]:
 
 
 @contextmanager
-def _closing(log: Log) -> Any:
+def _closing(log: Log) -> Iterator[None]:
     try:
         yield
     finally:

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -200,12 +197,15 @@ class Sharded(Replica):
         return super().loss(batch, last)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        return [part_of(gradient) for gradient in gradients]
 
 
 def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:
     """Cut a model into parts in place; its names stay. ``whole_parameters`` keeps them whole from forward to backward
     (zero2). Gradients are summed, not averaged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*(block for alike in block_lists(model) for block in alike), model]:
@@ -217,44 +217,43 @@ def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    """Asked by what it can do: the modules of FSDP2 take a second to import, which a run without them need not wait."""
+    return hasattr(model, "reshard")
 
 
 def back_in_parts(model: nn.Module) -> None:
     """A forward pass without a backward one (an evaluation) may leave parameters whole: let them go."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if is_sharded(module):
+            module.reshard()  # pyright: ignore[reportCallIssue]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its parts. Where it is sharded, every worker must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor, sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def put(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor into one that may be in parts."""
-    if isinstance(target, DTensor):
-        local = target.to_local()
-        target.to_local().copy_(_part_of(source.to(local.device), target))
-    else:
-        target.copy_(source)
+    part_of(target).copy_(part_of(like(source, target)))
 
 
 def like(source: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor cut as a parameter is cut; on its device."""
-    if isinstance(parameter, DTensor) and source.shape == parameter.shape:
-        local = _part_of(source.to(parameter.to_local().device), parameter).clone()
-        return DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-    return source
+    """A whole tensor cut as a parameter is cut, on its device."""
+    if not hasattr(parameter, "to_local") or source.shape != parameter.shape:
+        return source
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-
-def _part_of(source: Tensor, target: DTensor) -> Tensor:
-    mesh_device = torch.device(target.device_mesh.device_type)
-    cut = distribute_tensor(source.to(mesh_device), target.device_mesh, target.placements, src_data_rank=None).to_local()
-    return cut.to(source.device)
+    kept: Any = parameter
+    mesh, placements = kept.device_mesh, kept.placements
+    cut = distribute_tensor(source.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+    local = cut.to(kept.to_local().device, copy=True)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:

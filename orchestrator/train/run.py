@@ -17,7 +17,6 @@ from orchestrator.plan.planning import plan
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
-from orchestrator.report.page import draw_report
 from orchestrator.train.assemble import Parts, build_loop, machine_settings
 from orchestrator.train.folder import Prepared, conclude, planned_before, write_intentions
 from orchestrator.train.loop import Loop, Outcome
@@ -80,6 +79,8 @@ def train(loop: Loop, prepared: Prepared, run_dir: Path, log: Log) -> Outcome:
 def record_failure(run_dir: Path, error: BaseException, seconds: float, log: EventLog | None = None) -> None:
     """The last words of a run that failed, and its report. What goes wrong here must not hide the error at hand: a full
     disk may be why we are here."""
+    from orchestrator.report.page import draw_report
+
     message = str(error) or type(error).__name__
     with suppress(Exception):
         own = log or EventLog(run_dir / "events.jsonl")

@@ -99,7 +99,7 @@ def test_a_whole_run_is_the_same_on_several_workers(tmp_path: Path, whole: list[
 def test_saved_on_three_resumed_on_two_in_shards_and_on_one(tmp_path: Path, whole: list[Any]) -> None:
     """ddp on three, then zero3 on two, then one process: the losses go on as if nothing had happened."""
     run = tmp_path / "run"
-    schedule = {"schedule": "constant"}
+    schedule: dict[str, Any] = {"schedule": "constant"}
     expected = losses(trained(tmp_path / "whole", 1, max_steps=24, **schedule))
     trained(run, 3, max_steps=8, **schedule)
     trained(run, 2, max_steps=16, resume="auto", sharding="zero3", **schedule)
