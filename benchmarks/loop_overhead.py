@@ -165,6 +165,22 @@ def ours(case: Case, device: torch.device) -> float:
     return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
 
 
+def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
+    """The same run as a user starts it with ``--parallel-strategy data_parallel --workers 1``: one worker of Ray Train, in a
+    process of its own. Its rate is that of its record, the first steps left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = case.config.but(
+            max_steps=WARM_UP + case.steps,
+            parallel_strategy="data_parallel",
+            workers=1,
+            ray_address="local",
+            run_dir=Path(folder) / "run",
+            checkpoint_every=10**6,
+        )
+        summary = Trainer(task=case.make(), config=config, quiet=True).fit().summary
+        return summary["samples_per_second"] / case.batch
+
+
 def accelerate(case: Case, device: torch.device) -> float:
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
@@ -195,7 +211,7 @@ def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
 
     named: dict[str, Callable[[Case, torch.device], float]] = {"bare loop": bare, "orchestrator": ours}
     named |= {name: run for name, run in {"accelerate": accelerate}.items() if importlib.util.find_spec(name)}
-    return named
+    return named | {"orchestrator, one worker of Ray Train": under_ray}
 
 
 def main() -> None:
@@ -203,12 +219,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="small shapes, for a machine without a GPU")
     parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--cases", type=int, default=2, help="only the first so many models")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     rows = []
-    for case in cases(arguments.small, arguments.precision):
+    for case in cases(arguments.small, arguments.precision)[: arguments.cases]:
         speeds: dict[str, list[float]] = {name: [] for name in contestants()}
         for _ in range(arguments.rounds):
             for name, run in contestants().items():

@@ -29,7 +29,11 @@ def train(resolved: Resolved) -> int:
 
     launcher = launched_by()
     if launcher:
-        raise UserError(f"started by {launcher}, which starts one process per GPU; start it plainly: orchestrator train …")
+        raise UserError(
+            f"started by {launcher}, which starts one process per GPU; here Ray starts the workers. "
+            "Start it plainly: orchestrator train --workers N …; "
+            "or send it to a cluster: ray job submit --working-dir . -- python -m orchestrator train …"
+        )
     result = Trainer(config=resolved).fit()
     if result.status == "stopped":
         raise Interrupted(f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto")

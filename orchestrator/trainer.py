@@ -107,14 +107,15 @@ class Trainer:
     def _prepare(self, found: Inventory, cluster: Cluster | None) -> Prepared:
         from orchestrator.tasks.load import load_task
         from orchestrator.train.facts import model_facts
-        from orchestrator.train.folder import Prepared, kept_batch, planned_before
+        from orchestrator.train.folder import Prepared, kept_batch, planned_before, run_before
 
         config = absolute(self.resolved.config, Path.cwd())
         task = self._given or load_task(config)
         device = self._device(config, found, cluster)
         precision = choose_precision(config, found, device).value
         facts = model_facts(task, device, precision)
-        known = planned_before(config.run.run_dir) if config.checkpoint.resume == "auto" and config.run.run_dir else {}
+        before = run_before(config, config.run.name, results_folder())
+        known = planned_before(before) if before else {}
         chosen = plan(config, found, facts, kept_batch(config, known), cluster, in_cluster())
         return Prepared(Resolved(config, self.resolved.origins), task, found, facts, chosen, cluster, in_cluster())
 

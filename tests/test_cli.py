@@ -316,6 +316,18 @@ def test_a_gpu_that_is_not_there_is_a_matter_of_resources(call: Call, monkeypatc
     assert len(told.lines) <= 4
 
 
+@pytest.mark.parametrize(("mark", "launcher"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("ACCELERATE_MIXED_PRECISION", "accelerate")])
+def test_under_another_launcher_the_command_to_use_is_named(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str, launcher: str
+):
+    monkeypatch.setenv(mark, "no")
+    told = call("train", *SMALL)
+    check(told, f"started by {launcher}, which starts one process per GPU")
+    assert "orchestrator train --workers N" in told.err
+    assert "ray job submit --working-dir . -- python -m orchestrator train" in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bug_of_ours_keeps_its_traceback(call: Call, monkeypatch: pytest.MonkeyPatch):
     def broken(argv: object) -> int:
         raise RuntimeError("a bug")

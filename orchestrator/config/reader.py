@@ -293,7 +293,9 @@ def absolute(config: Config, folder: Path) -> Config:
         paths = {f.name: getattr(values, f.name) for f in fields(values) if isinstance(getattr(values, f.name), Path)}
         if paths:
             changes[section] = replace(values, **{name: folder / path for name, path in paths.items()})
-    return replace(config, **changes)
+    config = replace(config, **changes)
+    resume = config.checkpoint.resume
+    return config if resume in (None, "auto") else config.but(resume=str(folder / str(resume)))
 
 
 def read_own(options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None) -> Options:

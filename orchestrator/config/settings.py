@@ -217,9 +217,9 @@ class ParallelSettings:
     """Training on several devices: who takes part, what is kept where, and how long one waits for the others."""
 
     parallel_strategy: ParallelStrategy = "auto"
-    """auto trains data-parallel where there are two GPUs or more; data_parallel forces it, on CPUs too."""
+    """auto trains data-parallel where there are two GPUs or more, and inside a Ray job; data_parallel forces it, on CPUs too."""
     workers: int | Literal["auto"] = "auto"
-    """Workers that train together, one device each; auto takes every GPU there is."""
+    """Workers that train together, one device each; auto takes every GPU there is, or a few CPU workers where there is none."""
     devices: tuple[int, ...] = ()
     """GPUs of this machine to use, as CUDA counts them: 0,2 or 0 2. Default: all."""
     backend: Backend = "auto"
@@ -239,7 +239,7 @@ class ParallelSettings:
     find_unused_parameters: bool = False
     """Look for parameters that a step did not use; costs time in every step."""
     broadcast_buffers: Switch = "auto"
-    """Give every worker the first one's buffers before each step; auto: where the model has running statistics."""
+    """Give every worker the first one's batch-norm statistics before each step; auto: where the model has some and does not sync them."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
     max_failures: int = 3

@@ -276,7 +276,7 @@ def visible_gpus() -> int:
 
 def in_cluster() -> bool:
     """Whether this process was started inside a Ray cluster, as the entry point of a job, or was told of one."""
-    return bool(os.environ.get("RAY_ADDRESS"))
+    return os.environ.get("RAY_ADDRESS", "local") != "local"
 
 
 def results_folder() -> Path:

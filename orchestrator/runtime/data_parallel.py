@@ -15,11 +15,14 @@ from time import perf_counter
 from typing import Any
 
 import ray
+from ray._private.state import state
 from ray._raylet import PlacementGroupID
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchTrainer
-from ray.util import placement_group_table, remove_placement_group
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from torch import nn
 
@@ -36,6 +39,7 @@ from orchestrator.runtime.session import wait_for
 from orchestrator.runtime.survey import resources_now
 from orchestrator.runtime.worker import Assignment, Meeting, worker
 from orchestrator.tasks.load import BUILT_IN
+from orchestrator.train.assemble import resumable
 from orchestrator.train.checkpoint import CheckpointStore
 from orchestrator.train.folder import Prepared
 from orchestrator.train.run import Restart, record_failure
@@ -43,7 +47,6 @@ from orchestrator.train.state import restore_model
 from orchestrator.train.step import built
 from orchestrator.train.watching import interruptible
 from orchestrator.train.world import is_communication_error
-from orchestrator.types import Choice
 
 _POLL_SECONDS = 0.1
 _NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
@@ -93,30 +96,29 @@ class _Driver:
 
     def run(self) -> str:
         """Attempts, until one ends well or nothing more can be done."""
-        workers, failures = self.prepared.plan.workers.value, 0
+        workers, failures, halvings = self.prepared.plan.workers.value, 0, 0
         gpu = on_gpus(self.prepared.resolved.config, self.cluster)
         if self.cluster.autoscaling:
             wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.note)
-        prepared, restart = self.prepared, None
+        restart = None
         while True:
-            outcome = self._attempt(prepared, workers, gpu, restart)
+            outcome = self._attempt(workers, gpu, restart)
             if isinstance(outcome, str):
                 return outcome
             failure, error = outcome
             failures, detected = failures + 1, time.time()
-            micro = prepared.plan.batch_size.value
-            most = prepared.resolved.config.parallel.max_failures
+            most = self.prepared.resolved.config.parallel.max_failures
             slots = _slots(workers, gpu) if failure.kind != "error" else workers
-            choice = decide(failure, failures=failures, max_failures=most, workers=workers, slots=slots, micro_batch=micro)
+            choice = decide(failure, failures=failures, max_failures=most, workers=workers, slots=slots, halvings=halvings)
             if isinstance(choice, GiveUp):
                 raise _final(failure, error, choice)
             restart = self._restart(choice, failure, failures, detected, workers)
-            workers, prepared = choice.workers, _resumed(prepared, choice.micro_batch)
+            workers, halvings = choice.workers, choice.halvings
 
-    def _attempt(self, prepared: Prepared, workers: int, gpu: bool, restart: Restart | None) -> str | tuple[Failure, BaseException]:
+    def _attempt(self, workers: int, gpu: bool, restart: Restart | None) -> str | tuple[Failure, BaseException]:
         """One group of workers, from its start to its end."""
         before = _groups()
-        attempt = _Fit(_trainer(prepared, self.run_dir, workers, gpu, restart))
+        attempt = _Fit(_trainer(self.prepared, self.run_dir, workers, gpu, restart))
         stop = self.run_dir / "logs" / STOP
         try:
             while not attempt.wait(_POLL_SECONDS):
@@ -137,7 +139,8 @@ class _Driver:
         log.write("failure", kind=failure.kind, message=choice.reason, rank=failure.rank, step=last, final=False)
         log.close()
         self.follower.poll()
-        return Restart(attempt, choice.reason, events[-1]["time"] if events else detected, detected, workers, last)
+        alive = events[-1]["time"] if events else detected  # the last sign of life
+        return Restart(attempt, choice.reason, alive, detected, workers, last, choice.halvings)
 
 
 class _Fit:
@@ -185,15 +188,6 @@ def _trainer(prepared: Prepared, run_dir: Path, workers: int, gpu: bool, restart
     )
 
 
-def _resumed(prepared: Prepared, micro_batch: int) -> Prepared:
-    """The same run, from its newest checkpoint."""
-    resolved = replace(prepared.resolved, config=prepared.resolved.config.but(resume="auto", init_from=None))
-    chosen = prepared.plan
-    if micro_batch != chosen.batch_size.value:
-        chosen = replace(chosen, batch_size=Choice(micro_batch, "half of what ran out of memory"))
-    return replace(prepared, resolved=resolved, plan=chosen)
-
-
 def failure_of(error: BaseException) -> Failure:
     """What an attempt failed of. Of several workers' errors the cause counts, not what it did to the others."""
     if not isinstance(error, WorkerGroupError):
@@ -215,7 +209,7 @@ def _cause(raised: BaseException) -> BaseException:
 def _of_worker(rank: int, error: BaseException) -> Failure:
     if isinstance(error, OutOfMemory):
         return Failure("memory", str(error), rank, error.micro_batch)
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayActorError | WorkerHealthCheckTimeoutError | WorkerHealthCheckFailedError):
         return Failure("worker", f"worker {rank} was lost", rank)
     if is_communication_error(error):
         return Failure("communication", f"worker {rank} lost touch with the others: {_line(error)}", rank)
@@ -248,22 +242,27 @@ def _slots(workers: int, gpu: bool) -> int:
     return there
 
 
-def _groups() -> set[str]:
-    """Placement groups that hold resources."""
-    return {name for name, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+def _groups() -> set[bytes]:
+    """Placement groups of this job, and of no other, that hold resources."""
+    own = bytes.fromhex(ray.get_runtime_context().get_job_id())
+    rows = [PlacementGroupTableData.FromString(row) for row in state._connect_and_get_accessor().get_placement_group_table()]
+    return {row.placement_group_id for row in rows if row.creator_job_id == own and row.state != PlacementGroupTableData.REMOVED}
 
 
-def _remove(names: set[str]) -> None:
+def _remove(groups: set[bytes]) -> None:
     """Ray Train leaves the placement group of a group of workers that failed to start; the next one would wait for it."""
-    for name in names:
+    for name in groups:
         with suppress(Exception):
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+            remove_placement_group(PlacementGroup(PlacementGroupID(name)))
 
 
 def trained_model(prepared: Prepared, run_dir: Path) -> nn.Module:
     """The model as the workers left it, from the last checkpoint."""
     model = built(prepared.task)
     found, _ = CheckpointStore(run_dir / "checkpoints", mend=False).newest_good()
+    resume = prepared.resolved.config.checkpoint.resume
+    if found is None and resume not in (None, "auto"):  # another run's, with nothing left to do
+        found, _ = resumable(str(resume), CheckpointStore(run_dir / "checkpoints", mend=False))
     if found is None:
         raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
     restore_model(found[1], model)

@@ -24,7 +24,8 @@ class Again:
     """Begin again from the newest checkpoint."""
 
     workers: int
-    micro_batch: int
+    halvings: int
+    """How often the micro-batch has been halved by now."""
     reason: str
 
 
@@ -33,7 +34,7 @@ class GiveUp:
     reason: str
 
 
-def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, micro_batch: int) -> Again | GiveUp:
+def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, halvings: int) -> Again | GiveUp:
     """After the ``failures``-th failure of a run on ``workers`` workers, where ``slots`` are to be had now."""
     if failure.kind == "error":
         return GiveUp(failure.message)
@@ -43,10 +44,9 @@ def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, 
     if slots < 1:
         return GiveUp(f"{failure.message}; no device is left to go on with")
     if failure.kind == "memory":
-        held = failure.micro_batch or micro_batch
-        if held <= 1:
+        if failure.micro_batch == 1:
             return GiveUp(f"{failure.message}, which cannot be halved; try --activation-checkpointing on, or --sharding zero3")
-        return Again(workers, -(-held // 2), f"{failure.message}; going on with a micro-batch of {-(-held // 2)}")
+        return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
     if slots < workers:
-        return Again(slots, micro_batch, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")
-    return Again(workers, micro_batch, failure.message)
+        return Again(slots, halvings, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")
+    return Again(workers, halvings, failure.message)

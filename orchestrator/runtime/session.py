@@ -15,7 +15,7 @@ import ray
 from ray._private.services import find_bootstrap_address
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import inventory, visible_gpus
 from orchestrator.plan.host import usable_cores
@@ -36,26 +36,35 @@ _SHORT = {
 }
 
 
+_CALM = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
 @contextmanager
 def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     """A cluster for one run; yields whether it is someone else's. Torch is not asked for anything, so that it can be
     imported meanwhile."""
     settings = config.parallel
+    before = dict(os.environ)
     for name, value in (_SHORT | _waiting(settings.collective_timeout)).items():
         os.environ.setdefault(name, value)
     ours = not ray.is_initialized()
-    joined = True if not ours else _enter(config, note)
     try:
+        joined = True if not ours else _enter(config, note)
         yield joined
     finally:
         if ours:
             ray.shutdown()
+        for name in {*_SHORT, *_waiting(0), *_CALM, "CUDA_VISIBLE_DEVICES"}:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
 
 
 def _waiting(collective_timeout: int) -> dict[str, str]:
     return {
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(collective_timeout),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * collective_timeout),  # the others notice first, and tell why
     }
 
 
@@ -87,11 +96,15 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
 
 def _runs_here(quiet: dict[str, Any]) -> bool:
     """Join the cluster that RAY_ADDRESS names or that runs on this machine, if there is one."""
-    named = os.environ.get("RAY_ADDRESS")
-    address = named or find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
-    if not address or (not named and not _answers(address)):  # a cluster that was killed leaves its address behind
+    named = os.environ.get("RAY_ADDRESS", "auto")
+    if named == "local":
         return False
-    if named and ":" in named and not _answers(named):
+    if "://" in named:
+        raise UserError(f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'")
+    address = named if named != "auto" else find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
+    if not address or (named == "auto" and not _answers(address)):  # a cluster that was killed leaves its address behind
+        return False
+    if not _answers(address):
         raise ResourceError(f"RAY_ADDRESS is {named}, but no Ray cluster answers there; unset it, or give --ray-address local")
     ray.init(address=address, **quiet)
     return True
@@ -121,14 +134,10 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
     slots = max(workers, cores)
     if not gpus and workers > cores:
         note(f"{workers} workers on {cores} cores: the cluster started for this run declares {slots} CPU slots")
-    for name, value in _calm().items():
+    for name, value in _CALM.items():
         os.environ.setdefault(name, value)
     ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
     _lock_token()
-
-
-def _calm() -> dict[str, str]:
-    return {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _lock_token() -> None:

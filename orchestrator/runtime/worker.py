@@ -79,6 +79,8 @@ def _free_place() -> tuple[str, int]:
 
 def worker(config: dict[str, Any]) -> dict[str, Any]:
     """One worker's whole life. What it returns reaches the driver from rank 0; what it raises, from any."""
+    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
+        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.tasks.load import load_task
@@ -92,6 +94,8 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     _speak_into(assignment.run_dir / "logs", rank)
     settings = assignment.prepared.resolved.config.parallel
     set_variables(_network(settings.nccl_debug))
+    with suppress(OSError):  # where the user is, so that relative paths of their code mean the same; a node may not have it
+        os.chdir(assignment.folder)
     if str(assignment.folder) not in sys.path:
         sys.path.insert(0, str(assignment.folder))
     prepared = assignment.prepared

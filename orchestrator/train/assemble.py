@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,19 +68,17 @@ def build_replica(config: Config, plan: Plan, task: Task, world: World, model: n
     """The model on its device: alone, the same on each worker, or in parts on all of them."""
     settings = config.parallel
     if world.size > 1 and plan.sharding.value != "none":
+        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
         shard(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
         return Sharded(model, task, world)
     model.to(world.device)
     check_placement(model, world.device)
     if world.size == 1:
         return Replica(model, task)
-    auto = settings.broadcast_buffers == "auto"
+    own = [] if settings.sync_batchnorm else statistics_of(model)  # what a forward pass makes different on each worker
+    buffers = {"auto": own, "on": list(model.buffers()), "off": []}[settings.broadcast_buffers]
     options = DdpOptions(
-        settings.bucket_cap_mb,
-        settings.static_graph,
-        settings.find_unused_parameters,
-        bool(statistics_of(model)) and not settings.sync_batchnorm if auto else settings.broadcast_buffers == "on",
-        settings.gradient_as_bucket_view,
+        settings.bucket_cap_mb, settings.static_graph, settings.find_unused_parameters, settings.gradient_as_bucket_view, tuple(buffers)
     )
     return Replicated(model, task, world, options, lambda message: tell("warning", kind="gradients", message=message))
 
@@ -144,13 +142,13 @@ def build_stepper(config: Config, world: World, parts: Parts, micro_batch: int, 
     )
 
 
-def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: Log) -> tuple[Loop, Parts]:
+def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: Log, again: bool = False) -> tuple[Loop, Parts]:
     """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
     parts = build_parts(config, plan, task, world, log.write)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
     feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
     seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it
-    progress = begin(config, parts, store, world, log)
+    progress = begin(config, parts, store, world, log, again)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total = _last_step(config, plan, feed, progress)
@@ -200,11 +198,14 @@ def check_beginning(config: Config) -> None:
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
 
 
-def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, log: Log) -> Progress:
+def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, log: Log, again: bool = False) -> Progress:
     """Where the run begins: afresh, from given weights, or where a checkpoint left off. Workers read the same one: the main
-    worker looks for it, and puts away what is damaged or later, before the others read."""
+    worker looks for it, and puts away what is damaged or later, before the others read. A run that begins ``again`` after a
+    failure goes on from its own newest checkpoint; until it has one, it begins where it was asked to."""
     check_beginning(config)
     settings = config.checkpoint
+    if again and world.agree("own checkpoints", len(store.newest_first()) if world.is_main else None):
+        settings = replace(settings, resume="auto", init_from=None)
     if settings.init_from is not None:
         path, contents, _ = _chosen(str(settings.init_from), store, world)
         assert contents is not None
@@ -224,14 +225,15 @@ def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, lo
 
 def _chosen(resume: str, store: CheckpointStore, world: World) -> tuple[Path | None, Contents | None, list[Skipped]]:
     """The checkpoint to begin with: the main worker chooses, and all read it."""
-    found, skipped = _resumable(resume, store) if world.is_main else (None, [])
+    found, skipped = resumable(resume, store) if world.is_main else (None, [])
+    world.meet("checkpoint")  # to look for a good one takes as long as it is large
     chosen = world.agree("checkpoint", {"path": str(found[0]) if found else None} if world.is_main else None)["path"]
     if chosen is None:
         return None, None, skipped
     return (*found, skipped) if found else (Path(chosen), load(Path(chosen)), skipped)
 
 
-def _resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
+def resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
     """``auto``: the run's own newest good checkpoint. A path: that checkpoint, or the newest good one of that run."""
     if resume == "auto":
         return store.newest_good()

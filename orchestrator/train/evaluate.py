@@ -14,9 +14,10 @@ from orchestrator.tasks.task import Loss
 from orchestrator.train.data import Feed, Micro, cut_batch
 from orchestrator.train.memory import free_cached, is_out_of_memory
 from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import Replica, statistics_of
-from orchestrator.train.step import as_loss, check_device
+from orchestrator.train.replicate import Replica
+from orchestrator.train.step import WHOLE, as_loss, check_device
 from orchestrator.train.totals import Sums, Totals
+from orchestrator.train.world import is_communication_error
 
 _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memory
 
@@ -40,7 +41,7 @@ class Evaluation:
         """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
         model, world = self.replica.model, self.feed.world
         begun, was_training = perf_counter(), model.training
-        world.broadcast_([b for b in statistics_of(model) if b.is_floating_point()])  # one model is evaluated, not one per worker
+        world.broadcast_(list(model.buffers()))  # one model is evaluated, not one per worker
         model.eval()
         try:
             totals, samples = self._totals(world.device)
@@ -55,7 +56,8 @@ class Evaluation:
 
     def _totals(self, device: torch.device) -> tuple[Totals | None, int]:
         """This worker's sums, and the samples of all."""
-        totals, samples, limit = None, 0, self.feed.largest_part
+        totals, samples = None, 0
+        limit = WHOLE if self.replica.together else self.feed.largest_part
         for number, portion in enumerate(self.feed.steps(0)):
             if self.most_batches is not None and number >= self.most_batches:
                 break
@@ -100,7 +102,7 @@ def _loss(replica: Replica, batch: Any, samples: int, precision: Precision) -> t
     except Exception as error:
         if is_out_of_memory(error):
             return None
-        if isinstance(error, OrchestratorError) or not raised_in_user_code(error):
+        if isinstance(error, OrchestratorError) or is_communication_error(error) or not raised_in_user_code(error):
             raise
         with user_code("evaluating"):
             raise error

@@ -51,6 +51,12 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     return run_dir
 
 
+def run_before(config: Config, name: str | None, results: Path) -> Path | None:
+    """The folder of the run that is to be continued, if there is one."""
+    run_dir = (config.run.run_dir or _named(config, name, results)) if config.checkpoint.resume == "auto" else None
+    return run_dir if run_dir is not None and run_dir.is_dir() else None
+
+
 def _named(config: Config, name: str | None, results: Path) -> Path:
     if name:
         return results / name

@@ -82,7 +82,7 @@ class Loop:
         except BaseException:
             with suppress(Exception):
                 self._flush()
-                self.saver.finish()
+                self.saver.poll()
             raise
         self._flush()
         self._save()

@@ -89,5 +89,5 @@ def block_lists(model: nn.Module) -> list[list[nn.Module]]:
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
         if isinstance(module, nn.ModuleList | nn.Sequential) and alike and any(True for _ in children[0].parameters()):
             found.append(children)
-            inside = (*inside, f"{name}.")
+            inside = (*inside, f"{name}." if name else "")
     return found

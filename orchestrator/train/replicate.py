@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestrator.errors import UserError
+from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.memory import block_lists
 from orchestrator.train.world import World
@@ -34,8 +34,9 @@ class DdpOptions:
     bucket_cap_mb: int | None = None
     static_graph: bool = False
     find_unused_parameters: bool = False
-    broadcast_buffers: bool = False
     gradient_as_bucket_view: bool = True
+    buffers: tuple[Tensor, ...] = ()
+    """Those that are the main worker's at the beginning of each step."""
 
 
 class Replica:
@@ -46,6 +47,7 @@ class Replica:
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         self.model, self.task = model, task
+        self._synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property
     def votes(self) -> bool:
@@ -54,6 +56,11 @@ class Replica:
 
     def begin(self, shared: bool) -> None:
         """Before the micro-batches of a step. ``shared``: every worker has samples in each of them."""
+        if not shared and self._synchronized:
+            raise UserError(
+                "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the epoch is too small: "
+                "choose a --global-batch-size that leaves a larger rest, or fewer --workers"
+            )
 
     def loss(self, batch: Any, last: bool) -> Any:  # noqa: ARG002
         """The task's loss; ``last`` for the last part of a step, whose backward pass may sum gradients as it goes."""
@@ -77,9 +84,8 @@ class Replicated(Replica):
     def __init__(self, model: nn.Module, task: Task, world: World, options: DdpOptions, warn: Callable[[str], None]) -> None:
         super().__init__(model, task)
         self.world, self.options, self._warn = world, options, warn
-        self.together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        self.together = self._synchronized
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._statistics = [b for b in statistics_of(model) if b.is_floating_point()]
         self._survived, self._shared, self._ragged, self._reduced = 0, True, False, False
         self._ddp: DistributedDataParallel | None = None
         world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
@@ -92,14 +98,9 @@ class Replicated(Replica):
         self._survived = 0
 
     def begin(self, shared: bool) -> None:
+        super().begin(shared)
         self._shared, self._reduced = shared, False
-        if self.together and not shared:
-            raise UserError(
-                "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the epoch is too small: "
-                "choose a --global-batch-size that leaves a larger rest, or fewer --workers"
-            )
-        if self.options.broadcast_buffers:
-            self.world.broadcast_(self._statistics)
+        self.world.broadcast_(self.options.buffers)
 
     def loss(self, batch: Any, last: bool) -> Any:
         if not last or not self._shared or self._survived < SURVIVE or self._ragged:
@@ -126,6 +127,7 @@ class Replicated(Replica):
     def add_up(self) -> float:
         self._survived += 1
         if self._reduced:
+            self._check_reduced()
             return float(self.world.size)  # DDP has summed, and divided by the number of workers
         self._complete()
         for bucket in buckets([p.grad for p in self._parameters if p.grad is not None], self.options.bucket_cap_mb or _BUCKET_MB):
@@ -134,6 +136,20 @@ class Replicated(Replica):
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return 1.0
+
+    def _check_reduced(self) -> None:
+        """DDP notices a parameter that got no gradient only when the next step begins, and until then leaves its neighbours
+        unsummed without a word. What it does then is done now, before anything is updated."""
+        assert self._ddp is not None
+        try:
+            self._ddp.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise TrainingFailed(
+                "a parameter got no gradient in this step, though it had one in the first steps, and the workers' gradients could not "
+                "be summed; nothing was updated. Use --find-unused-parameters, and begin again with --resume auto"
+            ) from None
 
     def _complete(self) -> None:
         """A parameter that some workers have a gradient of and others have not: zero for those. One that nobody has stays
@@ -229,8 +245,20 @@ def back_in_parts(model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its parts. Where it is sharded, every worker must ask."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    """A tensor with all its parts. Where it is sharded, every worker must ask. (``full_tensor`` crashes over gloo with parts
+    on a GPU.)"""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    handle: Any = tensor
+    local, size = handle.to_local(), handle.device_mesh.size()
+    if not handle.placements[0].is_shard(0):
+        return local
+    rows = -(-tensor.shape[0] // size)  # all but the last parts have so many
+    padded = local.new_zeros((rows, *tensor.shape[1:]))
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts)[: tensor.shape[0]]
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -271,7 +299,7 @@ def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
     """Running statistics: what a forward pass changes."""
-    return [b for module in model.modules() if isinstance(module, _BatchNorm) for b in module.buffers(recurse=False)]
+    return [b for module in model.modules() if isinstance(module, _NormBase) for b in module.buffers(recurse=False)]
 
 
 def synchronize_statistics(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
 from orchestrator.train.assemble import Parts, build_loop, machine_settings
-from orchestrator.train.folder import Prepared, conclude, planned_before, write_intentions
+from orchestrator.train.folder import Prepared, conclude, kept_batch, planned_before, write_intentions
 from orchestrator.train.loop import Loop, Outcome
 from orchestrator.train.probing import find_batch
 from orchestrator.train.profiling import profiling
@@ -37,6 +37,8 @@ class Restart:
     detected_at: float
     workers_before: int
     last_step: int
+    halvings: int = 0
+    """How often the micro-batch was halved because a worker ran out of memory."""
 
 
 def work(
@@ -46,16 +48,27 @@ def work(
     begun = time.time()
     config = prepared.resolved.config
     with machine_settings(config, prepared.plan, world.device):
-        known = planned_before(run_dir) if config.checkpoint.resume == "auto" or restart else {}
+        known: dict[str, Any] = {}
+        if config.checkpoint.resume == "auto" or restart:  # one reads for all: over a network drive they may not see the same
+            known = world.agree("plan", planned_before(run_dir) if world.is_main else None)
         prepared = with_measured_batch(prepared, world, known, log)
         world, speeds = with_shares(config, prepared.plan, world, known)
         if world.is_main:
             write_intentions(prepared, run_dir, {"device_speeds": speeds})
-        loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log)
+        prepared = _halved(prepared, restart.halvings if restart else 0)
+        loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log, again=restart is not None)
         loop.stopping.asked = asked
         if restart is not None:
             loop.after_step = _tells_recovery(restart, loop, log, begun)
         return train(loop, prepared, run_dir, log), parts
+
+
+def _halved(prepared: Prepared, halvings: int) -> Prepared:
+    """The same global batch in smaller portions. The plan that is kept has the whole ones."""
+    if not halvings:
+        return prepared
+    size = max(1, -(-prepared.plan.batch_size.value // 2**halvings))
+    return replace(prepared, plan=replace(prepared.plan, batch_size=Choice(size, "a worker ran out of memory with more")))
 
 
 def train(loop: Loop, prepared: Prepared, run_dir: Path, log: Log) -> Outcome:
@@ -160,7 +173,8 @@ def with_measured_batch(prepared: Prepared, world: World, known: dict[str, Any],
         log.write("notice", message="measuring the batch size ...")
         found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
         measured, reason = found.batch_size, found.reason
-    again = plan(config, prepared.inventory, prepared.facts, {"batch_size": measured}, prepared.cluster, prepared.in_cluster)
+    kept = kept_batch(config, known)
+    again = plan(config, prepared.inventory, prepared.facts, {"batch_size": measured} | kept, prepared.cluster, prepared.in_cluster)
     return replace(prepared, plan=replace(again, batch_size=Choice(measured, reason)))
 
 

@@ -42,11 +42,13 @@ class Saver:
     """The newest step that is known to be on disk."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _under_way: _UnderWay | None = None
+    _meetings: int = 0
 
     def save(self, progress: Progress) -> None:
         """Copy the state and begin to write it. Waits where the one before is still being written."""
         begun = perf_counter()
         self._settle()
+        self._meet()
         contents = capture(self.model, self.optimizer, self.precision, progress, self.world)
         self.world.barrier()
         if contents is None:
@@ -63,6 +65,11 @@ class Saver:
     def finish(self) -> None:
         """Wait for the last one."""
         self._settle()
+        self._meet()
+
+    def _meet(self) -> None:
+        self._meetings += 1
+        self.world.meet(f"save/{self._meetings}")
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -30,7 +30,8 @@ from orchestrator.train.world import World, is_communication_error
 
 Tell = Callable[..., None]
 
-_PROBLEMS = (None, "uncompile", "halve")  # from bad to worse
+_PROBLEMS = (None, "uncompile", "halve", "exhausted")  # from bad to worse
+WHOLE = 2**62  # a limit that cuts nothing: where workers wait for each other in a forward pass, all do as many
 GROW_AFTER = 100  # good steps before a micro-batch that was halved is doubled again; the wait doubles with each failure
 
 
@@ -57,7 +58,7 @@ class Stepper:
     _constants: dict[tuple[float, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.limit = self.micro_batch
+        self.limit = WHOLE if self.replica.together else self.micro_batch
         self._sums = Sums(self.world, "step")
         norms = [module for module in self.replica.model.modules() if isinstance(module, _NormBase)]
         self._statistics = [(b.detach().clone(), b) for module in norms for b in module.buffers(recurse=False)]
@@ -114,6 +115,10 @@ class Stepper:
                     totals = more if totals is None else totals.plus(more)
         return totals
 
+    def _held(self) -> int:
+        """Samples that are computed at once."""
+        return min(self.limit, self.micro_batch)
+
     def _nominal(self, portion: Portion) -> float:
         return power_of_two(portion.samples * getattr(self.replica.task, "units_per_sample", 1))
 
@@ -130,7 +135,12 @@ class Stepper:
             if isinstance(totals.count, int) and totals.count < 1:
                 raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
             return totals
-        factor = self.replica.add_up()
+        try:
+            factor = self.replica.add_up()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(f"worker {self.world.rank} ran out of memory in the sum of gradients", self._held()) from None
+            raise
         whole = self._sums(totals, portion.samples, stop)
         whole.nominal = self._nominal(portion) * factor
         self.clock.mark("communication")
@@ -192,9 +202,9 @@ class Stepper:
         if is_out_of_memory(error):
             if self.world.size > 1 and not self.replica.votes:
                 raise OutOfMemory(
-                    f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self.limit}", self.limit
+                    f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self._held()}", self._held()
                 ) from None
-            return "halve"
+            return "exhausted" if self.limit == 1 else "halve"
         if self.compiled is not None and is_compile_error(error) and (self.world.size == 1 or self.replica.votes):
             self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
@@ -214,7 +224,7 @@ class Stepper:
             self.compiled.undo()
             self.compiled = None
             return
-        if self.limit == 1:
+        if problem == "exhausted":
             raise ResourceError(
                 f"out of memory at step {step + 1} with a micro-batch of one sample; try --activation-checkpointing on, "
                 "--precision bf16, a smaller --width, or a device with more memory"

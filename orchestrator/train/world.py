@@ -7,17 +7,21 @@ import json
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
+from time import sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+_MEET_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,33 @@ class World:
         return self.sum_(mine).tolist()
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """The main worker's tensors, to all, in place."""
+        """The main worker's tensors, to all, in place. Others than dense ones by way of copies: gloo writes past the end of an
+        expanded tensor."""
         if self.size > 1:
-            for work in [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]:
+            dense = [t.detach() if t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+            for work in [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in dense]:
                 if work is not None:
                     work.wait()
+            for tensor, sent in zip(tensors, dense, strict=True):
+                if not tensor.is_contiguous() and not torch.equal(tensor, sent):
+                    tensor.detach().copy_(sent)
 
     def barrier(self) -> None:
         if self.size > 1:
             self.most([0.0])
+
+    def meet(self, name: str) -> None:
+        """Wait for the main worker, however long it takes: what it does for all may outlast the patience of a collective. If
+        it is gone, so is the store, and the others find out. ``name`` is used once in the life of the group."""
+        if self.size == 1:
+            return
+        assert self.store is not None
+        key = f"meet/{name}"
+        if self.is_main:
+            self.store.set(key, "1")
+        else:
+            while not self.store.check([key]):
+                sleep(_MEET_SECONDS)
 
     def agree(self, name: str, value: Any) -> Any:
         """A plain value that some workers know and the others don't (None): that of the lowest rank that does. ``name`` is
@@ -120,14 +142,18 @@ def joined(store: Store, rank: int, size: int, device: torch.device, backend: st
         dist.destroy_process_group()
 
 
-_SIGNS = ("gloo", "nccl", "connection reset", "connection closed", "connection refused", "broken pipe", "socket", "process group")
+_SIGNS = ("gloo/", "gloo timed out", "nccl", "connection reset by peer", "connection closed by peer", "broken pipe", "process group")
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error is another worker's silence rather than this one's fault."""
+    """Whether an error is another worker's silence rather than this one's fault. What a user's own code raises is theirs,
+    whatever it says; one that came from another process is judged by its words."""
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+    if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or "site-packages" in frames[-1].filename or frames[-1].filename == __file__
 
 
 def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: float) -> Store:

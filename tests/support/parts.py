@@ -61,15 +61,18 @@ def make_stepper(
     world: World | None = None,
     sharding: str = "none",
     options: DdpOptions | None = None,
+    offload: bool = False,
 ) -> tuple[Stepper, Feed]:
     """``micro_batch`` is per worker."""
     config = Config.of(learning_rate=learning_rate)
     world, tell = world or World.alone(), tell or Events()
     model = task.build_model()
     model.train()
+    if sharding == "none":
+        model.to(world.device)
     replica = Replica(model, task)
     if sharding != "none":
-        shard(model, world, whole_parameters=sharding == "zero2", offload=False)
+        shard(model, world, whole_parameters=sharding == "zero2", offload=offload)
         replica = Sharded(model, task, world)
     elif world.size > 1:
         replica = Replicated(model, task, world, options or DdpOptions(), lambda message: tell("warning", message=message))

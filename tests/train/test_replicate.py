@@ -132,6 +132,7 @@ FP64 = [
     Case(DoubleDigits, 2, 16, 64, sharding="zero2"),
     Case(DoubleDigits, 3, 7, 50, samples=101, sharding="zero3"),
     Case(DoubleText, 2, 4, 16, sharding="zero3", steps=6),
+    Case(DoubleDigits, 4, 2, 8, samples=15, sharding="zero3"),  # a rest of 7 among four
     Case(DoubleDigits, 2, 32, 64, survive=100),  # summed after the backward pass only
     Case(DoubleDigits, 3, 8, 48, survive=0, options=DdpOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False)),
 ]
@@ -225,6 +226,34 @@ def test_parameters_without_a_gradient_on_some_workers(find_unused: bool) -> Non
         assert bool(warned) is not find_unused
 
 
+class LatelyPatchy(_PatchyTask):
+    """All parts are used at first; later one is not, where sample 7 is not."""
+
+    CALLS = 0
+
+    def build_model(self) -> nn.Module:
+        made = super().build_model()
+        del made["never"]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        return made
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        type(self).CALLS += 1
+        x, number = batch
+        total = model["always"](x).square().sum()
+        if type(self).CALLS <= 4 or bool((number == 7).any()):
+            total = total + model["sometimes"](x).square().sum()
+        return Loss(total, len(x))
+
+
+def test_a_parameter_that_is_unused_only_later_is_told_before_anything_is_updated() -> None:
+    """DDP would leave its neighbours unsummed for a step, and then raise something else."""
+    with pytest.raises(RanksFailed, match=r"TrainingFailed: a parameter got no gradient in this step.*--find-unused-parameters"):
+        run_ranks(ran_rank, 3, Case(LatelyPatchy, 3, 4, 12, survive=2), timeout=60)
+    LatelyPatchy.CALLS = 0
+    found = Case(LatelyPatchy, 3, 4, 12, survive=2, options=DdpOptions(find_unused_parameters=True))
+    assert len(run_ranks(ran_rank, 3, found)) == 3
+
+
 class Tight(DoubleDigits):
     """Runs out of memory on one worker, at given calls of its loss, when more than ``ROOM`` samples meet."""
 
@@ -283,7 +312,10 @@ class Normed(DoubleDigits):
 
 def _statistics(rank: int, size: int, store: str, broadcast: bool) -> list[float]:
     with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world, options=DdpOptions(broadcast_buffers=broadcast))
+        stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world)
+        replica: Any = stepper.replica
+        if broadcast:
+            replica.options = DdpOptions(buffers=tuple(replicate.statistics_of(replica.model)))
         run_steps(stepper, feed, 3)
         stepper.replica.begin(shared=True)
         norm: Any = stepper.replica.model[2]  # pyright: ignore[reportIndexIssue]
@@ -315,6 +347,47 @@ def test_what_workers_say_to_each_other() -> None:
         assert heard["agree"] == {"from": 1}
         assert heard["nobody"] is None
         assert heard["sum"] == [3.0, 3.0]
+
+
+def _expanded(rank: int, size: int, store: str) -> list[float]:
+    with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+        memory = torch.tensor([5.0, float(rank), float(rank), float(rank)])
+        table = torch.full((2, 3), float(rank)).T
+        world.broadcast_([memory[:1].expand(3), memory[3:], table])
+        return [*memory.tolist(), float(table.sum())]
+
+
+def test_broadcasting_an_expanded_tensor_touches_nothing_else() -> None:
+    assert run_ranks(_expanded, 2) == [[5.0, 0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 1.0, 0.0, 0.0]]
+
+
+def _slow_main(rank: int, size: int, store: str) -> float:
+    """The main worker is longer away than a collective would wait."""
+    import time
+
+    with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 3) as world:
+        begun = time.monotonic()
+        if rank == 0:
+            time.sleep(5)
+        world.meet("late")
+        return time.monotonic() - begun
+
+
+def test_the_others_wait_for_the_main_worker_as_long_as_it_takes() -> None:
+    assert min(run_ranks(_slow_main, 2)) > 4.5
+
+
+def test_a_users_error_is_theirs_whatever_it_says() -> None:
+    from orchestrator.train.world import is_communication_error
+
+    def feature_store() -> None:
+        raise RuntimeError("gloo/transport: connection reset by peer")
+
+    with pytest.raises(RuntimeError) as raised:
+        feature_store()
+    assert not is_communication_error(raised.value)
+    assert is_communication_error(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    assert not is_communication_error(RuntimeError("could not open a socket to the feature store"))
 
 
 def test_buckets_are_fixed_by_the_list() -> None:

@@ -160,6 +160,25 @@ def test_a_restart_tells_what_it_cost(tmp_path: Path) -> None:
     assert told["total_seconds"] > told["restore_seconds"] > 0
 
 
+def test_a_restart_without_a_checkpoint_begins_where_it_was_asked_to(tmp_path: Path) -> None:
+    """The weights of --init-from are not forgotten because a worker was lost in the first epoch."""
+    trained(tmp_path / "first", 1, max_steps=6)
+    given = {"init_from": tmp_path / "first" / "checkpoints" / "step_00000006", "max_steps": 3, "checkpoint_every": 2}
+    expected = losses(trained(tmp_path / "calm", 2, **given))
+    again = Restart(1, "worker 1 was lost", 100.0, 101.5, 2, 0)
+    assert losses(trained(tmp_path / "run", 2, restart=again, **given)) == expected
+    later = losses(trained(tmp_path / "run", 2, restart=again, **given | {"max_steps": 6}))
+    assert later[:3] == expected
+    assert len(later) == 6
+
+
+def test_a_halved_micro_batch_changes_nothing_but_the_portions(tmp_path: Path, whole: list[Any]) -> None:
+    halved = Restart(1, "worker 0 ran out of memory", 100.0, 101.0, 2, 0, halvings=2)
+    events = trained(tmp_path / "run", 2, restart=halved, max_steps=24, batch_size=16)
+    assert losses(events) == pytest.approx(losses(whole), rel=1e-5)
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]["value"] == 16
+
+
 def failing_rank(rank: int, size: int, store: str, config: Config) -> str:
     """Rank 1 is gone after a few steps; the others find that the connection is closed."""
     if rank == 1:

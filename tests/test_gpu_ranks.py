@@ -1,0 +1,132 @@
+"""Two workers on one GPU, over gloo (NCCL refuses two ranks on a device): what torch does on no CPU, and what no CPU shows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.config.settings import Config
+from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.task import Loss
+from orchestrator.train import replicate
+from orchestrator.train.memory import peak_memory, reset_peak
+from orchestrator.train.replicate import synchronize_statistics
+from orchestrator.train.world import World, file_store, joined
+from tests.support.parts import DoubleDigits, assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps, weights
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+CONFIG = Config.of(expert_hidden_size=(8, 16, 8, 24, 16), experts=5, width=16, balance_loss=0.05, context_length=24, layers=2)
+GPU = torch.device("cuda:0")
+
+
+class Normed(DoubleDigits):
+    """With batch norm, over the micro-batch of all workers where it is synchronized."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
+        return synchronize_statistics(model) if torch.distributed.is_initialized() else model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+
+def steps(task: Any, whole: int, micro: int, count: int, world: World, **settings: Any) -> dict[str, Any]:
+    replicate.SURVIVE = 3
+    stepper, feed = make_stepper(task, micro, whole, world=world, **settings)
+    done = run_steps(stepper, feed, count)
+    model = stepper.replica.model
+    return {
+        "losses": [mean_loss(t) for t in done],
+        "norms": [float(t.norm) for t in done],  # pyright: ignore[reportArgumentType]
+        "gradients": {name: g.cpu() for name, g in gradients(model).items()},
+        "weights": {name: w.cpu() for name, w in weights(model).items()},
+        "statistics": [b.cpu() for b in replicate.statistics_of(model)],
+    }
+
+
+def rank_steps(
+    rank: int, size: int, store: str, task: type, whole: int, micro: int, count: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    with joined(file_store(store, size), rank, size, GPU, "gloo", 60) as world:
+        return steps(task(CONFIG), whole, micro, count, world, **settings)
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any], rel: float) -> None:
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=rel)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=rel)
+
+
+def test_synchronized_batch_norm_is_that_of_one_process() -> None:
+    """Equal at an equal global micro-batch: 2 × 16 against 32, in fp64, statistics included."""
+    one = steps(Normed(CONFIG), 64, 32, 8, World.alone(GPU))
+    for many in run_ranks(rank_steps, 2, Normed, 64, 16, 8, {}):
+        same(many, one, 1e-12)
+        assert_gradients_equal(many["gradients"], one["gradients"], 1e-10, 1e-12)
+        for mine, theirs in zip(many["statistics"], one["statistics"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)  # torch counts its samples in fp32 here
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"sharding": "zero2"}, {"sharding": "zero3"}, {"sharding": "zero2", "offload": True}, {"sharding": "zero3", "offload": True}],
+    ids=str,
+)
+def test_two_ranks_on_a_gpu_are_exact_in_fp64(settings: dict[str, Any]) -> None:
+    one = steps(DoubleDigits(CONFIG), 50, 50, 8, World.alone(GPU))
+    for many in run_ranks(rank_steps, 2, DoubleDigits, 50, 10, 8, settings):
+        same(many, one, 1e-12)
+        assert_gradients_equal(many["gradients"], one["gradients"], 1e-10, 1e-12)
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(many["weights"][name], weight, rtol=1e-9, atol=1e-9)
+
+
+class Wide(Digits):
+    """Nearly all of its memory is parameters."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(24))
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), _Run(blocks), nn.Linear(2048, 10))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+
+class _Run(nn.Module):
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+def rank_memory(rank: int, size: int, store: str, settings: dict[str, Any]) -> float:
+    with joined(file_store(store, size), rank, size, GPU, "gloo", 60) as world:
+        stepper, feed = make_stepper(Wide(CONFIG), 8, 32, world=world, **settings)
+        run_steps(stepper, feed, 2)
+        reset_peak(GPU)
+        run_steps(stepper, feed, 2)
+        return peak_memory(GPU)["allocated"] / 2**20
+
+
+def test_sharding_saves_memory() -> None:
+    """400 MiB of parameters, twice that of optimizer state: each form needs less than the one before it."""
+    forms: dict[str, dict[str, Any]] = {
+        "ddp": {},
+        "zero2": {"sharding": "zero2"},
+        "zero3": {"sharding": "zero3"},
+        "zero3, offload": {"sharding": "zero3", "offload": True},
+    }
+    peaks = {name: max(run_ranks(rank_memory, 2, settings)) for name, settings in forms.items()}
+    print("peak MiB per worker:", {name: round(value) for name, value in peaks.items()})  # noqa: T201
+    values = list(peaks.values())
+    assert all(later < 0.95 * earlier for earlier, later in pairwise(values)), peaks
