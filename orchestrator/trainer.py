@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,12 +153,9 @@ class Trainer:
             found = self._look()
             if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
                 return self._alone(self._prepare(found, None))
-        importing = threading.Thread(target=_import_torch, daemon=True)  # while Ray's processes start
-        importing.start()
         from orchestrator.runtime.session import session
 
         with session(self.resolved.config, self._screen.note) as joined:
-            importing.join()
             return self._together(joined)
 
     async def fit_async(self) -> Result:
@@ -214,11 +209,6 @@ class Trainer:
         for line in outcome_lines(summary, run_dir):
             self._screen.note(line)
         return Result(status, run_dir, summary, model)
-
-
-def _import_torch() -> None:
-    for module in ("orchestrator.train.run", "orchestrator.train.facts"):
-        importlib.import_module(module)
 
 
 def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any) -> Task:

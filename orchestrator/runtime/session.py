@@ -41,8 +41,7 @@ _CALM = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 @contextmanager
 def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
-    """A cluster for one run; yields whether it is someone else's. Torch is not asked for anything, so that it can be
-    imported meanwhile."""
+    """A cluster for one run; yields whether it is someone else's."""
     settings = config.parallel
     before = dict(os.environ)
     for name, value in (_SHORT | _waiting(settings.collective_timeout)).items():
