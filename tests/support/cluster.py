@@ -42,7 +42,8 @@ class Cluster:
         return path
 
     def add_node(self, cpus: int, gpus: int = 0) -> int:
-        self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}")
+        own = self.folder / f"n{len(self.nodes)}"  # a folder of its own, as on a host of its own: nodes unpack jobs into it
+        self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={own}")
         self._wait(lambda: "Ray runtime started" in self._said(len(self.nodes) - 1), "a node did not start")
         return len(self.nodes) - 1
 
