@@ -248,7 +248,7 @@ def test_a_mistake_is_answered_briefly_with_its_cause_first(call: Call, tmp_path
 
 # Known and not yet mended: the cause comes after the banner or a log of torch, and a run folder is left behind.
 LEFT = {
-    "resume from nowhere": mistake("train", *SMALL, "--resume", "none", cause="--resume none: there is no such folder"),
+    "resume from nowhere": mistake("train", *SMALL, "--resume", "none", cause="none: there is no such folder"),
     "weights from nowhere": mistake("train", *SMALL, "--init-from", "none", cause="there is no such folder"),
     "task whose shapes do not fit": mistake(*MINE, cause="shapes cannot be multiplied", files=task(loss="model(batch[0].repeat(1, 2))")),
     "task whose loss has no gradient": mistake(*MINE, cause="does not depend on any weight", files=task(loss="return torch.tensor(1.0)")),

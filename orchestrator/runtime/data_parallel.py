@@ -4,6 +4,7 @@ the run folder."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state
+from ray._private.worker import global_worker
 from ray._raylet import PlacementGroupID
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError
@@ -50,6 +52,7 @@ from orchestrator.train.world import is_communication_error
 
 _POLL_SECONDS = 0.1
 _NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+_LOG_BYTES = 2**22
 _RETURN_SECONDS = 5.0  # that a lost node has to come back before the run goes on without it
 STOP, NONCE = "stop", "nonce"
 
@@ -129,6 +132,7 @@ class _Driver:
             self.follower.poll()
             if attempt.error is not None or not attempt.done:
                 _remove(_groups() - before)
+            _keep_logs(self.run_dir / "logs" / "ray")
         return str(attempt.value["status"]) if attempt.error is None else (failure_of(attempt.error), attempt.error)
 
     def _restart(self, choice: Again, failure: Failure, attempt: int, detected: float, workers: int) -> Restart:
@@ -182,7 +186,7 @@ def _trainer(prepared: Prepared, run_dir: Path, workers: int, gpu: bool, restart
         ),
         run_config=RunConfig(
             name=f"attempt-{uuid.uuid4().hex[:12]}",
-            storage_path=str(run_dir / "logs" / "ray"),
+            storage_path=str(run_dir / "logs" / "ray_train"),
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
         ),
     )
@@ -254,6 +258,16 @@ def _remove(groups: set[bytes]) -> None:
     for name in groups:
         with suppress(Exception):
             remove_placement_group(PlacementGroup(PlacementGroupID(name)))
+
+
+def _keep_logs(folder: Path) -> None:
+    """What Ray's own processes on this node said of this job, beside what the workers said."""
+    with suppress(Exception):
+        job, node = ray.get_runtime_context().get_job_id(), global_worker.node
+        for path in Path(node.get_logs_dir_path() if node else "").glob(f"worker-*-{job}-*"):
+            if 0 < path.stat().st_size <= _LOG_BYTES:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, folder / path.name)
 
 
 def trained_model(prepared: Prepared, run_dir: Path) -> nn.Module:
