@@ -13,6 +13,7 @@ from orchestrator.types import Choice, Rejected, bytes_text
 
 Strategy = Literal["single", "data_parallel"]
 PLAIN = "plain default, because of --no-auto"
+_WORKER_BYTES = 300 * 2**20  # of a process with Ray and torch, before it has a model
 _CPU_WORKERS = 4  # on a machine of our own: enough to be parallel, few enough to leave each a core
 _ALONE = Rejected("single", "the other devices would be idle")
 _TOGETHER = Rejected("data_parallel", "ask for it with --parallel-strategy data_parallel")
@@ -93,16 +94,22 @@ def choose_workers(config: Config, cluster: Cluster, inventory: Inventory) -> Ch
     check_gpu_mode(config, cluster.reachable_gpus, inventory.gpu_error)
     on_gpu, asked = on_gpus(config, cluster), config.parallel.workers
     if asked != "auto":
-        return _workers_asked(asked, cluster, on_gpu)
+        return _workers_asked(asked, cluster, on_gpu, inventory)
     if config.device.gpu_mode == "single_gpu":
         return Choice(1, "--gpu-mode single_gpu is one worker")
     return _all_gpus(cluster) if on_gpu else _cpu_workers(cluster, inventory)
 
 
-def _workers_asked(asked: int, cluster: Cluster, on_gpu: bool) -> Choice[int]:
+def _workers_asked(asked: int, cluster: Cluster, on_gpu: bool, inventory: Inventory) -> Choice[int]:
     reason = f"asked for by --workers {asked}"
     kind, now, most = ("GPUs", cluster.gpus, cluster.reachable_gpus) if on_gpu else ("CPUs", cluster.cpus, cluster.reachable_cpus)
     if not on_gpu and not cluster.joined:
+        if asked * _WORKER_BYTES > inventory.ram_free:
+            need, free = bytes_text(asked * _WORKER_BYTES), bytes_text(inventory.ram_free)
+            raise ResourceError(
+                f"--workers {asked} needs {need} of RAM for its processes alone; {free} are free. "
+                f"Lower --workers: this machine has {inventory.cores} cores"
+            )
         return Choice(asked, f"{reason}, on CPUs")
     if asked > most:
         reach = f" and its autoscaler reaches {most}" if cluster.autoscaling and most > now else ""

@@ -123,7 +123,7 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
     settings, cores = config.parallel, usable_cores()
     gpus = 0 if config.device.gpu_mode == "cpu" else len(settings.devices) or visible_gpus()
     workers = settings.workers if isinstance(settings.workers, int) else 0
-    if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers:
+    if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers or workers > 4 * cores:
         here = inventory()  # before a cluster is started for nothing
         choose_workers(config, Cluster.of(here, settings.devices), here)
     if settings.devices:

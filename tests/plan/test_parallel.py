@@ -117,6 +117,11 @@ def test_every_gpu_has_a_worker():
     assert workers(Cluster.of(TWO, (1,)), TWO, devices=1).value == 1
 
 
+def test_more_cpu_workers_than_the_memory_holds_are_refused():
+    with pytest.raises(ResourceError, match=r"--workers 5000 needs .* of RAM for its processes alone; .* are free"):
+        workers(CPU, workers=5000)
+
+
 def test_on_cpus_a_few_here_and_one_for_each_node_elsewhere():
     assert workers(machine(cores=2)).value == 2
     assert workers(machine(cores=64)).value == 4
