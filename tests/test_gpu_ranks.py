@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,13 @@ from tests.support.ranks import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CONFIG = Config.of(expert_hidden_size=(8, 16, 8, 24, 16), experts=5, width=16, balance_loss=0.05, context_length=24, layers=2)
 GPU = torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def _room() -> None:
+    """What earlier tests of this process have cached is room that the ranks need."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class Normed(DoubleDigits):
