@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.cluster import Cluster, chosen_gpus
 from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, set_environment
-from orchestrator.plan.parallel import asks_for_workers, choose_strategy, choose_workers
+from orchestrator.plan.parallel import asks_for_workers, check_cpu, choose_backend, choose_strategy, choose_workers
 from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
 from orchestrator.record.screen import Screen
 
@@ -189,7 +189,10 @@ class Trainer:
         from orchestrator.train.folder import banner_rows, open_run_dir
 
         cluster, node = survey(self._look(), joined)
-        choose_workers(self.resolved.config, cluster, node)  # what cannot be had is told before anything is traced
+        asked = self.resolved.config  # what cannot be had is told before anything is traced
+        count, on_gpu = choose_workers(asked, cluster, node).value, choose_worker_device(asked, node, cluster.gpus).value != "cpu"
+        check_cpu(asked, on_gpu)
+        choose_backend(asked, on_gpu, count)
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_beginning(config)

@@ -353,6 +353,8 @@ class Config:
             raise ValueError("deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out")
         if self.device.gpu_mode == "cpu" and self.device.tf32 == "on":
             raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
+        if self.batch.batch_size == "auto" and self.parallel.sharding in ("zero2", "zero3"):
+            raise ValueError("batch_size auto measures whole models, and sharding cuts them up; leave --batch-size out, or give a number")
         if self.batch.batch_size == "auto" and not self.run.auto:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
         if self.run.deterministic and self.parallel.share_by_speed == "on":

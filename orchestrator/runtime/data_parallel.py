@@ -216,7 +216,8 @@ def _of_worker(rank: int, error: BaseException) -> Failure:
     if isinstance(error, RayActorError | WorkerHealthCheckTimeoutError | WorkerHealthCheckFailedError):
         return Failure("worker", f"worker {rank} was lost", rank)
     if is_communication_error(error):
-        return Failure("communication", f"worker {rank} lost touch with the others: {_line(error)}", rank)
+        # who waits in vain is not the one to blame: no rank is named
+        return Failure("communication", "workers lost touch with each other: one is frozen, gone or out of reach (see logs/)")
     return Failure(
         "error", str(error) if isinstance(error, OrchestratorError) else f"worker {rank}: {type(error).__name__}: {_line(error)}", rank
     )

@@ -40,7 +40,8 @@ def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, 
         return GiveUp(failure.message)
     if failures > max_failures:
         limit = "no restart is allowed (--max-failures 0)" if max_failures == 0 else f"--max-failures is {max_failures}"
-        return GiveUp(f"{failure.message}; it failed {failures} times, and {limit}")
+        often = "once" if failures == 1 else f"{failures} times"
+        return GiveUp(f"{failure.message}; it failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto")
     if slots < 1:
         return GiveUp(f"{failure.message}; no device is left to go on with")
     if failure.kind == "memory":

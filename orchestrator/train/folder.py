@@ -138,6 +138,12 @@ def outcome_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     return [f"{summary['status']}: {', '.join(parts)}", f"report: {run_dir / 'report.html'}"]
 
 
+def _relation(chosen: Plan) -> str:
+    """A global batch that does not divide is cut as evenly as can be."""
+    product = chosen.batch_size.value * chosen.accumulation_steps.value * chosen.workers.value
+    return "=" if product == chosen.global_batch_size.value else "at most, for"
+
+
 def banner_rows(prepared: Prepared, run_dir: Path) -> list[tuple[str, str]]:
     """The start-up banner: processes, strategy, precision, accumulation, devices."""
     chosen, facts = prepared.plan, prepared.facts
@@ -154,7 +160,7 @@ def banner_rows(prepared: Prepared, run_dir: Path) -> list[tuple[str, str]]:
         ("processes", processes),
         ("device", f"{chosen.device.value}: {chosen.device.reason}"),
         ("precision", f"{chosen.precision.value}: {chosen.precision.reason}"),
-        ("batch", f"{product} = {chosen.global_batch_size.value}"),
+        ("batch", f"{product} {_relation(chosen)} {chosen.global_batch_size.value}"),
         ("steps", f"{chosen.total_steps.value}: {chosen.total_steps.reason}"),
         ("folder", str(run_dir)),
     ]
