@@ -260,6 +260,39 @@ def test_jobs_from_a_fresh_clone(with_jobs: Cluster, tmp_path: Path) -> None:
     assert summary(tmp_path / "run3")["workers"] == 3
 
 
+@pytest.mark.slow
+def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(with_jobs: Cluster, tmp_path: Path) -> None:
+    """``ray job stop`` gives three seconds: enough for the workers to agree, and to save."""
+    environment = with_jobs.environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{with_jobs.dashboard}"}
+    run_dir, root = tmp_path / "run", Path(__file__).resolve().parents[2]
+    entry = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "train",
+        "--run-dir",
+        str(run_dir),
+        *SIZES,
+        *QUIET,
+        "--epochs",
+        "100000",
+        "--workers",
+        "2",
+    ]
+    submit = [*RAY, "job", "submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--", *entry]
+    assert submitted(submit, root, environment).returncode == 0
+    deadline = time.monotonic() + 120
+    while steps_recorded(run_dir) < 40:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    subprocess.run([*RAY, "job", "stop", "stopped"], env=environment, check=True, capture_output=True, timeout=60)
+    time.sleep(5)
+    events = read_events(run_dir / "events.jsonl")
+    assert of_kind(events, "end")[-1]["status"] == "stopped"
+    assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
+    assert actors(with_jobs) in ([], ["JobSupervisor"])
+
+
 def submitted(submit: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """A job, once the cluster's agent is there to take it."""
     deadline = time.monotonic() + 90
