@@ -62,7 +62,7 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
 
 def _waiting(collective_timeout: int) -> dict[str, str]:
     return {
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # for slots that we have counted; its own 60 are for those that may come
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * collective_timeout),  # the others notice first, and tell why
     }
 
