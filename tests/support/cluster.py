@@ -63,7 +63,8 @@ class Cluster:
 
     def _start(self, *arguments: str) -> None:
         with open(self.folder / f"node_{len(self.nodes)}.log", "wb") as log:
-            command = [*RAY, "start", *arguments, "--block", "--disable-usage-stats"]
+            agent = f"--dashboard-agent-listen-port={_free_port()}"  # its default can be had once on a machine
+            command = [*RAY, "start", *arguments, agent, "--block", "--disable-usage-stats"]
             self.nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment, start_new_session=True))
 
     def _said(self, number: int) -> str:
