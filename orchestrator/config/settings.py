@@ -239,7 +239,7 @@ class ParallelSettings:
     find_unused_parameters: bool = False
     """Look for parameters that a step did not use; costs time in every step."""
     broadcast_buffers: Switch = "auto"
-    """Give every worker the first one's batch-norm statistics before each step; auto: where the model has some and does not sync them."""
+    """Give every worker the first one's buffers before each step: on all of them, auto running statistics that are not synchronized."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
     max_failures: int = 3

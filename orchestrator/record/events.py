@@ -17,6 +17,7 @@
 | oom        | step, micro_batch, next_micro_batch, where                                                                |
 | compile    | status, seconds, detail                                                                                   |
 | warning    | kind, message                                                                                             |
+| notice     | message: something that takes a while                                                                     |
 | resume     | step, path, skipped [{path, reason}]                                                                      |
 | failure    | kind, message, rank (or null), step, final: only a final one ends the run                                  |
 | recovery   | attempt, reason, workers_before, workers, step (taken up from), lost_steps, detect_seconds,                |

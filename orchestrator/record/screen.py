@@ -87,6 +87,7 @@ class Screen:
             "monitor": self._monitor,
             "evaluate": self._evaluate,
             "resume": self._resume,
+            "notice": lambda event: self._line(str(event["message"])),
             "warning": lambda event: self._trouble(f"warning: {event.get('message')}"),
             "failure": self._failure,
             "recovery": self._recovery,

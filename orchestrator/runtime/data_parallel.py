@@ -37,9 +37,9 @@ from orchestrator.record.follow import Follower, whole_lines
 from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
-from orchestrator.runtime.session import wait_for
+from orchestrator.runtime.session import first_line, wait_for
 from orchestrator.runtime.survey import resources_now
-from orchestrator.runtime.worker import Assignment, Meeting, worker
+from orchestrator.runtime.worker import NONCE, STOP, Assignment, Meeting, worker
 from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.assemble import resumable
 from orchestrator.train.checkpoint import CheckpointStore
@@ -54,7 +54,6 @@ _POLL_SECONDS = 0.1
 _NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 _LOG_BYTES = 2**22
 _RETURN_SECONDS = 5.0  # that a lost node has to come back before the run goes on without it
-STOP, NONCE = "stop", "nonce"
 
 
 def train(prepared: Prepared, cluster: Cluster, run_dir: Path, screen: Screen) -> str:
@@ -195,10 +194,8 @@ def _trainer(prepared: Prepared, run_dir: Path, workers: int, gpu: bool, restart
 def failure_of(error: BaseException) -> Failure:
     """What an attempt failed of. Of several workers' errors the cause counts, not what it did to the others."""
     if not isinstance(error, WorkerGroupError):
-        text = str(getattr(error, "controller_failure", error)).strip()
-        return Failure(
-            "resources" if isinstance(error, TrainingFailedError) else "error", text.splitlines()[0][:300] if text else repr(error)
-        )
+        kind = "resources" if isinstance(error, TrainingFailedError) else "error"
+        return Failure(kind, first_line(getattr(error, "controller_failure", error)))
     found = [_of_worker(rank, _cause(raised)) for rank, raised in sorted(error.worker_failures.items())]
     order = ("error", "memory", "worker", "communication")
     return min(found, key=lambda failure: order.index(failure.kind))
@@ -218,14 +215,8 @@ def _of_worker(rank: int, error: BaseException) -> Failure:
     if is_communication_error(error):
         # who waits in vain is not the one to blame: no rank is named
         return Failure("communication", "workers lost touch with each other: one is frozen, gone or out of reach (see logs/)")
-    return Failure(
-        "error", str(error) if isinstance(error, OrchestratorError) else f"worker {rank}: {type(error).__name__}: {_line(error)}", rank
-    )
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    told = str(error) if isinstance(error, OrchestratorError) else f"worker {rank}: {type(error).__name__}: {first_line(error)}"
+    return Failure("error", told, rank)
 
 
 def _final(failure: Failure, error: BaseException, choice: GiveUp) -> BaseException:

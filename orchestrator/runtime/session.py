@@ -82,7 +82,7 @@ def _enter(config: Config, note: Callable[[str], None]) -> bool:
 
 
 def _join(address: str, quiet: dict[str, Any]) -> None:
-    if not _answers(address):
+    if not answers(address):
         raise ResourceError(
             f"--ray-address {address}: no Ray cluster answers there; check it with 'ray status --address {address}', "
             "or leave the flag out to start one here"
@@ -90,7 +90,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **quiet)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by how far it got
-        raise ResourceError(f"--ray-address {address}: the Ray cluster there could not be joined: {_first_line(error)}") from None
+        raise ResourceError(f"--ray-address {address}: the Ray cluster there could not be joined: {first_line(error)}") from None
 
 
 def _runs_here(quiet: dict[str, Any]) -> bool:
@@ -101,16 +101,16 @@ def _runs_here(quiet: dict[str, Any]) -> bool:
     if "://" in named:
         raise UserError(f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'")
     address = named if named != "auto" else find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
-    if not address or (named == "auto" and not _answers(address)):  # a cluster that was killed leaves its address behind
+    if not address or (named == "auto" and not answers(address)):  # a cluster that was killed leaves its address behind
         return False
-    if not _answers(address):
+    if not answers(address):
         raise ResourceError(f"RAY_ADDRESS is {named}, but no Ray cluster answers there; unset it, or give --ray-address local")
     ray.init(address=address, **quiet)
     return True
 
 
-def _answers(address: str) -> bool:
-    """Whether anything listens there. Ray itself would try for ten minutes."""
+def answers(address: str) -> bool:
+    """Whether anything listens at HOST:PORT. Ray itself would try for ten minutes."""
     host, _, port = address.rpartition(":")
     with suppress(OSError, ValueError), socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=_JOIN_SECONDS):
         return True
@@ -167,6 +167,6 @@ def wait_for(workers: int, on_gpu: bool, patience_s: float, note: Callable[[str]
         sleep(0.5)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

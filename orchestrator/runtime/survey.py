@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,9 +9,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.plan.cluster import Cluster, Node
 from orchestrator.plan.hardware import Inventory, inventory
+from orchestrator.runtime.session import answers
 
 _SURVEY_SECONDS = 60
-_ANSWER_SECONDS = 2
 
 
 def survey(found: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
@@ -29,12 +27,6 @@ def survey(found: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
     cluster = Cluster(nodes, joined, most_gpus=most.get("GPU"), most_cpus=most.get("CPU"))
     trained_on = [inventories[node["NodeID"]] for node in with_gpus if node["NodeID"] in inventories] or [found]
     return cluster, min(trained_on, key=lambda one: (not one.gpus, one.min_gpu_memory))
-
-
-def _answers(node: dict[str, Any]) -> bool:
-    with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_ANSWER_SECONDS):
-        return True
-    return False
 
 
 def _node(node: dict[str, Any], known: Inventory | None) -> Node:
@@ -70,5 +62,5 @@ def _reachable(alive: list[dict[str, Any]]) -> dict[str, int]:
 
 def resources_now() -> dict[str, int]:
     """Whole GPUs and CPUs of the nodes that are alive and answer: Ray takes half a minute to miss one that was killed."""
-    alive = [node for node in ray.nodes() if node["Alive"] and _answers(node)]
+    alive = [node for node in ray.nodes() if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]
     return {kind: sum(int(node["Resources"].get(kind, 0)) for node in alive) for kind in ("CPU", "GPU")}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from orchestrator.train.run import Restart
 
 _LOOK_SECONDS = 0.1  # between looks at the wish to stop
+STOP, NONCE = "stop", "nonce"  # files in logs/: the wish to stop; what shows that a worker sees the driver's folder
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     log: Log = EventLog(assignment.run_dir / "events.jsonl") if rank == 0 else SilentLog()
     backend = prepared.plan.backend.value
     with _closing(log), joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world:
-        asked = _stop_asked(assignment.run_dir / "logs" / "stop") if rank == 0 else lambda: False
+        asked = _stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
         outcome, _ = work(prepared, world, assignment.run_dir, log, asked, assignment.restart)
     return {"status": outcome.status, "reason": outcome.reason}
 
@@ -122,7 +123,7 @@ def _device(prepared: Prepared) -> torch.device:
 
 def _check_folder(assignment: Assignment, rank: int) -> None:
     with suppress(OSError):
-        if (assignment.run_dir / "logs" / "nonce").read_text(encoding="utf-8") == assignment.nonce:
+        if (assignment.run_dir / "logs" / NONCE).read_text(encoding="utf-8") == assignment.nonce:
             return
     raise UserError(
         f"worker {rank} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "

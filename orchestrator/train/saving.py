@@ -24,7 +24,6 @@ class _UnderWay:
     step: int
     begun: float
     stall: float
-    best: int | None
     done: Future[Path]
 
 
@@ -55,7 +54,7 @@ class Saver:
             self.durable = progress.step  # the main worker's to see to
             return
         done = self._thread.submit(self._write, progress.step, contents, progress.best_step)
-        self._under_way = _UnderWay(progress.step, begun, perf_counter() - begun, progress.best_step, done)
+        self._under_way = _UnderWay(progress.step, begun, perf_counter() - begun, done)
 
     def poll(self) -> None:
         """Tell of a checkpoint that has been written meanwhile."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from experts.load import settle
 from experts.model import mix
@@ -24,7 +23,7 @@ from orchestrator.train.data import Portion, cut_batch, tensors_of
 from orchestrator.train.memory import free_cached, is_out_of_memory
 from orchestrator.train.optim import Learner, finish_gradients
 from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import Replica
+from orchestrator.train.replicate import Replica, statistics_of
 from orchestrator.train.totals import Sums, Totals
 from orchestrator.train.world import World, is_communication_error
 
@@ -60,8 +59,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.limit = WHOLE if self.replica.together else self.micro_batch
         self._sums = Sums(self.world, "step")
-        norms = [module for module in self.replica.model.modules() if isinstance(module, _NormBase)]
-        self._statistics = [(b.detach().clone(), b) for module in norms for b in module.buffers(recurse=False)]
+        self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
 
     def run(self, portion: Portion, step: int, stop: bool = False) -> Totals:
         """Do step number ``step`` (from 0): returns its sums over all workers, with the norm of its gradient. ``stop`` is

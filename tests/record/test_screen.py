@@ -336,3 +336,9 @@ def test_a_second_start_begins_a_new_bar_and_close_may_be_repeated() -> None:
 def test_the_bar_refreshes_at_most_eight_times_a_second() -> None:
     bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), _State(total=3))
     assert bar.live.refresh_per_second <= 8
+
+
+def test_a_notice_is_a_line_of_its_own() -> None:
+    screen, out = piped()
+    screen({"event": "notice", "message": "measuring the batch size ..."})
+    assert out.getvalue() == "measuring the batch size ...\n"

@@ -100,7 +100,6 @@ def test_a_killed_worker_costs_some_steps_and_nothing_else(shared_cluster: Clust
     assert (told["status"], told["workers"], told["failures"], told["recoveries"]) == ("completed", 2, 1, 1)
     (recovery,) = of_kind(read_events(run_dir / "events.jsonl"), "recovery")
     assert recovery["total_seconds"] > recovery["restore_seconds"] > 0
-    assert output.count("100%") <= 2
     assert not re.search(r"ray\.|\(RayTrainWorker|Traceback|WARNING", output), output
     assert actors(shared_cluster) == []
 
@@ -176,7 +175,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_text_end_to_end(shared_cluster: Cluster, tmp_path: Path) -> None:
-    length = ["--task", "text", "--max-steps", "40", "--context-length", "32", "--samples", "400"][:6]
+    length = ["--task", "text", "--max-steps", "40", "--context-length", "32"]
     finish(start(shared_cluster, tmp_path / "run", *length, "--workers", "3"))
     assert losses(tmp_path / "run") == pytest.approx(alone(tmp_path / "alone", *length), rel=1e-5)
 
