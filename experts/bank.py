@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.kernels.grouped import experts_grouped, grouped_is_fused
+from experts.kernels.choice import choose_kernel
+from experts.kernels.grouped import experts_grouped
 from experts.kernels.loop import experts_loop, row_counts
+from experts.types import Kernel, Kind
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,35 @@ class SizeClass:
     ids: tuple[int, ...]
 
 
-def size_classes(sizes: Sequence[int]) -> tuple[SizeClass, ...]:
-    """Experts by hidden size, smallest first; within a class in the order of their ids."""
-    return tuple(SizeClass(hidden, tuple(i for i, size in enumerate(sizes) if size == hidden)) for hidden in sorted(set(sizes)))
+def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, ...]:
+    """The held experts by hidden size, smallest first; within a class in the order of their ids."""
+    hiddens = sorted({sizes[i] for i in held})
+    return tuple(SizeClass(hidden, tuple(i for i in sorted(held) if sizes[i] == hidden)) for hidden in hiddens)
 
 
 class ExpertBank(nn.Module):
-    """SwiGLU experts of any sizes. A slot is an expert's place in the stacked order; ``slot_E`` maps ids to slots."""
+    """Experts of any sizes: all of a layer's, or those that live on this host, by their global ids. A slot is an expert's
+    place in the stacked order; ``slot_E`` maps ids to slots, -1 for experts that live elsewhere."""
 
     slot_E: Tensor
 
-    def __init__(self, width: int, sizes: Sequence[int]) -> None:
+    def __init__(self, width: int, sizes: Sequence[int], kind: Kind = "swiglu", held: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.width = width
-        self.classes = size_classes(sizes)
-        slots = [i for group in self.classes for i in group.ids]
-        self.register_buffer("slot_E", torch.tensor([slots.index(i) for i in range(len(sizes))]), persistent=False)
+        self.width, self.sizes = width, tuple(sizes)
+        self.kind: Kind = kind
+        self.kernel: Kernel = "auto"
+        self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
+        self.classes = size_classes(sizes, self.held)
+        self.register_buffer("slot_E", self.slots(), persistent=False)
         for group in self.classes:
             count, hidden = len(group.ids), group.hidden
-            self.register_parameter(f"up_{hidden}", nn.Parameter(torch.empty(count, width, 2 * hidden)))
+            inner = 2 * hidden if kind == "swiglu" else hidden
+            self.register_parameter(f"up_{hidden}", nn.Parameter(torch.empty(count, width, inner)))
             self.register_parameter(f"down_{hidden}", nn.Parameter(torch.empty(count, hidden, width)))
+
+    def slots(self) -> Tensor:
+        order = [i for group in self.classes for i in group.ids]
+        return torch.tensor([order.index(i) if i in self.held else -1 for i in range(len(self.sizes))], dtype=torch.int64)
 
     def stacks(self) -> Iterator[tuple[SizeClass, str, nn.Parameter]]:
         """Each stacked parameter with its class and its role (``up`` or ``down``)."""
@@ -48,27 +59,49 @@ class ExpertBank(nn.Module):
             for role in ("up", "down"):
                 yield group, role, self.get_parameter(f"{role}_{group.hidden}")
 
-    def forward(self, rows_RD: Tensor, counts_S: Tensor) -> Tensor:
-        """What the experts make of their rows, which come sorted by slot."""
-        device = rows_RD.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
+    @torch.no_grad()
+    def part(self, held: Sequence[int]) -> ExpertBank:
+        """A bank of some of these experts, with copies of their weights, on the same device."""
+        device = next(self.parameters()).device if self.held else self.slot_E.device
+        with torch.device(device):
+            bank = ExpertBank(self.width, self.sizes, self.kind, held)
+        bank.kernel = self.kernel
+        mine = {(role, i): weight for group, role, stack in self.stacks() for i, weight in zip(group.ids, stack.unbind(), strict=True)}
+        for group, role, stack in bank.stacks():
+            whole = self.get_parameter(f"{role}_{group.hidden}")
+            stack.requires_grad_(whole.requires_grad)
+            stack.data = stack.data.to(whole.dtype)
+            for place, expert in enumerate(group.ids):
+                stack[place].copy_(mine[role, expert])
+        return bank
+
+    def forward(self, rows_RD: Tensor, counts_S: Tensor, weights_R: Tensor) -> Tensor:
+        """What the experts make of their rows, which come sorted by slot, each times its weight."""
+        device, dtype = rows_RD.device, computing_dtype(rows_RD)
+        rows_RD = rows_RD.to(dtype)
         with torch.autocast(device.type, enabled=False):
+            if not self.classes:
+                return rows_RD
             if len(self.classes) == 1:
-                return self._compute(self.classes[0], rows_RD.to(dtype), counts_S, dtype)
+                return self._compute(self.classes[0], rows_RD, counts_S, weights_R)
             per_class = counts_S.split([len(group.ids) for group in self.classes])
             sizes = row_counts(torch.stack([counts.sum() for counts in per_class]), rows_RD.shape[0])
-            pieces = rows_RD.to(dtype).split(sizes)
-            made = [self._compute(g, rows, c, dtype) for g, rows, c in zip(self.classes, pieces, per_class, strict=True)]
-            return torch.cat(made)
+            pieces = zip(self.classes, rows_RD.split(sizes), per_class, weights_R.split(sizes), strict=True)
+            return torch.cat([self._compute(*piece) for piece in pieces])
 
-    def _compute(self, group: SizeClass, rows_RD: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
+    def _compute(self, group: SizeClass, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
+        dtype = rows_RD.dtype
         up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
         down_EHD = self.get_parameter(f"down_{group.hidden}").to(dtype)
-        fused = grouped_is_fused(rows_RD.device, dtype, self.width, group.hidden)
-        if fused:
-            return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E)
+        if choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden) == "grouped":
+            return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
         if torch.compiler.is_compiling():  # row counts change at every step: compiled, each would be another graph
             uncompiled: Any = torch.compiler.disable(experts_loop)
-            return uncompiled(rows_RD, up_EDH, down_EHD, counts_E)
-        return experts_loop(rows_RD, up_EDH, down_EHD, counts_E)
+            return uncompiled(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
+        return experts_loop(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
+
+
+def computing_dtype(x: Tensor) -> torch.dtype:
+    """What experts compute in: autocast's type where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

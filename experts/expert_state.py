@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.bank import ExpertBank
+from experts.load import moe_layers
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:
@@ -20,6 +21,23 @@ def stacked_names(model: nn.Module) -> dict[str, list[str]]:
             for group, role, _ in module.stacks():
                 names[f"{prefix}.{role}_{group.hidden}"] = [f"{prefix}.{expert}.{role}" for expert in group.ids]
     return names
+
+
+def names_elsewhere(model: nn.Module) -> set[str]:
+    """The names of pieces of experts that live on other hosts."""
+    return {
+        f"{prefix}.{expert}.{role}"
+        for prefix, bank in model.named_modules()
+        if isinstance(bank, ExpertBank)
+        for expert in range(len(bank.sizes))
+        if expert not in bank.held
+        for role in ("up", "down")
+    }
+
+
+def lives_on_hosts(model: nn.Module) -> bool:
+    """Whether the model's experts are shared out among several hosts."""
+    return any(layer.hosts.exchange.size > 1 for _, layer in moe_layers(model))
 
 
 def split_experts(state: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:

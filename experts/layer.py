@@ -1,4 +1,4 @@
-"""The MoE layer: gate, dispatch, bank, combine."""
+"""The MoE layer: gate, exchange between hosts, dispatch, bank, combine, and the way back."""
 
 from __future__ import annotations
 
@@ -7,29 +7,108 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank
+from experts.bank import ExpertBank, computing_dtype
+from experts.crossing import Crossing, kept_choices
 from experts.dispatch import combine, dispatch
-from experts.gate import Gate
-from experts.types import Routing
+from experts.gate import Gate, noise
+from experts.hosts import Hosts
+from experts.kernels.loop import activate
+from experts.types import Kind, Routing, Scores
 
 
 class MoELayer(nn.Module):
     """Routed experts of any sizes in place of a feed-forward block. Returns its output and what the gate decided.
 
     ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads it; whoever runs the
-    steps sums the counts of a step's routings and hands them to ``load.settle``."""
+    steps sums the counts of a step's routings and hands them to ``load.settle``. ``shared`` is the hidden size of an expert
+    that sees every token. ``capacity`` bounds the rows of an expert to that multiple of its even share of a micro-batch;
+    later choices are dropped first, and among them later tokens. ``hosts`` and ``host_E`` say where experts live: here, all
+    of them, until ``model.place`` says otherwise."""
 
     load_E: Tensor
+    host_E: Tensor
 
-    def __init__(self, width: int, sizes: Sequence[int], top_k: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        sizes: Sequence[int],
+        top_k: int,
+        *,
+        kind: Kind = "swiglu",
+        scores: Scores = "softmax",
+        normalise: bool = True,
+        bias_rate: float = 0.0,
+        jitter: float = 0.0,
+        capacity: float | None = None,
+        shared: int | None = None,
+    ) -> None:
         super().__init__()
-        self.gate = Gate(width, len(sizes), top_k)
-        self.bank = ExpertBank(width, sizes)
+        self.gate = Gate(width, len(sizes), top_k, scores=scores, normalise=normalise, bias_rate=bias_rate)
+        self.bank = ExpertBank(width, sizes, kind)
+        self.shared = SharedExpert(width, shared, kind) if shared else None
+        self.jitter, self.capacity = jitter, capacity
+        self.hosts, self.number = Hosts(), 0
         self.register_buffer("load_E", torch.zeros(len(sizes), dtype=torch.int64))
+        self.register_buffer("host_E", torch.zeros(len(sizes), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        x_TD = x.reshape(-1, x.shape[-1])
-        routing = self.gate(x_TD, self.load_E)
-        rows_RD, trip = dispatch(x_TD, routing, self.bank.slot_E)
-        made_RD = self.bank(rows_RD, trip.counts_S)
-        return combine(made_RD, trip).reshape(x.shape).to(x.dtype), routing
+        x_TD, hosts = x.reshape(-1, x.shape[-1]), self.hosts
+        routing = self._route(x_TD, x.shape[0])
+        sent_TD = x_TD.to(computing_dtype(x_TD))
+        if hosts.exchange.size == 1:
+            y_TD = self._at_home(sent_TD, routing)
+            if self.shared is not None:
+                y_TD = y_TD + self.shared(sent_TD)
+        else:
+            y_TD = self._abroad(sent_TD, routing)
+        return y_TD.reshape(x.shape).to(x.dtype), routing
+
+    def _route(self, x_TD: Tensor, samples: int) -> Routing:
+        hosts = self.hosts
+        noise_TD = None
+        if self.jitter and self.training:
+            position_T = hosts.first * (len(x_TD) // max(1, samples)) + torch.arange(len(x_TD), device=x_TD.device)
+            exact = torch.promote_types(x_TD.dtype, torch.float32)
+            noise_TD = noise(hosts.seed + self.number, position_T, x_TD.shape[1], self.jitter, exact)
+        return self.gate(x_TD, self.load_E, noise_TD, hosts.once if hosts.tape is not None else None)
+
+    def _at_home(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """All experts are here: tokens go straight to them."""
+        slots_TK, rows = self.bank.slot_E[routing.experts_TK], None
+        if self.capacity is not None:
+            kept_TK = kept_choices(routing.experts_TK, len(self.load_E), self.capacity, self.hosts)
+            slots_TK = torch.where(kept_TK, slots_TK, -1)
+            rows = int(kept_TK.sum())
+        rows_RD, trip = dispatch(x_TD, slots_TK, routing.weights_TK, len(self.bank.held), rows)
+        return combine(self.bank(rows_RD, trip.counts_S, trip.weights_R), trip)
+
+    def _abroad(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Tokens travel to their experts' hosts, in parts, and back; the shared expert computes meanwhile."""
+        hosts = self.hosts
+        kept_TK = None
+        if self.capacity is not None:
+            kept_TK = hosts.once(lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, hosts))
+        crossing = Crossing.of(x_TD, routing, self.host_E, kept_TK, hosts)
+        crossing.set_out()
+        beside_TD = self.shared(x_TD) if self.shared is not None else None
+        for part in crossing.parts:
+            rows_GD, weights_GK, ids_GK = part.arrive()
+            slots_GK = torch.where(ids_GK < 0, -1, self.bank.slot_E[ids_GK.clamp(min=0)])
+            rows_RD, trip = dispatch(rows_GD, slots_GK, weights_GK, len(self.bank.held), part.pairs)
+            part.set_out_back(combine(self.bank(rows_RD, trip.counts_S, trip.weights_R), trip))
+        y_TD = crossing.back_home()
+        return y_TD if beside_TD is None else y_TD + beside_TD
+
+
+class SharedExpert(nn.Module):
+    """An expert that every token goes to, with a weight of one."""
+
+    def __init__(self, width: int, hidden: int, kind: Kind) -> None:
+        super().__init__()
+        self.kind: Kind = kind
+        self.up = nn.Linear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        one = torch.ones((), dtype=x_TD.dtype, device=x_TD.device)
+        return self.down(activate(self.up(x_TD), one.expand(len(x_TD)), self.kind))

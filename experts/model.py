@@ -1,20 +1,59 @@
-"""Initial weights as a function of (seed, name, expert id): the same on every device, host and placement."""
+"""A model with MoE layers as a whole: its initial weights, a function of (seed, name, expert id) that is the same on every
+device, host and placement; and where its experts live."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from experts.bank import ExpertBank
 from experts.gate import Gate
+from experts.hosts import Hosts
+from experts.load import moe_layers
+from experts.types import Kernel
 
 
 def mix(*parts: object) -> int:
     """A seed of 63 bits from anything that prints, alike on every machine and Python."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def attach(model: nn.Module, hosts: Hosts, kernel: Kernel = "auto") -> None:
+    """Let the MoE layers of a model know of the step and of the other hosts."""
+    for name, layer in moe_layers(model):
+        layer.hosts, layer.number, layer.bank.kernel = hosts, mix("layer", name) >> 20, kernel
+
+
+def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:
+    """Keep the experts that live on this host, layer by layer; ``host_of`` names the host of each expert. To be done before
+    anyone holds on to the parameters."""
+    layers = moe_layers(model)
+    if len(host_of) != len(layers):
+        raise ValueError(f"a placement of {len(host_of)} layers was given; the model has {len(layers)} MoE layers")
+    for (name, layer), hosts in zip(layers, host_of, strict=True):
+        if len(hosts) != len(layer.load_E):
+            raise ValueError(f"{name}: {len(hosts)} experts were placed; the layer has {len(layer.load_E)}")
+        layer.host_E = torch.tensor(list(hosts), dtype=torch.int64, device="cpu" if layer.host_E.is_meta else layer.host_E.device)
+        layer.bank = layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank])
+
+
+@torch.no_grad()
+def materialise(model: nn.Module) -> None:
+    """Give a model that was built on the meta device memory: parameters to be filled, and what the layers know by themselves."""
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.device.type == "meta":
+                made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    setattr(module, name, nn.Parameter(made, requires_grad=tensor.requires_grad))
+                else:
+                    module._buffers[name] = made
+        if isinstance(module, ExpertBank):
+            module.slot_E = module.slots()
 
 
 @torch.no_grad()

@@ -183,7 +183,7 @@ class Trainer:
 
     def _together(self, joined: bool) -> Result:
         """The run on the workers of a cluster; ``joined`` if it is someone else's."""
-        from orchestrator.runtime.data_parallel import train, trained_model
+        from orchestrator.runtime.driving import drive, trained_model
         from orchestrator.runtime.survey import survey
         from orchestrator.train.assemble import check_beginning
         from orchestrator.train.folder import banner_rows, open_run_dir
@@ -198,7 +198,7 @@ class Trainer:
         check_beginning(config)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
         self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
-        status = train(prepared, cluster, run_dir, self._screen)
+        status = drive(_start_of(prepared), prepared, cluster, run_dir, self._screen)
         return self._concluded(status, run_dir, trained_model(prepared, run_dir))
 
     def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
@@ -212,6 +212,17 @@ class Trainer:
         for line in outcome_lines(summary, run_dir):
             self._screen.note(line)
         return Result(status, run_dir, summary, model)
+
+
+def _start_of(prepared: Prepared) -> Any:
+    """How a group of workers is started, by the strategy of the plan."""
+    if prepared.plan.strategy.value == "expert_parallel":
+        from orchestrator.runtime.expert_parallel import Hosts
+
+        return Hosts
+    from orchestrator.runtime.data_parallel import Fit
+
+    return Fit
 
 
 def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any) -> Task:

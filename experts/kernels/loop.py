@@ -7,18 +7,31 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from experts.kernels import fused
+from experts.types import Kind
 
-def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor) -> Tensor:
-    """SwiGLU experts over rows sorted by expert. An expert without rows multiplies an empty matrix, so that its
-    gradient is zero and not absent."""
+
+def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
+    """Experts over rows sorted by expert, each row times its weight. An expert without rows multiplies an empty matrix, so
+    that its gradient is zero and not absent."""
     sizes = row_counts(counts_E, rows_RD.shape[0])
-    made = [swiglu(rows @ up) @ down for rows, up, down in zip(rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), strict=True)]
+    made = [
+        activate(rows @ up, weights, kind) @ down
+        for rows, up, down, weights in zip(rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True)
+    ]
     return torch.cat(made)
 
 
-def swiglu(hidden: Tensor) -> Tensor:
+def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
+    """What lies between an expert's two products. A row's weight is applied here: it is the same as applying it to what
+    comes out, and neither that nor its gradient need be kept."""
+    if kind == "swiglu" and fused.available(hidden):
+        return fused.weighted_swiglu(hidden, weights_R)
+    scale_R1 = weights_R.to(hidden.dtype).unsqueeze(1)
+    if kind == "ffn":
+        return F.gelu(hidden) * scale_R1
     gate, value = hidden.chunk(2, dim=-1)
-    return F.silu(gate) * value
+    return F.silu(gate) * value * scale_R1
 
 
 def row_counts(counts_E: Tensor, rows: int) -> list[int]:

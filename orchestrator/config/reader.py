@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_origin
 import yaml
 
 from orchestrator.config import spellings
+from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
@@ -294,8 +295,10 @@ def absolute(config: Config, folder: Path) -> Config:
         if paths:
             changes[section] = replace(values, **{name: folder / path for name, path in paths.items()})
     config = replace(config, **changes)
-    resume = config.checkpoint.resume
-    return config if resume in (None, "auto") else config.but(resume=str(folder / str(resume)))
+    if config.checkpoint.resume not in (None, "auto"):
+        config = config.but(resume=str(folder / str(config.checkpoint.resume)))
+    placement = config.parallel.placement
+    return config if placement in PLACEMENTS else config.but(placement=str(folder / placement))
 
 
 def read_own(options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None) -> Options:

@@ -4,71 +4,12 @@ to give. Nothing here is accepted silently; a reader who knows Accelerate or Dee
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import get_args
 
-import yaml
-
-from orchestrator.config.settings import flat_names, setting_types
-from orchestrator.config.values import as_declared, choices
-from orchestrator.errors import UserError
+from orchestrator.config.spelling import LEAVE_OUT, Spelling
 
 BY_RAY = "Ray finds the workers and numbers them: leave it out"
 NODES = "Ray knows the nodes of its cluster: leave it out; --workers is the number of devices on all of them together"
 ONE_PROCESS = "one process per GPU; torch's nn.DataParallel, one process for all, is left out on purpose"
-_LEAVE_OUT = "leave it out"
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """Our name for an old one. ``values`` translates values; a value that is neither known there nor good for our setting is
-    answered with the words the setting knows. ``elsewhere`` holds values that are the matter of another setting here."""
-
-    name: str | None
-    values: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-    elsewhere: Mapping[str, Spelling] = field(default_factory=dict)
-
-    def advice(self, value: str | None, flag: bool) -> str:
-        """The words to use instead, as a flag or as a line of YAML."""
-        other = self.elsewhere.get((value or "").lower())
-        if other is not None:
-            return other.advice(value, flag)
-        if self.name is None:
-            return self.note
-        ours = self.values.get((value or "").lower(), value)
-        if ours == _LEAVE_OUT:
-            return f"{_LEAVE_OUT}: that is the default of {self.name}"
-        text = _as_flag(self.name, ours) if flag else _as_yaml(self.name, ours)
-        return f"write {text}" + (f" ({self.note})" if self.note else "")
-
-
-def _as_flag(name: str, value: str | None) -> str:
-    flag = name.replace("_", "-")
-    if setting_types()[name] is bool:
-        return f"--no-{flag}" if value == "false" else f"--{flag}"
-    return f"--{flag} {_good(name, value)}".removesuffix(" []")
-
-
-def _as_yaml(name: str, value: str | None) -> str:
-    hint = setting_types()[name]
-    shown = _good(name, value or "true" if hint is bool else value)
-    if {str, Path} & {hint, *get_args(hint)}:  # what YAML would take for a number or a truth value wants quotes
-        shown = yaml.safe_dump(shown, allow_unicode=True).splitlines()[0]
-    return f"{name}: {shown} under {flat_names()[name]}:"
-
-
-def _good(name: str, value: str | None) -> str:
-    """A value that our setting takes: the given one, or the words to choose from."""
-    hint = setting_types()[name]
-    try:
-        if value is not None and value != "[]":
-            as_declared(name, hint, value)
-        return "…" if value is None else value
-    except UserError:
-        return "true" if hint is bool else "|".join(choices(hint)) or "…"
-
 
 _YES: tuple[str, ...] = ("", "true", "yes", "on", "1")
 _NO: tuple[str, ...] = ("false", "no", "off", "0", "none")
@@ -96,7 +37,22 @@ _FSDP = _either("zero3", "none") | {
 # accelerate numbers them: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD
 _FSDP_STRATEGY = _FSDP | {"1": "zero3", "2": "zero2", "3": "none", "4": "zero3"}
 _OFFLOAD = _TRUE_FALSE | {"cpu": "true", "nvme": "true"}
-_DATA_PARALLEL = _either("data_parallel", _LEAVE_OUT)
+_DATA_PARALLEL = _either("data_parallel", LEAVE_OUT)
+
+_EXPERT_PARALLEL = _either("expert_parallel", LEAVE_OUT)
+_HOSTS = Spelling(
+    "workers", _WORKERS, beside={"parallel_strategy": "expert_parallel"}, elsewhere={"1": Spelling("parallel_strategy", {"1": LEAVE_OUT})}
+)
+_EXPERTS, _TOP_K, _HIDDEN = Spelling("experts"), Spelling("top_k"), Spelling("expert_hidden_size")
+_BALANCE, _Z, _BIAS, _JITTER = Spelling("balance_loss"), Spelling("z_loss"), Spelling("balance_bias"), Spelling("gate_jitter")
+_SCORES, _SHARED = Spelling("gate_scores"), Spelling("shared_expert_size")
+_CAPACITY = Spelling("capacity_factor", dict.fromkeys((*_NO, "-1", "0.0", "-1.0"), LEAVE_OUT))
+# a number of shared experts is no size
+_SHARED_COUNT = Spelling(
+    "shared_expert_size",
+    {"0": LEAVE_OUT} | {str(count): "…" for count in range(1, 65)},
+    note="one expert of their hidden sizes together",
+)
 
 _CUDA = {f"cuda:{index}": Spelling("devices", {f"cuda:{index}": str(index)}) for index in range(1, 16)}
 _ALONE = Spelling("workers", {"no": "1", "false": "1", "single_device": "1"})
@@ -124,7 +80,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "fp16": Spelling("precision", _either("fp16", "fp32")),
     "bf16": Spelling("precision", _either("bf16", "fp32")),
     # batch
-    "auto_batch_size": Spelling("batch_size", _either("auto", _LEAVE_OUT)),
+    "auto_batch_size": Spelling("batch_size", _either("auto", LEAVE_OUT)),
     "train_batch_size": Spelling(
         "batch_size", note="per worker and micro-batch; over all of them, as in DeepSpeed, it is global_batch_size"
     ),
@@ -162,8 +118,8 @@ SPELLINGS: Mapping[str, Spelling] = {
     "gpus_per_node": Spelling("workers", _WORKERS, note="of all nodes together"),
     "ntasks_per_node": Spelling("workers", _WORKERS, note="of all nodes together"),
     "world_size": Spelling("workers", _WORKERS),
-    "gpu_ids": Spelling("devices", {"all": _LEAVE_OUT}),
-    "device_ids": Spelling("devices", {"all": _LEAVE_OUT}),
+    "gpu_ids": Spelling("devices", {"all": LEAVE_OUT}),
+    "device_ids": Spelling("devices", {"all": LEAVE_OUT}),
     "multi_gpu": Spelling("gpu_mode", _either("multi_gpu", "single_gpu")),
     "num_nodes": Spelling(None, note=NODES),
     "num_machines": Spelling(None, note=NODES),
@@ -192,7 +148,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     # several devices: in which way
     "strategy": Spelling(
         "parallel_strategy",
-        {"ddp": "data_parallel", "ddp_spawn": "data_parallel", "ddp_notebook": "data_parallel"},
+        {"ddp": "data_parallel", "ddp_spawn": "data_parallel", "ddp_notebook": "data_parallel", "ep": "expert_parallel"},
         elsewhere=_BY_STATE | {"dp": _OLD_PARALLEL, "single_device": _ALONE},
     ),
     "distributed_type": Spelling(
@@ -202,6 +158,19 @@ SPELLINGS: Mapping[str, Spelling] = {
     "ddp": Spelling("parallel_strategy", _DATA_PARALLEL),
     "enable_distributed": Spelling("parallel_strategy", _DATA_PARALLEL),
     "enable_data_parallel": Spelling("parallel_strategy", _DATA_PARALLEL, note=ONE_PROCESS),
+    **dict.fromkeys(
+        (
+            "ep_size",
+            "expert_parallel_size",
+            "expert_model_parallel_size",
+            "expert_parallel_degree",
+            "moe_expert_parallel_size",
+            "autoep_size",
+        ),
+        _HOSTS,
+    ),
+    "enable_expert_parallel": Spelling("parallel_strategy", _EXPERT_PARALLEL),
+    "expert_parallel": Spelling("parallel_strategy", _EXPERT_PARALLEL),
     "dist_backend": Spelling("backend"),
     "ddp_backend": Spelling("backend"),
     "distributed_backend": Spelling("backend"),
@@ -260,9 +229,31 @@ SPELLINGS: Mapping[str, Spelling] = {
     "dry_run": Spelling("debug", _TRUE_FALSE),
     "auto_optimize": Spelling("auto", _TRUE_FALSE),
     "no_auto_optimize": Spelling("auto", _either("false", "true")),
+    # experts
+    **dict.fromkeys(("num_experts", "n_experts", "num_local_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_router_topk", "router_top_k"), _TOP_K
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "moe_ffn_hidden_size", "moe_hidden_size"), _HIDDEN),
+    **dict.fromkeys(("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "moe_loss_coeff"), _BALANCE),
+    **dict.fromkeys(("moe_z_loss_coeff", "router_z_loss_coef", "router_z_loss"), _Z),
+    **dict.fromkeys(("moe_router_bias_update_rate", "bias_update_speed", "load_balance_coeff"), _BIAS),
+    "moe_router_enable_expert_bias": Spelling("balance_bias", _either("0.001", LEAVE_OUT)),
+    **dict.fromkeys(("router_jitter_noise", "moe_input_jitter_eps", "jitter_eps"), _JITTER),
+    **dict.fromkeys(("moe_router_score_function", "scoring_func", "score_func", "score_function"), _SCORES),
+    "norm_topk_prob": Spelling("normalise_weights", _TRUE_FALSE),
+    "route_norm": Spelling("normalise_weights", _TRUE_FALSE),
+    "normalize_weights": Spelling("normalise_weights", _TRUE_FALSE),
+    **dict.fromkeys(
+        ("moe_capacity_factor", "moe_expert_capacity_factor", "expert_capacity_factor", "train_capacity_factor", "drop_tokens"), _CAPACITY
+    ),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), _SHARED_COUNT),
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), _SHARED),
+    "swiglu": Spelling("expert_kind", _either("swiglu", "ffn")),
+    "moe_grouped_gemm": Spelling("expert_kernel", _either("grouped", "loop")),
+    "use_grouped_mm": Spelling("expert_kernel", _either("grouped", "loop")),
+    "a2a_ffn_overlap_degree": Spelling("exchange_chunks"),
     # model
-    "num_experts": Spelling("experts"),
-    "n_experts": Spelling("experts"),
     "hidden_size": Spelling("width"),
     "d_model": Spelling("width"),
     "tf_n_embd": Spelling("width"),
@@ -278,15 +269,15 @@ SPELLINGS: Mapping[str, Spelling] = {
     "experiment_name": Spelling("name"),
     "save_steps": Spelling("checkpoint_every"),
     "save_total_limit": Spelling("keep"),
-    "resume_from_checkpoint": Spelling("resume", _either("auto", _LEAVE_OUT)),
+    "resume_from_checkpoint": Spelling("resume", _either("auto", LEAVE_OUT)),
     "ckpt_path": Spelling("resume"),
     "logging_steps": Spelling("log_every"),
     "eval_steps": Spelling("evaluate_every"),
     "val_check_interval": Spelling("evaluate_every", note="in steps"),
     "report_to": Spelling("trackers", {"none": "[]"}),
-    "logger": Spelling("trackers", _either(_LEAVE_OUT, "[]")),
+    "logger": Spelling("trackers", _either(LEAVE_OUT, "[]")),
     "quiet": Spelling(None, note="the screen shows one line at a time, and what libraries say lies in the run folder: leave it out"),
-    "use_wandb": Spelling("trackers", _either("wandb", _LEAVE_OUT)),
+    "use_wandb": Spelling("trackers", _either("wandb", LEAVE_OUT)),
     "enable_gpu_monitoring": Spelling("monitor_gpu", _TRUE_FALSE),
 }
 

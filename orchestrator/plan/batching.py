@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import Memory, ModelFacts, largest_fitting, memory
+from orchestrator.plan.estimate import Memory, ModelFacts, Spread, largest_fitting, memory
 from orchestrator.plan.parallel import PLAIN
 from orchestrator.types import Choice, Rejected, bytes_text
 
@@ -37,20 +37,19 @@ class _Room:
 
     facts: ModelFacts
     limit: float
-    workers: int
-    sharding: str
-    offload: bool
+    spread: Spread
 
     def need(self, micro_batch: int, recompute: bool) -> Memory:
-        return memory(self.facts, micro_batch, recompute, self.limit, self.workers, self.sharding, self.offload)
+        return memory(self.facts, micro_batch, recompute, self.limit, self.spread)
 
     def largest(self, most: int, recompute: bool) -> int:
-        return largest_fitting(self.facts, most, recompute, self.limit, self.workers, self.sharding, self.offload)
+        return largest_fitting(self.facts, most, recompute, self.limit, self.spread)
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The samples of a step before they are cut, and what fixes their number: a flag, the run's beginning, or nothing."""
+    """The samples of a step before they are cut, and what fixes their number: a flag, the run's beginning, or nothing.
+    ``workers`` are those that hold a share of them."""
 
     samples: int
     workers: int
@@ -68,15 +67,16 @@ def plan_batches(
     gpu_memory: int | None,
     limit: float,
     measured: Mapping[str, int] | None,
-    workers: int = 1,
-    sharding: str = "none",
+    spread: Spread | None = None,
 ) -> Batching:
-    """Start from the memory class's table for each worker, then let the estimate (or a measurement) cut the same effective
-    batch into the largest portions that fit. ``limit`` is that of one worker. The global batch need not divide evenly."""
-    known = measured or {}
+    """Start from the memory class's table for each worker that holds a share, then let the estimate (or a measurement) cut the
+    same effective batch into the largest portions that fit. ``limit`` is that of one worker. The global batch need not
+    divide evenly."""
+    known, spread = measured or {}, spread or Spread()
+    workers = spread.holders
     starting, per_device = _starting(gpu_memory)
     whole = _effective(config, facts, per_device, workers, known)
-    room = _Room(facts, limit, workers, sharding, config.parallel.cpu_offload)
+    room = _Room(facts, limit, spread)
     recompute = _recompute(config, room)
     batch = _batch_size(config, room, whole, recompute.value, known)
     global_batch, accumulation = _product(config, facts, batch.value, whole)

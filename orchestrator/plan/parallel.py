@@ -7,12 +7,13 @@ from typing import Literal
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster, chosen_gpus
-from orchestrator.plan.estimate import Memory, ModelFacts, memory
+from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, memory
 from orchestrator.plan.hardware import Inventory
 from orchestrator.types import Choice, Rejected, bytes_text
 
-Strategy = Literal["single", "data_parallel"]
+Strategy = Literal["single", "data_parallel", "expert_parallel"]
 PLAIN = "plain default, because of --no-auto"
+_FORMS: tuple[Form, ...] = ("none", "zero2", "zero3")
 _WORKER_BYTES = 300 * 2**20  # of a process with Ray and torch, before it has a model
 _CPU_WORKERS = 4  # on a machine of our own: enough to be parallel, few enough to leave each a core
 _ALONE = Rejected("single", "the other devices would be idle")
@@ -20,11 +21,14 @@ _TOGETHER = Rejected("data_parallel", "ask for it with --parallel-strategy data_
 
 
 def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = False) -> Choice[Strategy]:
-    """``inventory`` is this machine; ``in_cluster`` says that we run inside a Ray job. What was asked for goes first, then
-    the rules of document 001: no GPU or one, a single process; several, one process for each."""
+    """One process or several, before the model is known. ``inventory`` is this machine; ``in_cluster`` says that we run inside a
+    Ray job. What was asked for goes first, then the rules of document 001: no GPU or one, a single process; several, one process
+    for each. Whether several train data-parallel or expert-parallel, the model decides (``settle_strategy``)."""
     asked = asks_for_workers(config)
     if asked:
-        return Choice("data_parallel", f"asked for by {asked}")
+        return Choice(
+            "expert_parallel" if config.parallel.parallel_strategy == "expert_parallel" else "data_parallel", f"asked for by {asked}"
+        )
     if config.parallel.workers == 1:
         return Choice("single", "asked for by --workers 1", (_TOGETHER,))
     if config.device.gpu_mode in ("cpu", "single_gpu"):
@@ -47,8 +51,8 @@ def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = Fal
 def asks_for_workers(config: Config) -> str | None:
     """The flag that asks for several workers, or for a cluster to run on."""
     parallel = config.parallel
-    if parallel.parallel_strategy == "data_parallel":
-        return "--parallel-strategy data_parallel"
+    if parallel.parallel_strategy != "auto":
+        return f"--parallel-strategy {parallel.parallel_strategy}"
     if isinstance(parallel.workers, int) and parallel.workers > 1:
         return f"--workers {parallel.workers}"
     if config.device.gpu_mode == "multi_gpu":
@@ -149,7 +153,7 @@ def choose_backend(config: Config, on_gpu: bool, workers: int) -> Choice[str]:
     return Choice("gloo", "the workers train on CPUs", (Rejected("nccl", "works between GPUs only"),))
 
 
-def choose_sharding(config: Config, facts: ModelFacts, workers: int, limit: float, on_gpu: bool) -> Choice[str]:
+def choose_sharding(config: Config, facts: ModelFacts, workers: int, limit: float, on_gpu: bool) -> Choice[Form]:
     """Whether parameters, gradients and optimizer state are whole on every worker, or divided: as little as lets one sample
     in. Document 003 divides for any two GPUs; we do where memory is short, as it costs speed where it is not. Recomputing
     activations is tried first, in that document's order."""
@@ -174,15 +178,16 @@ def check_cpu(config: Config, on_gpu: bool) -> None:
             raise UserError(f"{flag} works for workers with GPUs, and these train on CPUs; {instead}")
 
 
-def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: float) -> Choice[str]:
+def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: float) -> Choice[Form]:
     offload = config.parallel.cpu_offload
-    forms = ("zero2", "zero3") if offload else ("none", "zero2", "zero3")
-    needs = {form: _one_sample(config, facts, workers, limit, form) for form in forms}
+    forms = _FORMS[1:] if offload else _FORMS
+    needs = {form: one_sample(config, facts, limit, Spread(workers, form, offload)) for form in forms}
     if "none" in needs and needs["none"].fits:
         why = "costs speed where memory is not short (document 003 turns it on for any two GPUs)"
         text = f"whole on every worker, one sample needs {bytes_text(needs['none'].total)} of the {bytes_text(limit)} that may be used"
         return Choice("none", text, (Rejected("zero2", why), Rejected("zero3", "likewise, and gathers parameters in every pass")))
-    chosen = next((form for form in forms if needs[form].fits), "zero3")
+    fitting: list[Form] = [form for form in forms if needs[form].fits]
+    chosen: Form = fitting[0] if fitting else "zero3"
     weighed = tuple(
         Rejected(form, f"one sample would need {bytes_text(need.total)}" if form < chosen or form == "none" else "slower")
         for form, need in needs.items()
@@ -195,9 +200,9 @@ def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: floa
     return Choice(chosen, f"{why}; one sample needs {need} of the {may} that may be used", weighed)
 
 
-def _one_sample(config: Config, facts: ModelFacts, workers: int, limit: float, form: str) -> Memory:
+def one_sample(config: Config, facts: ModelFacts, limit: float, spread: Spread) -> Memory:
     """What one sample needs, its activations recomputed where that is asked for, or where it is allowed and needed."""
     asked = config.device.activation_checkpointing
-    plain, recomputed = (memory(facts, 1, recompute, limit, workers, form, config.parallel.cpu_offload) for recompute in (False, True))
+    plain, recomputed = (memory(facts, 1, recompute, limit, spread) for recompute in (False, True))
     may = asked == "on" or (asked == "auto" and config.run.auto and not plain.fits)
     return recomputed if may and recomputed.total < plain.total else plain

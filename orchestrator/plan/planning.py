@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from orchestrator.config.settings import Config, Switch
+from orchestrator.config.checks import Switch
+from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.batching import Batching, plan_batches
+from orchestrator.plan.batching import plan_batches
 from orchestrator.plan.cluster import Cluster, chosen_gpus
-from orchestrator.plan.estimate import Memory, ModelFacts, flops_per_step, memory
+from orchestrator.plan.course import (
+    choose_data_on_device,
+    choose_loader_workers,
+    choose_log_every,
+    choose_prefetch,
+    choose_total_steps,
+    choose_warmup,
+)
+from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, memory
+from orchestrator.plan.experts import choose_chunks, choose_gate, choose_kernel, choose_placement, settle_strategy, why_unused
 from orchestrator.plan.hardware import Gpu, Inventory
 from orchestrator.plan.parallel import (
     PLAIN,
@@ -27,7 +37,6 @@ from orchestrator.types import GIB, Choice, Rejected, bytes_text
 Arithmetic = Literal["fp32", "bf16", "fp16"]
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
 _HOST_SHARE = 0.8  # of the free RAM may be planned with
-_PLAIN_LOG_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,13 @@ class Plan:
     strategy: Choice[Strategy]
     workers: Choice[int]
     backend: Choice[str]
-    sharding: Choice[str]
+    sharding: Choice[Form]
     precision: Choice[Arithmetic]
     tf32: Choice[bool]
+    gate: Choice[str]
+    placement: Choice[str]
+    exchange_chunks: Choice[int]
+    expert_kernel: Choice[str]
     starting_batch: Choice[str]
     batch_size: Choice[int]
     accumulation_steps: Choice[int]
@@ -59,6 +72,12 @@ class Plan:
     log_every: Choice[int]
     memory: Memory
     flops_per_step: float
+
+    @property
+    def holders(self) -> int:
+        """Workers that hold a share of the batch: all, or the first alone where its gate routes for all."""
+        primary = self.strategy.value == "expert_parallel" and self.gate.value == "primary"
+        return 1 if primary else self.workers.value
 
     def choices(self) -> dict[str, Choice[Any]]:
         return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Choice)}
@@ -89,7 +108,7 @@ def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
 
 
 def choose_worker_device(config: Config, inventory: Inventory, declared: int = 0) -> Choice[str]:
-    """The device of each data-parallel worker, on a node like ``inventory``: ``cuda``, a GPU of its own, or the CPU. Where the
+    """The device of each worker, on a node like ``inventory``: ``cuda``, a GPU of its own, or the CPU. Where the
     cluster counts ``declared`` GPUs that CUDA does not show, the CPU trains."""
     if config.device.gpu_mode == "cpu":
         return Choice("cpu", "asked for by --gpu-mode cpu")
@@ -134,7 +153,8 @@ class _Team:
     device: Choice[str]
     workers: Choice[int]
     backend: Choice[str]
-    sharding: Choice[str]
+    sharding: Choice[Form]
+    spread: Spread
     on_one_node: int
     limit: float
 
@@ -175,6 +195,7 @@ def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> 
         workers=Choice(1, "one process"),
         backend=Choice("none", "one process has nobody to talk to"),
         sharding=Choice("none", nobody if asked in ("auto", "none") else f"{nobody}, in place of --sharding {asked}"),
+        spread=Spread(),
         on_one_node=1,
         limit=_limit(config, inventory, device.value, 1),
     )
@@ -186,26 +207,41 @@ def _together(config: Config, inventory: Inventory, facts: ModelFacts, strategy:
     on_gpu, count = device.value != "cpu", workers.value
     on_one_node = cluster.on_one_node(count, on_gpus(config, cluster))
     limit = _limit(config, inventory, device.value, on_one_node)
-    sharding = choose_sharding(config, facts, count, limit, on_gpu)
-    return _Team(strategy, device, workers, choose_backend(config, on_gpu, count), sharding, on_one_node, limit)
+    strategy = settle_strategy(config, facts, strategy, count, limit, on_gpu)
+    backend = choose_backend(config, on_gpu, count)
+    if strategy.value == "expert_parallel":
+        sharding: Choice[Form] = Choice("none", "the experts are divided among the hosts; the rest is whole on each")
+        spread = Spread(count, "experts", primary=config.parallel.gate == "primary")
+    else:
+        sharding = choose_sharding(config, facts, count, limit, on_gpu)
+        spread = Spread(count, sharding.value, config.parallel.cpu_offload)
+    return _Team(strategy, device, workers, backend, sharding, spread, on_one_node, limit)
 
 
 def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None, team: _Team) -> Plan:
-    device, count, sharding = team.device.value, team.workers.value, team.sharding.value
-    gpu_memory = _gpu(inventory, device).memory_total if device != "cpu" else None
-    batching = plan_batches(config, facts, gpu_memory, team.limit, measured, count, sharding)
+    device, count, spread = team.device.value, team.workers.value, team.spread
+    gpu = _gpu(inventory, device) if device != "cpu" else None
+    gpu_memory = gpu.memory_total if gpu else None
+    batching = plan_batches(config, facts, gpu_memory, team.limit, measured, spread)
     batch, recompute = batching.batch_size.value, batching.recompute.value
-    steps = _total_steps(config, facts, batching)
+    steps = choose_total_steps(config, facts, batching)
     threads = _threads(inventory, team.on_one_node)
-    loaders = _loader_workers(config, facts, device, threads)
+    loaders = choose_loader_workers(config, facts, device, threads)
+    precision = choose_precision(config, inventory, device)
+    unused = why_unused(team.strategy.value, facts)
+    tokens = batch * spread.holders * facts.units_per_sample // count
     return Plan(
         device=team.device,
         strategy=team.strategy,
         workers=team.workers,
         backend=team.backend,
         sharding=team.sharding,
-        precision=choose_precision(config, inventory, device),
+        precision=precision,
         tf32=_tf32(config, inventory, device),
+        gate=choose_gate(config, unused),
+        placement=choose_placement(config, unused, count),
+        exchange_chunks=choose_chunks(config, unused, count, team.backend.value, gpu is not None, tokens),
+        expert_kernel=choose_kernel(config, facts, precision.value, gpu.capability if gpu else None),
         starting_batch=batching.starting,
         batch_size=batching.batch_size,
         accumulation_steps=batching.accumulation,
@@ -216,13 +252,13 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
         fused_optimizer=_fused(config, facts),
         cudnn_benchmark=_cudnn(config, device),
         loader_workers=loaders,
-        prefetch=_prefetch(config, inventory, loaders.value, team.on_one_node),
-        data_on_device=_data_on_device(config, inventory, facts, device),
+        prefetch=choose_prefetch(config, inventory, loaders.value, team.on_one_node),
+        data_on_device=choose_data_on_device(config, facts, gpu_memory),
         threads=threads,
-        warmup_steps=_warmup(config, steps.value),
+        warmup_steps=choose_warmup(config, steps.value),
         total_steps=steps,
-        log_every=_log_every(config, steps.value, device),
-        memory=memory(facts, batch, recompute, team.limit, count, sharding, config.parallel.cpu_offload),
+        log_every=choose_log_every(config, steps.value, device),
+        memory=memory(facts, batch, recompute, team.limit, spread),
         flops_per_step=flops_per_step(facts, batching.global_batch.value, recompute),
     )
 
@@ -287,71 +323,3 @@ def _cudnn(config: Config, device: str) -> Choice[bool]:
     if not config.run.auto:
         return Choice(False, PLAIN)
     return Choice(True, "batches have one shape")
-
-
-def _loader_workers(config: Config, facts: ModelFacts, device: str, cores: Choice[int]) -> Choice[int]:
-    """One rule: a process per core of this worker beyond the one that trains, at most eight; none where batches come from
-    memory."""
-    if config.data.loader_workers >= 0:
-        return Choice(config.data.loader_workers, f"asked for by --loader-workers {config.data.loader_workers}")
-    if not config.run.auto:
-        return Choice(0, PLAIN)
-    if facts.gathered_bytes is not None:
-        return Choice(0, "the data hands out whole batches from memory", (Rejected("loader processes", "nothing to load"),))
-    if device == "cpu":
-        return Choice(0, "the CPU trains: loader processes would take its cores", (Rejected("loader processes", "try --loader-workers 1"),))
-    count = max(0, min(8, cores.value - 1))
-    return Choice(count, f"one per core beyond the one that trains, at most 8; {cores.reason}")
-
-
-def _prefetch(config: Config, inventory: Inventory, loaders: int, on_one_node: int) -> Choice[int]:
-    if not loaders:
-        return Choice(2, "not used: no loader processes")
-    if not config.run.auto:
-        return Choice(2, PLAIN)
-    deep = inventory.ram_free > 8 * GIB * loaders * on_one_node
-    return Choice(4 if deep else 2, f"batches per loader process; {bytes_text(inventory.ram_free)} RAM free")
-
-
-def _data_on_device(config: Config, inventory: Inventory, facts: ModelFacts, device: str) -> Choice[bool]:
-    if device == "cpu":
-        return Choice(False, "the device is the CPU")
-    if facts.gathered_bytes is None:
-        return Choice(False, "the data is read sample by sample")
-    if not config.run.auto:
-        return Choice(False, PLAIN)
-    share = facts.gathered_bytes / _gpu(inventory, device).memory_total
-    text = f"the training data is {bytes_text(facts.gathered_bytes)}, {share:.1%} of the GPU's memory"
-    small = share < 0.05
-    return Choice(small, text if small else f"{text}: more than 5%", () if small else (Rejected("on the device", "too large"),))
-
-
-def _total_steps(config: Config, facts: ModelFacts, batching: Batching) -> Choice[int]:
-    per_epoch = -(-facts.samples // batching.global_batch.value)
-    steps = per_epoch * config.run.epochs
-    reason = f"{config.run.epochs} epochs × {per_epoch} steps ({facts.samples} samples in batches of {batching.global_batch.value})"
-    if config.run.debug:
-        return Choice(min(steps, 4, config.run.max_steps or 4), "--debug")
-    if config.run.max_steps is not None and config.run.max_steps < steps:
-        return Choice(config.run.max_steps, f"--max-steps; {reason} would be {steps}")
-    return Choice(steps, reason)
-
-
-def _warmup(config: Config, steps: int) -> Choice[int]:
-    if config.optim.warmup_steps is not None:
-        return Choice(config.optim.warmup_steps, "asked for by --warmup-steps")
-    if not config.run.auto:
-        return Choice(0, PLAIN)
-    return Choice(min(1000, steps // 20), "a twentieth of the run, at most 1000 steps")
-
-
-def _log_every(config: Config, steps: int, device: str) -> Choice[int]:
-    if config.watch.log_every is not None:
-        return Choice(config.watch.log_every, "asked for by --log-every")
-    if config.run.debug:
-        return Choice(1, "--debug")
-    if not config.run.auto:
-        return Choice(_PLAIN_LOG_EVERY, PLAIN)
-    if device == "cpu":
-        return Choice(max(1, min(10, steps // 20)), "often enough to watch")
-    return Choice(max(10, min(50, steps // 20)), "losses are fetched this rarely, so that the device need not wait for the host")

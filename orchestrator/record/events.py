@@ -2,13 +2,20 @@
 
 | event      | fields besides ``event`` and ``time`` (unix seconds)                                                    |
 |------------|---------------------------------------------------------------------------------------------------------|
-| start      | version, task, strategy (single, data_parallel), workers, device, precision, global_batch_size, parameters, |
-|            | total_steps, step; on several workers also backend, sharding, nodes and, where they differ, shares          |
-|            | [part of the global batch by worker]                                                                      |
+| start      | version, task, strategy (single, data_parallel, expert_parallel), workers, device, precision,               |
+|            | global_batch_size, parameters, total_steps, step; on several workers also backend, sharding, nodes and,     |
+|            | where they differ, shares [part of the global batch by worker]; expert-parallel also gate (replicated,      |
+|            | primary)                                                                                                  |
+| placement  | step (done when it begins to hold), method (exact, lpt, round_robin, file), hosts [{rank, node, device,     |
+|            | name, speed (FLOP/s, measured), memory (bytes or null)}], layers [{name, host_of [rank by expert], sizes    |
+|            | [what a row costs, by expert], costs [predicted work by expert], seconds [predicted by host], bound,        |
+|            | imbalance, gap}], sentence for people                                                                     |
 | step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean over the batch};  |
 |            | warm_up true on the first steps of a process                                                              |
 | phases     | step, steps, seconds per step of: data, forward, backward, optimizer and, on several workers,              |
 |            | communication; total                                                                                      |
+| exchange   | step, steps; per step: bytes (sent to other hosts, all hosts together), seconds (waited for it, mean over    |
+|            | hosts), rows (that travelled, all hosts together)                                                         |
 | load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps                              |
 | epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated, reserved}               |
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                                        |
@@ -143,7 +150,7 @@ def sittings(events: Sequence[Event]) -> list[list[Event]]:
     return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
 
 
-_STEPPED = {"step", "evaluate", "epoch", "phases", "load", "monitor"}
+_STEPPED = {"step", "evaluate", "epoch", "phases", "exchange", "load", "monitor"}
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

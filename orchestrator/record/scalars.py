@@ -18,6 +18,8 @@ def scalars(event: Event) -> dict[str, float]:
             return _numbers("validation/", {"loss": event.get("loss")} | _mapping(event.get("metrics")))
         case "phases":
             return _numbers("phases/", _without(event, "steps") | _mapping(event.get("seconds")))
+        case "exchange":
+            return _numbers("exchange/", {f"{name}_per_step": event.get(name) for name in ("bytes", "seconds", "rows")})
         case "epoch":
             memory = {f"memory_{name}": value for name, value in _mapping(event.get("memory")).items()}
             return _numbers("epoch/", _without(event, "epoch") | memory)

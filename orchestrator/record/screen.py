@@ -87,6 +87,7 @@ class Screen:
             "monitor": self._monitor,
             "evaluate": self._evaluate,
             "resume": self._resume,
+            "placement": self._placement,
             "notice": lambda event: self._line(str(event["message"])),
             "warning": lambda event: self._trouble(f"warning: {event.get('message')}"),
             "failure": self._failure,
@@ -165,6 +166,10 @@ class Screen:
             self._line(f"began with the weights of {event.get('path')}")
         elif not self._recovering:  # the recovery tells it better
             self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
+
+    def _placement(self, event: Event) -> None:
+        if event.get("sentence"):
+            self._line(str(event["sentence"]), style="dim")
 
     def _failure(self, event: Event) -> None:
         if event.get("final"):  # the last one is told by whoever called

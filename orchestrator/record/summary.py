@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
+from orchestrator.record.hosting import imbalance, per_step, placements, waits_of
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     starts, ends, recoveries = of_kind(events, "start"), of_kind(events, "end"), of_kind(events, "recovery")
     last_end = next(iter(of_kind(sittings(recorded)[-1], "end")[-1:]), None) if recorded else None
     start: Event = starts[-1] if starts else {"event": "start"}
-    steps, evaluations = by_step(events), by_step(events, "evaluate")
+    steps, evaluations, exchanges = (by_step(events, kind) for kind in ("step", "evaluate", "exchange"))
     useful = sum(step["seconds"] for step in steps)
     spent = sum(step["seconds"] for step in of_kind(recorded, "step")) + _total(recoveries, "total_seconds")
     repeated = len(of_kind(recorded, "step")) - len(steps)
@@ -37,6 +38,9 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
         "peak_memory_bytes": max((e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e), default=None),
+        "imbalance": imbalance(waits_of(placements(events), by_step(events, "load"))),
+        "exchange_bytes_per_step": per_step(exchanges, "bytes"),
+        "exchange_seconds_per_step": per_step(exchanges, "seconds"),
         "failures": len(of_kind(events, "failure")),
         # The workers' restart that a recovery tells of is no other one.
         "recoveries": len(recoveries) + len(of_kind(events, "oom")) + max(0, len(starts) - 1 - len(recovered_starts(events))),

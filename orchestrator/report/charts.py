@@ -70,10 +70,10 @@ def bar(label: str, parts: Iterable[tuple[str, float, int]], whole: float, text:
     return f'<div class="bar"><span>{esc(label)}</span><div class="stack">{"".join(cells)}</div><span>{esc(text)}</span></div>'
 
 
-def heat_image(rows: Cells, about: str) -> str:
+def heat_image(rows: Cells, about: str, most: float = MAX_DOUBLINGS, height: int | None = None) -> str:
     """Ratios to the even share as a picture of one pixel per cell, see-through where even: it suits light and dark."""
-    data = base64.b64encode(_png([[_pixel(ratio) for ratio in row] for row in rows])).decode()
-    height = max(96, min(224, 14 * len(rows)))
+    data = base64.b64encode(_png([[_pixel(ratio, most) for ratio in row] for row in rows])).decode()
+    height = height or max(96, min(224, 14 * len(rows)))
     return f'<img src="data:image/png;base64,{data}" style="height:{height}px" alt="{esc(about)}">'
 
 
@@ -153,10 +153,10 @@ def _down(axis: Axis, value: float) -> str:
     return f"{(1 - axis.at(value)) * SPAN:.1f}".removesuffix(".0")
 
 
-def _pixel(ratio: float | None) -> bytes:
+def _pixel(ratio: float | None, most: float) -> bytes:
     if ratio is None:
         return bytes(4)
-    strength = doublings(ratio) / MAX_DOUBLINGS
+    strength = doublings(ratio, most) / most
     return bytes((*(WARM if strength > 0 else COLD), round(255 * abs(strength))))
 
 

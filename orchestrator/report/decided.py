@@ -18,8 +18,8 @@ def choices(record: RunRecord) -> str:
         for name, choice in made
         if choice
     )
-    table = _table(("setting", "chosen", "reason"), rows)
-    return f'<details class="card" open><summary>What the plan chose</summary>{table}</details>' if rows else ""
+    shown = table(("setting", "chosen", "reason"), rows)
+    return f'<details class="card" open><summary>What the plan chose</summary>{shown}</details>' if rows else ""
 
 
 def _rejected(choice: dict[str, Any]) -> str:
@@ -39,10 +39,10 @@ def settings(record: RunRecord) -> str:
         for item in found
     )
     count = sum(item.get("origin") != "default" for item in found)
-    table = _table(("setting", "value", "from"), rows)
+    shown = table(("setting", "value", "from"), rows)
     filter_box = '<input class="filter" type="search" placeholder="Filter settings" aria-label="Filter settings">'
     return (
-        f'<details class="card"><summary>Settings <small>{len(found)}, {count} of them set</small></summary>{filter_box}{table}</details>'
+        f'<details class="card"><summary>Settings <small>{len(found)}, {count} of them set</small></summary>{filter_box}{shown}</details>'
     )
 
 
@@ -52,6 +52,7 @@ def _value(value: Any) -> str:
     return esc(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
-def _table(names: tuple[str, ...], rows: str) -> str:
+def table(names: tuple[str, ...], rows: str) -> str:
+    """Rows that are HTML already, under their names."""
     head = "".join(f"<th>{name}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.record.events import Event
-from orchestrator.report.read import RunRecord, finite, remembered
+from orchestrator.record.hosting import counts, total
+from orchestrator.report.read import RunRecord, remembered
 
 MAX_COLUMNS = 120
 IDLE = 0.05
@@ -42,7 +43,7 @@ class LayerLoad:
 def layer_loads(record: RunRecord) -> list[LayerLoad]:
     """All layers with experts; neighbouring events are summed so that no layer has more than MAX_COLUMNS columns."""
     columns = _columns(record.loads)
-    depth = max((len(counts) for _, counts in columns), default=0)
+    depth = max((len(layers) for _, layers in columns), default=0)
     layers = [_layer(index, columns) for index in range(depth)]
     return [layer for layer in layers if any(ratio is not None for row in layer.ratios for ratio in row)]
 
@@ -55,14 +56,14 @@ def busiest(layers: Sequence[LayerLoad]) -> tuple[int, float] | None:
 
 def idlest(layers: Sequence[LayerLoad]) -> tuple[int, int, int] | None:
     """The layer with the largest part of idle experts, how many these are, and of how many."""
-    counts = [(sum(ratio < IDLE for ratio in recent), len(recent), layer.layer) for layer in layers if (recent := layer.recent())]
-    idle, experts, layer = max(counts, key=lambda count: count[0] / count[1], default=(0, 0, 0))
+    found = [(sum(ratio < IDLE for ratio in recent), len(recent), layer.layer) for layer in layers if (recent := layer.recent())]
+    idle, experts, layer = max(found, key=lambda count: count[0] / count[1], default=(0, 0, 0))
     return (layer, idle, experts) if idle else None
 
 
-def doublings(ratio: float) -> float:
+def doublings(ratio: float, most: float = MAX_DOUBLINGS) -> float:
     """What colours go by: twice and half the even share are equally far from it."""
-    return max(-MAX_DOUBLINGS, min(MAX_DOUBLINGS, math.log2(ratio))) if ratio > 0 else -MAX_DOUBLINGS
+    return max(-most, min(most, math.log2(ratio))) if ratio > 0 else -most
 
 
 Counts = list[list[float]]
@@ -72,34 +73,16 @@ def _columns(events: list[Event]) -> list[tuple[int, Counts]]:
     """(last step, counts by layer and expert) per column."""
     width = -(-len(events) // MAX_COLUMNS) or 1
     groups = [events[index : index + width] for index in range(0, len(events), width)]
-    return [(group[-1]["step"], _total([_counts(event) for event in group])) for group in groups]
-
-
-def _counts(event: Event) -> Counts:
-    loads = event.get("loads")
-    rows = loads if isinstance(loads, list) else []
-    return [[finite(count) or 0.0 for count in row] if isinstance(row, list) else [] for row in rows]
-
-
-def _total(many: list[Counts]) -> Counts:
-    """Sum of counts whose shapes may differ: experts can be born while a run goes on."""
-    total: Counts = []
-    for counts in many:
-        total += [[] for _ in range(len(counts) - len(total))]
-        for sums, row in zip(total, counts, strict=False):
-            sums += [0.0] * (len(row) - len(sums))
-            for index, count in enumerate(row):
-                sums[index] += count
-    return total
+    return [(group[-1]["step"], total(counts(event) for event in group)) for group in groups]
 
 
 def _layer(index: int, columns: list[tuple[int, Counts]]) -> LayerLoad:
-    rows = [_ratios(counts[index]) if index < len(counts) else [] for _, counts in columns]
+    rows = [_ratios(layers[index]) if index < len(layers) else [] for _, layers in columns]
     experts = max((len(row) for row in rows), default=0)
     ratios = [[row[expert] if expert < len(row) else None for row in rows] for expert in range(experts)]
     return LayerLoad(index, [step for step, _ in columns], ratios)
 
 
-def _ratios(counts: list[float]) -> list[float | None]:
-    even = sum(counts) / len(counts) if counts else 0.0
-    return [count / even if even > 0 else None for count in counts]
+def _ratios(rows: list[float]) -> list[float | None]:
+    even = sum(rows) / len(rows) if rows else 0.0
+    return [count / even if even > 0 else None for count in rows]

@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestrator.report import sections
 from orchestrator.report.charts import esc
 from orchestrator.report.decided import choices, settings
+from orchestrator.report.living import living
 from orchestrator.report.plots import draw_all
 from orchestrator.report.read import RunRecord, finite, read_run, section
 from orchestrator.report.tables import performance_summary
@@ -47,6 +48,7 @@ def page(record: RunRecord) -> str:
         sections.verdict_box(record),
         sections.curves(record),
         sections.experts(record),
+        living(record),
         sections.time_spent(record),
         sections.memory_bars(record),
         sections.device(record),

@@ -1,14 +1,15 @@
-"""Pictures of a run, drawn with matplotlib's object API: no window, no global figure, safe in any thread."""
+"""Pictures of a run: how the training went, how its experts were used, and (see ``host_plot``) where they live."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.report.axes import step_axis, ticks
+from orchestrator.report.canvas import BAD, COLORS, MUTED, USE_MARKS, dress, key_bar, new_figure, png, warmth
 from orchestrator.report.curves import Curve, Panel, panels
+from orchestrator.report.host_plot import hosts_figure
 from orchestrator.report.loads import MAX_DOUBLINGS, LayerLoad, doublings, layer_loads
 from orchestrator.report.read import RunRecord
 from orchestrator.report.write import write_whole
@@ -17,18 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Ten inches at 100 dots fill a page 1000 px wide; the file has more dots, for screens that have them.
-WIDTH_IN, DOTS = 10.0, 160
-COLORS = ("#3b5bdb", "#e8590c", "#0c8599", "#9c36b5", "#2f9e44", "#5c6f82")
-INK, MUTED, LINE, BAD = "#1d2327", "#667080", "#e4e7eb", "#c92a2a"
-FAINT, COLD, WARM = "#f6f7f8", "#2b6cb0", "#d9480f"
 MANY_DOTS = 40
 
 
 def draw_all(record: RunRecord, folder: Path) -> list[Path]:
     """Writes every picture the record has data for."""
-    drawn = [("training_metrics.png", training_figure(record)), ("expert_activations.png", experts_figure(record))]
-    return [write_whole(folder / name, _png(figure)) for name, figure in drawn if figure is not None]
+    drawn = [
+        ("training_metrics.png", training_figure(record)),
+        ("expert_activations.png", experts_figure(record)),
+        ("expert_device_distribution.png", hosts_figure(record)),
+    ]
+    return [write_whole(folder / name, png(figure)) for name, figure in drawn if figure is not None]
 
 
 def training_figure(record: RunRecord) -> Figure | None:
@@ -37,7 +37,7 @@ def training_figure(record: RunRecord) -> Figure | None:
         return None
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    figure = _figure(WIDTH_IN, 2.5 * rows + 0.4, f"Training of {record.name}")
+    figure = new_figure(2.5 * rows + 0.4, f"Training of {record.name}")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, shown, strict=False):
         _draw_panel(axes, panel)
@@ -47,7 +47,7 @@ def training_figure(record: RunRecord) -> Figure | None:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    _dress(axes, panel.title, panel.unit)
+    dress(axes, panel.title, panel.unit)
     for curve in panel.curves:
         _draw_curve(axes, curve)
     _mark(axes, panel)
@@ -99,7 +99,7 @@ def experts_figure(record: RunRecord) -> Figure | None:
         return None
     columns = min(len(layers), 2 if len(layers) <= 4 else 3)
     rows = -(-len(layers) // columns)
-    figure = _figure(WIDTH_IN, 2.6 * rows + 1.0, f"Use of the experts of {record.name}")
+    figure = new_figure(2.6 * rows + 1.0, f"Use of the experts of {record.name}")
     grid = figure.subplots(rows, columns, squeeze=False)
     image: Any = None
     for axes, layer in zip(grid.flat, layers, strict=False):
@@ -112,11 +112,11 @@ def experts_figure(record: RunRecord) -> Figure | None:
 
 def _draw_layer(axes: Axes, layer: LayerLoad) -> Any:
     """Rows are experts, columns time."""
-    _dress(axes, f"Layer {layer.layer}", "")
+    dress(axes, f"Layer {layer.layer}", "")
     axes.grid(False)
     edges, experts = [layer.steps[0] - _first_width(layer), *layer.steps], layer.experts
     cells = [[math.nan if ratio is None else doublings(ratio) for ratio in row] for row in layer.ratios]
-    image = axes.pcolormesh(edges, range(experts + 1), cells, cmap=_colors(), vmin=-MAX_DOUBLINGS, vmax=MAX_DOUBLINGS, rasterized=True)
+    image = axes.pcolormesh(edges, range(experts + 1), cells, cmap=warmth(), vmin=-MAX_DOUBLINGS, vmax=MAX_DOUBLINGS, rasterized=True)
     axes.set_ylim(experts, 0)
     shown = sorted({int(mark) for mark in ticks(0, experts - 1, 9) if mark == int(mark)})
     axes.yaxis.set_ticks([mark + 0.5 for mark in shown], [str(mark) for mark in shown])
@@ -131,50 +131,7 @@ def _first_width(layer: LayerLoad) -> int:
     return layer.steps[1] - layer.steps[0] if len(layer.steps) > 1 else max(1, layer.steps[0])
 
 
-def _colors() -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("use", [COLD, FAINT, WARM])
-
-
 def _ratio_bar(figure: Figure, image: Any, grid: Any, layers: list[LayerLoad]) -> None:
-    bar = figure.colorbar(image, ax=grid, location="bottom", fraction=0.05, shrink=0.6, aspect=50, pad=0.04)
     counts = {layer.experts for layer in layers}
     even = f" ({1 / counts.pop():.1%})" if len(counts) == 1 else ""
-    bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼× or less", "½×", "even", "2×", "4× or more"])
-    bar.set_label(f"share of a layer's tokens, against an even share{even}", fontsize=8, color=MUTED)
-    bar.ax.tick_params(labelsize=8, colors=MUTED, length=3)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DOTS, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.03, hspace=0.04)  # type: ignore[union-attr]
-    figure.suptitle(_plain(title), fontsize=12, fontweight="bold", color=INK, x=0.012, ha="left")
-    return figure
-
-
-def _dress(axes: Axes, title: str, unit: str) -> None:
-    axes.set_title(_plain(title) + (f"  ({unit})" if unit else ""), fontsize=9.5, color=INK, loc="left", pad=6)
-    axes.tick_params(labelsize=8, colors=MUTED, length=0, pad=4)
-    axes.grid(True, color=LINE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
-
-
-def _plain(text: str) -> str:
-    """Names are no formulas: matplotlib reads what lies between dollar signs as one."""
-    short = text if len(text) <= 70 else text[:69] + "…"
-    return short.replace("\\", "/").replace("$", r"\$")
-
-
-def _png(figure: Figure) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    target = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(target)
-    return target.getvalue()
+    key_bar(figure, image, grid, USE_MARKS, f"share of a layer's tokens, against an even share{even}")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 EVENTS = "events.jsonl"
 UNFINISHED = "unfinished"
 
-_STEPPED = frozenset({"step", "phases", "load", "evaluate", "monitor"})
+_STEPPED = frozenset({"step", "phases", "exchange", "load", "evaluate", "monitor"})
 
 
 def number(value: Any) -> float | None:
@@ -82,6 +82,10 @@ class RunRecord:
     @cached_property
     def phases(self) -> list[Event]:
         return by_step(self.events, "phases")
+
+    @cached_property
+    def exchanges(self) -> list[Event]:
+        return by_step(self.events, "exchange")
 
     @cached_property
     def loads(self) -> list[Event]:

@@ -41,7 +41,7 @@ HEADLINES = {
     "memory": "Memory is the limit",
     "compute": "The arithmetic is the limit",
     "host": "The GPU waits for Python",
-    "imbalance": "Some experts do most of the work",
+    "imbalance": "The work is spread unevenly",
     "evaluation": "Evaluation takes much of the time",
     "checkpoint": "Checkpoints take much of the time",
     "unknown": "Not enough to say",
@@ -87,7 +87,11 @@ def notes(record: RunRecord) -> str:
 
 def tiles(record: RunRecord) -> str:
     """The figures one looks for first."""
-    found = [*_quality_tiles(record), *_speed_tiles(record)]
+    return tile_row([*_quality_tiles(record), *_speed_tiles(record)])
+
+
+def tile_row(found: list[tuple[str, str, str]]) -> str:
+    """Tiles of (text above, figure as HTML, text below)."""
     cells = [
         f'<div class="card tile"><div class="label">{esc(a)}</div><b>{b}</b><div class="label">{esc(c)}</div></div>' for a, b, c in found
     ]
@@ -114,9 +118,9 @@ def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("samples / s", f"{rate.samples:,.{0 if rate.samples >= 100 else 1}f}", beside))
     if (peak := memory(record)) is not None:
         beside = f"{peak.efficiency:.0%} of reserved" if peak.efficiency else "of the process" if not record.on_gpu else "at its highest"
-        found.append(("peak memory", _with_unit(bytes_text(peak.allocated)), beside))
+        found.append(("peak memory", with_unit(bytes_text(peak.allocated)), beside))
     if record.seconds is not None and record.steps:
-        found.append(("time", _with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps")))
+        found.append(("time", with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps")))
     if record.recoveries:
         took = values(record.recoveries, "total_seconds")
         beside = ", ".join([f"{seconds_text(fmean(took))} each"] * bool(took) + [repeated_text(record)])
@@ -124,7 +128,7 @@ def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
     return found
 
 
-def _with_unit(text: str) -> str:
+def with_unit(text: str) -> str:
     """'31.2 GiB' with a smaller unit; durations of several parts stay as they are."""
     number, _, unit = text.partition(" ")
     return f"{esc(number)}<i> {esc(unit)}</i>" if unit.isalpha() or unit == "µs" else esc(text)
@@ -145,7 +149,7 @@ def verdict_box(record: RunRecord) -> str:
 def _code(text: str) -> str:
     """Text with our flags set as code."""
     return re.sub(
-        r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|bf16|reduce-overhead|[0-9][0-9.e-]*))?)", r'<code class="flag">\1</code>', esc(text)
+        r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|auto|bf16|reduce-overhead|[0-9][0-9.e-]*))?)", r'<code class="flag">\1</code>', esc(text)
     )
 
 

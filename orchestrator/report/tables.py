@@ -31,6 +31,7 @@ from orchestrator.report.figures import (
     watched_metric,
     workers_text,
 )
+from orchestrator.report.hosts import Exchange, Hosting, exchange, held_text, hosting, imbalance_text, run_imbalance, span_text
 from orchestrator.report.loads import IDLE, busiest, layer_loads
 from orchestrator.report.read import UNFINISHED, RunRecord, finite, number, section
 from orchestrator.report.verdict import verdict
@@ -40,7 +41,7 @@ WIDTH = 100
 LABEL = 22
 BAR = 30
 MAX_TOLD = 8
-FACTS = ("task", "strategy", "device", "precision")
+FACTS = ("task", "strategy", "gate", "device", "precision")
 
 Row = tuple[str, str]
 
@@ -55,6 +56,7 @@ def performance_summary(record: RunRecord) -> str:
         ("The whole time", _bars(wall_seconds(record))),
         ("Memory", _memory(record)),
         ("Experts", _experts(record)),
+        ("Hosts", _hosts(record)),
         (
             "Device use",
             [(use.name, _use_text(use.mean, use.unit) + " mean   " + _use_text(use.peak, use.unit) + " max") for use in device_use(record)],
@@ -174,6 +176,37 @@ def _experts(record: RunRecord) -> list[Row]:
     rows = [("layers × experts", f"{len(layers)} × {max(layer.experts for layer in layers)}")]
     rows.append(("busiest", f"{found[1]:.2f} times its even share, in layer {found[0]} (mean of the second half)"))
     return [*rows, ("idle", f"{sum(ratio < IDLE for ratio in recent)} of {len(recent)} receive less than a twentieth of it")]
+
+
+def _hosts(record: RunRecord) -> list[Row]:
+    """Where the experts live, how evenly their hosts are used, and what travels between them."""
+    found, sent, whole = hosting(record), exchange(record), run_imbalance(record)
+    rows: list[Row] = []
+    if found is not None:
+        rows.append(("placement", found.placement.sentence or found.placement.method))
+        told = imbalance_text(found.imbalance, found.predicted_imbalance)
+        rows.append(("imbalance", f"{told} ({span_text(found)})"))
+    if whole is not None:
+        rows.append(("over the whole run", f"slowest {whole:.2f}× the mean"))
+    if found is not None and found.work and len(found.hosts) <= MAX_TOLD:
+        rows += [(found.label(place), _host_text(found, place, share)) for place, share in enumerate(found.work)]
+    if sent is not None:
+        rows += _exchange(sent)
+    return [(name, text) for name, text in rows if text]
+
+
+def _host_text(found: Hosting, place: int, share: float) -> str:
+    time = f", time {found.measured[place]:.2f}× the mean" if found.measured else ""
+    pace = f", {found.pace(place)}" if found.pace(place) else ""
+    return f"{held_text(found, place)}{pace}, {share:.1%} of the work{time}"
+
+
+def _exchange(sent: Exchange) -> list[Row]:
+    parts = [f"{bytes_text(sent.bytes)} per step to other hosts"] if sent.bytes is not None else []
+    parts += [f"{sent.rows:,.0f} rows"] if sent.rows is not None else []
+    waited = f"{seconds_text(sent.seconds)} per step" if sent.seconds is not None else ""
+    share = f", {sent.share:.1%} of a step" if sent.share is not None else ""
+    return [("exchange", ", ".join(parts)), ("waiting for it", waited + share)]
 
 
 def _use_text(value: float, unit: str) -> str:

@@ -42,6 +42,7 @@ code { padding: 1px 5px; border-radius: 4px; background: var(--fill); }
 .tile b { display: block; margin: 2px 0; font-size: 25px; font-weight: 650; line-height: 1.2; letter-spacing: -.02em;
   font-variant-numeric: tabular-nums; }
 .tile b i { font-size: 14px; font-style: normal; font-weight: 500; letter-spacing: 0; color: var(--soft); }
+h2 + .tiles { margin-top: 0; } .tiles + .grid { margin-top: 14px; }
 .label { color: var(--muted); font-size: 13px; }
 .verdict { display: grid; grid-template-columns: minmax(190px, 1fr) 2fr 2fr; gap: 8px 32px; margin-top: 12px; }
 .verdict h3 { margin: 2px 0 0; font-size: 19px; line-height: 1.25; letter-spacing: -.01em; }
@@ -88,6 +89,23 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
 .heat img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
 .heat .ends { display: flex; justify-content: space-between; margin-top: 5px; color: var(--muted); font-size: 11.5px; }
+.hosts { display: grid; grid-template-columns: max-content minmax(0, 5fr) minmax(0, 3fr) max-content; gap: 7px 14px; align-items: center;
+  margin: 8px 0 4px; font-size: 13px; }
+.hosts > span { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.hosts > span small { margin-left: 6px; color: var(--muted); font-size: 11.5px; }
+.hosts .end { color: var(--muted); font-size: 11.5px; display: flex; justify-content: space-between; }
+.segments { display: flex; gap: 1px; height: 24px; }
+.segments i { min-width: 0; overflow: hidden; border-radius: 3px; font-size: 11.5px; font-style: normal; line-height: 24px;
+  text-align: center; background: color-mix(in srgb, var(--to, var(--fill)) var(--much, 0%), var(--fill)); }
+.segments i.strong { color: var(--card); }
+.segments em { color: var(--muted); font-size: 12px; font-style: normal; line-height: 24px; }
+.segments img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
+.load { position: relative; height: 24px; padding-top: 2px; }
+.load i { display: block; height: 13px; border-radius: 0 3px 3px 0; background: var(--c0); }
+.load i.over { background: var(--warm); }
+.load b { display: block; height: 5px; margin-top: 2px; border-radius: 0 3px 3px 0; background: var(--c5); opacity: .45; }
+.load::after { content: ""; position: absolute; top: -4px; bottom: -4px; left: var(--mean); border-left: 1px dashed var(--ink); }
+.beside { margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale { display: flex; align-items: center; gap: 10px; margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale i { width: 180px; height: 9px; border-radius: 5px; background: linear-gradient(90deg, var(--cold), var(--fill), var(--warm)); }
 details.card { margin-top: 14px; padding: 0; }
@@ -99,6 +117,7 @@ th { padding: 9px 20px; color: var(--muted); font-size: 12.5px; font-weight: 500
 td { padding: 9px 20px; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; }
 td:nth-child(2) { min-width: 104px; }
+td.figure { white-space: nowrap; font-variant-numeric: tabular-nums; }
 td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
 tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
 tr.plain td { color: var(--muted); }
@@ -121,6 +140,8 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
   .times li { grid-template-columns: 72px 1fr; gap: 0 12px; }
   th, td, summary { padding-left: 14px; padding-right: 14px; } td:first-child { white-space: normal; }
   .bar { grid-template-columns: 76px 1fr 72px; }
+  .hosts { gap: 5px 10px; grid-template-columns: max-content minmax(0, 1fr) max-content; grid-auto-flow: dense; }
+  .hosts .segments, .hosts .end { grid-column: 1 / -1; } .hosts .segments { margin-bottom: 6px; }
 }
 @media print {
   :root { color-scheme: light; } body { background: #fff; font-size: 12px; }

@@ -115,6 +115,10 @@ def _compile(event: Event) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _placement(event: Event) -> str:
+    return str(event.get("sentence") or event.get("method") or "")
+
+
 def _end(event: Event) -> str:
     return str(event.get("status", "")) + (f": {event['reason']}" if event.get("reason") else "")
 
@@ -122,6 +126,7 @@ def _end(event: Event) -> str:
 _NAMES = {"oom": "out of memory", "compile": "compilation"}
 _TELL: dict[str, tuple[str, Callable[[Event], str]]] = {
     "compile": ("calm", _compile),
+    "placement": ("calm", _placement),
     "warning": ("warn", _warning),
     "oom": ("bad", _oom),
     "resume": ("info", _resume),

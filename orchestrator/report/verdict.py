@@ -22,6 +22,7 @@ from orchestrator.report.figures import (
     throughput,
     wall_seconds,
 )
+from orchestrator.report.hosts import UNEVEN, exchange, hosting
 from orchestrator.report.loads import busiest, idlest, layer_loads
 from orchestrator.report.read import RunRecord, remembered, section
 from orchestrator.types import bytes_text, seconds_text
@@ -44,6 +45,7 @@ IMBALANCE = 2.0
 IDLE_SHARE = 0.25
 """Part of a layer's experts that are idle."""
 NEAR_LIMIT = 0.95
+FEWER_WORKERS = "fewer --workers: what one device does alone needs no exchange"
 MAX_ADVICE = 3
 
 
@@ -148,6 +150,34 @@ def _more_workers(record: RunRecord) -> int:
 
 
 def _communication(record: RunRecord) -> Verdict | None:
+    """The sum of gradients between steps, or the rows that travel to their experts and back within one."""
+    return _together(_exchanging(record), _summing(record))
+
+
+def _together(*parts: Verdict | None) -> Verdict | None:
+    """Findings of one kind as one; advice that both give is given once."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    advice = dict.fromkeys(line for part in found for line in part.advice)
+    return Verdict(found[0].bound_by, tuple(line for part in found for line in part.evidence), tuple(advice))
+
+
+def _exchanging(record: RunRecord) -> Verdict | None:
+    sent = exchange(record)
+    if sent is None or sent.share is None or sent.share < COMMUNICATION_SHARE:
+        return None
+    hosts = f" between {record.workers} hosts" if record.workers else ""
+    figures = ", ".join([f"{seconds_text(sent.seconds or 0.0)} per step"] + ([bytes_text(sent.bytes)] if sent.bytes else []))
+    advice = (
+        "more --exchange-chunks: experts compute on one part while the next travels",
+        "a larger --batch-size: fewer and larger messages for as many rows",
+        FEWER_WORKERS,
+    )
+    return Verdict("communication", (f"{sent.share:.0%} of a step waits for the exchange of rows{hosts} ({figures})",), advice)
+
+
+def _summing(record: RunRecord) -> Verdict | None:
     parts = phase_seconds(record)
     share = shares(parts).get("communication", 0.0)
     if share < COMMUNICATION_SHARE:
@@ -158,7 +188,7 @@ def _communication(record: RunRecord) -> Verdict | None:
         advice.append("--sharding zero2 or none, where memory allows: parameters are then not gathered in every step")
     if record.on_gpu and record.start.get("backend") == "gloo":
         advice.append("--backend nccl: gloo moves gradients through the host's memory")
-    advice.append("fewer --workers: what one device does alone needs no exchange")
+    advice.append(FEWER_WORKERS)
     evidence = f"{share:.0%} of a step{workers} is communication ({seconds_text(parts['communication'])} per step)"
     return Verdict("communication", (evidence,), tuple(advice))
 
@@ -226,6 +256,29 @@ def _host(record: RunRecord) -> Verdict | None:
 
 
 def _imbalance(record: RunRecord) -> Verdict | None:
+    """Hosts that wait for one of them, or experts with far more than their share."""
+    return _together(_uneven_hosts(record), _uneven_experts(record))
+
+
+def _uneven_hosts(record: RunRecord) -> Verdict | None:
+    found = hosting(record)
+    if found is None or found.imbalance is None or found.imbalance <= UNEVEN:
+        return None
+    predicted = found.predicted_imbalance
+    told = f" (predicted {predicted:.2f})" if predicted is not None else ""
+    evidence = f"the slowest host of a layer takes {found.imbalance:.2f} times the mean of the {len(found.hosts)} hosts{told}"
+    advice = []
+    asked = section(record.config, "parallel").get("placement")
+    if asked != "auto" and (asked or found.placement.method in ("round_robin", "file")):
+        advice.append("--placement auto: places experts by their cost and by the measured speed of the hosts")
+    elif predicted is not None and predicted > UNEVEN:
+        advice.append("fewer --workers, or smaller experts and more of them: no placement divides these evenly")
+    if not section(record.config, "moe").get("balance_bias"):
+        advice.append("--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term")
+    return Verdict("imbalance", (evidence,), tuple(advice) or (_balance_loss(record),))
+
+
+def _uneven_experts(record: RunRecord) -> Verdict | None:
     """An expert with far more than its share, or many with none: with few experts or a large top-k only the second shows."""
     most, none = busiest(layer_loads(record)), idlest(layer_loads(record))
     evidence = []
@@ -235,10 +288,15 @@ def _imbalance(record: RunRecord) -> Verdict | None:
         evidence.append(f"{none[1]} of {none[2]} experts of layer {none[0]} receive almost no tokens")
     if not evidence:
         return None
-    weight = section(record.config, "model").get("balance_loss", 0.01)
+    return Verdict(
+        "imbalance", tuple(evidence), (_balance_loss(record), "fewer --experts, or a larger --top-k, when some stay idle to the end")
+    )
+
+
+def _balance_loss(record: RunRecord) -> str:
+    weight = section(record.config, "moe").get("balance_loss", 0.01)
     higher = f"{(weight or 0.005) * 2:g}" if isinstance(weight, int | float) else "0.02"
-    advice = (f"--balance-loss {higher} (was {weight}): pulls the gate towards even use",)
-    return Verdict("imbalance", tuple(evidence), (*advice, "fewer --experts, or a larger --top-k, when some stay idle to the end"))
+    return f"--balance-loss {higher} (was {weight}): pulls the gate towards even use"
 
 
 def _compute(record: RunRecord) -> Verdict | None:

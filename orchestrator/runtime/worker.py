@@ -1,5 +1,5 @@
-"""Data parallel on Ray Train: one worker's side. Ray starts it, tells it its rank and where the workers meet, and is not
-asked again until the run has ended."""
+"""One worker's side, under Ray Train or as an expert host. Ray starts it, tells it its rank and where the workers meet, and
+is not asked again: until the run has ended, or until the next segment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from orchestrator.record.log import Log
     from orchestrator.train.folder import Prepared
-    from orchestrator.train.run import Restart
+    from orchestrator.train.run import Restart, Sitting
 
 _LOOK_SECONDS = 0.1  # between looks at the wish to stop
 STOP, NONCE = "stop", "nonce"  # files in logs/: the wish to stop; what shows that a worker sees the driver's folder
@@ -79,18 +79,29 @@ def _free_place() -> tuple[str, int]:
 
 
 def worker(config: dict[str, Any]) -> dict[str, Any]:
-    """One worker's whole life. What it returns reaches the driver from rank 0; what it raises, from any."""
+    """A data-parallel worker's whole life, under Ray Train. What it returns reaches the driver from rank 0; what it raises, from
+    any."""
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
+    with at_work(ray.get(config["assignment"]), place, rank, size) as sitting:
+        ended = None
+        while ended is None:
+            ended = sitting.advance(sys.maxsize)
+    return {"status": ended.status, "reason": ended.reason}
+
+
+@contextmanager
+def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Sitting]:
+    """A worker of a group, from its start to its end. ``place`` is where they meet."""
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.tasks.load import load_task
-    from orchestrator.train.run import work
+    from orchestrator.train.run import Sitting
     from orchestrator.train.world import joined, tcp_store
 
-    assignment: Assignment = ray.get(config["assignment"])
-    context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
     _check_folder(assignment, rank)
     _speak_into(assignment.run_dir / "logs", rank)
     settings = assignment.prepared.resolved.config.parallel
@@ -102,22 +113,28 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     prepared = assignment.prepared
     if prepared.task is None:
         prepared = replace(prepared, task=load_task(prepared.resolved.config))
-    store = tcp_store(variable("MASTER_ADDR"), int(variable("MASTER_PORT")), size, rank == 0, settings.collective_timeout)
+    store = tcp_store(*place, size, rank == 0, settings.collective_timeout)
     log: Log = EventLog(assignment.run_dir / "events.jsonl") if rank == 0 else SilentLog()
+    asked = _stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
     backend = prepared.plan.backend.value
-    with _closing(log), joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world:
-        asked = _stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
-        outcome, _ = work(prepared, world, assignment.run_dir, log, asked, assignment.restart)
-    return {"status": outcome.status, "reason": outcome.reason}
+    with (
+        _closing(log),
+        joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world,
+        Sitting(prepared, world, assignment.run_dir, log, asked, assignment.restart) as sitting,
+    ):
+        yield sitting
 
 
 def _device(prepared: Prepared) -> torch.device:
     """From torch, not from what the cluster declares: GPUs without CUDA are CPUs."""
     import torch
-    from ray.train.torch import get_device
 
     if prepared.plan.device.value == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if prepared.plan.strategy.value == "expert_parallel":
+        return torch.device("cuda", 0)  # an actor sees its own GPU alone
+    from ray.train.torch import get_device
+
     return get_device()
 
 

@@ -28,13 +28,16 @@ class Digits(Task):
     def __init__(self, config: Config) -> None:
         self.config = config
         size = 96 if config.data.data_dir else 64  # MNIST has thirty times the samples
-        self.shape = Shape.of(config.model, width=size, layers=2, experts=8, hidden=size, top_k=2)
+        self.shape = Shape.of(config.model, config.moe, width=size, layers=2, experts=8, hidden=size, top_k=2)
         self._train, self._validation = _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
 
     def build_model(self) -> nn.Module:
         model = Classifier(self._train.tensors[0].shape[1], 10, self.shape)
-        initialise(model, self.config.run.seed)
+        self.initialise(model)
         return model
+
+    def initialise(self, model: nn.Module) -> None:
+        initialise(model, self.config.run.seed)
 
     def train_data(self) -> TensorData:
         return self._train
@@ -45,7 +48,7 @@ class Digits(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         images, labels = batch
         logits, routings = model(images)
-        return classification_loss(model, logits, labels, routings, self.config.model)
+        return classification_loss(model, logits, labels, routings, self.config.moe)
 
 
 def _small_digits() -> tuple[TensorData, TensorData]:

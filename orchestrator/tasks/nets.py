@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from experts.layer import MoELayer
 from experts.types import Routing
-from orchestrator.config.settings import ModelSettings
+from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 
@@ -26,20 +26,22 @@ class Shape:
     layers: int
     sizes: tuple[int, ...]
     top_k: int
+    moe: MoeSettings
+    """What its layers are besides these sizes."""
 
     @classmethod
-    def of(cls, settings: ModelSettings, *, width: int, layers: int, experts: int, hidden: int, top_k: int) -> Shape:
+    def of(cls, model: ModelSettings, moe: MoeSettings, *, width: int, layers: int, experts: int, hidden: int, top_k: int) -> Shape:
         """The settings, and the task's own default for each that was left open. A single hidden size is every expert's."""
-        experts = experts if settings.experts is None else settings.experts
-        given = settings.expert_hidden_size or (hidden,)
-        if settings.experts is None and len(given) > 1:
+        experts = experts if moe.experts is None else moe.experts
+        given = moe.expert_hidden_size or (hidden,)
+        if moe.experts is None and len(given) > 1:
             experts = len(given)
         if len(given) not in (1, experts):
             raise UserError(f"--expert-hidden-size has {len(given)} sizes for {experts} experts; give one size, or one per expert")
-        if settings.top_k is not None and settings.top_k > experts > 0:
-            raise UserError(f"--top-k {settings.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts")
+        if moe.top_k is not None and moe.top_k > experts > 0:
+            raise UserError(f"--top-k {moe.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts")
         sizes = given * experts if len(given) == 1 else given
-        return cls(settings.width or width, settings.layers or layers, sizes, settings.top_k or min(top_k, max(1, experts)))
+        return cls(model.width or width, model.layers or layers, sizes, moe.top_k or min(top_k, max(1, experts)), moe)
 
 
 class FeedForward(nn.Module):
@@ -55,7 +57,21 @@ class FeedForward(nn.Module):
 
 
 def feed_forward(shape: Shape) -> MoELayer | FeedForward:
-    return MoELayer(shape.width, shape.sizes, shape.top_k) if shape.sizes else FeedForward(shape.width, 4 * shape.width)
+    if not shape.sizes:
+        return FeedForward(shape.width, 4 * shape.width)
+    moe = shape.moe
+    return MoELayer(
+        shape.width,
+        shape.sizes,
+        shape.top_k,
+        kind=moe.expert_kind,
+        scores=moe.gate_scores,
+        normalise=moe.normalise_weights,
+        bias_rate=moe.balance_bias,
+        jitter=moe.gate_jitter,
+        capacity=moe.capacity_factor,
+        shared=moe.shared_expert_size,
+    )
 
 
 class ResidualBlock(nn.Module):
@@ -134,7 +150,7 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]
     return x, routings
 
 
-def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], settings: ModelSettings) -> Loss:
+def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], moe: MoeSettings) -> Loss:
     """Cross-entropy over the last dimension, and in training the gates' own losses, each a sum over the targets."""
     flat, count = logits.flatten(0, -2), targets.numel()
     cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
@@ -143,7 +159,7 @@ def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routi
         metrics["accuracy"] = (flat.argmax(-1) == targets.flatten()).sum()
     if not model.training or not routings:
         return Loss(cross_entropy, count, metrics, tuple(r.counts_E for r in routings))
-    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (settings.balance_loss / len(routings))
-    z = sum((r.z for r in routings), start=torch.zeros_like(cross_entropy)) * (settings.z_loss / len(routings))
+    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (moe.balance_loss / len(routings))
+    z = sum((r.z for r in routings), start=torch.zeros_like(cross_entropy)) * (moe.z_loss / len(routings))
     metrics |= {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
     return Loss(cross_entropy + balance + z, count, metrics, tuple(r.counts_E for r in routings))

@@ -21,7 +21,7 @@ class Synthetic(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.shape = Shape.of(config.model, width=64, layers=2, experts=4, hidden=128, top_k=2)
+        self.shape = Shape.of(config.model, config.moe, width=64, layers=2, experts=4, hidden=128, top_k=2)
         context = 64 if config.model.context_length is None else config.model.context_length
         self.context, self.vocabulary = context, config.model.vocabulary or 256
         self.unit, self.units_per_sample = ("tokens", context) if context else ("samples", 1)
@@ -29,8 +29,11 @@ class Synthetic(Task):
     def build_model(self) -> nn.Module:
         width = self.shape.width
         model = Decoder(self.vocabulary, self.context, self.shape) if self.context else Classifier(width, _CLASSES, self.shape)
-        initialise(model, self.config.run.seed)
+        self.initialise(model)
         return model
+
+    def initialise(self, model: nn.Module) -> None:
+        initialise(model, self.config.run.seed)
 
     def train_data(self) -> TensorData:
         return self._make(self.config.data.samples or 4096, "train")
@@ -58,4 +61,4 @@ class Synthetic(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, targets = (batch[0][:, :-1], batch[0][:, 1:]) if self.context else batch
         logits, routings = model(inputs)
-        return classification_loss(model, logits, targets, routings, self.config.model)
+        return classification_loss(model, logits, targets, routings, self.config.moe)

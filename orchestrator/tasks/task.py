@@ -27,7 +27,12 @@ class Task(Protocol):
     """A task. Subclass it for the defaults, or write the same members yourself.
 
     ``loss`` may return a ``Loss``, a pair (sum, count), or a plain scalar, which is taken as the mean over the batch's
-    samples."""
+    samples.
+
+    A task may also have ``initialise(model) -> None``, which fills the initial weights of a model in place, the same whatever of
+    it is there: ``experts.model.initialise(model, seed)`` does. In expert parallel a host then builds the model without its
+    weights, cuts away the experts that live elsewhere, and fills what is left. Without it each host builds the whole model
+    first, and ``build_model`` must make the same one everywhere."""
 
     unit: str = "samples"
     """What a count counts: throughput is reported in samples per second and, where this differs, in these."""

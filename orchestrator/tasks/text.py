@@ -24,7 +24,7 @@ class Text(Task):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.shape = Shape.of(config.model, width=128, layers=2, experts=8, hidden=128, top_k=2)
+        self.shape = Shape.of(config.model, config.moe, width=128, layers=2, experts=8, hidden=128, top_k=2)
         self.units_per_sample = config.model.context_length or 128
         tokens = torch.frombuffer(bytearray(read_text(config.data.data_dir)), dtype=torch.uint8)
         held = len(tokens) // _VALIDATION_SHARE
@@ -36,8 +36,11 @@ class Text(Task):
 
     def build_model(self) -> nn.Module:
         model = Decoder(256, self.units_per_sample, self.shape)
-        initialise(model, self.config.run.seed)
+        self.initialise(model)
         return model
+
+    def initialise(self, model: nn.Module) -> None:
+        initialise(model, self.config.run.seed)
 
     def train_data(self) -> WindowData:
         return self._train
@@ -47,7 +50,7 @@ class Text(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         logits, routings = model(batch[:, :-1])
-        return classification_loss(model, logits, batch[:, 1:], routings, self.config.model)
+        return classification_loss(model, logits, batch[:, 1:], routings, self.config.moe)
 
 
 def read_text(source: Path | None) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from experts.model import mix
+from experts.load import moe_layers
+from experts.model import materialise, mix, place
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import set_environment
@@ -25,11 +26,21 @@ from orchestrator.train.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.compiling import Compiled
 from orchestrator.train.data import Feed, Feeding, seed_host
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.hosting import Hosted
 from orchestrator.train.loop import Cadence, Loop
 from orchestrator.train.memory import limit_memory, recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import DdpOptions, Replica, Replicated, Sharded, shard, statistics_of, synchronize_statistics
+from orchestrator.train.replicate import (
+    DdpOptions,
+    Replica,
+    Replicated,
+    Sharded,
+    shard,
+    shared_buffers,
+    statistics_of,
+    synchronize_statistics,
+)
 from orchestrator.train.saving import Saver
 from orchestrator.train.state import Progress, restore, restore_model
 from orchestrator.train.step import Stepper, built
@@ -48,27 +59,60 @@ class Parts:
     compiled: Compiled | None
 
 
-def build_parts(config: Config, plan: Plan, task: Task, world: World, tell: Callable[..., None] = lambda *_, **__: None) -> Parts:
-    """The task's model on its device, with optimizer, precision and compilation as planned."""
-    seed_host(mix(config.run.seed, "build"))
-    torch.manual_seed(mix(config.run.seed, "build"))
-    with user_code("building the model"):
-        model = built(task)
+def build_parts(
+    config: Config,
+    plan: Plan,
+    task: Task,
+    world: World,
+    tell: Callable[..., None] = lambda *_, **__: None,
+    host_of: Sequence[Sequence[int]] | None = None,
+) -> Parts:
+    """The task's model on its device, with optimizer, precision and compilation as planned. ``host_of`` says on which worker
+    each layer's experts live."""
+    model = build_model(config, task, world, host_of)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:
         model = synchronize_statistics(model)
+    replica = build_replica(config, plan, task, world, model, tell, host_of is not None)
+    for _, layer in moe_layers(model):
+        layer.bank.kernel = config.device.expert_kernel
     if plan.activation_checkpointing.value:
-        recompute_blocks(model)
+        recompute_blocks(model, None if plan.compile.value else replica.hosts)
     compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts) if plan.compile.value else None
-    replica = build_replica(config, plan, task, world, model, tell)
     return Parts(model, replica, build_learner(config, plan, task, model), Precision(plan.precision.value, world.device), compiled)
 
 
-def build_replica(config: Config, plan: Plan, task: Task, world: World, model: nn.Module, tell: Callable[..., None]) -> Replica:
-    """The model on its device: alone, the same on each worker, or in parts on all of them."""
+def build_model(config: Config, task: Task, world: World, host_of: Sequence[Sequence[int]] | None) -> nn.Module:
+    """The task's model: whole, or with this host's experts alone. Where the task can fill a model that is already there, the
+    others never come to be: it is built without memory, cut, and given memory where it lives."""
+    seed_host(mix(config.run.seed, "build"))
+    torch.manual_seed(mix(config.run.seed, "build"))
+    fill = getattr(task, "initialise", None)
+    with user_code("building the model"):
+        if host_of is None or fill is None:
+            model = built(task)
+            if host_of is not None:
+                place(model, host_of, world.rank)
+            return model
+        with torch.device("meta"):
+            model = built(task)
+        place(model, host_of, world.rank)
+        materialise(model)
+        fill(model)
+    return model
+
+
+def build_replica(
+    config: Config, plan: Plan, task: Task, world: World, model: nn.Module, tell: Callable[..., None], hosted: bool = False
+) -> Replica:
+    """The model on its device: alone, the same on each worker, in parts on all of them, or with experts of its own."""
     settings = config.parallel
+    if world.size > 1 and hosted:
+        model.to(world.device)
+        check_placement(model, world.device)
+        return Hosted(model, task, world, plan.exchange_chunks.value, settings.bucket_cap_mb)
     if world.size > 1 and plan.sharding.value != "none":
-        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *shared_buffers(model)]])
         shard(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
         return Sharded(model, task, world)
     model.to(world.device)
@@ -76,7 +120,7 @@ def build_replica(config: Config, plan: Plan, task: Task, world: World, model: n
     if world.size == 1:
         return Replica(model, task)
     own = [] if settings.sync_batchnorm else statistics_of(model)  # what a forward pass makes different on each worker
-    buffers = {"auto": own, "on": list(model.buffers()), "off": []}[settings.broadcast_buffers]
+    buffers = {"auto": own, "on": shared_buffers(model), "off": []}[settings.broadcast_buffers]
     options = DdpOptions(
         settings.bucket_cap_mb, settings.static_graph, settings.find_unused_parameters, settings.gradient_as_bucket_view, tuple(buffers)
     )
@@ -118,7 +162,7 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
         return None
     size = plan.eval_batch_size.value
     feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
-    feed = Feed(data, world, global_batch=size * world.size, micro_batch=size, seed=None, feeding=feeding)
+    feed = Feed(data, world, global_batch=size * world.holders, micro_batch=size, seed=None, feeding=feeding)
     metric = config.run.early_stopping_metric
     if metric != "loss":  # a wrong name is better found now than after an epoch
         tried = Evaluation(parts.replica, feed, parts.precision, most_batches=1, name="try")()["metrics"]
@@ -142,9 +186,18 @@ def build_stepper(config: Config, world: World, parts: Parts, micro_batch: int, 
     )
 
 
-def build_loop(config: Config, plan: Plan, task: Task, world: World, run_dir: Path, log: Log, again: bool = False) -> tuple[Loop, Parts]:
+def build_loop(
+    config: Config,
+    plan: Plan,
+    task: Task,
+    world: World,
+    run_dir: Path,
+    log: Log,
+    again: bool = False,
+    host_of: Sequence[Sequence[int]] | None = None,
+) -> tuple[Loop, Parts]:
     """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
-    parts = build_parts(config, plan, task, world, log.write)
+    parts = build_parts(config, plan, task, world, log.write, host_of)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
     feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
     seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it

@@ -38,6 +38,8 @@ class Micro:
 
     samples: int
     fetch: Callable[[], Any]
+    first: int = 0
+    """Place of its first sample in the global batch."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Feed:
     @property
     def largest_part(self) -> int:
         """Samples of the largest micro-batch that this worker gets."""
-        part = self.world.cut(min(self.micro_batch * self.world.size, self.global_batch))[self.world.rank]
+        part = self.world.cut(min(self.micro_batch * self.world.holders, self.global_batch))[self.world.rank]
         return max(1, part.stop - part.start)
 
     @property
@@ -109,7 +111,7 @@ class Feed:
     def _micro_batches(self, begin: int) -> Iterator[tuple[int, int]]:
         """Where the micro-batches of all workers together begin and end, for the step that begins at a sample."""
         end = min(begin + self.global_batch, self.samples)
-        together = self.micro_batch * self.world.size
+        together = self.micro_batch * self.world.holders
         yield from ((start, min(start + together, end)) for start in range(begin, end, together))
 
     def _cut(self, begin: int) -> list[tuple[int, slice]]:
@@ -130,7 +132,7 @@ class Feed:
     def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[Portion]:
         order = order.to(_device_of(data))
         for begin in range(position, self.samples, self.global_batch):
-            micros = [Micro(count, _Gathering(data, order[s], self.world.device)) for count, s in self._cut(begin)]
+            micros = [Micro(count, _Gathering(data, order[s], self.world.device), s.start - begin) for count, s in self._cut(begin)]
             yield self._portion(begin, micros)
 
     def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[Portion]:
@@ -141,7 +143,7 @@ class Feed:
             cut = self._cut(begin)
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
-            micros = [Micro(count, _Moving(batch, self.world.device)) for (count, _), batch in zip(cut, made, strict=True)]
+            micros = [Micro(count, _Moving(batch, self.world.device), s.start - begin) for (count, s), batch in zip(cut, made, strict=True)]
             yield self._portion(begin, micros)
 
     def _tickets(self, order: Tensor, epoch: int, position: int) -> Iterator[Ticket]:

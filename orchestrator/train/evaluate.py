@@ -14,7 +14,7 @@ from orchestrator.tasks.task import Loss
 from orchestrator.train.data import Feed, Micro, cut_batch
 from orchestrator.train.memory import free_cached, is_out_of_memory
 from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import Replica
+from orchestrator.train.replicate import Replica, shared_buffers
 from orchestrator.train.step import WHOLE, as_loss, check_device
 from orchestrator.train.totals import Sums, Totals
 from orchestrator.train.world import is_communication_error
@@ -41,7 +41,7 @@ class Evaluation:
         """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
         model, world = self.replica.model, self.feed.world
         begun, was_training = perf_counter(), model.training
-        world.broadcast_(list(model.buffers()))  # one model is evaluated, not one per worker
+        world.broadcast_(shared_buffers(model))  # one model is evaluated, not one per worker
         model.eval()
         try:
             totals, samples = self._totals(world.device)
@@ -75,6 +75,7 @@ class Evaluation:
         batch, done, samples = micro.fetch(), 0, max(1, micro.samples)
         totals: Totals | None = None
         check_device(batch, device)
+        self.replica.hosts.silent = not micro.samples
         while done < samples:
             size = min(limit, samples - done)
             part = batch if size == samples else cut_batch(batch, done, done + size, samples)

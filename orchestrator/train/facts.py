@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experts.bank import ExpertBank
 from experts.gate import Gate
+from experts.layer import MoELayer
 from experts.load import moe_layers
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.estimate import ModelFacts
@@ -184,7 +185,14 @@ def _facts(task: Task, model: nn.Module, data: Any, validation: Any, one: Trace,
         gathered_bytes=data.nbytes if isinstance(data, Gatherable) else None,
         own_optimizer=_brings_optimizer(task, parameters),
         method=method,
+        expert_weights=tuple(_weights(layer) for _, layer in layers),
     )
+
+
+def _weights(layer: MoELayer) -> tuple[int, ...]:
+    """Parameters of each expert."""
+    stacks = [(group, stack[0].numel()) for group, _, stack in layer.bank.stacks()]
+    return tuple(sum(size for group, size in stacks if expert in group.ids) for expert in layer.bank.held)
 
 
 def _within(model: nn.Module, kind: type[nn.Module]) -> int:

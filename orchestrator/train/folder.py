@@ -93,14 +93,25 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
 
 def planned_before(run_dir: Path) -> dict[str, Any]:
     """What an earlier start of this run chose or measured, and a later one keeps: ``batch_size``, ``global_batch_size`` and
-    ``device_speeds``; with it the batch settings it was asked for. Empty where there is no plan, or it is damaged."""
+    ``device_speeds`` and ``placement``; with them the settings they were asked for by. Empty where there is no plan, or it is
+    damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         saved = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
         known = {name: int(saved["choices"][name]["value"]) for name in ("batch_size", "global_batch_size")}
-        speeds = {str(name): float(speed) for name, speed in saved.get("measured", {}).get("device_speeds", {}).items()}
+        measured = saved.get("measured", {})
+        speeds = {str(name): float(speed) for name, speed in measured.get("device_speeds", {}).items()}
+        placed = {name: measured.get(name) for name in ("placement", "placement_asked")}
         asked = {entry["name"]: entry["value"] for entry in saved["settings"] if entry["name"].startswith("batch.")}
-        return known | {"device_speeds": speeds, "asked": asked}
+        return known | {"device_speeds": speeds, "asked": asked} | placed
     return {}
+
+
+def last_loads(run_dir: Path) -> list[list[float]] | None:
+    """Tokens per expert and layer, as an earlier start of this run last counted them."""
+    events = of_kind(read_events(run_dir / "events.jsonl"), "load")
+    with suppress(ValueError, TypeError, KeyError):
+        return [[float(count) for count in layer] for layer in events[-1]["loads"]] if events else None
+    return None
 
 
 def kept_batch(config: Config, known: dict[str, Any]) -> dict[str, int]:
@@ -140,7 +151,7 @@ def outcome_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
 
 def _relation(chosen: Plan) -> str:
     """A global batch that does not divide is cut as evenly as can be."""
-    product = chosen.batch_size.value * chosen.accumulation_steps.value * chosen.workers.value
+    product = chosen.batch_size.value * chosen.accumulation_steps.value * chosen.holders
     return "=" if product == chosen.global_batch_size.value else "at most, for"
 
 
@@ -148,8 +159,8 @@ def banner_rows(prepared: Prepared, run_dir: Path) -> list[tuple[str, str]]:
     """The start-up banner: processes, strategy, precision, accumulation, devices."""
     chosen, facts = prepared.plan, prepared.facts
     experts = f", {facts.experts} experts in {facts.moe_layers} layers" if facts.experts else ""
-    workers = chosen.workers.value
-    product = f"{chosen.batch_size.value} × {chosen.accumulation_steps.value} accumulation × {workers} worker{'s' * (workers > 1)}"
+    workers, holders = chosen.workers.value, chosen.holders
+    product = f"{chosen.batch_size.value} × {chosen.accumulation_steps.value} accumulation × {holders} worker{'s' * (holders > 1)}"
     processes = "1 (strategy: single device)"
     if chosen.strategy.value != "single":
         detail = f", {chosen.sharding.value}" if chosen.sharding.value != "none" else ""

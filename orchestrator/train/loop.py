@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -72,13 +72,29 @@ class Loop:
     _epoch_begun: float = 0.0
     _window_begun: float = 0.0
     _allocated: list[int] = field(default_factory=list)
+    _under_way: Generator[None, None, Outcome] | None = None
 
     def run(self) -> Outcome:
-        """Train. Every way out has flushed its records; all but a failure leave a checkpoint of the last step."""
-        self._first = self._last_saved = self.progress.step
-        self._window_begun = perf_counter()
+        """Train to the end."""
+        while True:
+            outcome = self.advance(self.cadence.total_steps + 1)
+            if outcome is not None:
+                return outcome
+
+    def advance(self, steps: int) -> Outcome | None:
+        """Train for so many steps, or to the end: then how it ended. Every way out has flushed its records; the end, unless it
+        is a failure, leaves a checkpoint of the last step."""
+        if self._under_way is None:
+            self._first = self._last_saved = self.progress.step
+            self._window_begun = perf_counter()
+            self._under_way = self._steps()
         try:
-            outcome = self._steps()
+            for _ in range(steps):
+                next(self._under_way)
+            self._flush()
+            return None
+        except StopIteration as ended:
+            outcome: Outcome = ended.value
         except BaseException:
             with suppress(Exception):
                 self._flush()
@@ -97,7 +113,8 @@ class Loop:
         self._peak = {name: max(value, self._peak.get(name, 0)) for name, value in now.items()}
         return self._peak
 
-    def _steps(self) -> Outcome:
+    def _steps(self) -> Generator[None, None, Outcome]:
+        """The steps, with a rest after each."""
         progress, cadence = self.progress, self.cadence
         if progress.step and (progress.step >= cadence.total_steps or progress.epoch >= cadence.epochs):
             self._out_of_patience()
@@ -118,6 +135,7 @@ class Loop:
                     self._save()
                 if stop:
                     return Outcome("stopped", "interrupted")
+                yield
             if self._end_epoch():
                 return self._stopped_early()
         self._out_of_patience()
@@ -180,6 +198,10 @@ class Loop:
         if phases:
             total = sum(entry.seconds for entry in pending) / len(pending)
             events.append({"event": "phases", "time": time.time(), "step": self.progress.step, **phases, "total": total})
+        if pending[-1].totals.travel is not None and self.stepper.replica.lodged:
+            sent, rows, waited = (torch.stack([p.totals.travel for p in pending if p.totals.travel is not None]).mean(0)).tolist()
+            fields = {"bytes": sent, "rows": rows, "seconds": waited / self.stepper.world.size}
+            events.append({"event": "exchange", "time": time.time(), "step": self.progress.step, "steps": len(pending), **fields})
         if pending[0].totals.loads:
             loads = [torch.stack(layer).sum(0).tolist() for layer in zip(*(p.totals.loads for p in pending), strict=True)]
             events.append({"event": "load", "time": time.time(), "step": self.progress.step, "steps": len(pending), "loads": loads})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from experts.hosts import Hosts, Tape
+from experts.layer import MoELayer
 from orchestrator.errors import UserError
 
 _MUCH = 0.1  # of the device's memory
@@ -63,9 +66,10 @@ def allocated_now(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def recompute_blocks(model: nn.Module) -> int:
+def recompute_blocks(model: nn.Module, hosts: Hosts | None) -> int:
     """Activation checkpointing: the repeated blocks of a model keep their inputs only and are run again in the backward
-    pass. Returns how many blocks; the model is changed in place and keeps its parameter names."""
+    pass. What passes between ``hosts`` is kept too: tokens neither travel nor are routed a second time (None, where the
+    compiler sees to what is kept). Returns how many blocks; the model is changed in place and keeps its parameter names."""
     blocks = [block for blocks in block_lists(model) for block in blocks]
     if not blocks:
         raise UserError(
@@ -74,8 +78,15 @@ def recompute_blocks(model: nn.Module) -> int:
         )
     for block in blocks:
         forward: Any = block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False)
+        routes = any(isinstance(module, MoELayer) for module in block.modules())
+        contexts = {"context_fn": partial(_taped, hosts)} if routes and hosts is not None else {}
+        block.forward = partial(checkpoint, forward, use_reentrant=False, **contexts)
     return len(blocks)
+
+
+def _taped(hosts: Hosts) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    tape = Tape()
+    return tape.writing(hosts), tape.reading(hosts)
 
 
 def block_lists(model: nn.Module) -> list[list[nn.Module]]:

@@ -69,25 +69,24 @@ class Learner:
             self.optimizer.step()
 
 
-def finish_gradients(
-    gradients: list[Tensor], factor: float | Tensor, clip_norm: float, sum_squares: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, before
-    clipping, in fp64: each parameter counted once, its squares summed in the order of the parameters. ``sum_squares`` adds
-    those of the parts that other workers hold."""
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """The norm of several gradients as one, in fp64: each counted once, in their order."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
-    if sum_squares is None:
-        norm = torch.linalg.vector_norm(norms, dtype=torch.float64)
-    else:
-        norm = sum_squares(norms.double().square().sum()).sqrt()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def finish_gradients(gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float) -> Tensor:
+    """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, times the
+    factor, before clipping."""
     if isinstance(factor, Tensor):
         factor = factor.to(norm.device)
     if isinstance(factor, Tensor) or factor != 1.0:
         norm = norm * factor
     if clip_norm > 0:
         factor = (factor * clip_norm) / norm.clamp(min=clip_norm)
+    if not gradients:
+        return norm
     if isinstance(factor, Tensor):
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
     elif factor != 1.0:

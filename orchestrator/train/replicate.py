@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from experts.hosts import Hosts
+from experts.model import attach
 from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.memory import block_lists
+from orchestrator.train.optim import norm_of
 from orchestrator.train.world import World
 
 SURVIVE = 20  # steps that a micro-batch must last before reductions begin during the backward pass
@@ -43,10 +46,11 @@ class Replica:
     """A model in one process: its gradients are the gradients. The other forms say where they differ."""
 
     together = False  # whether a forward pass waits for the other workers: then all compute, or none can
-    sum_squares: Callable[[Tensor], Tensor] | None = None  # over the workers, where each holds a part of a gradient
+    lodged = 0  # gradients that live on one worker each, counted over all of them
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        self.model, self.task = model, task
+    def __init__(self, model: nn.Module, task: Task, hosts: Hosts | None = None) -> None:
+        self.model, self.task, self.hosts = model, task, hosts or Hosts()
+        attach(model, self.hosts)
         self._synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property
@@ -77,6 +81,18 @@ class Replica:
         """This worker's part of each gradient, sharing its memory."""
         return gradients
 
+    def squares(self) -> Tensor | None:
+        """Squared norms of the gradients that live on one worker each: this worker's, and zeros for the others'."""
+        return None
+
+    def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
+        """The norm of the whole gradient, the same on all workers. ``squares`` are those of all of them."""
+        return norm_of(gradients)
+
+    def travel(self) -> tuple[float, float, float]:
+        """Bytes, rows and seconds that the exchange between hosts cost this one since it was last asked."""
+        return 0.0, 0.0, 0.0
+
 
 class Replicated(Replica):
     """The whole model on each worker."""
@@ -88,7 +104,7 @@ class Replicated(Replica):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._survived, self._shared, self._ragged, self._reduced = 0, True, False, False
         self._ddp: DistributedDataParallel | None = None
-        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *model.buffers()]])
+        world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *shared_buffers(model)]])
 
     @property
     def votes(self) -> bool:
@@ -205,7 +221,7 @@ class Sharded(Replica):
 
     def __init__(self, model: nn.Module, task: Task, world: World) -> None:
         super().__init__(model, task)
-        self.sum_squares = world.sum_
+        self.world = world
 
     def loss(self, batch: Any, last: bool) -> Any:
         root: Any = self.model
@@ -214,6 +230,9 @@ class Sharded(Replica):
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return [part_of(gradient) for gradient in gradients]
+
+    def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
+        return self.world.sum_(norm_of(gradients).to(self.world.device).square()).sqrt()
 
 
 def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:
@@ -295,6 +314,12 @@ def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
         held.append(gradient)
     if held:
         yield held
+
+
+def shared_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that belong to the model's state. Others may differ from worker to worker: where experts live, for one."""
+    kept = set(model.state_dict())
+    return [buffer for name, buffer in model.named_buffers() if name in kept]
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:

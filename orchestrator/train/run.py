@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import inventory
@@ -18,8 +19,9 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
 from orchestrator.train.assemble import Parts, build_loop, machine_settings
-from orchestrator.train.folder import Prepared, conclude, kept_batch, planned_before, write_intentions
+from orchestrator.train.folder import Prepared, conclude, kept_batch, last_loads, planned_before, write_intentions
 from orchestrator.train.loop import Loop, Outcome
+from orchestrator.train.placing import Hosting, decide_hosting
 from orchestrator.train.probing import find_batch
 from orchestrator.train.profiling import profiling
 from orchestrator.train.shares import with_shares
@@ -45,22 +47,94 @@ def work(
     prepared: Prepared, world: World, run_dir: Path, log: Log, asked: Callable[[], bool], restart: Restart | None = None
 ) -> tuple[Outcome, Parts]:
     """One worker's part of a run, from the plan to the end. ``asked`` says whether someone wants it to stop."""
-    begun = time.time()
-    config = prepared.resolved.config
-    with machine_settings(config, prepared.plan, world.device):
+    with Sitting(prepared, world, run_dir, log, asked, restart) as sitting:
+        outcome = None
+        while outcome is None:
+            outcome = sitting.advance(sys.maxsize)
+        return outcome, sitting.parts
+
+
+class Sitting:
+    """One worker's part of a run, in segments of steps: from the plan to the end, or to where it is broken off."""
+
+    loop: Loop
+    parts: Parts
+
+    def __init__(
+        self, prepared: Prepared, world: World, run_dir: Path, log: Log, asked: Callable[[], bool], restart: Restart | None = None
+    ) -> None:
+        self.prepared, self.world, self.run_dir, self.log = prepared, world, run_dir, log
+        self._asked, self._restart = asked, restart
+        self._stack, self._begun = ExitStack(), 0.0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:  # whatever was opened is closed if the rest fails
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self, stack: ExitStack) -> None:
+        begun, restart, log = time.time(), self._restart, self.log
+        config = self.prepared.resolved.config
+        stack.enter_context(machine_settings(config, self.prepared.plan, self.world.device))
         known: dict[str, Any] = {}
         if config.checkpoint.resume == "auto" or restart:  # one reads for all: over a network drive they may not see the same
-            known = world.agree("plan", planned_before(run_dir) if world.is_main else None)
-        prepared = with_measured_batch(prepared, world, known, log)
-        world, speeds = with_shares(config, prepared.plan, world, known)
-        if world.is_main:
-            write_intentions(prepared, run_dir, {"device_speeds": speeds})
-        prepared = _halved(prepared, restart.halvings if restart else 0)
-        loop, parts = build_loop(config, prepared.plan, prepared.task, world, run_dir, log, again=restart is not None)
-        loop.stopping.asked = asked
+            known = self.world.agree("plan", planned_before(self.run_dir) if self.world.is_main else None)
+        prepared = with_measured_batch(self.prepared, self.world, known, log)
+        hosting = self._hosting(prepared, known)
+        if prepared.plan.holders < self.world.size:
+            self.world, speeds = self.world.primary(), {}
+        else:
+            self.world, speeds = with_shares(config, prepared.plan, self.world, known)
+        if self.world.is_main:
+            write_intentions(
+                prepared, self.run_dir, {"device_speeds": speeds} | (hosting.measured(config.parallel.placement) if hosting else {})
+            )
+        self.prepared = prepared = _halved(prepared, restart.halvings if restart else 0)
+        host_of = hosting.host_of if hosting else None
+        self.loop, self.parts = build_loop(
+            config, prepared.plan, prepared.task, self.world, self.run_dir, log, again=restart is not None, host_of=host_of
+        )
+        self.loop.stopping.asked = self._asked
         if restart is not None:
-            loop.after_step = _tells_recovery(restart, loop, log, begun)
-        return train(loop, prepared, run_dir, log), parts
+            self.loop.after_step = _tells_recovery(restart, self.loop, log, begun)
+        log.write("start", **_start_fields(prepared, self.loop))
+        if hosting is not None:
+            log.write("placement", step=self.loop.progress.step, **hosting.event(prepared.facts))
+        self._watch(stack)
+        self._begun = perf_counter()
+
+    def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> Hosting | None:
+        if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
+            return None
+        seen = last_loads(self.run_dir) if self.world.is_main and known else None
+        loads = self.world.agree("loads", seen) or []
+        return decide_hosting(prepared.resolved.config, prepared.plan, prepared.facts, self.world, known, loads)
+
+    def _watch(self, stack: ExitStack) -> None:
+        """Those who watch the loop from beside it."""
+        loop, config = self.loop, self.prepared.resolved.config
+        stack.callback(loop.close)
+        if config.watch.monitor_gpu and self.world.is_main:
+            loop.monitor = stack.enter_context(_monitored(self.prepared, self.world, self.log))
+        if config.watch.profile and self.world.is_main:
+            loop.after_step = _both(loop.after_step, stack.enter_context(profiling(self.run_dir, self.world.device)))
+
+    def advance(self, steps: int) -> Outcome | None:
+        """Train for so many steps, or to the end: then how it ended. A failure is for the caller to record: it may be mended."""
+        loop, log = self.loop, self.log
+        outcome = loop.advance(steps)
+        if outcome is None:
+            return None
+        if loop.monitor is not None and self.prepared.resolved.config.watch.gpu_log_interval:  # a short run has one reading too
+            log.write("monitor", step=loop.progress.step, **loop.monitor())
+        self._stack.close()
+        seconds = perf_counter() - self._begun
+        log.write("end", status=outcome.status, reason=outcome.reason, steps=loop.progress.step, seconds=seconds, memory=loop.peak_memory())
+        return outcome
 
 
 def _halved(prepared: Prepared, halvings: int) -> Prepared:
@@ -69,24 +143,6 @@ def _halved(prepared: Prepared, halvings: int) -> Prepared:
         return prepared
     size = max(1, -(-prepared.plan.batch_size.value // 2**halvings))
     return replace(prepared, plan=replace(prepared.plan, batch_size=Choice(size, "a worker ran out of memory with more")))
-
-
-def train(loop: Loop, prepared: Prepared, run_dir: Path, log: Log) -> Outcome:
-    """Run the loop, with those who watch it. A failure is for the caller to record: it may be mended."""
-    config, begun, world = prepared.resolved.config, perf_counter(), loop.stepper.world
-    log.write("start", **_start_fields(prepared, loop))
-    with ExitStack() as stack:
-        stack.callback(loop.close)
-        if config.watch.monitor_gpu and world.is_main:
-            loop.monitor = stack.enter_context(_monitored(prepared, world, log))
-        if config.watch.profile and world.is_main:
-            loop.after_step = _both(loop.after_step, stack.enter_context(profiling(run_dir, world.device)))
-        outcome = loop.run()
-        if loop.monitor is not None and config.watch.gpu_log_interval:  # a short run has one reading too
-            log.write("monitor", step=loop.progress.step, **loop.monitor())
-    seconds = perf_counter() - begun
-    log.write("end", status=outcome.status, reason=outcome.reason, steps=loop.progress.step, seconds=seconds, memory=loop.peak_memory())
-    return outcome
 
 
 def record_failure(run_dir: Path, error: BaseException, seconds: float, log: EventLog | None = None) -> None:
@@ -155,6 +211,7 @@ def _start_fields(prepared: Prepared, loop: Loop) -> dict[str, Any]:
         "total_steps": loop.cadence.total_steps,
         "step": loop.progress.step,
         **several,
+        **({"gate": chosen.gate.value} if chosen.strategy.value == "expert_parallel" else {}),
         **({"shares": list(world.shares)} if world.shares else {}),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -20,23 +21,37 @@ _SECONDS = 0.2
 _SIZES = {"cuda": 4096, "cpu": 384}
 
 
+@dataclass(frozen=True)
+class Device:
+    """What a worker computes on, as measured: alike devices have one speed, the mean of theirs."""
+
+    name: str
+    speed: float
+    """FLOP/s of matrix products in the precision of the run."""
+
+
 def with_shares(config: Config, plan: Plan, world: World, known: Mapping[str, Any]) -> tuple[World, dict[str, float]]:
-    """The world with its shares, and the speed of each kind of device. Speeds that an earlier start of the run measured are
-    taken as they are, so that the same workers get the same shares again."""
+    """The world with its shares, and the speed of each kind of device."""
     asked = config.parallel.share_by_speed
     if world.size == 1 or asked == "off" or config.run.deterministic:
         return world, {}
-    name = device_name(world.device)
-    number = float(zlib.crc32(name.encode()))
-    kinds = [row[0] for row in world.gather([number])]
-    if asked == "auto" and len(set(kinds)) == 1:
+    names = [row[0] for row in world.gather([float(zlib.crc32(device_name(world.device).encode()))])]
+    if asked == "auto" and len(set(names)) == 1:
         return world, {}
-    known_speed = known.get("device_speeds", {}).get(name)
-    measured = [row[0] for row in world.gather([known_speed or measured_speed(world.device, plan)])]
-    speeds = [_mean([speed for kind, speed in zip(kinds, measured, strict=True) if kind == mine]) for mine in kinds]
-    shares = even_out(speeds)
+    devices = measured_devices(plan, world, known)
+    shares = even_out([device.speed for device in devices])
+    return (world.sharing(shares) if len(set(shares)) > 1 else world), {device.name: device.speed for device in devices}
+
+
+def measured_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[Device]:
+    """The devices of all workers, by rank. Speeds that an earlier start of the run measured are taken as they are, so that
+    the same workers get the same again. All workers must ask, once in the life of the group."""
+    name = device_name(world.device)
+    speed = known.get("device_speeds", {}).get(name) or measured_speed(world.device, plan)
     names = [world.agree(f"device/{rank}", name if rank == world.rank else None) for rank in range(world.size)]
-    return (world.sharing(shares) if len(set(shares)) > 1 else world), dict(zip(names, speeds, strict=True))
+    speeds = [row[0] for row in world.gather([speed])]
+    means = {kind: _mean([s for n, s in zip(names, speeds, strict=True) if n == kind]) for kind in names}
+    return [Device(kind, means[kind]) for kind in names]
 
 
 def _mean(values: Sequence[float]) -> float:

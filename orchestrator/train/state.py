@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experts.expert_state import join_experts, split_experts, stacked_names
+from experts.expert_state import join_experts, lives_on_hosts, names_elsewhere, split_experts, stacked_names
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint import Contents
 from orchestrator.train.precision import Precision
@@ -46,17 +46,21 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, progress: Progress, world: World) -> Contents | None:
     """A copy in the main worker's host memory of all that a run needs to go on; None on the others. Where the model is
-    sharded, every worker must call it."""
-    if not world.is_main and not is_sharded(model):
+    sharded, or its experts live on several hosts, every worker must call it."""
+    lodged = lives_on_hosts(model)
+    if not world.is_main and not is_sharded(model) and not lodged:
         return None
     back_in_parts(model)
     stacked = stacked_names(model)
-    tensors, values, groups = _optimizer_state(model, optimizer)
-    both = {"model": _host(model_tensors(model), stacked, world.is_main)}
+    tensors, values, groups = _optimizer_state(model, optimizer, stacked)
+    keep = world.is_main or lodged
+    both = {"model": _host(model_tensors(model), stacked, keep)}
     both["optimizer"] = {}
     for slot, of_slot in tensors.items():
-        held = _host(of_slot, stacked, world.is_main)
+        held = _host(of_slot, stacked, keep)
         both["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in held.items()}
+    if lodged:
+        _bring_together(both, values, {piece for pieces in stacked.values() for piece in pieces}, world)
     if not world.is_main:
         return None
     state = {
@@ -66,6 +70,18 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
         "random": _random_state(),
     }
     return Contents(both, state)
+
+
+def _bring_together(both: dict[str, dict[str, Tensor]], values: dict[str, Any], experts: set[str], world: World) -> None:
+    """The experts of all hosts, to the main one. The dense part it has itself."""
+    mine = {f"model/{name}": tensor for name, tensor in both["model"].items() if name in experts}
+    mine |= {f"optimizer/{key}": tensor for key, tensor in both["optimizer"].items() if key.partition("/")[2] in experts}
+    theirs = {key: value for key, value in values.items() if key.partition("/")[2] in experts}
+    for tensors, plain in world.to_main(mine, theirs):
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            both[kind][name] = tensor
+        values |= plain
 
 
 def _host(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], keep: bool) -> dict[str, Tensor]:
@@ -87,9 +103,9 @@ def _split_one(name: str, tensor: Tensor, stacked: Mapping[str, list[str]]) -> d
 
 
 def _optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, stacked: Mapping[str, list[str]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[dict[str, Any]]]:
-    """Tensors by slot and parameter name, other values by ``slot/name``, and the groups' settings by parameter names."""
+    """Tensors by slot and parameter name, other values by ``slot/name`` and expert, and the groups' settings."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Any] = {}
@@ -98,7 +114,8 @@ def _optimizer_state(
             if isinstance(value, Tensor):
                 tensors.setdefault(slot, {})[names[parameter]] = value
             elif value is None or isinstance(value, bool | int | float | str):
-                values[f"{slot}/{names[parameter]}"] = value
+                name = names[parameter]
+                values |= {f"{slot}/{piece}": value for piece in stacked.get(name, [name])}
             else:
                 raise UserError(
                     f"optimizer state {slot!r} is a {type(value).__name__}; only tensors and plain values can be saved without pickle"
@@ -150,13 +167,16 @@ def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.op
     for key, tensor in contents.tensors["optimizer"].items():
         slot, _, name = key.partition("/")
         slots.setdefault(slot, {})[name] = tensor
-    parameters = dict(model.named_parameters())
+    parameters, elsewhere = dict(model.named_parameters()), names_elsewhere(model)
     for slot, tensors in slots.items():
-        for name, tensor in _joined_slot(tensors, model).items():
+        held = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
+        for name, tensor in _joined_slot(held, model).items():
             _put(optimizer, parameters[name], slot, tensor)
+    stack_of = {piece: name for name, pieces in stacked_names(model).items() for piece in pieces}
     for key, value in saved["values"].items():
         slot, _, name = key.partition("/")
-        optimizer.state[parameters[name]][slot] = value
+        if name not in elsewhere:
+            optimizer.state[parameters[stack_of.get(name) or name]][slot] = value
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group |= {k: v for k, v in settings.items() if k in ("lr", "initial_lr")}
 

@@ -58,7 +58,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.limit = WHOLE if self.replica.together else self.micro_batch
-        self._sums = Sums(self.world, "step")
+        self._sums = Sums(self.world, "step", self.replica.lodged)
         self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
 
     def run(self, portion: Portion, step: int, stop: bool = False) -> Totals:
@@ -93,6 +93,8 @@ class Stepper:
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.learner.optimizer.zero_grad(set_to_none=True)
         self.replica.begin(portion.shared)
+        hosts = self.replica.hosts
+        hosts.seed = mix(self.seed, "noise", step) >> 20
         nominal = self._nominal(portion)
         totals: Totals | None = None
         for number, micro in enumerate(portion.micros, 1):
@@ -101,7 +103,9 @@ class Stepper:
             batch = micro.fetch()
             self.clock.mark("data")
             samples = max(1, micro.samples)  # a stand-in counts for nothing, but is computed
+            hosts.silent = not micro.samples
             for begin in range(0, samples, self.limit):
+                hosts.first = micro.first + begin
                 end = min(begin + self.limit, samples)
                 part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
                 loss, weight = self._forward(part, end - begin, last=number == len(portion.micros) and end == samples)
@@ -139,7 +143,7 @@ class Stepper:
             if is_out_of_memory(error):
                 raise OutOfMemory(f"worker {self.world.rank} ran out of memory in the sum of gradients", self._held()) from None
             raise
-        whole = self._sums(totals, portion.samples, stop)
+        whole = self._sums(totals, portion.samples, stop, self.replica.squares(), self.replica.travel())
         whole.nominal = self._nominal(portion) * factor
         self.clock.mark("communication")
         return whole
@@ -178,7 +182,7 @@ class Stepper:
         factor: float | Tensor = totals.nominal / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
-        totals.norm = finish_gradients(gradients, factor, self.clip_norm, self.replica.sum_squares)
+        totals.norm = finish_gradients(gradients, self.replica.norm(gradients, totals.squares), factor, self.clip_norm)
         if self.precision.scale is not None:
             totals.finite = totals.norm.isfinite()
         self.learner.step(step, totals.finite)

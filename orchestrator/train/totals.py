@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ class Totals:
     finite: Tensor | None = None
     stop: Tensor | None = None
     """How many workers were asked to stop; None in one process."""
+    squares: Tensor | None = None
+    """Squared norms of gradients that live on one worker each, over all of them."""
+    travel: Tensor | None = None
+    """What the exchange between hosts cost all of them: bytes, rows, seconds."""
 
     @classmethod
     def of(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
@@ -48,37 +53,43 @@ class Sums:
     """Adds up what the workers counted: one message a step, in fp64, whole numbers exact in it. What it holds is the same
     for all, also for a worker that had no sample to learn it from."""
 
-    def __init__(self, world: World, name: str) -> None:
-        """``name`` is used once in the life of the group."""
-        self.world, self.name = world, name
+    def __init__(self, world: World, name: str, squares: int = 0) -> None:
+        """``name`` is used once in the life of the group; ``squares`` is how many squared norms travel along."""
+        self.world, self.name, self._squares = world, name, squares
         self._metrics: list[str] | None = None
         self._loads: list[int] = []
 
-    def __call__(self, totals: Totals | None, samples: int, stop: bool = False) -> Totals:
+    def __call__(
+        self, totals: Totals | None, samples: int, stop: bool = False, squares: Tensor | None = None, travel: Sequence[float] = (0.0,) * 3
+    ) -> Totals:
         """The totals of all workers; ``samples`` is known beforehand."""
         if self._metrics is None:
             known = None if totals is None else [list(totals.metrics), [len(load) for load in totals.loads]]
             self._metrics, self._loads = self.world.agree(self.name, known)
-        sums = self._unpack(self.world.sum_(self._pack(totals, stop)))
-        sums.samples = samples
+        device = self.world.device
+        head = torch.tensor([float(stop), *travel], dtype=torch.float64).to(device)
+        tail = head.new_zeros(self._squares) if squares is None else squares
+        vector = self.world.sum_(torch.cat([head, tail, self._pack(totals, device)]))
+        sums = self._unpack(vector[len(head) + self._squares :])
+        sums.samples, sums.stop, sums.travel = samples, vector[0], vector[1 : len(head)]
+        sums.squares = vector[len(head) : len(head) + self._squares] if self._squares else None
         return sums
 
-    def _pack(self, totals: Totals | None, stop: bool) -> Tensor:
-        device, names = self.world.device, self._metrics or []
-        asked = torch.full((1,), float(stop), dtype=torch.float64, device=device)
+    def _pack(self, totals: Totals | None, device: torch.device) -> Tensor:
+        names = self._metrics or []
         if totals is None:
-            return torch.cat([asked, asked.new_zeros(2 + len(names) + sum(self._loads))])
+            return torch.zeros(2 + len(names) + sum(self._loads), dtype=torch.float64, device=device)
         if list(totals.metrics) != names:
             raise ValueError(f"the loss has metrics {list(totals.metrics)}; it began with {names}: name the same ones for every batch")
         scalars = [totals.loss, totals.count, *totals.metrics.values()]
         parts = [_scalar(value, device) for value in scalars] + [load.to(device, torch.float64) for load in totals.loads]
-        return torch.cat([asked, *parts])
+        return torch.cat(parts)
 
     def _unpack(self, vector: Tensor) -> Totals:
         names = self._metrics or []
-        stop, loss, count, *metrics = vector[: 3 + len(names)].unbind()
-        loads = tuple(load.to(torch.int64) for load in vector[3 + len(names) :].split(self._loads)) if self._loads else ()
-        return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, 0, stop=stop)
+        loss, count, *metrics = vector[: 2 + len(names)].unbind()
+        loads = tuple(load.to(torch.int64) for load in vector[2 + len(names) :].split(self._loads)) if self._loads else ()
+        return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, 0)
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor:

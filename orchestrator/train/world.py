@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,6 +48,15 @@ class World:
         if len(shares) != self.size or min(shares) <= 0:
             raise ValueError(f"{len(shares)} shares {list(shares)} for {self.size} workers; each needs one above 0")
         return replace(self, shares=tuple(shares))
+
+    def primary(self) -> World:
+        """The same workers, of which the first takes all samples."""
+        return replace(self, shares=(1.0, *(0.0 for _ in range(self.size - 1))))
+
+    @property
+    def holders(self) -> int:
+        """Workers that have a share of the batch."""
+        return sum(share > 0 for share in self.shares) if self.shares else self.size
 
     def cut(self, count: int) -> list[slice]:
         """How ``count`` samples fall to the workers: in order, evenly or by their shares, none left out."""
@@ -90,9 +99,43 @@ class World:
                 if not tensor.is_contiguous() and not torch.equal(tensor, sent):
                     tensor.detach().copy_(sent)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        assert self.group is not None, "one process has no group"
+        return self.group
+
+    def another(self) -> dist.ProcessGroup:
+        """A second group of the same workers, whose messages do not wait for those of the first. All must ask."""
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        _KEPT.append((group, self.store))
+        return group
+
     def barrier(self) -> None:
         if self.size > 1:
             self.most([0.0])
+
+    def to_main(self, named: Mapping[str, Tensor], beside: Any) -> list[tuple[dict[str, Tensor], Any]]:
+        """Tensors in host memory and a plain value from each of the others to the main worker, who gets them by rank; nobody
+        else gets any."""
+        if self.is_main:
+            return [self._from(rank) for rank in range(1, self.size)]
+        kinds = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in named.items()]
+        header = torch.frombuffer(bytearray(json.dumps([kinds, beside]).encode()), dtype=torch.uint8)
+        for sent in (torch.tensor([len(header)]), header, *named.values()):
+            if sent.numel():
+                self.process_group.send([_bytes_of(sent.contiguous())], 0, 0).wait()
+        return []
+
+    def _from(self, rank: int) -> tuple[dict[str, Tensor], Any]:
+        def received(tensor: Tensor) -> Tensor:
+            if tensor.numel():
+                self.process_group.recv([_bytes_of(tensor)], rank, 0).wait()
+            return tensor
+
+        length = int(received(torch.zeros(1, dtype=torch.int64)))
+        kinds, beside = json.loads(bytes(received(torch.zeros(length, dtype=torch.uint8)).tolist()))
+        return {name: received(torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in kinds}, beside
 
     def meet(self, name: str) -> None:
         """Wait for the main worker, however long it takes: what it does for all may outlast the patience of a collective. If
@@ -119,6 +162,11 @@ class World:
         if knows == self.rank:
             self.store.set(f"agree/{name}", json.dumps(value))
         return json.loads(self.store.get(f"agree/{name}"))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A dense tensor as bytes, sharing its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 _KEPT: list[Any] = []

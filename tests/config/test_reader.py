@@ -152,6 +152,8 @@ TYPOS = {
     "checkpoint_evry": "checkpoint_every", "resum": "resume", "initfrom": "init_from", "log_evry": "log_every", "tracker": "trackers",
     "run_dri": "run_dir", "worker": "workers", "paralel_strategy": "parallel_strategy", "shardng": "sharding", "bakend": "backend",
     "sync_batchnrom": "sync_batchnorm", "max_failure": "max_failures", "ray_adress": "ray_address", "cpu_ofload": "cpu_offload",
+    "placment": "placement", "exchange_chunk": "exchange_chunks", "expert_kernal": "expert_kernel", "capacity_facter": "capacity_factor",
+    "gate_score": "gate_scores", "share_expert_size": "shared_expert_size", "balance_bais": "balance_bias",
 }  # fmt: skip
 
 
@@ -187,7 +189,9 @@ def test_any_slip_of_a_letter_finds_its_way_back(name: str):
             check_flags([f"--{wrong}"], ())
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("rum", "run"), ("modle", "model"), ("optimizer", "optim"), ("checkpoints", "checkpoint")])
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("rum", "run"), ("modle", "model"), ("moee", "moe"), ("optimizer", "optim"), ("checkpoints", "checkpoint")]
+)
 def test_a_misspelled_section_is_answered_with_the_right_one(scratch: Path, typo: str, meant: str):
     assert refusal(scratch, f"{typo}:\n  x: 1\n") == f"cfg.yaml:1: unknown setting {typo!r} (did you mean {meant!r}?)"
 
@@ -261,7 +265,7 @@ def test_every_number_refuses_what_is_none(scratch: Path, name: str, value: str)
         ("task: yes", "cfg.yaml:1: task is true; text was needed"),
         ("batch: {batch_size: most}", "cfg.yaml:1: batch.batch_size is 'most'; a whole number or 'auto' or null was needed"),
         ("device: {precision: off}", "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed"),
-        ("model: {expert_hidden_size: [8, x]}", "cfg.yaml:1: model.expert_hidden_size is [8, 'x']; a list of whole numbers was needed"),
+        ("moe: {expert_hidden_size: [8, x]}", "cfg.yaml:1: moe.expert_hidden_size is [8, 'x']; a list of whole numbers was needed"),
         ("watch: {trackers: comet}", "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' was needed"),
         ("parallel: {devices: '0,x'}", "cfg.yaml:1: parallel.devices is '0,x'; a list of whole numbers was needed"),
         ("parallel: {workers: some}", "cfg.yaml:1: parallel.workers is 'some'; a whole number or 'auto' was needed"),
@@ -299,8 +303,8 @@ def test_on_and_off_are_words(scratch: Path, name: str, word: str, value: str):
 @pytest.mark.parametrize(("text", "expected"), [
     ("optim: {learning_rate: 3e-4}", {"learning_rate": 3e-4}),
     ("optim: {learning_rate: 1}", {"learning_rate": 1.0}),
-    ("model: {expert_hidden_size: 64}", {"expert_hidden_size": (64,)}),
-    ("model: {expert_hidden_size: [64, 32]}", {"expert_hidden_size": (64, 32)}),
+    ("moe: {expert_hidden_size: 64}", {"expert_hidden_size": (64,)}),
+    ("moe: {expert_hidden_size: [64, 32]}", {"expert_hidden_size": (64, 32)}),
     ("watch: {trackers: []}", {"trackers": ()}),
     ("watch: {trackers: wandb}", {"trackers": ("wandb",)}),
     ("run: {deterministic: on}", {"deterministic": True}),
@@ -313,6 +317,10 @@ def test_on_and_off_are_words(scratch: Path, name: str, word: str, value: str):
     ("parallel: {workers: auto}", {}),
     ("parallel: {workers: 4, sharding: none}", {"workers": 4, "sharding": "none"}),
     ("parallel: {broadcast_buffers: off}", {"broadcast_buffers": "off"}),
+    ("parallel: {parallel_strategy: expert_parallel, gate: primary}", {"parallel_strategy": "expert_parallel", "gate": "primary"}),
+    ("parallel: {placement: here.json, exchange_chunks: 2}", {"placement": "here.json", "exchange_chunks": 2}),
+    ("moe: {capacity_factor: 1, normalise_weights: off}", {"capacity_factor": 1.0, "normalise_weights": False}),
+    ("moe: {capacity_factor: ~, shared_expert_size: 64}", {"shared_expert_size": 64}),
     ("watch: {trackers: 'wandb, mlflow'}", {"trackers": ("wandb", "mlflow")}),
 ])  # fmt: skip
 def test_yaml_as_people_write_it(scratch: Path, text: str, expected: dict[str, Any]):
@@ -385,7 +393,7 @@ def test_no_bytes_at_all_bring_a_traceback(scratch: Path, raw: bytes):
 
 
 def test_flags_understand_both_dashes_and_win_over_the_file(scratch: Path):
-    scratch.write_text("run: {epochs: 3}\nmodel: {experts: 4, top_k: 4}\n")
+    scratch.write_text("run: {epochs: 3}\nmoe: {experts: 4, top_k: 4}\n")
     assert flags("--config", str(scratch), "--max_steps", "5", "--top-k", "1").config == Config.of(
         epochs=3, experts=4, top_k=1, max_steps=5
     )
@@ -412,6 +420,10 @@ def test_flags_understand_both_dashes_and_win_over_the_file(scratch: Path):
     (["--tf32", "on"], {"tf32": "on"}),
     (["--resume", "auto"], {"resume": "auto"}),
     (["--learning-rate", "3e-4"], {"learning_rate": 3e-4}),
+    (["--parallel-strategy", "expert_parallel", "--gate=primary"], {"parallel_strategy": "expert_parallel", "gate": "primary"}),
+    (["--placement", "a/b.json", "--exchange_chunks", "2"], {"placement": "a/b.json", "exchange_chunks": 2}),
+    (["--no-normalise-weights", "--gate-scores", "sigmoid"], {"normalise_weights": False, "gate_scores": "sigmoid"}),
+    (["--expert-kind", "ffn", "--capacity-factor", "1.25"], {"expert_kind": "ffn", "capacity_factor": 1.25}),
 ])  # fmt: skip
 def test_flags_of_every_kind(argv: list[str], expected: dict[str, Any]):
     assert flags(*argv).config == Config.of(**expected)
@@ -450,6 +462,15 @@ def test_absolute_leaves_absolute_paths_and_nothing_relative(tmp_path: Path):
     config = absolute(Config.of(run_dir="a", data_dir="/b", init_from="c/d", epochs=3), tmp_path)
     assert config == Config.of(run_dir=tmp_path / "a", data_dir="/b", init_from=tmp_path / "c/d", epochs=3)
     assert absolute(Config(), tmp_path) == Config()
+
+
+def test_a_placement_file_and_a_checkpoint_are_paths_too(tmp_path: Path):
+    assert absolute(Config.of(placement="a.json", resume="b"), tmp_path) == Config.of(
+        placement=str(tmp_path / "a.json"), resume=str(tmp_path / "b")
+    )
+    assert absolute(Config.of(placement="/a.json"), tmp_path).parallel.placement == "/a.json"
+    for word in ("auto", "round_robin"):
+        assert absolute(Config.of(placement=word, resume="auto"), tmp_path) == Config.of(placement=word, resume="auto")
 
 
 @settings(max_examples=30, deadline=None)

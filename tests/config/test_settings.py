@@ -72,7 +72,7 @@ def test_of_takes_devices_as_text_or_list(given: Any):
 def test_of_makes_what_is_declared():
     config = Config.of(run_dir="here", expert_hidden_size=64, trackers="wandb", tf32=True, learning_rate=1)
     assert config.run.run_dir == Path("here")
-    assert config.model.expert_hidden_size == (64,)
+    assert config.moe.expert_hidden_size == (64,)
     assert config.watch.trackers == ("wandb",)
     assert config.device.tf32 == "on"
     assert isinstance(config.optim.learning_rate, float)
@@ -91,6 +91,14 @@ def test_of_makes_what_is_declared():
         ("sharding", "zero1"),
         ("backend", "mpi"),
         ("parallel_strategy", "ddp"),
+        ("gate", "everywhere"),
+        ("placement", None),
+        ("exchange_chunks", 1.5),
+        ("expert_kernel", "triton"),
+        ("expert_kind", "relu"),
+        ("gate_scores", "tanh"),
+        ("normalise_weights", 7),
+        ("capacity_factor", "full"),
         ("epochs", "three"),
         ("epochs", 2.5),
         ("epochs", True),
@@ -141,6 +149,16 @@ BAD: list[tuple[str, Any]] = [
     ("balance_loss", math.nan),
     ("z_loss", -1),
     ("z_loss", math.inf),
+    ("shared_expert_size", 0),
+    ("balance_bias", -0.001),
+    ("balance_bias", math.nan),
+    ("gate_jitter", -0.1),
+    ("gate_jitter", 1.0),
+    ("gate_jitter", math.nan),
+    ("capacity_factor", 0.0),
+    ("capacity_factor", -1.0),
+    ("capacity_factor", math.inf),
+    ("capacity_factor", math.nan),
     ("samples", 0),
     ("loader_workers", -2),
     ("batch_size", 0),
@@ -163,6 +181,10 @@ BAD: list[tuple[str, Any]] = [
     ("workers", 0),
     ("devices", (1, 0, -1)),
     ("devices", (0, 0)),
+    ("placement", ""),
+    ("placement", "round-robin"),
+    ("placement", "somewhere"),
+    ("exchange_chunks", 0),
     ("bucket_cap_mb", 0),
     ("max_failures", -1),
     ("collective_timeout", 0),
@@ -200,6 +222,8 @@ EDGES: list[tuple[str, Any]] = [
     ("workers", 1), ("workers", "auto"), ("devices", ()), ("devices", (2, 0)), ("max_failures", 0), ("collective_timeout", 1),
     ("bucket_cap_mb", 1), ("ray_address", "local"), ("ray_address", "10.0.0.1:6379"), ("ray_address", "head-1.example.org:65535"),
     ("ray_address", "[fe80::1]:6379"), ("gpu_mode", "multi_gpu"),
+    ("gate_jitter", 0.0), ("gate_jitter", 0.999), ("capacity_factor", 0.01), ("capacity_factor", None), ("balance_bias", 0.0),
+    ("shared_expert_size", 1), ("exchange_chunks", 1), ("placement", "round_robin"), ("placement", "../a b.json"), ("gate", "primary"),
 ]  # fmt: skip
 
 
@@ -209,6 +233,9 @@ def test_a_value_at_the_edge_is_taken(name: str, value: Any):
 
 
 # --- contradictions
+
+HOSTS: dict[str, Any] = {"parallel_strategy": "expert_parallel"}
+COPIES: dict[str, Any] = {"parallel_strategy": "data_parallel"}
 
 
 @pytest.mark.parametrize(
@@ -240,6 +267,24 @@ def test_a_value_at_the_edge_is_taken(name: str, value: Any):
         ({"deterministic": True, "cudnn_benchmark": "on"}, ("deterministic", "cudnn_benchmark")),
         ({"gpu_mode": "cpu", "tf32": "on"}, ("tf32", "gpu_mode is cpu")),
         ({"batch_size": "auto", "auto": False}, ("batch_size auto", "--no-auto")),
+        ({"experts": 0, "shared_expert_size": 64}, ("shared_expert_size is 64", "experts is 0", "dense")),
+        ({**HOSTS, "experts": 0}, ("experts is 0, a dense model", "expert_parallel", "raise --experts", "data_parallel")),
+        ({**HOSTS, "sharding": "zero2"}, ("sharding zero2", "works with data_parallel", "expert_parallel")),
+        ({**HOSTS, "sharding": "zero3"}, ("sharding zero3", "works with data_parallel", "expert_parallel")),
+        ({**HOSTS, "cpu_offload": True}, ("cpu_offload", "works with data_parallel", "expert_parallel")),
+        ({**HOSTS, "sync_batchnorm": True}, ("sync_batchnorm", "works with data_parallel", "expert_parallel")),
+        ({**HOSTS, "static_graph": True}, ("static_graph", "works with data_parallel", "DDP")),
+        ({**HOSTS, "find_unused_parameters": True}, ("find_unused_parameters", "works with data_parallel", "DDP")),
+        ({**HOSTS, "batch_size": "auto"}, ("batch_size auto", "expert_parallel", "whole models are measured")),
+        ({**HOSTS, "gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2")),
+        ({"gate": "primary", "share_by_speed": "on"}, ("gate primary", "share_by_speed on", "leave one out")),
+        ({**COPIES, "gate": "primary"}, ("gate primary works with expert_parallel", "parallel_strategy is data_parallel", "leave it out")),
+        ({**COPIES, "placement": "x.json"}, ("placement x.json works with expert_parallel", "data_parallel")),
+        ({**COPIES, "exchange_chunks": 2}, ("exchange_chunks 2 works with expert_parallel", "data_parallel")),
+        (
+            {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2},
+            ("8 × accumulation_steps 2 × 1", "gate primary", "is 16", "32"),
+        ),
     ],
 )
 def test_a_contradiction_names_both_sides(settings: dict[str, Any], words: tuple[str, ...]):
@@ -267,6 +312,14 @@ def test_a_contradiction_names_both_sides(settings: dict[str, Any], words: tuple
         {"accumulation_steps": 5, "global_batch_size": 8},
         {"batch_size": "auto", "global_batch_size": 8},
         {"deterministic": True, "tf32": "off", "cudnn_benchmark": "off"},
+        {**HOSTS, "gate": "primary", "placement": "round_robin", "exchange_chunks": 4},
+        {**HOSTS, "workers": 1, "gpu_mode": "single_gpu"},
+        {**HOSTS, "sharding": "none", "batch_size": 8, "bucket_cap_mb": 50},
+        {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32, "workers": 2},
+        {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32},
+        {**HOSTS, "batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2},
+        {"gate": "primary", "placement": "x.json", "exchange_chunks": 2, "workers": 2},
+        {"experts": 4, "top_k": 1, "normalise_weights": True},
     ],
 )
 def test_what_goes_together_is_taken(settings: dict[str, Any]):

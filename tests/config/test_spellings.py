@@ -11,7 +11,8 @@ import pytest
 from orchestrator.cli import TrainOptions
 from orchestrator.config.reader import check_flags, read_file, read_flags
 from orchestrator.config.settings import Config, flat_names
-from orchestrator.config.spellings import ONE_PROCESS, SPELLINGS, Spelling, answer
+from orchestrator.config.spelling import Spelling
+from orchestrator.config.spellings import ONE_PROCESS, SPELLINGS, answer
 from orchestrator.errors import UserError
 
 GIVEN = (
@@ -133,8 +134,8 @@ def test_every_advised_flag_is_accepted(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("text", advised(flag=False))
 def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
-    line, _, section = text.removesuffix(":").rpartition(" under ")
-    (tmp_path / "cfg.yaml").write_text(f"{section}:\n  {line}\n")
+    lines, _, section = text.removesuffix(":").rpartition(" under ")
+    (tmp_path / "cfg.yaml").write_text(f"{section}:\n" + "".join(f"  {line}\n" for line in lines.split(" and ")))
     refused = ""
     try:
         read_file(tmp_path / "cfg.yaml")
@@ -173,7 +174,33 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
         ("strategy", "fsdp", "--sharding zero3", "sharding: zero3"),
         ("strategy", "deepspeed_stage_2", "--sharding zero2", "sharding: zero2"),
         ("strategy", "deepspeed_stage_3", "--sharding zero3", "sharding: zero3"),
-        ("strategy", "horovod", "--parallel-strategy auto|data_parallel", "parallel_strategy: auto|data_parallel"),
+        (
+            "strategy",
+            "horovod",
+            "--parallel-strategy auto|data_parallel|expert_parallel",
+            "parallel_strategy: auto|data_parallel|expert_parallel",
+        ),
+        ("strategy", "ep", "--parallel-strategy expert_parallel", "parallel_strategy: expert_parallel"),
+        ("enable_expert_parallel", "true", "--parallel-strategy expert_parallel", "parallel_strategy: expert_parallel"),
+        ("num_local_experts", "8", "--experts 8", "experts: 8"),
+        ("n_routed_experts", "64", "--experts 64", "experts: 64"),
+        ("num_experts_per_tok", "2", "--top-k 2", "top_k: 2"),
+        ("moe_top_k", "2", "--top-k 2", "top_k: 2"),
+        ("moe_intermediate_size", "768", "--expert-hidden-size 768", "expert_hidden_size: 768"),
+        ("moe_aux_loss_coeff", "0.01", "--balance-loss 0.01", "balance_loss: 0.01"),
+        ("moe_z_loss_coeff", "1e-3", "--z-loss 1e-3", "z_loss: 1e-3"),
+        ("moe_router_bias_update_rate", "1e-3", "--balance-bias 1e-3", "balance_bias: 1e-3"),
+        ("moe_router_enable_expert_bias", None, "--balance-bias 0.001", "balance_bias: 0.001"),
+        ("router_jitter_noise", "0.1", "--gate-jitter 0.1", "gate_jitter: 0.1"),
+        ("moe_router_score_function", "sigmoid", "--gate-scores sigmoid", "gate_scores: sigmoid"),
+        ("scoring_func", "sparsemixer", "--gate-scores softmax|sigmoid", "gate_scores: softmax|sigmoid"),
+        ("norm_topk_prob", "false", "--no-normalise-weights", "normalise_weights: false"),
+        ("moe_expert_capacity_factor", "1.25", "--capacity-factor 1.25", "capacity_factor: 1.25"),
+        ("drop_tokens", "true", "--capacity-factor …", "capacity_factor: …"),
+        ("shared_expert_intermediate_size", "512", "--shared-expert-size 512", "shared_expert_size: 512"),
+        ("swiglu", "false", "--expert-kind ffn", "expert_kind: ffn"),
+        ("moe_grouped_gemm", "true", "--expert-kernel grouped", "expert_kernel: grouped"),
+        ("a2a_ffn_overlap_degree", "2", "--exchange-chunks 2", "exchange_chunks: 2"),
         ("zero_stage", "0", "--sharding none", "sharding: none"),
         ("zero_stage", "2", "--sharding zero2", "sharding: zero2"),
         ("zero_stage", "3", "--sharding zero3", "sharding: zero3"),
@@ -209,6 +236,19 @@ def test_values_are_translated(old: str, value: str | None, flag: str, line: str
     assert answer(old, value, flag=True) == f"write {flag}"
     section = flat_names()[line.partition(":")[0]]
     assert answer(old, value, flag=False) == f"write {line} under {section}:"
+
+
+@pytest.mark.parametrize("old", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"])
+def test_a_degree_of_expert_parallel_is_a_strategy_and_a_number_of_hosts(old: str):
+    assert answer(old, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
+    assert answer(old, "4", flag=False) == "write parallel_strategy: expert_parallel and workers: 4 under parallel:"
+    assert answer(old, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
+
+
+def test_a_number_of_shared_experts_is_no_size():
+    assert answer("n_shared_experts", "2", flag=True) == "write --shared-expert-size … (one expert of their hidden sizes together)"
+    assert answer("num_shared_experts", "0", flag=True) == "leave it out: that is the default of shared_expert_size"
+    assert answer("drop_tokens", "false", flag=False) == "leave it out: that is the default of capacity_factor"
 
 
 @pytest.mark.parametrize(

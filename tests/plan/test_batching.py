@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
-from orchestrator.plan.estimate import ModelFacts, largest_fitting, memory
+from orchestrator.plan.estimate import ModelFacts, Spread, largest_fitting, memory
 from orchestrator.types import GIB, MIB, Choice
 from tests.support.plans import configs, model, models
 
@@ -193,9 +193,9 @@ def test_evaluation_takes_twice_as_much_and_never_more_than_there_is():
 
 
 def shared(workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any) -> Batching:
-    """As planned for so many workers with 64 GiB each; ``sharding`` and ``limit`` may be given too."""
-    limit, sharding = given.pop("limit", 64.0 * GIB), given.pop("sharding", "none")
-    return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit, known, workers, sharding)
+    """As planned for so many workers with 64 GiB each; ``spread`` and ``limit`` may be given too."""
+    limit, spread = given.pop("limit", 64.0 * GIB), given.pop("spread", Spread(workers))
+    return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit, known, spread)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,35 @@ def test_each_worker_evaluates_its_part():
 def test_sharding_leaves_room_for_a_larger_batch():
     facts = model(parameters=10**9, trainable=10**9)
     limit = memory(facts, 20, recompute=False, limit=None).total
-    whole, sharded = shared(4, facts, limit=limit), shared(4, facts, limit=limit, sharding="zero2")
+    whole, sharded = shared(4, facts, limit=limit), shared(4, facts, limit=limit, spread=Spread(4, "zero2"))
     assert whole.batch_size.value <= 20
     assert sharded.batch_size.value == 64
+
+
+def test_experts_that_live_elsewhere_leave_room_for_a_larger_batch():
+    facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8)
+    limit = memory(facts, 20, recompute=False, limit=None).total
+    assert shared(4, facts, limit=limit).batch_size.value <= 20
+    assert shared(4, facts, limit=limit, spread=Spread(4, "experts")).batch_size.value == 64
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "expected"),
+    [
+        ({}, (64, 1, 64)),
+        ({"batch_size": 32}, (32, 1, 32)),
+        ({"batch_size": 32, "accumulation_steps": 2}, (32, 2, 64)),
+        ({"batch_size": 32, "global_batch_size": 256}, (32, 8, 256)),
+        ({"accumulation_steps": 2, "global_batch_size": 256}, (128, 2, 256)),
+        ({"global_batch_size": 3}, (3, 1, 3)),
+        ({"debug": True}, (4, 1, 4)),
+    ],
+)
+def test_a_primary_gate_has_the_whole_batch_on_one_host(given_settings: dict[str, Any], expected: tuple[int, int, int]):
+    found = shared(4, spread=Spread(4, "experts", primary=True), **given_settings)
+    assert sizes(found) == expected
+    assert "workers" not in found.global_batch.reason + found.accumulation.reason
+    assert found.evaluation.value == min(1_000, 2 * expected[0]) or "debug" in given_settings
 
 
 # --- whatever is asked
@@ -286,7 +312,7 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
     config: Config, facts: ModelFacts, memory_total: int | None, limit: float, workers: int
 ):
     try:
-        found = plan_batches(config, facts, memory_total, limit, None, workers)
+        found = plan_batches(config, facts, memory_total, limit, None, Spread(workers))
     except UserError:
         wanted = config.batch.global_batch_size
         assert facts.samples < workers or (wanted is not None and wanted < workers)

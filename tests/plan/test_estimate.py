@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.plan.estimate import Memory, ModelFacts, flops_per_step, largest_fitting, memory
+from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, largest_fitting, memory
 from orchestrator.types import GIB, KIB, MIB
 from tests.support.plans import model, models
 
@@ -71,9 +71,9 @@ def test_recomputation_keeps_less_where_there_are_several_blocks():
 # --- divided among workers
 
 
-def of_a_million(sharding: str, workers: int = 4, offload: bool = False, **changes: Any) -> Memory:
+def of_a_million(form: Form, workers: int = 4, offload: bool = False, **changes: Any) -> Memory:
     facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0, **changes)
-    return memory(facts, 1, recompute=False, limit=None, workers=workers, sharding=sharding, offload=offload)
+    return memory(facts, 1, recompute=False, limit=None, spread=Spread(workers, form, offload))
 
 
 def test_whole_on_every_worker_costs_what_one_process_costs():
@@ -102,8 +102,8 @@ def test_offloading_leaves_only_what_is_computed_with():
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), workers=st.integers(2, 64))
 def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
-    def total(sharding: str, offload: bool = False) -> float:
-        return memory(facts, 1, recompute=False, limit=None, workers=workers, sharding=sharding, offload=offload).total
+    def total(form: Form, offload: bool = False) -> float:
+        return memory(facts, 1, recompute=False, limit=None, spread=Spread(workers, form, offload)).total
 
     for finer, coarser in [
         (total("zero3"), total("zero2")),
@@ -114,9 +114,70 @@ def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
 
 
 def test_gates_are_divided_like_the_rest():
-    for sharding in ("none", "zero2", "zero3"):
-        split = memory(model(gate_parameters=1_000), 8, False, None, 4, sharding)
-        assert split.total == pytest.approx(memory(model(gate_parameters=0), 8, False, None, 4, sharding).total)
+    forms: tuple[Form, ...] = ("none", "zero2", "zero3")
+    for spread in (Spread(4, form) for form in forms):
+        split = memory(model(gate_parameters=1_000), 8, False, None, spread)
+        assert split.total == pytest.approx(memory(model(gate_parameters=0), 8, False, None, spread).total)
+
+
+# --- experts shared out
+
+
+def of_experts(hosts: int, **changes: Any) -> Memory:
+    """A million parameters, 600,000 of them in 8 experts, on the host that has the most of these."""
+    facts = model(**({"gate_parameters": 0, "largest_bytes": 0.0} | changes))
+    return memory(facts, 1, recompute=False, limit=None, spread=Spread(hosts, "experts"))
+
+
+@pytest.mark.parametrize(("hosts", "here"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (7, 2), (8, 1), (100, 1)])
+def test_a_host_has_its_experts_and_everything_else(hosts: int, here: int):
+    found, parameters = of_experts(hosts), 400_000 + 600_000 * here / 8
+    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx((4 * parameters, 4 * parameters, 8 * parameters))
+
+
+def test_one_host_costs_what_one_process_costs():
+    assert of_experts(1, largest_bytes=1.0 * MIB) == memory(model(gate_parameters=0, largest_bytes=1.0 * MIB), 1, False, None)
+
+
+def test_gates_are_whole_on_every_host():
+    assert of_experts(4, gate_parameters=1_000).gate == 16_000
+
+
+def test_a_dense_model_is_not_divided():
+    assert of_experts(4, experts=0, expert_parameters=0).parameters == 4e6
+
+
+def test_frozen_parameters_are_taken_to_be_experts():
+    """The careful reading: what is trained is counted as whole on every host first."""
+    found = of_experts(4, trainable=500_000)
+    assert found.gradients == 4 * (400_000 + 100_000 / 4)
+    assert of_experts(4, trainable=300_000).gradients == 4 * 300_000
+
+
+def test_rows_on_their_way_need_room_between_hosts_only():
+    travelling = of_experts(2, largest_bytes=1.0 * MIB).activations - of_experts(1, largest_bytes=1.0 * MIB).activations
+    assert travelling == 2 * MIB
+
+
+@settings(max_examples=200, deadline=None)
+@given(facts=models(), hosts=st.integers(1, 64))
+def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(facts: ModelFacts, hosts: int):
+    def state(count: int) -> float:
+        found = memory(facts, 1, recompute=False, limit=None, spread=Spread(count, "experts"))
+        return found.total - found.activations
+
+    whole = memory(facts, 1, recompute=False, limit=None)
+    assert state(1) == pytest.approx(whole.total - whole.activations)
+    assert state(hosts + 1) <= state(hosts) * (1 + 1e-9)
+    dense = facts.parameters - min(facts.expert_parameters, facts.parameters - facts.gate_parameters)
+    assert state(hosts) >= 4 * dense * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spread", "holders"), [(Spread(), 1), (Spread(4), 4), (Spread(4, "experts"), 4), (Spread(4, "experts", primary=True), 1)]
+)
+def test_who_holds_a_share_of_the_batch(spread: Spread, holders: int):
+    assert spread.holders == holders
 
 
 def test_without_a_limit_everything_fits():
@@ -136,17 +197,15 @@ def test_backward_costs_two_forward_passes_and_recomputation_one():
     most=st.integers(0, 5000),
     recompute=st.booleans(),
     limit=limits,
-    spread=st.sampled_from([(1, "none", False), (4, "zero2", False), (3, "zero3", True)]),
+    spread=st.sampled_from([Spread(), Spread(4, "zero2"), Spread(3, "zero3", True), Spread(3, "experts")]),
 )
-def test_largest_fitting_is_the_last_that_fits(
-    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: tuple[int, str, bool]
-):
-    found = largest_fitting(facts, most, recompute, limit, *spread)
+def test_largest_fitting_is_the_last_that_fits(facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread):
+    found = largest_fitting(facts, most, recompute, limit, spread)
     assert 0 <= found <= most
     if found:
-        assert memory(facts, found, recompute, limit, *spread).fits
+        assert memory(facts, found, recompute, limit, spread).fits
     if found < most:
-        assert not memory(facts, found + 1, recompute, limit, *spread).fits
+        assert not memory(facts, found + 1, recompute, limit, spread).fits
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 63, 64, 1000])

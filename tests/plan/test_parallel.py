@@ -9,10 +9,11 @@ import pytest
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster
-from orchestrator.plan.estimate import ModelFacts, memory
+from orchestrator.plan.estimate import Form, ModelFacts, Spread, memory
 from orchestrator.plan.hardware import Inventory
 from orchestrator.plan.parallel import (
     PLAIN,
+    asks_for_workers,
     check_gpu_mode,
     choose_backend,
     choose_sharding,
@@ -66,6 +67,12 @@ def workers(where: Cluster | Inventory, inventory: Inventory = CPU, **given: Any
         (TWO, {"auto": False}, "single"),
         (TWO, {"auto": False, "workers": 2}, "data_parallel"),
         (TWO, {"auto": False, "devices": (0, 1)}, "data_parallel"),
+        (CPU, {"parallel_strategy": "expert_parallel"}, "expert_parallel"),
+        (CPU, {"parallel_strategy": "expert_parallel", "workers": 1}, "expert_parallel"),
+        (TWO, {"parallel_strategy": "expert_parallel", "gpu_mode": "cpu", "workers": 3}, "expert_parallel"),
+        (ONE, {"parallel_strategy": "expert_parallel", "gpu_mode": "single_gpu"}, "expert_parallel"),
+        (TWO, {"parallel_strategy": "expert_parallel", "auto": False}, "expert_parallel"),
+        (CPU, {"gate": "primary", "placement": "round_robin"}, "single"),
     ],
 )
 def test_strategy(inventory: Inventory, given: dict[str, Any], expected: str):
@@ -92,6 +99,9 @@ def test_the_reason_is_the_flag_or_what_was_found():
     assert reason(TWO, devices=1) == "--devices 1 is one GPU"
     assert reason(BROKEN) == BROKEN.gpu_error
     assert reason(TWO, auto=False) == PLAIN
+    assert reason(ONE, parallel_strategy="expert_parallel", workers=1) == "asked for by --parallel-strategy expert_parallel"
+    assert asks_for_workers(Config.of(parallel_strategy="expert_parallel")) == "--parallel-strategy expert_parallel"
+    assert asks_for_workers(Config.of(gate="primary")) is None
 
 
 def test_what_was_not_taken_is_told():
@@ -206,11 +216,11 @@ def test_nccl_without_gpus_is_a_resource_error():
 BIG = model(parameters=10**9, trainable=10**9, blocks=10)  # 16 GB of state
 
 
-def need(sharding: str, facts: ModelFacts = BIG, count: int = 4, offload: bool = False, recompute: bool = False) -> float:
-    return memory(facts, 1, recompute, None, count, sharding, offload).total
+def need(form: Form, facts: ModelFacts = BIG, count: int = 4, offload: bool = False, recompute: bool = False) -> float:
+    return memory(facts, 1, recompute, None, Spread(count, form, offload)).total
 
 
-def sharding(limit: float, facts: ModelFacts = BIG, count: int = 4, on_gpu: bool = True, **given: Any) -> Choice[str]:
+def sharding(limit: float, facts: ModelFacts = BIG, count: int = 4, on_gpu: bool = True, **given: Any) -> Choice[Form]:
     return choose_sharding(Config.of(**given), facts, count, limit, on_gpu)
 
 

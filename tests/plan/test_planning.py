@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
-from orchestrator.plan.estimate import ModelFacts, memory
+from orchestrator.plan.estimate import ModelFacts, Spread, memory
 from orchestrator.plan.hardware import Inventory
 from orchestrator.plan.planning import PLAIN, Plan, choose_device, choose_precision, plan
 from orchestrator.types import GIB, MIB
@@ -24,6 +24,12 @@ def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **give
     return plan(Config.of(**given_settings), inventory, facts or model())
 
 
+def spread_of(found: Plan, offload: bool = False) -> Spread:
+    if found.strategy.value == "expert_parallel":
+        return Spread(found.workers.value, "experts", primary=found.gate.value == "primary")
+    return Spread(found.workers.value, found.sharding.value, offload)
+
+
 # --- whatever is asked, on whatever machine
 
 
@@ -31,15 +37,15 @@ def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **give
 @given(config=configs(), inventory=machines(), facts=models())
 def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Inventory, facts: ModelFacts):
     found = planned_or_refused(config, inventory, facts)
-    assert len(found.choices()) >= 23
+    assert len(found.choices()) >= 27
     for name, choice in found.choices().items():
         assert choice.value is not None, name
         assert len(choice.reason.strip()) >= 3, name
         assert all(rejected.option and rejected.why for rejected in choice.rejected), name
-    batch, recompute, workers = found.batch_size.value, found.activation_checkpointing.value, found.workers.value
-    offload = config.parallel.cpu_offload
-    assert found.memory == memory(facts, batch, recompute, found.memory.limit, workers, found.sharding.value, offload)
-    assert batch * found.accumulation_steps.value * workers >= found.global_batch_size.value >= workers
+    batch, recompute, spread = found.batch_size.value, found.activation_checkpointing.value, spread_of(found, config.parallel.cpu_offload)
+    assert found.memory == memory(facts, batch, recompute, found.memory.limit, spread)
+    assert found.holders == spread.holders
+    assert batch * found.accumulation_steps.value * found.holders >= found.global_batch_size.value >= found.holders
     assert found.total_steps.value >= 1
     assert found.loader_workers.value >= 0
     assert found.log_every.value >= 1
@@ -62,8 +68,7 @@ def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, 
 @given(inventory=machines(), facts=models())
 def test_the_plan_fits_unless_nothing_does(inventory: Inventory, facts: ModelFacts):
     found = planned_or_refused(Config(), inventory, facts)
-    recompute, workers, sharding = found.activation_checkpointing.value, found.workers.value, found.sharding.value
-    smallest = memory(facts, 1, recompute, found.memory.limit, workers, sharding)
+    smallest = memory(facts, 1, found.activation_checkpointing.value, found.memory.limit, spread_of(found))
     assert found.memory.fits == smallest.fits
 
 
@@ -177,6 +182,7 @@ def test_no_auto_gives_plain_defaults_and_says_so():
         "strategy": "single",
         "precision": "fp32",
         "tf32": False,
+        "expert_kernel": "loop",
         "batch_size": 32,
         "activation_checkpointing": False,
         "fused_optimizer": False,

@@ -82,6 +82,12 @@ NUMBERS = [
         {"experts/layer0_imbalance": 1.0, "experts/layer1_imbalance": 3.0},
     ),
     (
+        {"event": "exchange", "time": 1.0, "step": 7, "steps": 5, "bytes": 4096, "seconds": 0.002, "rows": 16},
+        {"exchange/bytes_per_step": 4096.0, "exchange/seconds_per_step": 0.002, "exchange/rows_per_step": 16.0},
+    ),
+    ({"event": "exchange", "step": 7, "bytes": None, "seconds": "x"}, {}),
+    ({"event": "placement", "step": 0, "method": "lpt", "hosts": [], "layers": []}, {}),
+    (
         {"event": "recovery", "step": 35, "attempt": 1, "workers": 2, "lost_steps": 5, "total_seconds": 12.5, "reason": "lost"},
         {"recovery/workers": 2.0, "recovery/lost_steps": 5.0, "recovery/total_seconds": 12.5},
     ),

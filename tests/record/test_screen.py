@@ -342,3 +342,15 @@ def test_a_notice_is_a_line_of_its_own() -> None:
     screen, out = piped()
     screen({"event": "notice", "message": "measuring the batch size ..."})
     assert out.getvalue() == "measuring the batch size ...\n"
+
+
+def test_a_placement_is_one_quiet_line() -> None:
+    screen, out = piped()
+    screen(start(10))
+    screen({"event": "placement", "step": 0, "hosts": [], "sentence": "5 experts on 3 hosts\n\x1b[31m(exact)"})
+    screen({"event": "placement"})
+    screen({"event": "exchange", "step": 10, "steps": 10, "bytes": 4096, "seconds": 0.1, "rows": 4})
+    assert out.getvalue().splitlines() == ["5 experts on 3 hosts  [31m(exact)"]
+    live, drawn = terminal()
+    live({"event": "placement", "sentence": "5 experts on 3 hosts"})
+    assert f"{ESCAPE}[2m5 experts on 3 hosts{ESCAPE}[0m" in drawn.getvalue()

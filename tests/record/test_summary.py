@@ -90,6 +90,42 @@ def test_lines_that_a_killed_writer_lost_are_known_to_the_recovery() -> None:
     assert summarise([*BEGIN, recovery(50, 35, lost=7), start(50, 35), *AFTER])["lost_steps"] == 7
 
 
+PLACED = at(
+    0, "placement", step=0, method="lpt", hosts=[{"rank": 0, "speed": 1.0}, {"rank": 1, "speed": 2.0}],
+    layers=[{"name": "ffn", "host_of": [0, 1, 1], "sizes": [10, 20, 30]}],
+)  # fmt: skip
+
+
+def load(step: int, *rows: int) -> Event:
+    return at(step, "load", step=step, steps=1, loads=[list(rows)])
+
+
+def exchange(step: int, count: int, size: float) -> Event:
+    return at(step, "exchange", step=step, steps=count, bytes=size, seconds=size / 1000, rows=7)
+
+
+def test_imbalance_and_exchange_of_hosts() -> None:
+    begin = start(0, 0) | {"strategy": "expert_parallel"}
+    events = [begin, PLACED, *steps(1, 4, 0), load(1, 6, 3, 2), load(2, 12, 3, 2), exchange(1, 1, 10), exchange(4, 3, 30)]
+    summary = summarise(events)
+    assert summary["imbalance"] == pytest.approx((60 + 120) / (60 + 80))
+    assert (summary["exchange_bytes_per_step"], summary["exchange_seconds_per_step"]) == (25, pytest.approx(0.025))
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    """Loads and exchanges past the step that a recovery went back to are gone with their steps."""
+    before = [PLACED, load(35, 6, 3, 2), load(40, 600, 0, 0), exchange(35, 1, 10), exchange(40, 1, 999)]
+    again = [PLACED | {"step": 35}, load(40, 6, 3, 2), exchange(40, 1, 10)]
+    begin = [event | {"strategy": "expert_parallel"} if event["event"] == "start" else event for event in BEGIN]
+    summary = summarise([*begin[:-1], *before, FAILURE, recovery(50, 35), *again, *AFTER, END])
+    assert (summary["imbalance"], summary["exchange_bytes_per_step"]) == (1.0, 10)
+
+
+def test_without_hosts_there_is_nothing_to_say_of_them() -> None:
+    summary = summarise(ORDERS["without new processes"])
+    assert {summary[name] for name in ("imbalance", "exchange_bytes_per_step", "exchange_seconds_per_step")} == {None}
+
+
 def test_nothing_recorded_is_nothing_claimed() -> None:
     summary = summarise([])
     assert (summary["status"], summary["steps"], summary["goodput"], summary["seconds"], summary["workers"]) == ("killed", 0, None, 0, None)

@@ -25,6 +25,8 @@ RUNS = {
     "resumed": FakeRun(resume_at=77),
     "broken": FakeRun(broken={5: "nan", 9: "inf"}),
     "hostile": FakeRun(name=EVIL, warnings=(EVIL,)),
+    "hosted": FakeRun(hosted=True, workers=3, experts=5, layers=2),
+    "hosted, large": FakeRun(hosted=True, workers=8, experts=64, layers=24, steps=40),
 }
 
 
@@ -115,6 +117,11 @@ def test_all_parts_of_a_full_run_are_there(tmp_path):
         assert f"<h2>{said}" in text, said
 
 
+def test_a_run_on_hosts_says_where_its_experts_live(tmp_path):
+    assert "<h2>Where the experts live" in page(read_run(write_run(tmp_path / "a", RUNS["hosted"])))
+    assert "Where the experts live" not in page(read_run(write_run(tmp_path / "b", RUNS["moe"])))
+
+
 def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
     write_run(tmp_path, FakeRun(steps=20, epochs=1, experts=2))
     before = {path.name for path in tmp_path.iterdir()}
@@ -141,5 +148,5 @@ def test_a_report_of_no_run_is_the_users_mistake(tmp_path):
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
-    text = page(read_run(write_run(tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6))))
+    text = page(read_run(write_run(tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4))))
     assert len(text) < 1_000_000

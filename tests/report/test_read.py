@@ -16,6 +16,7 @@ def test_everything_of_a_finished_run_is_there(tmp_path):
     assert [event["epoch"] for event in record.epochs] == [0, 1]
     assert [event["step"] for event in record.evaluations] == [10, 20]
     assert len(record.phases) == len(record.loads) == len(record.monitors) == 2
+    assert record.exchanges == []
     assert record.fact("task") == "text"
     assert record.seconds == pytest.approx(record.summary["seconds"])
 
@@ -69,6 +70,14 @@ def test_a_torn_last_line_and_events_without_a_step_are_passed_over(tmp_path):
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "step", "loss": 1.0}\n{"event": "step", "step": "six"}\n{"event": "step", "st')
     assert len(read_run(tmp_path).steps) == 5
+
+
+def test_an_exchange_goes_by_step(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(steps=40, epochs=4, hosted=True, workers=2, experts=2, resume_at=27)))
+    assert [event["step"] for event in record.exchanges] == [10, 20, 30, 40]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "exchange", "bytes": 1}\n{"event": "exchange", "step": "x"}\n')
+    assert len(read_run(tmp_path).exchanges) == 4
 
 
 def test_an_empty_record_has_no_answers_and_no_errors(tmp_path):

@@ -54,6 +54,8 @@ def test_flags_in_the_verdict_are_set_as_code(tmp_path):
     text = sections.verdict_box(record_of(tmp_path, ooms=1))
     assert '<code class="flag">--activation-checkpointing on</code>' in text
     assert "bound by memory" in text
+    uneven = sections.verdict_box(record_of(tmp_path / "b", workers=2, experts=5, hosted=True, skew=0.0, method="round_robin"))
+    assert '<code class="flag">--placement auto</code>' in uneven
 
 
 def test_estimate_and_measure_share_a_scale(tmp_path):

@@ -13,6 +13,8 @@ RUNS = {
     "resumed": FakeRun(resume_at=77),
     "broken": FakeRun(broken={5: "nan"}, ends="stopped"),
     "parallel": FakeRun(workers=3, recover_at=77, phases=PHASES_PARALLEL),
+    "hosted": FakeRun(hosted=True, workers=3, experts=5, layers=2, recover_at=77),
+    "hosted, large": FakeRun(hosted=True, workers=12, experts=64, layers=24, steps=40, speeds=(1.0, 2.0)),
     "hostile": FakeRun(name="x\n\x1b[31m" + "y" * 300, warnings=("a\nb\x00",)),
 }
 
@@ -65,6 +67,21 @@ def test_a_run_on_several_workers_tells_of_them(tmp_path):
     single = text_of(tmp_path / "one", RUNS["dense"])
     assert "workers               1\n" in single
     assert "recovered" not in single
+
+
+def test_a_run_on_hosts_tells_how_evenly_they_were_used(tmp_path):
+    text = text_of(tmp_path / "a", FakeRun(hosted=True, workers=3, experts=5, layers=2, speeds=(1.0, 2.0, 4.0)))
+    for said in (
+        "strategy              expert_parallel", "gate                  replicated",
+        "placement             5 experts of 2 layers on 3 hosts",
+        "imbalance             slowest ", "over the whole run    slowest ", "(steps 61 to 120)", "speed 4×, ", "of the work, time ",
+        "21.3 MiB per step to other hosts, 21,845 rows", "9.6 ms per step, 12.0% of a step",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "Hosts\n-----" not in text_of(tmp_path / "b", RUNS["parallel"])
+    large = text_of(tmp_path / "c", RUNS["hosted, large"])
+    assert "Hosts\n-----" in large
+    assert "host 3 " not in large, "twelve lines would say less than the picture"
 
 
 def test_unequal_shares_are_said(tmp_path):

@@ -42,6 +42,14 @@ def test_a_recovery_is_told_with_its_parts(tmp_path):
     assert rows["checkpoint"].text.endswith("(2.3 MiB, 50 ms, 5 ms of it held up the training)")
 
 
+def test_a_placement_is_told_in_its_own_words(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(steps=20, epochs=1, hosted=True, workers=2, experts=3)))
+    row = happenings(record)[0]
+    assert (row.kind, row.tone, row.step) == ("placement", "calm", 0)
+    assert row.text.startswith("3 experts of 4 layers on 2 hosts (lpt)")
+    assert happenings(read_run(write_events(tmp_path / "b", [{"event": "placement"}])))[0].text == ""
+
+
 def test_no_more_rows_than_a_page_bears(tmp_path):
     events = [{"event": ("warning", "resume")[index % 2], "message": "m"} for index in range(500)]
     assert len(happenings(read_run(write_events(tmp_path, events)))) == MAX_ROWS

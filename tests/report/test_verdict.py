@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -33,6 +34,11 @@ def advice_names(found, *flags):
         ({"evaluate_s": 4.0}, "evaluation", "--evaluate-every"),
         ({"checkpoint_s": 2.0}, "checkpoint", "--checkpoint-every"),
         ({"workers": 2, "phases": TALKING}, "communication", "--accumulation-steps"),
+        ({"workers": 2, "experts": 4, "hosted": True, "exchange": 0.3, "sizes": (64,)}, "communication", "--exchange-chunks"),
+        ({"workers": 2, "experts": 4, "hosted": True, "exchange": 0.2, "sizes": (64,), "skew": 0.0}, "compute", "--compile"),
+        ({"workers": 3, "experts": 5, "hosted": True, "skew": 0.0}, "imbalance", "fewer --workers"),
+        ({"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}, "imbalance", "--balance-bias 0.001"),
+        ({"workers": 2, "experts": 5, "hosted": True, "skew": 0.0, "method": "round_robin"}, "imbalance", "--placement auto"),
         ({"workers": 2, "recover_at": 70}, "recovery", "--checkpoint-every 5"),
         ({"workers": 2, "recover_at": 70, "recovery_s": 0.2, "phases": PHASES_PARALLEL}, "compute", "--compile"),
         ({"steps": MIN_STEPS - 1, "epochs": 1}, "unknown", "--max-steps"),
@@ -59,6 +65,36 @@ def test_several_workers_are_told_apart(tmp_path):
     lost = verdict_of(tmp_path / "b", workers=2, recover_at=70)
     assert "of the run was spent on 1 recovery (12.3 s each) after killed" in lost.evidence[0]
     assert "10 steps were done twice" in lost.advice[1]
+
+
+def test_hosts_that_wait_are_told_with_their_figures(tmp_path):
+    waiting = verdict_of(tmp_path / "a", workers=2, experts=4, hosted=True, exchange=0.3, sizes=(64,), skew=0.0)
+    assert waiting.evidence == ("30% of a step waits for the exchange of rows between 2 hosts (24 ms per step, 32.0 MiB)",)
+    uneven = verdict_of(tmp_path / "b", workers=3, experts=5, hosted=True, skew=0.0)
+    assert re.fullmatch(
+        r"the slowest host of a layer takes 1\.[34]\d times the mean of the 3 hosts \(predicted 1\.41\)", uneven.evidence[0]
+    )
+    both = verdict_of(tmp_path / "c", workers=3, experts=5, hosted=True, exchange=0.3, phases=TALKING)
+    assert both.bound_by == "communication"
+    assert [line.split()[0] for line in both.evidence] == ["30%", "48%", "also"]
+    assert len(both.advice) == 3
+
+
+def test_a_placement_that_is_asked_for_already_is_not_advised(tmp_path):
+    """A run that is taken up keeps the placement it began with, and calls it a given one."""
+    folder = write_run(tmp_path, FakeRun(workers=2, experts=5, hosted=True, skew=0.0, method="round_robin"))
+    for asked, advised in (("auto", False), ("round_robin", True), ("mine.json", True)):
+        (folder / "config.yaml").write_text(f"parallel: {{placement: {asked}}}\n")
+        assert ("--placement auto" in " ".join(verdict(read_run(folder)).advice)) is advised
+
+
+def test_a_bias_that_is_on_already_is_not_advised(tmp_path):
+    folder = write_run(tmp_path, FakeRun(workers=2, experts=8, hosted=True, skew=1.0, sizes=(64,)))
+    assert "--balance-bias" in " ".join(verdict(read_run(folder)).advice)
+    (folder / "config.yaml").write_text("moe: {balance_bias: 0.001}\n")
+    found = verdict(read_run(folder))
+    assert found.bound_by == "imbalance"
+    assert advice_names(found, "--balance-bias", "--balance-loss") == ["--balance-loss"]
 
 
 def test_a_checkpoint_in_the_background_holds_nothing_up(tmp_path):

@@ -312,24 +312,32 @@ def test_the_cause_among_the_workers_errors() -> None:
     from ray.exceptions import ActorDiedError
     from ray.train import WorkerGroupError
 
-    from orchestrator.runtime.data_parallel import _final, failure_of
-    from orchestrator.runtime.recovery import GiveUp
+    from orchestrator.runtime.data_parallel import ended_by
+    from orchestrator.runtime.driving import final
+    from orchestrator.runtime.recovery import Failure, GiveUp
+
+    def failure(raised: dict[int, Any]) -> Failure:
+        found = ended_by(WorkerGroupError("x", raised)).failure
+        assert found is not None
+        return found
+
+    def told(raised: dict[int, Any], reason: str = "gave up") -> BaseException:
+        ended = ended_by(WorkerGroupError("x", raised))
+        assert ended.failure is not None
+        return final(ended.failure, ended.error, GiveUp(reason))
 
     reset = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    lost = failure_of(WorkerGroupError("x", {0: wrapped(reset), 1: ActorDiedError()}))
+    lost = failure({0: wrapped(reset), 1: ActorDiedError()})
     assert (lost.kind, lost.rank) == ("worker", 1)
-    assert failure_of(WorkerGroupError("x", {0: wrapped(reset)})).kind == "communication"
-    memory = failure_of(WorkerGroupError("x", {0: wrapped(reset), 2: wrapped(OutOfMemory("worker 2 ran out", 8))}))
-    assert (memory.kind, memory.micro_batch) == ("memory", 8)
-    mine = WorkerGroupError("x", {0: wrapped(TaskFailed("KeyError: 'a'")), 1: wrapped(TaskFailed("KeyError: 'a'")), 2: wrapped(reset)})
-    assert failure_of(mine).kind == "error"
-    told = _final(failure_of(mine), mine, GiveUp(failure_of(mine).message))
-    assert isinstance(told, TaskFailed)
-    assert str(told) == "KeyError: 'a'"
-    bug = WorkerGroupError("x", {1: wrapped(ZeroDivisionError("division by zero"))})
-    told = _final(failure_of(bug), bug, GiveUp(failure_of(bug).message))
-    assert isinstance(told, TrainingFailed)
-    assert "Traceback" in str(told)
-    gone = WorkerGroupError("x", {1: ActorDiedError()})
-    assert isinstance(_final(failure_of(gone), gone, GiveUp("gave up")), TrainingFailed)
-    assert isinstance(_final(memory, gone, GiveUp("gave up")), ResourceError)
+    assert failure({0: wrapped(reset)}).kind == "communication"
+    exhausted = {0: wrapped(reset), 2: wrapped(OutOfMemory("worker 2 ran out", 8))}
+    assert (failure(exhausted).kind, failure(exhausted).micro_batch) == ("memory", 8)
+    mine = {0: wrapped(TaskFailed("KeyError: 'a'")), 1: wrapped(TaskFailed("KeyError: 'a'")), 2: wrapped(reset)}
+    assert failure(mine).kind == "error"
+    assert isinstance(told(mine), TaskFailed)
+    assert str(told(mine)) == "KeyError: 'a'"
+    bug = told({1: wrapped(ZeroDivisionError("division by zero"))})
+    assert isinstance(bug, TrainingFailed)
+    assert "Traceback" in str(bug)
+    assert isinstance(told({1: ActorDiedError()}), TrainingFailed)
+    assert isinstance(told(exhausted), ResourceError)

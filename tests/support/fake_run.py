@@ -46,6 +46,15 @@ class FakeRun:
     recover_at: int = 0
     """A worker is lost here; the run goes on from the last checkpoint with new processes, one fewer where there are three or more."""
     recovery_s: float = 12.3
+    hosted: bool = False
+    """Expert-parallel: the workers are hosts of experts, and rows travel between them."""
+    sizes: tuple[int, ...] = (32, 64, 64, 128, 256)
+    """Hidden sizes of the experts, over and over until each has one."""
+    speeds: tuple[float, ...] = (1.0,)
+    """Speeds of the hosts, as multiples of one, over and over until each has one."""
+    method: str = "lpt"
+    exchange: float = 0.12
+    """Share of a step that is waited for the exchange."""
     ends: str = "completed"
     """completed, stopped, failed, or killed: no end event and no summary."""
     name: str = "fake"
@@ -67,7 +76,7 @@ class FakeRun:
 
     @property
     def strategy(self) -> str:
-        return "data_parallel" if self.workers > 1 else "single"
+        return "expert_parallel" if self.hosted else "data_parallel" if self.workers > 1 else "single"
 
     @property
     def workers_after(self) -> int:
@@ -117,6 +126,7 @@ class _Teller:
     def start(self, step: int) -> None:
         run = self.run
         joined = {"backend": "nccl" if run.gpu else "gloo", "sharding": "none", "nodes": 1} if run.workers > 1 else {}
+        joined |= {"gate": "replicated"} if run.hosted else {}
         self.say(
             "start", version="0.1.0", task="text" if run.experts else "digits", strategy=run.strategy, workers=self.workers, **joined,
             device="cuda:0" if run.gpu else "cpu", precision="bf16" if run.gpu else "fp32", global_batch_size=run.batch,
@@ -126,6 +136,8 @@ class _Teller:
             self.say("compile", took=21.4, status=run.compiled, seconds=21.4, detail="default, all parts")
         for message in run.warnings:
             self.say("warning", took=0.2, kind="memory", message=message)
+        if run.hosted:
+            self.say("placement", **placement(run, self.workers, step))
 
     def step(self, step: int) -> None:
         run, done = self.run, step / max(1, self.run.steps)
@@ -145,6 +157,9 @@ class _Teller:
         run, width = self.run, 10
         parts = {name: share * run.step_s for name, share in run.phases.items()}
         self.say("phases", step=step, steps=width, **parts, total=run.step_s)
+        if run.hosted:
+            rows = round(run.units * 2 * run.layers * (1 - 1 / self.workers))
+            self.say("exchange", step=step, steps=width, bytes=rows * 2 * 256 * 2, seconds=run.exchange * run.step_s, rows=rows)
         if run.experts:
             self.say("load", step=step, steps=width, loads=[self.loads(layer, done) for layer in range(run.layers)])
         self.say("monitor", step=step, host=self.host(), devices=[self.device()] if run.gpu else [])
@@ -205,6 +220,37 @@ class _Teller:
                 self.epoch(step)
 
 
+def placement(run: FakeRun, hosts: int, step: int = 0) -> dict[str, Any]:
+    """The fields of a placement: the largest experts first, each to the host that is then done first (or in turn)."""
+    speeds = [run.speeds[rank % len(run.speeds)] for rank in range(hosts)]
+    sizes = [run.sizes[expert % len(run.sizes)] for expert in range(run.experts)]
+    whole, told = sum(sizes), []
+    for layer in range(run.layers):
+        seconds, host_of = [0.0] * hosts, [0] * run.experts
+        # A layer begins where the one before it ended, as the hosts of equal layers would else always be the same ones.
+        order = sorted(range(run.experts), key=lambda expert: -sizes[(expert + layer) % run.experts])
+        here = [sizes[(expert + layer) % run.experts] for expert in range(run.experts)]
+        for expert in order:
+            done = [seconds[rank] + here[expert] / speeds[rank] for rank in range(hosts)]
+            host = expert % hosts if run.method == "round_robin" else done.index(min(done))
+            host_of[expert], seconds[host] = host, done[host]
+        bound, slowest = max(whole / sum(speeds), max(sizes) / max(speeds)), max(seconds)
+        told.append({
+            "name": f"blocks.{layer}.ffn", "host_of": host_of, "sizes": here, "costs": [size / whole for size in here],
+            "seconds": [each * 1e-6 for each in seconds], "bound": bound * 1e-6, "imbalance": slowest * sum(speeds) / whole,
+            "gap": slowest / bound - 1,
+        })  # fmt: skip
+    devices = [
+        {"rank": rank, "node": f"10.0.0.{rank + 1}", "device": "cuda:0" if run.gpu else "cpu",
+         "name": "NVIDIA H200" if run.gpu else "AMD EPYC 7R13", "speed": speed * (4.1e14 if run.gpu else 9.3e10),
+         "memory": 139 * GIB if run.gpu else None}
+        for rank, speed in enumerate(speeds)
+    ]  # fmt: skip
+    worst = max((layer["imbalance"] for layer in told), default=1.0)
+    sentence = f"{run.experts} experts of {run.layers} layers on {hosts} hosts ({run.method}), slowest host {worst:.2f} times the mean"
+    return {"step": step, "method": run.method, "hosts": devices, "layers": told, "sentence": sentence}
+
+
 def run_events(run: FakeRun) -> list[Event]:
     teller = _Teller(run)
     first = 1
@@ -230,7 +276,7 @@ def _config(run: FakeRun) -> dict[str, Any]:
     return {
         "task": "text" if run.experts else "digits",
         "run": {"name": run.name, "epochs": run.epochs, "early_stopping_metric": "accuracy"},
-        "model": {"experts": run.experts},
+        "moe": {"experts": run.experts},
         "device": {"precision": "auto", "compile": bool(run.compiled)},
     }
 
@@ -260,7 +306,7 @@ def _plan(run: FakeRun) -> dict[str, Any]:
             {"name": "task", "value": "text" if run.experts else "digits", "origin": "flag --task"},
             {"name": "run.epochs", "value": run.epochs, "origin": "file cfg.yaml:3"},
             {"name": "run.seed", "value": 0, "origin": "default"},
-            {"name": "model.experts", "value": run.experts, "origin": "flag --experts"},
+            {"name": "moe.experts", "value": run.experts, "origin": "flag --experts"},
             {"name": "optim.learning_rate", "value": 0.003, "origin": "default"},
             {"name": "optim.schedule", "value": "cosine", "origin": "default"},
             {"name": "data.data_dir", "value": None, "origin": "default"},

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from experts.model import place
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.clock import PhaseClock
 from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.hosting import Hosted
+from orchestrator.train.memory import recompute_blocks
 from orchestrator.train.optim import Learner, build_adamw, warmup_then
 from orchestrator.train.precision import Precision
 from orchestrator.train.replicate import DdpOptions, Replica, Replicated, Sharded, shard, whole
@@ -62,8 +65,12 @@ def make_stepper(
     sharding: str = "none",
     options: DdpOptions | None = None,
     offload: bool = False,
+    host_of: Sequence[Sequence[int]] | None = None,
+    chunks: int = 1,
+    bucket_mb: int | None = None,
+    recompute: bool = False,
 ) -> tuple[Stepper, Feed]:
-    """``micro_batch`` is per worker."""
+    """``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers."""
     config = Config.of(learning_rate=learning_rate)
     world, tell = world or World.alone(), tell or Events()
     model = task.build_model()
@@ -74,8 +81,13 @@ def make_stepper(
     if sharding != "none":
         shard(model, world, whole_parameters=sharding == "zero2", offload=offload)
         replica = Sharded(model, task, world)
+    elif world.size > 1 and host_of is not None:
+        place(model, host_of, world.rank)
+        replica = Hosted(model, task, world, chunks, bucket_mb)
     elif world.size > 1:
         replica = Replicated(model, task, world, options or DdpOptions(), lambda message: tell("warning", message=message))
+    if recompute:
+        recompute_blocks(model, replica.hosts)
     learner = Learner(build_adamw(model.parameters(), config.optim, fused=True), warmup_then("constant", 0, 1000))
     feed = Feed(task.train_data(), world, global_batch=global_batch, micro_batch=micro_batch, seed=0, feeding=Feeding())
     precision = Precision("fp32", world.device)

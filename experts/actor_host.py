@@ -1,0 +1,44 @@
+"""A host of experts as a Ray actor: it owns one device and runs what it is handed, in segments. It knows nothing of training:
+that comes with the function it is given. Between segments the driver may look after it; within one, no Ray call is made."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import ray
+
+
+class Work(Protocol):
+    """What a host works at, a segment at a time. ``advance`` returns None until it has come to its end."""
+
+    def advance(self, steps: int) -> Any: ...
+
+
+@ray.remote
+class ExpertHost:
+    """One host, for one life of a group."""
+
+    def __init__(self) -> None:
+        self._work: Work | None = None
+        self._stack = ExitStack()
+
+    def meeting_place(self) -> tuple[str, int]:
+        """An address and a free port at which the hosts can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def open(self, make: Callable[..., AbstractContextManager[Work]], *arguments: Any) -> None:
+        """Prepare to work: ``make(*arguments)``."""
+        self._work = self._stack.enter_context(make(*arguments))
+
+    def advance(self, steps: int) -> Any:
+        """Work for so many steps. Returns what the work returns."""
+        assert self._work is not None, "advance before open"
+        ended = self._work.advance(steps)
+        if ended is not None:
+            self._stack.close()
+        return ended

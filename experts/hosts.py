@@ -1,0 +1,82 @@
+"""What the MoE layers of a model share on one host: the way to the other hosts, and what whoever runs the steps tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from experts.exchange import Alone, Exchange
+
+T = TypeVar("T")
+
+
+@dataclass
+class Tape:
+    """What happened between hosts in a pass that will be repeated: a repeated pass takes it from here, so that nothing
+    travels, and nobody is routed, twice."""
+
+    kept: list[Any] = field(default_factory=list)
+    mode: Literal["write", "read"] = "write"
+    place: int = 0
+
+    @contextmanager
+    def writing(self, hosts: Hosts) -> Iterator[None]:
+        self.kept, self.mode = [], "write"
+        with _set(hosts, self):
+            yield
+
+    @contextmanager
+    def reading(self, hosts: Hosts) -> Iterator[None]:
+        self.mode, self.place = "read", 0
+        with _set(hosts, self):
+            yield
+
+
+@dataclass
+class Hosts:
+    """The hosts, as one of them sees them. ``silent`` says that the tokens at hand stand in for none: they go nowhere and
+    are counted nowhere. ``first`` is the place of the first sample at hand in the global batch, ``seed`` that of the step:
+    noise is drawn by them."""
+
+    exchange: Exchange = field(default_factory=Alone)
+    chunks: int = 1
+    silent: bool = False
+    first: int = 0
+    seed: int = 0
+    tape: Tape | None = None
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns, or what it returned when the pass at hand was made the first time."""
+        tape = self.tape
+        if tape is None:
+            return make()
+        if tape.mode == "write":
+            made = make()
+            tape.kept.append(_apart(made))
+            return made
+        tape.place += 1
+        return tape.kept[tape.place - 1]
+
+    @property
+    def repeating(self) -> bool:
+        return self.tape is not None and self.tape.mode == "read"
+
+
+def _apart(value: Any) -> Any:
+    """The same without its history, which a repeated pass makes anew."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return tuple(map(_apart, value)) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def _set(hosts: Hosts, tape: Tape) -> Iterator[None]:
+    before, hosts.tape = hosts.tape, tape
+    try:
+        yield
+    finally:
+        hosts.tape = before

@@ -1,0 +1,84 @@
+"""Settings of the built-in tasks' models: their sizes, and their mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.config.checks import at_least, positive
+
+ExpertKind = Literal["swiglu", "ffn"]
+GateScores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Sizes of the built-in tasks' models. What is left open is the task's own default."""
+
+    width: int | None = None
+    """Width of the model (features per token)."""
+    layers: int | None = None
+    """Number of blocks."""
+    context_length: int | None = None
+    """Tokens per sample, for text and for synthetic sequences."""
+    vocabulary: int | None = None
+    """Number of distinct tokens of the synthetic task."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "vocabulary"):
+            at_least(name, getattr(self, name), 1)
+        at_least("context_length", self.context_length, 0)
+
+
+@dataclass(frozen=True)
+class MoeSettings:
+    """The mixture-of-experts layers of these models: the experts, and the gate that sends tokens to them."""
+
+    experts: int | None = None
+    """Experts per MoE layer; 0 gives a dense model."""
+    expert_hidden_size: tuple[int, ...] = ()
+    """Hidden size of the experts: one number for all, or one per expert."""
+    expert_kind: ExpertKind = "swiglu"
+    """What an expert is: swiglu, gated by a third matrix, or ffn, two matrices with GELU between them."""
+    shared_expert_size: int | None = None
+    """Hidden size of an expert that sees every token, beside the routed ones. Default: none."""
+    top_k: int | None = None
+    """Experts that each token is sent to."""
+    gate_scores: GateScores = "softmax"
+    """How the gate scores experts: softmax against each other, or sigmoid each by itself."""
+    normalise_weights: bool = True
+    """Weights of a token's experts sum to one; never where --top-k is 1, which would cut the gate off from the loss."""
+    gate_jitter: float = 0.0
+    """In training the gate's input is multiplied by uniform noise of 1 ± this; below 1."""
+    balance_loss: float = 0.01
+    """Weight of the loss that keeps experts evenly used."""
+    balance_bias: float = 0.0
+    """Balancing without a loss: step by which an expert's bias in the choice moves after each optimizer step; try 0.001."""
+    z_loss: float = 0.0
+    """Weight of the loss that keeps gate scores small."""
+    capacity_factor: float | None = None
+    """Most rows that an expert takes of a micro-batch, as a multiple of the even share; the rest is dropped, later choices
+    first, then later tokens. Default: nothing is dropped."""
+
+    def __post_init__(self) -> None:
+        at_least("experts", self.experts, 0)
+        for size in self.expert_hidden_size:
+            at_least("expert_hidden_size", size, 1)
+        for name in ("top_k", "shared_expert_size"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("balance_loss", "balance_bias", "z_loss"):
+            at_least(name, getattr(self, name), 0)
+        positive("capacity_factor", self.capacity_factor)
+        if not 0 <= self.gate_jitter < 1:
+            raise ValueError(f"gate_jitter is {self.gate_jitter}; it must be at least 0 and below 1")
+        if self.experts and len(self.expert_hidden_size) not in (0, 1, self.experts):
+            raise ValueError(
+                f"expert_hidden_size has {len(self.expert_hidden_size)} sizes for {self.experts} experts; give one size, or one per expert"
+            )
+        if self.experts and self.top_k and self.top_k > self.experts:
+            raise ValueError(f"top_k is {self.top_k} but there are only {self.experts} experts; lower --top-k or raise --experts")
+        if self.experts == 0 and self.shared_expert_size:
+            raise ValueError(
+                f"shared_expert_size is {self.shared_expert_size}, an expert beside routed ones, but experts is 0, a dense model; "
+                "leave one of them out"
+            )

@@ -1,0 +1,103 @@
+"""Settings of several devices: who takes part, what is kept where, and how long one waits for the others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.config.checks import Switch, at_least, listed
+
+ParallelStrategy = Literal["auto", "data_parallel", "expert_parallel"]
+Backend = Literal["auto", "nccl", "gloo"]
+Sharding = Literal["auto", "none", "zero2", "zero3"]
+GatePlace = Literal["replicated", "primary"]
+PLACEMENTS = ("auto", "round_robin")
+
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Training on several devices: who takes part, what is kept where, and how long one waits for the others."""
+
+    parallel_strategy: ParallelStrategy = "auto"
+    """auto trains data-parallel where there are two GPUs or more, and inside a Ray job, or expert-parallel where a model with experts
+    does not fit whole on each; data_parallel and expert_parallel force it, on CPUs too."""
+    workers: int | Literal["auto"] = "auto"
+    """Workers (in expert parallel: hosts) that train together, one device each; auto takes every GPU there is, or a few CPU workers
+    where there is none."""
+    devices: tuple[int, ...] = ()
+    """GPUs of this machine to use, as CUDA counts them: 0,2 or 0 2. Default: all."""
+    backend: Backend = "auto"
+    """What carries sums between the workers; auto takes nccl on GPUs and gloo on CPUs."""
+    sharding: Sharding = "auto"
+    """What is divided among the workers: none, gradients and optimizer (zero2), parameters too (zero3); auto: what memory asks for."""
+    cpu_offload: bool = False
+    """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps. Needs zero2 or zero3."""
+    sync_batchnorm: bool = False
+    """Batch norm over the samples of all workers instead of each worker's own; on GPUs."""
+    gate: GatePlace = "replicated"
+    """Expert parallel: the gate on every host over its own share of the batch, or (primary) on the first host over the whole batch."""
+    placement: str = "auto"
+    """Expert parallel: where experts live. auto goes by their cost and the measured speed of the devices; round_robin; or the path of
+    a .json file."""
+    exchange_chunks: int | None = None
+    """Expert parallel: parts that a layer's tokens travel in, so that experts compute while the next part is under way. Default: by
+    the plan."""
+    share_by_speed: Switch = "auto"
+    """Shares of the global batch in proportion to measured speed; auto: where the workers' devices differ."""
+    bucket_cap_mb: int | None = None
+    """MiB of gradients that are summed together, without sharding. Default: torch's own (25)."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order, so that the sums can be planned once."""
+    find_unused_parameters: bool = False
+    """Look for parameters that a step did not use; costs time in every step."""
+    broadcast_buffers: Switch = "auto"
+    """Give every worker the first one's buffers before each step: on all of them, auto running statistics that are not synchronized."""
+    gradient_as_bucket_view: bool = True
+    """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
+    max_failures: int = 3
+    """Restarts after a lost worker, a lost node or running out of memory, before the run gives up."""
+    collective_timeout: int = 120
+    """Seconds that workers wait for each other before the run counts as stuck."""
+    resource_timeout: int = 300
+    """Seconds to wait for a cluster with an autoscaler to bring what is missing."""
+    ray_address: str = "auto"
+    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names) and starts one where none does; local always
+    starts one; HOST:PORT joins that one."""
+    nccl_debug: bool = False
+    """NCCL's own messages, in the workers' logs."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, int):
+            at_least("workers", self.workers, 1)
+        for device in self.devices:
+            at_least("devices", device, 0)
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices is {listed(self.devices)}; name each GPU once")
+        for name in ("exchange_chunks", "bucket_cap_mb", "collective_timeout", "resource_timeout"):
+            at_least(name, getattr(self, name), 1)
+        at_least("max_failures", self.max_failures, 0)
+        if self.placement not in PLACEMENTS and not self.placement.endswith(".json"):
+            raise ValueError(f"placement is {self.placement!r}; it must be auto, round_robin or the path of a .json file")
+        if self.gate == "primary" and self.share_by_speed == "on":
+            raise ValueError("gate primary and share_by_speed on contradict each other: the first host has the whole batch; leave one out")
+        if self.cpu_offload and self.sharding == "none":
+            raise ValueError(
+                "cpu_offload and sharding none contradict each other: shards are what is offloaded; give --sharding zero2 or zero3"
+            )
+        _check_address(self.ray_address)
+
+
+def _check_address(address: str) -> None:
+    if address in ("auto", "local"):
+        return
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"ray_address is {address!r}; Ray client addresses are not supported. Submit a job to the cluster instead: "
+            f"ray job submit --address http://HOST:8265 --working-dir . -- python -m orchestrator train"
+        )
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise ValueError(f"ray_address is {address!r}; it must be auto, local or HOST:PORT, as 'ray start' shows it")

@@ -1,0 +1,55 @@
+"""Settings of the samples: where they come from, and how many meet in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from orchestrator.config.checks import at_least, within
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where samples come from."""
+
+    data_dir: Path | None = None
+    """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt files for text)."""
+    samples: int | None = None
+    """Training samples of the synthetic task."""
+    loader_workers: int = -1
+    """Processes that load data; -1 lets the plan choose, 0 loads in the training process."""
+
+    def __post_init__(self) -> None:
+        at_least("loader_workers", self.loader_workers, -1)
+        at_least("samples", self.samples, 1)
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How many samples meet in a step."""
+
+    batch_size: int | Literal["auto"] | None = None
+    """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the fastest (CPU).
+    Default: by the plan's memory estimate."""
+    accumulation_steps: int | None = None
+    """Micro-batches per optimizer step."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all workers; fixes batch size × accumulation × workers, however many those become."""
+    eval_batch_size: int | None = None
+    """Samples per worker and batch in evaluation."""
+    gpu_memory_fraction: float = 0.9
+    """Share of the GPU's memory that the run may use."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_size, int):
+            at_least("batch_size", self.batch_size, 1)
+        for name in ("accumulation_steps", "global_batch_size", "eval_batch_size"):
+            at_least(name, getattr(self, name), 1)
+        within("gpu_memory_fraction", self.gpu_memory_fraction, 0.05, 1.0)
+        for name in ("batch_size", "accumulation_steps"):
+            part, whole = getattr(self, name), self.global_batch_size
+            if isinstance(part, int) and whole is not None and part > whole:
+                raise ValueError(
+                    f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other"
+                )

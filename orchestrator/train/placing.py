@@ -1,0 +1,156 @@
+"""Where experts live: what they cost and what the hosts can do, measured, becomes a placement that all hosts agree on."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experts.placement import CannotPlace, ExpertCost, HostFacts, Placement, given, place, read_placement, round_robin
+from orchestrator.config.settings import Config
+from orchestrator.errors import ResourceError, UserError
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.planning import Plan
+from orchestrator.train.shares import Device, measured_devices
+from orchestrator.train.world import World
+
+_STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
+_PASSES = 3  # products of a training step, in multiples of the forward pass
+_FLOPS = 2  # per parameter and row, forward
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """The placement of each MoE layer, and the hosts it was made for."""
+
+    layers: tuple[Placement, ...]
+    devices: tuple[Device, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def host_of(self) -> list[tuple[int, ...]]:
+        return [layer.host_of for layer in self.layers]
+
+    def measured(self, asked: str) -> dict[str, Any]:
+        """What a later start of the run is to know."""
+        return {
+            "device_speeds": {device.name: device.speed for device in self.devices},
+            "placement": [list(layer) for layer in self.host_of],
+            "placement_asked": asked,
+        }
+
+    def event(self, facts: ModelFacts) -> dict[str, Any]:
+        """The fields of a ``placement`` event."""
+        hosts = [
+            {"rank": rank, "node": node, "name": device.name, "speed": device.speed}
+            for rank, (device, node) in enumerate(zip(self.devices, self.nodes, strict=True))
+        ]
+        layers = [
+            {
+                "host_of": list(layer.host_of),
+                "sizes": list(weights),
+                "costs": [weight / max(1, sum(weights)) for weight in weights],
+                "seconds": list(layer.seconds),
+                "bound": layer.bound,
+                "imbalance": layer.imbalance,
+                "gap": layer.gap,
+            }
+            for layer, weights in zip(self.layers, facts.expert_weights, strict=True)
+        ]
+        worst = max(self.layers, key=lambda layer: layer.imbalance)
+        every = f", the least even of {len(self.layers)} layers" if len(self.layers) > 1 else ""
+        return {"method": worst.method, "hosts": hosts, "layers": layers, "sentence": worst.sentence() + every}
+
+
+def decide_hosting(
+    config: Config, plan: Plan, facts: ModelFacts, world: World, known: Mapping[str, Any], loads: Sequence[Sequence[float]]
+) -> Hosting:
+    """The placement that this run uses: the one it began with where it fits these hosts, else a new one. The main host decides
+    for all. ``loads`` are tokens per expert and layer as last seen, empty for a new run. All hosts must ask."""
+    exact = config.run.deterministic  # speeds differ from measurement to measurement
+    devices = [Device(plan.device.value, 1.0)] * world.size if exact else measured_devices(plan, world, known)
+    nodes = [world.agree(f"node/{rank}", platform.node() if rank == world.rank else None) for rank in range(world.size)]
+    memory = [row[0] for row in world.gather([_room(config, plan, facts, world)])]
+    hosts = [HostFacts(device.speed, room, node) for device, room, node in zip(devices, memory, nodes, strict=True)]
+    made = [asdict(layer) for layer in _layers(config, facts, hosts, known, loads)] if world.is_main else None
+    layers = [
+        Placement(**{**layer, **{name: tuple(layer[name]) for name in ("host_of", "seconds")}}) for layer in world.agree("placement", made)
+    ]
+    return Hosting(tuple(layers), tuple(devices), tuple(nodes))
+
+
+def _layers(
+    config: Config, facts: ModelFacts, hosts: Sequence[HostFacts], known: Mapping[str, Any], loads: Sequence[Sequence[float]]
+) -> list[Placement]:
+    """Layer by layer: what one takes of a host's memory is missing for the next."""
+    asked, before = config.parallel.placement, known.get("placement")
+    chosen: Sequence[Sequence[int]] | None = None
+    if before is not None and known.get("placement_asked") == asked and _fits(before, facts, len(hosts)):
+        chosen = before
+    elif asked not in ("auto", "round_robin"):
+        chosen = placement_file(config, facts, len(hosts))
+    used, made = [0.0] * len(hosts), []
+    try:
+        for number, costs in enumerate(_costs(facts, loads)):
+            if chosen is not None:
+                layer = given(chosen[number], costs, hosts, used)
+                layer = replace(layer, method="as before") if chosen is before else layer
+            else:
+                layer = (round_robin if asked == "round_robin" else place)(costs, hosts, used)
+            made.append(layer)
+            used = [held + sum(costs[expert].bytes for expert in layer.held(host)) for host, held in enumerate(used)]
+    except CannotPlace as error:
+        raise ResourceError(str(error)) from None
+    return made
+
+
+def placement_file(config: Config, facts: ModelFacts, hosts: int) -> list[tuple[int, ...]] | None:
+    """What ``--placement PATH`` says; None where it names no file."""
+    asked = config.parallel.placement
+    if asked in ("auto", "round_robin"):
+        return None
+    try:
+        text = Path(asked).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--placement {asked} cannot be read ({error}); give auto, round_robin or a JSON file") from None
+    try:
+        return read_placement(text, len(facts.expert_weights), [len(weights) for weights in facts.expert_weights], hosts)
+    except ValueError as error:
+        raise UserError(f"--placement {asked}: {error}") from None
+
+
+def _fits(host_of: Any, facts: ModelFacts, hosts: int) -> bool:
+    """Whether an earlier placement is one for these layers and hosts."""
+    try:
+        read_placement(json.dumps({"layers": host_of}), len(facts.expert_weights), [len(w) for w in facts.expert_weights], hosts)
+    except ValueError:
+        return False
+    return max((host for layer in host_of for host in layer), default=0) < hosts
+
+
+def _costs(facts: ModelFacts, loads: Sequence[Sequence[float]]) -> list[list[ExpertCost]]:
+    """What each expert of each layer costs a step: FLOPs for the share of rows it had, or an even one, and bytes of state."""
+    costs: list[list[ExpertCost]] = []
+    for number, weights in enumerate(facts.expert_weights):
+        seen = loads[number] if number < len(loads) and len(loads[number]) == len(weights) else []
+        total = sum(seen)
+        shares = [tokens / total for tokens in seen] if total > 0 else [1 / len(weights)] * len(weights)
+        costs.append([ExpertCost(_PASSES * _FLOPS * w * share, _STATE_BYTES * w) for w, share in zip(weights, shares, strict=True)])
+    return costs
+
+
+def _room(config: Config, plan: Plan, facts: ModelFacts, world: World) -> float:
+    """Bytes that this host has for experts: what it may use, less the dense part and the activations."""
+    limit = plan.memory.limit
+    if limit is None:
+        return math.inf
+    if world.device.type == "cuda":
+        limit = min(limit, torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction)
+    held = facts.expert_parameters * -(-facts.experts // world.size) / max(1, facts.experts)
+    return max(0.0, limit - (plan.memory.total - _STATE_BYTES * held))

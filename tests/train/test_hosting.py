@@ -1,0 +1,142 @@
+"""B1: the result does not depend on where the experts live. Random models, placements and batches on 1 to 4 real processes
+over gloo, against the same run in one process: loss and norm of each step, every gradient, and the weights at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts.expert_state import split_experts, stacked_names
+from orchestrator.train.world import World, file_store, joined
+from tests.support.parts import Events, assert_gradients_equal, make_stepper, mean_loss
+from tests.support.ranks import run_ranks
+from tests.support.tiny import HostCase, Tiny, random_case
+
+STEPS = 10
+
+
+def trained(case: HostCase, world: World, steps: int = STEPS) -> dict[str, Any]:
+    """Losses, norms and loads of some steps, the gradients of the first, and the weights after the last."""
+    if world.size > 1 and case.primary:
+        world = world.primary()
+    elif world.size > 1 and case.shares:
+        world = world.sharing(case.shares)
+    micro = case.micro if world.size > 1 else case.micro * case.holders  # the same micro-batches, uncut
+    stepper, feed = make_stepper(
+        case.task,
+        micro,
+        case.whole,
+        learning_rate=1e-2 if case.task.dtype == torch.float64 else 1e-3,
+        world=world,
+        tell=Events(),
+        host_of=case.host_of,
+        chunks=case.chunks,
+        bucket_mb=case.bucket_mb,
+        recompute=case.recompute,
+    )
+    found: dict[str, Any] = {"loss": [], "norm": [], "loads": []}
+    model, epoch = stepper.replica.model, 0
+    while len(found["loss"]) < steps:
+        for portion in feed.steps(epoch):
+            if len(found["loss"]) == steps:
+                break
+            totals = stepper.run(portion, len(found["loss"]))
+            found["loss"].append(mean_loss(totals))
+            found["norm"].append(float(totals.norm))  # pyright: ignore[reportArgumentType]
+            found["loads"].append([load.tolist() for load in totals.loads])
+            if len(found["loss"]) == 1:
+                found["gradients"] = by_expert(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        epoch += 1
+    found["weights"] = by_expert(model, dict(model.named_parameters()))
+    return found
+
+
+def by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    stacked = stacked_names(model)
+    return {name: tensor.detach().clone() for name, tensor in split_experts(tensors, stacked).items()}
+
+
+def on_hosts(rank: int, size: int, store: str, cases: Sequence[HostCase]) -> list[dict[str, Any]]:
+    found = []
+    for number, case in enumerate(cases):
+        with joined(file_store(f"{store}-{number}", size), rank, size, torch.device("cpu"), "gloo", 60) as world:
+            found.append(trained(case, world, steps_of(case)))
+    return found
+
+
+def steps_of(case: HostCase) -> int:
+    return STEPS if case.task.dtype == torch.float64 else 3
+
+
+def assert_equal(hosts: Sequence[dict[str, Any]], alone: dict[str, Any], case: HostCase) -> None:
+    exact = case.task.dtype == torch.float64
+    close = 1e-12 if exact else 1e-6
+    for host in hosts:  # one number, the same on all of them
+        assert host["loss"] == hosts[0]["loss"]
+        assert host["norm"] == hosts[0]["norm"]
+    first = slice(None) if exact else slice(1)  # from equal weights; later steps have drifted by rounding
+    assert hosts[0]["loss"][first] == pytest.approx(alone["loss"][first], rel=close, abs=close)
+    assert hosts[0]["norm"][first] == pytest.approx(alone["norm"][first], rel=close, abs=close)
+    assert hosts[0]["loads"][first] == alone["loads"][first]
+    whole: dict[str, Tensor] = {}
+    for host in hosts:
+        whole |= host["gradients"]
+    assert_gradients_equal(whole, alone["gradients"], *((1e-10, 1e-12) if exact else (2e-6, 1e-7)))
+    if exact:
+        for host in hosts:
+            for name, weight in host["weights"].items():
+                torch.testing.assert_close(weight, alone["weights"][name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+        assert set().union(*(host["weights"] for host in hosts)) == alone["weights"].keys()
+
+
+def check(cases: Sequence[HostCase]) -> None:
+    (hosts,) = {case.hosts for case in cases}
+    answers = run_ranks(on_hosts, hosts, list(cases), timeout=240.0) if hosts > 1 else [on_one(cases)]
+    for number, case in enumerate(cases):
+        try:
+            assert_equal([answer[number] for answer in answers], trained(case, World.alone(), steps_of(case)), case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+def on_one(cases: Sequence[HostCase]) -> list[dict[str, Any]]:
+    return [trained(replace(case, recompute=False), World.alone(), steps_of(case)) for case in cases]
+
+
+def few(hosts: int, dtype: torch.dtype, seeds: range) -> list[HostCase]:
+    return [random_case(seed, hosts, dtype) for seed in seeds]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4])
+def test_random_cases(hosts: int, dtype: torch.dtype) -> None:
+    check(few(hosts, dtype, range(2 if hosts == 1 else 5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+@pytest.mark.parametrize("block", range(4))
+def test_many_random_cases(hosts: int, dtype: torch.dtype, block: int) -> None:
+    check(few(hosts, dtype, range(100 + 10 * block, 110 + 10 * block)))
+
+
+SIZES = (3, 9, 3, 5, 9, 2, 4)
+NAMED = {
+    "seven experts on three hosts": HostCase(Tiny((SIZES, SIZES)), 3, ((0, 1, 1, 2, 1, 0, 1), (2, 2, 0, 1, 0, 0, 2)), 4, 12),
+    "all experts on the last host": HostCase(Tiny((SIZES,)), 3, ((2,) * 7,), 4, 24),
+    "a last batch of one sample": HostCase(Tiny((SIZES,), samples=25), 3, ((0, 1, 1, 2, 1, 0, 1),), 4, 12),
+    "the gate on the first host": HostCase(Tiny((SIZES,)), 3, ((0, 1, 1, 2, 1, 0, 1),), 5, 10, primary=True),
+    "one expert": HostCase(Tiny(((5,),), top_k=1), 2, ((1,),), 4, 8),
+    "recomputed": HostCase(Tiny((SIZES, SIZES)), 2, ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1)), 4, 16, recompute=True, chunks=2),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_cases(name: str) -> None:
+    check([NAMED[name]])
