@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experts.kernels import fused
+from experts.kernels import fused, fused_gate
 from experts.types import Routing, Scores
 
 Once = Callable[[Callable[[], Tensor]], Tensor]
@@ -40,7 +40,7 @@ class Gate(nn.Module):
             share_E = scaled_share(previous_E, logits_TE.dtype)
             if fused.available(logits_TE) and self.scores == "softmax" and not self.bias_rate and once is None:
                 normalise = self.normalise and self.top_k > 1
-                weights_TK, experts_TK, balance, z = fused.choose(logits_TE, share_E, self.top_k, normalise)
+                weights_TK, experts_TK, balance, z = fused_gate.choose(logits_TE, share_E, self.top_k, normalise)
             else:
                 scores_TE, probabilities_TE = self._scores(logits_TE)
                 weights_TK, experts_TK = self._choose(scores_TE, once)
@@ -52,7 +52,7 @@ class Gate(nn.Module):
 
     def _logits(self, x_TD: Tensor, noise_TD: Tensor | None) -> Tensor:
         if noise_TD is None and x_TD.dtype == self.weight_ED.dtype == torch.bfloat16 and fused.available(x_TD):
-            return fused.gate_logits(x_TD, self.weight_ED)
+            return fused_gate.gate_logits(x_TD, self.weight_ED)
         exact = torch.promote_types(x_TD.dtype, torch.float32)
         seen_TD = x_TD.to(exact) if noise_TD is None else x_TD.to(exact) * noise_TD
         return F.linear(seen_TD, self.weight_ED.to(exact))

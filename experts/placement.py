@@ -2,6 +2,7 @@
 
 Loads are balanced over measured speeds, so hosts may hold different numbers of experts and nothing has to divide evenly.
 Work is counted in whole units, so sums are exact in any order: every host and every Python comes to the same placement.
+``placement_search`` looks for it.
 """
 
 from __future__ import annotations
@@ -9,24 +10,15 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import accumulate, chain, combinations, groupby, islice
-from operator import truediv
 from typing import Any
 
+from experts.placement_search import CLOSE, PROVEN, Search, Task, heuristic, lower_bound, overfull
+
 _UNITS = 2**32  # of work, in the heaviest expert: coarse enough to hide the rounding of a common factor, and what is below is none
-_PROVEN = 1 + 1e-9  # this near the lower bound no assignment is better
-_CLOSE = 1 + 5e-4  # ... and this near it none is better by more than the speeds are known
 _SMALL = 24  # experts; with more the search over all hosts rarely ends
 _SEARCH_TRIES = 50_000  # hosts tried for an expert by the whole search: about half a second
-_GROUP_TRIES = 300  # ... and by the search over two or three hosts, of which there are many
-_DESCENT_TRIES = 100_000  # pairs of an expert and another host that the descents look at together
-_NEAR = 16  # hosts done first, which are looked at before all others
-_NEAREST = 6  # ... and two at a time
-_NOTHING = (0.0, -1)  # what comes back for an expert that moves
 
 
 @dataclass(frozen=True)
@@ -102,10 +94,10 @@ def place(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Seque
     """
     task = _task(experts, hosts, used)
     _check_room(task, hosts)
-    best, limit = _heuristic(task)
-    proven = limit <= task.bound * _PROVEN
+    best, limit = heuristic(task)
+    proven = limit <= task.bound * PROVEN
     if not proven and len(experts) <= _SMALL:
-        search = _Search(task, limit, _SEARCH_TRIES if limit > task.bound * _CLOSE else _SEARCH_TRIES // 10)
+        search = Search(task, limit, _SEARCH_TRIES if limit > task.bound * CLOSE else _SEARCH_TRIES // 10)
         best, proven = search.best or best, search.tries > 0
     if best is None:
         raise CannotPlace(_no_division(task, proven))
@@ -150,18 +142,7 @@ def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -
 # --- what is to be placed
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Work in whole units, the room that is left on each host, and a lower bound of the slowest host's time."""
-
-    work: list[float]
-    bytes: list[float]
-    speed: list[float]
-    room: list[float]
-    bound: float
-
-
-def _task(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]) -> _Task:
+def _task(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]) -> Task:
     if not hosts:
         raise ValueError(f"{_counted(len(experts), 'expert')} cannot be placed on no host; at least one is needed")
     if used and len(used) != len(hosts):
@@ -169,14 +150,7 @@ def _task(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Seque
     heaviest = max((expert.work for expert in experts), default=0.0) or 1.0
     work, speed = [float(round(expert.work / heaviest * _UNITS)) for expert in experts], [host.speed for host in hosts]
     room = [max(0.0, host.memory - taken) for host, taken in zip(hosts, used or [0.0] * len(hosts), strict=True)]
-    return _Task(work, [expert.bytes for expert in experts], speed, room, _bound(work, speed))
-
-
-def _bound(work: Sequence[float], speed: Sequence[float]) -> float:
-    """Of all work over all hosts, and of the few heaviest experts over as many of the fastest hosts, the longest time."""
-    total = math.fsum(work) / math.fsum(speed)
-    heaviest, fastest = accumulate(sorted(work, reverse=True)), accumulate(sorted(speed, reverse=True))
-    return max([total, *(most / best for most, best in zip(heaviest, fastest, strict=False))])
+    return Task(work, [expert.bytes for expert in experts], speed, room, lower_bound(work, speed))
 
 
 def _placement(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], method: str) -> Placement:
@@ -185,228 +159,13 @@ def _placement(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Seq
         shares[host].append(expert.work)
     work, speed = [expert.work for expert in experts], [host.speed for host in hosts]
     seconds = tuple(math.fsum(share) / host.speed for share, host in zip(shares, hosts, strict=True))
-    return Placement(tuple(host_of), seconds, _bound(work, speed), method, math.fsum(work) / math.fsum(speed))
-
-
-# --- the heuristic
-
-
-class _State:
-    """A whole assignment: per host its load, its free memory and its experts, lightest first."""
-
-    def __init__(self, task: _Task, host_of: Sequence[int]) -> None:
-        self.task = task
-        self.host_of = list(host_of)
-        self.load = [0.0] * len(task.speed)
-        self.free = list(task.room)
-        self.held: list[list[tuple[float, int]]] = [[] for _ in task.speed]
-        for expert, host in enumerate(host_of):
-            self._put(expert, host)
-
-    def _put(self, expert: int, host: int) -> None:
-        work = self.task.work[expert]
-        self.host_of[expert] = host
-        self.load[host] += work
-        self.free[host] -= self.task.bytes[expert]
-        insort(self.held[host], (work, expert))
-
-    def move(self, expert: int, host: int) -> None:
-        work, before = self.task.work[expert], self.host_of[expert]
-        self.held[before].remove((work, expert))
-        self.load[before] -= work
-        self.free[before] += self.task.bytes[expert]
-        self._put(expert, host)
-
-    def times(self) -> list[float]:
-        return list(map(truediv, self.load, self.task.speed))
-
-
-def _heuristic(task: _Task) -> tuple[list[int] | None, float]:
-    """The best assignment found and its slowest host's time in units; none and infinity if memory stood in the way."""
-    best, limit, tries = None, math.inf, _DESCENT_TRIES
-    for host_of in _starts(task):
-        state = _State(task, host_of)
-        tries = _descend(state, tries if limit > task.bound * _CLOSE else 0)
-        if max(state.times()) < limit:
-            best, limit = state.host_of, max(state.times())
-    return best, limit
-
-
-def _starts(task: _Task) -> Iterator[list[int]]:
-    """By work, by size where memory is limited, and round robin, so that nothing found is worse than that."""
-    experts = range(len(task.work))
-    by_work = sorted(experts, key=lambda e: (-task.work[e], -task.bytes[e]))
-    by_size = sorted(experts, key=lambda e: (-task.bytes[e], -task.work[e]))
-    limited = min(task.room) < math.inf
-    found = [_greedy(task, order) for order in ((by_work, by_size) if limited and by_size != by_work else (by_work,))]
-    yield from (host_of for host_of in found if host_of is not None)
-    turns = [expert % len(task.speed) for expert in experts]
-    if _overfull(turns, task) is None:
-        yield turns
-
-
-def _greedy(task: _Task, order: Sequence[int]) -> list[int] | None:
-    """Each expert, in this order, to the host that would be done with it first; without work, to the one with the fewest.
-    A heap orders the hosts as the lightest expert of a block would find them, so few are looked at for each expert."""
-    host_of = [0] * len(order)
-    load, free, held = [0.0] * len(task.speed), list(task.room), [0] * len(task.speed)
-
-    def key(host: int, work: float) -> tuple[float, float, int]:
-        time = (load[host] + work) / task.speed[host]
-        return (time, held[host], host) if work else (held[host], time, host)
-
-    for block in _blocks(task, order):
-        lightest, smallest = min(task.work[expert] for expert in block), min(task.bytes[expert] for expert in block)
-        heap = [key(host, lightest) for host, room in enumerate(free) if room >= smallest]
-        heapify(heap)
-        for expert in block:
-            seen, best = [], None
-            while heap and (best is None or heap[0] < best):
-                seen.append(heappop(heap))
-                host = seen[-1][-1]
-                if free[host] >= task.bytes[expert]:
-                    found = key(host, task.work[expert])
-                    best = found if best is None else min(best, found)
-            if best is None:
-                return None
-            host_of[expert] = host = best[-1]
-            load[host] += task.work[expert]
-            free[host] -= task.bytes[expert]
-            held[host] += 1
-            for entry in seen:
-                heappush(heap, key(host, lightest) if entry[-1] == host else entry)
-    return host_of
-
-
-def _blocks(task: _Task, order: Sequence[int]) -> Iterator[list[int]]:
-    """The experts in runs of at most 32, all with work or all without."""
-    for _, run in groupby(order, key=lambda expert: task.work[expert] > 0):
-        while block := list(islice(run, 32)):
-            yield block
-
-
-def _descend(state: _State, tries: int) -> int:
-    """Relieve the slowest host by a move or a swap, or else by dividing anew what it and one or two others hold, until
-    nothing helps. Each step leaves its hosts below the slowest time, so it ends. Returns the tries that are left."""
-    while tries > 0:
-        times = state.times()
-        *others, last = sorted(range(len(times)), key=times.__getitem__)
-        if times[last] <= state.task.bound * _CLOSE:
-            break
-        moves: list[tuple[int, int]] = []
-        for hosts in (others[:_NEAR], others[_NEAR:]):
-            if not moves:
-                tries -= len(hosts) * len(state.held[last])
-                moves = _best_swap(state, last, hosts)
-        for group in chain(combinations(others[:_NEAR], 1), combinations(others[:_NEAREST], 2)):
-            if not moves and tries > 0:
-                moves, spent = _anew(state, (last, *group), times[last])
-                tries -= spent
-        if not moves:
-            break
-        for expert, host in moves:
-            state.move(expert, host)
-    return tries
-
-
-def _best_swap(state: _State, last: int, hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Of the moves and swaps between the slowest host and these, the one that leaves the slower of its two hosts fastest.
-    A swap is for one of the few experts whose work is nearest to what would let both hosts be done together."""
-    size, free, speed = state.task.bytes, state.free, state.task.speed
-    mine, best, moves = state.load[last], state.load[last] / speed[last], []
-    for host in hosts:
-        theirs, held = state.load[host], state.held[host]
-        even = (mine * speed[host] - theirs * speed[last]) / (speed[last] + speed[host])
-        if (mine - even) / speed[last] >= best:
-            continue
-        for work, expert in state.held[last]:
-            near = bisect_left(held, (work - even,))
-            for back, other in (_NOTHING, *held[max(0, near - 2) : near + 2]):
-                shift = work - back
-                if mine - best * speed[last] < shift < best * speed[host] - theirs:
-                    grown = size[expert] - (size[other] if other >= 0 else 0.0)
-                    if -free[last] <= grown <= free[host]:
-                        best = max((mine - shift) / speed[last], (theirs + shift) / speed[host])
-                        moves = [(expert, host)] if other < 0 else [(expert, host), (other, last)]
-    return moves
-
-
-def _anew(state: _State, group: Sequence[int], limit: float) -> tuple[list[tuple[int, int]], int]:
-    """The moves to a faster division of what these hosts hold, if a short search finds one, and the tries it took."""
-    task = state.task
-    experts = [expert for host in group for _, expert in state.held[host]]
-    work, speed = [task.work[expert] for expert in experts], [task.speed[host] for host in group]
-    room = [state.free[host] + sum(task.bytes[expert] for _, expert in state.held[host]) for host in group]
-    search = _Search(_Task(work, [task.bytes[expert] for expert in experts], speed, room, _bound(work, speed)), limit, _GROUP_TRIES)
-    found = zip(experts, search.best or (), strict=False)
-    return [(expert, group[index]) for expert, index in found if state.host_of[expert] != group[index]], _GROUP_TRIES - search.tries
-
-
-# --- the search
-
-
-class _Search:
-    """Branch and bound: every expert on every host, heaviest first, leaving out what cannot be faster than ``limit``.
-    ``best`` is what it found, if anything; while ``tries`` are left, nothing better exists."""
-
-    def __init__(self, task: _Task, limit: float, tries: int) -> None:
-        self.task, self.limit, self.tries = task, limit, tries
-        self.best: list[int] | None = None
-        self._order = sorted(range(len(task.work)), key=lambda e: (-task.work[e], -task.bytes[e]))
-        self._work_left = [*accumulate((task.work[e] for e in reversed(self._order)), initial=0.0)][::-1]
-        self._bytes_left = [*accumulate((task.bytes[e] for e in reversed(self._order)), initial=0.0)][::-1]
-        self._lightest = min((work for work in task.work if work), default=0.0)
-        self._smallest = min(task.bytes, default=0.0)
-        self._host_of = [0] * len(task.work)
-        self._load, self._free, self._held = [0.0] * len(task.speed), list(task.room), [0] * len(task.speed)
-        self._visit(0, 0.0)
-
-    def _visit(self, depth: int, slowest: float) -> None:
-        if depth == len(self._order):
-            self.best, self.limit = list(self._host_of), slowest
-            return
-        expert = self._order[depth]
-        for host in self._hosts(depth):
-            if self.tries <= 0 or slowest >= self.limit or self.limit <= self.task.bound * _PROVEN:
-                return
-            load, free = self._load[host], self._free[host]
-            more = load + self.task.work[expert]
-            time = more / self.task.speed[host]
-            if time < self.limit:
-                self.tries -= 1
-                self._host_of[expert], self._load[host], self._free[host] = host, more, free - self.task.bytes[expert]
-                self._held[host] += 1
-                self._visit(depth + 1, max(slowest, time))
-                self._load[host], self._free[host] = load, free
-                self._held[host] -= 1
-
-    def _hosts(self, depth: int) -> list[int]:
-        """Hosts to try for the next expert, the most promising first; none if what is left cannot fit into the time and
-        the memory that are left, without the gaps too small for any expert. Of hosts alike the first is enough, and
-        experts alike need only be on hosts in ascending order: the first of the best assignments by ids has both."""
-        expert, before = self._order[depth], self._order[depth - 1]
-        work, size = self.task.work[expert], self.task.bytes[expert]
-        alike = depth > 0 and work > 0 and (work, size) == (self.task.work[before], self.task.bytes[before])
-        first = self._host_of[before] if alike else 0
-        time_left, room_left, seen, hosts = 0.0, 0.0, set(), []
-        for host, state in enumerate(zip(self.task.speed, self._load, self._free, self._held, strict=True)):
-            speed, load, free, held = state
-            gap = self.limit * speed - load
-            time_left += gap if gap >= self._lightest else 0.0
-            room_left += free if free >= self._smallest else 0.0
-            if host >= first and free >= size and state not in seen:
-                seen.add(state)
-                time = (load + work) / speed
-                hosts.append((time, held, host) if work else (held, time, host))
-        if time_left < self._work_left[depth] or room_left < self._bytes_left[depth]:
-            return []
-        return [host for *_, host in sorted(hosts)]
+    return Placement(tuple(host_of), seconds, lower_bound(work, speed), method, math.fsum(work) / math.fsum(speed))
 
 
 # --- checks and words
 
 
-def _check_room(task: _Task, hosts: Sequence[HostFacts]) -> None:
+def _check_room(task: Task, hosts: Sequence[HostFacts]) -> None:
     """What no assignment can hold is told before one is looked for."""
     needed, offered = math.fsum(task.bytes), math.fsum(task.room)
     if needed > offered:
@@ -423,16 +182,8 @@ def _check_room(task: _Task, hosts: Sequence[HostFacts]) -> None:
         )
 
 
-def _overfull(host_of: Sequence[int], task: _Task) -> tuple[int, float] | None:
-    """The first host that would hold more than it has room for, and how much that is."""
-    needed = [0.0] * len(task.room)
-    for size, host in zip(task.bytes, host_of, strict=True):
-        needed[host] += size
-    return next(((host, most) for host, most in enumerate(needed) if most > task.room[host]), None)
-
-
-def _check_memory(host_of: Sequence[int], task: _Task, hosts: Sequence[HostFacts]) -> None:
-    found = _overfull(host_of, task)
+def _check_memory(host_of: Sequence[int], task: Task, hosts: Sequence[HostFacts]) -> None:
+    found = overfull(host_of, task)
     if found:
         host, needed = found
         raise CannotPlace(
@@ -441,7 +192,7 @@ def _check_memory(host_of: Sequence[int], task: _Task, hosts: Sequence[HostFacts
         )
 
 
-def _no_division(task: _Task, proven: bool) -> str:
+def _no_division(task: Task, proven: bool) -> str:
     experts, hosts = _counted(len(task.work), "expert"), _counted(len(task.speed), "host")
     what = "no division of them among the hosts fits" if proven else "no division that fits was found"
     return (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.kernels import fused
+from experts.kernels import fused, fused_gate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not fused.available(), reason="needs a CUDA device and Triton")]
 
@@ -131,7 +131,7 @@ def test_weighted_swiglu(dtype: torch.dtype, rows: int, hidden: int) -> None:
 def test_choosing(tokens: int, experts: int, top_k: int, normalise: bool) -> None:
     logits, share_E = 2 * drawn(tokens, experts), drawn(experts, seed=1).exp()
     (mine,), (theirs,) = leaves(logits), leaves(logits.double())
-    found, expected = fused.choose(mine, share_E, top_k, normalise), plain_choice(theirs, share_E.double(), top_k, normalise)
+    found, expected = fused_gate.choose(mine, share_E, top_k, normalise), plain_choice(theirs, share_E.double(), top_k, normalise)
     grad_TK = drawn(tokens, top_k, seed=2)
     torch.autograd.backward((found[0], 0.3 * found[2] + 0.7 * found[3]), (grad_TK, torch.ones((), device=DEVICE)))
     torch.autograd.backward((expected[0], 0.3 * expected[2] + 0.7 * expected[3]), (grad_TK.double(), torch.ones_like(expected[2])))
@@ -145,7 +145,7 @@ def test_choosing(tokens: int, experts: int, top_k: int, normalise: bool) -> Non
 def test_a_choice_among_what_is_no_number_stays_in_range() -> None:
     logits_TE = drawn(16, 5)
     logits_TE[3], logits_TE[4, 2] = float("nan"), float("inf")
-    weights_TK, experts_TK, balance, _ = fused.choose(logits_TE, torch.ones(5, device=DEVICE), 3, True)
+    weights_TK, experts_TK, balance, _ = fused_gate.choose(logits_TE, torch.ones(5, device=DEVICE), 3, True)
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in experts_TK.tolist())
     assert weights_TK[3].isnan().all()
     assert balance.isnan()
@@ -156,7 +156,7 @@ def test_logits_of_the_gate_are_exact_in_fp32(tokens: int, width: int, experts: 
     given = drawn(tokens, width, dtype=torch.bfloat16), drawn(experts, width, dtype=torch.bfloat16, seed=1)
     grad_TE = drawn(tokens, experts, seed=2)
     (x, weight), (x_64, weight_64) = leaves(*given), leaves(*(tensor.double() for tensor in given))
-    logits, expected = fused.gate_logits(x, weight), F.linear(x_64, weight_64)
+    logits, expected = fused_gate.gate_logits(x, weight), F.linear(x_64, weight_64)
     logits.backward(grad_TE)
     expected.backward(grad_TE.double())
     assert logits.dtype == torch.float32
@@ -173,12 +173,12 @@ def apart(found: Tensor | None, expected: Tensor | None) -> float:
 
 def test_logits_refuse_other_types() -> None:
     with pytest.raises(TypeError, match="bf16 was needed"):
-        fused.gate_logits(drawn(4, 8), drawn(2, 8))
+        fused_gate.gate_logits(drawn(4, 8), drawn(2, 8))
 
 
 def whole(x_TD: Tensor, weight_ED: Tensor, share_E: Tensor, token_R: Tensor, back_TK: Tensor) -> Tensor:
     """All of them in a row."""
-    weights_TK, _, balance, z = fused.choose(fused.gate_logits(x_TD, weight_ED), share_E, back_TK.shape[1], True)
+    weights_TK, _, balance, z = fused_gate.choose(fused_gate.gate_logits(x_TD, weight_ED), share_E, back_TK.shape[1], True)
     rows_RD = fused.gather_rows(x_TD, token_R, back_TK)
     made_RH = fused.weighted_swiglu(rows_RD, weights_TK.reshape(-1)[: len(token_R)])
     return fused.sum_rows(made_RH, back_TK, token_R).float().square().mean() + 1e-3 * (balance + z)

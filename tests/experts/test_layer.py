@@ -2,38 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from experts.gate import noise
+from experts.hosts import Hosts
 from experts.layer import MoELayer
 from experts.load import moe_layers, settle
-from experts.model import initialise
+from experts.model import attach, initialise
 from tests.support.oracle import moe_oracle
 
-CASES = [  # width, sizes, top_k, tokens
+SHAPES = [  # width, sizes, top_k, tokens
     (5, [7], 1, 3),
     (6, [4, 4, 4], 2, 11),
     (7, [3, 9, 3, 5, 9], 2, 13),
     (4, [8] * 17, 3, 5),  # more experts than tokens: most get none
     (8, [2, 6], 2, 0),  # no tokens at all
 ]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ffn": {"kind": "ffn"},
+    "sigmoid": {"scores": "sigmoid"},
+    "not normalised": {"normalise": False},
+    "sigmoid, not normalised": {"scores": "sigmoid", "normalise": False},
+    "bias": {"bias_rate": 0.1},
+    "bias over sigmoid": {"scores": "sigmoid", "bias_rate": 0.1},
+    "jitter": {"jitter": 0.9},
+    "capacity below one": {"capacity": 0.6},
+    "capacity above one": {"capacity": 1.1},
+    "shared expert": {"shared": 5},
+    "all at once": {
+        "kind": "ffn",
+        "scores": "sigmoid",
+        "normalise": False,
+        "bias_rate": 0.1,
+        "jitter": 0.5,
+        "capacity": 0.7,
+        "shared": 3,
+    },
+}
 
 
-def make(width: int, sizes: list[int], top_k: int, seed: int = 3) -> MoELayer:
-    layer = MoELayer(width, sizes, top_k).double()
+def make(width: int, sizes: list[int], top_k: int, seed: int = 3, **options: Any) -> MoELayer:
+    layer = MoELayer(width, sizes, top_k, **options).double()
     initialise(layer, seed)
     with torch.no_grad():
         layer.gate.weight_ED.mul_(50)  # decided gates: no ties, and uneven loads
+        layer.gate.bias_E.copy_(1.2 * torch.cos(2.0 * torch.arange(len(sizes))))
+        layer.load_E.copy_(torch.arange(1, len(sizes) + 1))
     return layer
 
 
-@pytest.mark.parametrize(("width", "sizes", "top_k", "tokens"), CASES)
-def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: int) -> None:
-    layer = make(width, sizes, top_k)
-    layer.load_E.copy_(torch.arange(1, len(sizes) + 1))
-    x = torch.randn(tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+def tokens_of(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def noise_of(layer: MoELayer, positions: Tensor) -> Tensor | None:
+    seed, width = layer.hosts.seed + layer.number, layer.gate.weight_ED.shape[1]
+    return noise(seed, positions, width, layer.jitter, torch.float64) if layer.jitter else None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("width", "sizes", "top_k", "tokens"), SHAPES)
+def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: int, name: str) -> None:
+    layer = make(width, sizes, top_k, **OPTIONS[name])
+    attach(layer, Hosts(seed=12345))
+    x = tokens_of(tokens, width).requires_grad_()
     y, routing = layer(x)
-    expected, balance, z, counts = moe_oracle(layer, x)
+    expected, balance, z, counts = moe_oracle(layer, x, noise_of(layer, torch.arange(tokens)))
     assert routing.counts_E.tolist() == counts
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(routing.balance, balance, rtol=1e-12, atol=0)
@@ -44,6 +83,58 @@ def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: i
     theirs = torch.autograd.grad((expected * weight).sum() + 0.3 * balance + 0.1 * z, parameters, allow_unused=True)
     for mine, other, parameter in zip(ours, theirs, parameters, strict=True):
         torch.testing.assert_close(mine, torch.zeros_like(parameter) if other is None else other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
+def test_every_option_changes_something(name: str) -> None:
+    """So that the cases above are not all the same one."""
+    x = tokens_of(11, 6)
+    plain, other = (make(6, [4, 4, 4], 2, **options)(x)[0] for options in ({}, OPTIONS[name]))
+    assert not torch.allclose(plain, other, rtol=1e-3)
+
+
+def test_the_bias_changes_the_choice_and_neither_weights_nor_losses() -> None:
+    x = tokens_of(40, 7)
+    without, biased = make(7, [4] * 5, 2, normalise=False), make(7, [4] * 5, 2, normalise=False, bias_rate=0.1)
+    before, after = without(x)[1], biased(x)[1]
+    assert not torch.equal(before.experts_TK, after.experts_TK)
+    scores_TE = (x @ biased.gate.weight_ED.t()).softmax(-1)
+    torch.testing.assert_close(after.weights_TK, scores_TE.gather(1, after.experts_TK), rtol=1e-13, atol=0)
+    assert torch.equal(before.balance, after.balance)
+    assert torch.equal(before.z, after.z)
+
+
+def test_a_token_without_room_gets_the_shared_expert_alone() -> None:
+    """All four want one expert, which has room for two: the first ones."""
+    layer = make(4, [3, 5], 1, capacity=1.0, shared=3)
+    with torch.no_grad():
+        layer.gate.weight_ED.copy_(torch.tensor([[9.0, 0, 0, 0], [-9.0, 0, 0, 0]]))
+    x = tokens_of(4, 4).abs().requires_grad_()
+    y, routing = layer(x)
+    assert layer.shared is not None
+    beside = layer.shared(x)
+    assert routing.counts_E.tolist() == [4, 0], "the gate counts what it chose"
+    torch.testing.assert_close(y[2:], beside[2:], rtol=1e-13, atol=0)
+    assert not torch.isclose(y[:2], beside[:2]).any()
+    up = layer.bank.get_parameter("up_3")
+    assert not torch.autograd.grad(y[2:].sum(), up, retain_graph=True)[0].any()
+    assert torch.autograd.grad(y[:2].sum(), up)[0].any()
+
+
+def test_jitter_is_drawn_by_the_place_in_the_global_batch_and_in_training_alone() -> None:
+    layer = make(6, [4, 4, 4], 2, jitter=0.9)
+    x = tokens_of(5, 3, 6)
+    attach(layer, Hosts(seed=7))
+    whole, _ = layer(x)
+    parts = []
+    for begin, end in ((0, 2), (2, 5)):
+        attach(layer, Hosts(seed=7, first=begin))
+        parts.append(layer(x[begin:end])[0])
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
+    attach(layer, Hosts(seed=8))
+    assert not torch.allclose(layer(x)[0], whole), "another step, other noise"
+    layer.eval()
+    torch.testing.assert_close(layer(x)[0].flatten(0, 1), moe_oracle(layer, x.flatten(0, 1))[0], rtol=1e-12, atol=1e-12)
 
 
 def test_expert_without_tokens_has_zero_gradient_not_none() -> None:

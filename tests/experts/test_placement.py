@@ -15,7 +15,7 @@ from hypothesis import given as cases
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from experts import placement
+from experts import placement, placement_search
 from experts.placement import CannotPlace, ExpertCost, HostFacts, Placement, given, place, read_placement, round_robin
 
 GIB = 2**30
@@ -106,7 +106,7 @@ def test_the_search_alone_equals_enumeration(seed: int) -> None:
     draw = random.Random(seed)
     experts = [ExpertCost(draw.choice([0, 2, 3, 3, 5]), draw.choice([1, 2])) for _ in range(draw.randint(1, 7))]
     hosts = [HostFacts(draw.choice([1, 2]), draw.choice([3, 4, math.inf])) for _ in range(draw.choice([2, 3]))]
-    search = placement._Search(placement._task(experts, hosts, ()), math.inf, 10**6)
+    search = placement_search.Search(placement._task(experts, hosts, ()), math.inf, 10**6)
     found = slowest(search.best, experts, hosts) if search.best else math.inf
     assert found == optimum(experts, hosts)
 
@@ -126,14 +126,14 @@ def test_the_heap_finds_what_a_scan_finds(shape: tuple[int, int]) -> None:
         done = {h: (load[h] + work) / task.speed[h] for h in range(shape[1]) if free[h] >= size}
         host = min(done, key=lambda h: (done[h], held[h]) if work else (held[h], done[h]))
         host_of[expert], load[host], free[host], held[host] = host, load[host] + work, free[host] - size, held[host] + 1
-    assert placement._greedy(task, order) == host_of
+    assert placement_search.greedy(task, order) == host_of
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_the_heuristic_alone_is_within_five_percent(block: int) -> None:
     for seed in range(1000 + 40 * block, 1040 + 40 * block):
         experts, hosts = random_case(seed, (6, 3), (7, 2), (5, 4), (4, 5))
-        host_of, _ = placement._heuristic(placement._task(experts, hosts, ()))
+        host_of, _ = placement_search.heuristic(placement._task(experts, hosts, ()))
         assert host_of is not None
         assert slowest(host_of, experts, hosts) <= 1.05 * optimum(experts, hosts), (seed, experts, hosts)
 
@@ -226,7 +226,7 @@ def test_experts_without_work_go_where_the_fewest_are() -> None:
 
 def test_the_search_spreads_experts_without_work_too() -> None:
     experts, hosts = of_work(*[0] * 6, 31, 30, 27, 25, 24, 19, 17, 11), of_speed(1, 1.9, 4.2)
-    found = placement._Search(placement._task(experts, hosts, ()), math.inf, 10_000).best
+    found = placement_search.Search(placement._task(experts, hosts, ()), math.inf, 10_000).best
     assert found is not None
     assert sorted(map(found.count, range(3))) == [4, 5, 5]
 
