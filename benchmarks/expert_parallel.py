@@ -29,6 +29,7 @@ import torch.distributed as dist
 from benchmarks.ray_start import started, tail
 from benchmarks.spmd_layer import TOKENS, TOP_K, WIDTH
 from benchmarks.support import header, markdown_table, write_result
+from orchestrator.record.events import of_kind, read_events
 
 HOSTS = (1, 2)
 LONGEST_S = 300.0
@@ -54,8 +55,32 @@ def by_hand(hosts: int, steps: int) -> float:
 
 
 def ours(hosts: int, steps: int) -> float:
-    """Tokens per second of the product's own step with one MoE layer of the same sizes."""
-    raise NotImplementedError(f"our step on {hosts} hosts, {steps} steps")
+    """Tokens per second of ``orchestrator train`` with the same layer: one host is one process on one core, as under torchrun;
+    two are Ray actors."""
+    with tempfile.TemporaryDirectory(prefix="expert-parallel-") as name:
+        folder = Path(name)
+        flags = {"task": "benchmarks.one_layer:OneLayer", "run-dir": folder / "run", "max-steps": WARM_UP + steps, "epochs": 1000}
+        flags |= {"workers": hosts, "batch-size": TOKENS, "clip-norm": 0, "evaluate-every": 100_000, "checkpoint-every": 100_000}
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "train",
+            *(part for key, value in flags.items() for part in (f"--{key}", str(value))),
+        ]
+        command += ["--trackers", "--no-monitor-gpu", "--log-every", "10", "--gpu-mode", "cpu"]
+        command = ["taskset", "--cpu-list", "0", *command] if hosts == 1 else [*command, "--parallel-strategy", "expert_parallel"]
+        with started(command, folder) as process:
+            try:
+                code: int | None = process.wait(LONGEST_S)
+            except subprocess.TimeoutExpired:
+                code = None
+        events = folder / "run" / "events.jsonl"
+        if code != 0 or not events.is_file():
+            ended = f"ended with code {code}" if code is not None else f"did not end within {LONGEST_S:.0f} s"
+            raise RuntimeError(f"our run on {hosts} hosts {ended}:\n{tail(folder)}")
+        steps_done = of_kind(read_events(events), "step")[WARM_UP:]
+    return hosts * TOKENS / statistics.median(step["seconds"] for step in steps_done)
 
 
 CONTESTANTS: dict[str, tuple[str, Callable[[int, int], float]]] = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.support import header, markdown_table, write_result
-from experts.kernels import fused
+from experts.kernels import fused, fused_gate
 from experts.layer import MoELayer
 
 WARM_UP, STEPS = 3, 10
@@ -106,8 +106,8 @@ def plain(weights: Weights, top_k: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
 def with_kernels(weights: Weights, top_k: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Our kernels in one function: the structure of our layer without its generality. Weights go into the experts before
     their second product, so that nothing but a sum is left to do behind it."""
-    logits_TE = fused.gate_logits(x_TD, weights.gate_ED)
-    weights_TK, experts_TK, balance, z = fused.choose(logits_TE, weights.share_E, top_k, normalise=True)
+    logits_TE = fused_gate.gate_logits(x_TD, weights.gate_ED)
+    weights_TK, experts_TK, balance, z = fused_gate.choose(logits_TE, weights.share_E, top_k, normalise=True)
     keys_R, order_R = experts_TK.flatten().to(torch.uint8).sort(stable=True)
     ids_E = torch.arange(len(weights.share_E), device=x_TD.device).to(torch.uint8)
     offsets_E = torch.searchsorted(keys_R, ids_E, right=True, out_int32=True)

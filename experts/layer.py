@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class MoELayer(nn.Module):
             if self.shared is not None:
                 y_TD = y_TD + self.shared(sent_TD)
         else:
-            y_TD = self._abroad(sent_TD, routing)
+            y_TD = uncompiled(self._abroad)(sent_TD, routing)
         return y_TD.reshape(x.shape).to(x.dtype), routing
 
     def _route(self, x_TD: Tensor, samples: int) -> Routing:
@@ -98,6 +99,11 @@ class MoELayer(nn.Module):
             part.set_out_back(combine(self.bank(rows_RD, trip.counts_S, trip.weights_R), trip))
         y_TD = crossing.back_home()
         return y_TD if beside_TD is None else y_TD + beside_TD
+
+
+def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function as it is, where the compiler comes by: it neither sees through an exchange nor likes its changing shapes."""
+    return cast("Callable[..., Tensor]", torch.compiler.disable(function)) if torch.compiler.is_compiling() else function
 
 
 class SharedExpert(nn.Module):

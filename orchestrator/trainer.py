@@ -187,6 +187,7 @@ class Trainer:
         from orchestrator.runtime.survey import survey
         from orchestrator.train.assemble import check_beginning
         from orchestrator.train.folder import banner_rows, open_run_dir
+        from orchestrator.train.placing import placement_file
 
         cluster, node = survey(self._look(), joined)
         asked = self.resolved.config  # what cannot be had is told before anything is traced
@@ -196,6 +197,7 @@ class Trainer:
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_beginning(config)
+        placement_file(config, prepared.facts, count)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
         self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
         status = drive(_start_of(prepared), prepared, cluster, run_dir, self._screen)

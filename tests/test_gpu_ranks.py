@@ -15,6 +15,7 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
 from orchestrator.train import replicate
 from orchestrator.train.memory import peak_memory, reset_peak
+from orchestrator.train.precision import Precision
 from orchestrator.train.replicate import synchronize_statistics
 from orchestrator.train.world import World, file_store, joined
 from tests.support.parts import DoubleDigits, assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps, weights
@@ -138,3 +139,39 @@ def test_sharding_saves_memory() -> None:
     print("peak MiB per worker:", {name: round(value) for name, value in peaks.items()})  # noqa: T201
     values = list(peaks.values())
     assert all(later < 0.95 * earlier for earlier, later in pairwise(values)), peaks
+
+
+FIVE = Config.of(expert_hidden_size=(32, 64, 64, 128, 256), experts=5, width=64, layers=2)
+PLACED = ((0, 1, 1, 0, 1), (1, 0, 1, 1, 0))
+
+
+def hosted_losses(rank: int, size: int, store: str, kind: str, chunks: int) -> list[float]:
+    with joined(file_store(store, size), rank, size, GPU, "gloo", 60) as world:
+        return digit_losses(world, 24, kind, chunks)
+
+
+def digit_losses(world: World, micro: int, kind: str, chunks: int = 1) -> list[float]:
+    stepper, feed = make_stepper(Digits(FIVE), micro, 96, world=world, host_of=PLACED, chunks=chunks)
+    stepper.precision = Precision(kind, GPU)  # pyright: ignore[reportArgumentType]
+    return [mean_loss(totals) for totals in run_steps(stepper, feed, 50)]
+
+
+@pytest.mark.parametrize(("kind", "close"), [("fp32", {"rel": 1e-5}), ("bf16", {"rel": 2e-2, "abs": 2e-2})])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_two_hosts_on_a_gpu_have_the_losses_of_one(kind: str, close: dict[str, float], chunks: int) -> None:
+    """Fifty steps at a learning rate of 1e-3, two micro-batches each, experts of four sizes. bf16 rounds sums to 8 bits, and
+    hosts round other sums than one process."""
+    one = digit_losses(World.alone(GPU), 48, kind)
+    for many in run_ranks(hosted_losses, 2, kind, chunks):
+        assert many == pytest.approx(one, **close)
+
+
+def test_two_hosts_on_a_gpu_are_exact_in_fp64() -> None:
+    placed = {"host_of": PLACED, "chunks": 2, "recompute": True}
+    one = steps(DoubleDigits(CONFIG), 50, 20, 8, World.alone(GPU))
+    many = run_ranks(rank_steps, 2, DoubleDigits, 50, 10, 8, placed)
+    for host in many:
+        same(host, one, 1e-12)
+        dense = {name for name in host["weights"] if ".bank." not in name}
+        for name in dense:
+            torch.testing.assert_close(host["weights"][name], one["weights"][name], rtol=1e-9, atol=1e-9)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from orchestrator.record.log import Log
     from orchestrator.train.folder import Prepared
-    from orchestrator.train.run import Restart, Sitting
+    from orchestrator.train.run import Restart, Stint
 
 _LOOK_SECONDS = 0.1  # between looks at the wish to stop
 STOP, NONCE = "stop", "nonce"  # files in logs/: the wish to stop; what shows that a worker sees the driver's folder
@@ -84,22 +84,22 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
-    with at_work(ray.get(config["assignment"]), place, rank, size) as sitting:
+    with at_work(ray.get(config["assignment"]), place, rank, size) as stint:
         ended = None
         while ended is None:
-            ended = sitting.advance(sys.maxsize)
+            ended = stint.advance(sys.maxsize)
     return {"status": ended.status, "reason": ended.reason}
 
 
 @contextmanager
-def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Sitting]:
+def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Stint]:
     """A worker of a group, from its start to its end. ``place`` is where they meet."""
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.tasks.load import load_task
-    from orchestrator.train.run import Sitting
+    from orchestrator.train.run import Stint
     from orchestrator.train.world import joined, tcp_store
 
     _check_folder(assignment, rank)
@@ -120,9 +120,9 @@ def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int
     with (
         _closing(log),
         joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world,
-        Sitting(prepared, world, assignment.run_dir, log, asked, assignment.restart) as sitting,
+        Stint(prepared, world, assignment.run_dir, log, asked, assignment.restart) as stint,
     ):
-        yield sitting
+        yield stint
 
 
 def _device(prepared: Prepared) -> torch.device:

@@ -18,7 +18,8 @@ from orchestrator.tasks.task import Task
 BUILT_IN = {"digits": "Digits", "text": "Text", "synthetic": "Synthetic"}
 NEEDED = ("build_model", "train_data", "loss")
 _MESSAGE_LINES = 5
-_NOT_THEIRS = (str(Path(__file__).resolve().parents[1]), str(Path(importlib.__file__).parent), "<frozen")
+_HERE = Path(__file__).resolve().parents[1]
+_NOT_THEIRS = (str(_HERE), str(_HERE.parent / "experts"), str(Path(importlib.__file__).parent), "<frozen")
 
 
 def load_task(config: Config) -> Task:

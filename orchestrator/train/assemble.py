@@ -69,6 +69,8 @@ def build_parts(
 ) -> Parts:
     """The task's model on its device, with optimizer, precision and compilation as planned. ``host_of`` says on which worker
     each layer's experts live."""
+    if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
+        raise UserError("--compile and --activation-checkpointing on do not go together on expert hosts; leave one of them out")
     model = build_model(config, task, world, host_of)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:

@@ -232,7 +232,7 @@ class Sharded(Replica):
         return [part_of(gradient) for gradient in gradients]
 
     def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        return self.world.sum_(norm_of(gradients).to(self.world.device).square()).sqrt()
+        return self.world.sum_(norm_of(gradients).square()).sqrt()
 
 
 def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:

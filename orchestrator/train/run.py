@@ -47,14 +47,14 @@ def work(
     prepared: Prepared, world: World, run_dir: Path, log: Log, asked: Callable[[], bool], restart: Restart | None = None
 ) -> tuple[Outcome, Parts]:
     """One worker's part of a run, from the plan to the end. ``asked`` says whether someone wants it to stop."""
-    with Sitting(prepared, world, run_dir, log, asked, restart) as sitting:
+    with Stint(prepared, world, run_dir, log, asked, restart) as stint:
         outcome = None
         while outcome is None:
-            outcome = sitting.advance(sys.maxsize)
-        return outcome, sitting.parts
+            outcome = stint.advance(sys.maxsize)
+        return outcome, stint.parts
 
 
-class Sitting:
+class Stint:
     """One worker's part of a run, in segments of steps: from the plan to the end, or to where it is broken off."""
 
     loop: Loop
@@ -85,6 +85,7 @@ class Sitting:
             known = self.world.agree("plan", planned_before(self.run_dir) if self.world.is_main else None)
         prepared = with_measured_batch(self.prepared, self.world, known, log)
         hosting = self._hosting(prepared, known)
+        known |= hosting.measured(config.parallel.placement) if hosting else {}
         if prepared.plan.holders < self.world.size:
             self.world, speeds = self.world.primary(), {}
         else:

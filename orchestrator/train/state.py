@@ -138,7 +138,7 @@ def restore(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimiz
 @torch.no_grad()
 def restore_model(contents: Contents, model: nn.Module) -> None:
     """The weights alone (``--init-from``), by name: every one must be there, of the right shape."""
-    saved = _joined(contents.tensors["model"], model, "the checkpoint")
+    saved = _joined(contents.tensors["model"], stacked_names(model), "the checkpoint")
     for name, tensor in model_tensors(model).items():
         if name not in saved:
             raise UserError(f"the checkpoint has no {name}; the model needs it: is it of the same task and sizes?")
@@ -148,9 +148,9 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
         put(tensor, saved[name])
 
 
-def _joined(tensors: Mapping[str, Tensor], model: nn.Module, what: str) -> dict[str, Tensor]:
+def _joined(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], what: str) -> dict[str, Tensor]:
     try:
-        return join_experts(tensors, stacked_names(model))
+        return join_experts(tensors, stacked)
     except KeyError as error:
         raise UserError(
             f"{what} has no {error.args[0]}; the model has that expert: give the number of experts it was trained with"
@@ -182,8 +182,12 @@ def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.op
 
 
 def _joined_slot(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    stacked = {name: pieces for name, pieces in stacked_names(model).items() if any(piece in tensors for piece in pieces)}
-    joined = join_experts(tensors, stacked)
+    """One slot's tensors for the model at hand. Where it has any of the experts that are trained, it must have all."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    stacked = {name: pieces for name, pieces in stacked_names(model).items() if name in trained}
+    if not any(piece in tensors for pieces in stacked.values() for piece in pieces):
+        stacked = {}
+    joined = _joined(tensors, stacked, "the checkpoint's optimizer")
     return {name: _one_counter(tensor) if name in stacked and tensor.ndim == 1 else tensor for name, tensor in joined.items()}
 
 

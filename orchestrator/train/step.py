@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.load import settle
+from experts.load import moe_layers, settle
 from experts.model import mix
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
 from orchestrator.tasks.load import raised_in_user_code, user_code
@@ -50,6 +50,7 @@ class Stepper:
     compiled: Compiled | None = None
     limit: int = field(init=False)
     _sums: Sums = field(init=False)
+    _routed: int = field(init=False)
     _statistics: list[tuple[Tensor, Tensor]] = field(init=False)
     _good: int = field(init=False, default=0)
     _patience: int = field(init=False, default=GROW_AFTER)
@@ -59,6 +60,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.limit = WHOLE if self.replica.together else self.micro_batch
         self._sums = Sums(self.world, "step", self.replica.lodged)
+        self._routed = len(moe_layers(self.replica.model))
         self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
 
     def run(self, portion: Portion, step: int, stop: bool = False) -> Totals:
@@ -160,6 +162,11 @@ class Stepper:
         with self.precision.autocast():
             loss, weight = as_loss(self.replica.loss(batch, last), samples)
         check_trainable(loss)
+        if len(loss.loads) != self._routed:
+            raise UserError(
+                f"the task's loss counts the loads of {len(loss.loads)} MoE layers, and the model has {self._routed}: balancing would be "
+                "blind. Return Loss(sum, count, metrics, loads) with routing.counts_E of each layer, in the order of the model"
+            )
         return loss, weight
 
     def _update(self, totals: Totals, step: int) -> None:

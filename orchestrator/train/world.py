@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -193,6 +194,9 @@ def joined(store: Store, rank: int, size: int, device: torch.device, backend: st
 _SIGNS = ("gloo/", "gloo timed out", "nccl", "connection reset by peer", "connection closed by peer", "broken pipe", "process group")
 
 
+_OURS = tuple(str(Path(__file__).resolve().parents[2] / package) for package in ("orchestrator", "experts"))
+
+
 def is_communication_error(error: BaseException) -> bool:
     """Whether an error is another worker's silence rather than this one's fault. What a user's own code raises is theirs,
     whatever it says; one that came from another process is judged by its words."""
@@ -201,7 +205,7 @@ def is_communication_error(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return not frames or "site-packages" in frames[-1].filename or frames[-1].filename == __file__
+    return not frames or "site-packages" in frames[-1].filename or frames[-1].filename.startswith(_OURS)
 
 
 def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: float) -> Store:

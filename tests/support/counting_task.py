@@ -51,7 +51,6 @@ class Counting(Digits):
             ):
                 counted(owner, name)
         Counting.losses += 1
-        Path(str(self.config.run.run_dir), f"calls-{os.getpid()}.json").write_text(
-            json.dumps({"losses": Counting.losses, "calls": dict(CALLS)})
-        )
+        told = json.dumps({"losses": Counting.losses, "calls": dict(CALLS)})
+        Path(str(self.config.run.run_dir), f"calls-{os.getpid()}.json").write_text(told)
         return super().loss(model, batch)

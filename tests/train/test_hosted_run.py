@@ -20,7 +20,7 @@ HOSTED: dict[str, Any] = {
     "expert_hidden_size": (4, 8, 4, 12, 8),
     "schedule": "constant",
 }
-PLAIN = {name: value for name, value in HOSTED.items() if name != "parallel_strategy"}
+PLAIN: dict[str, Any] = {name: value for name, value in HOSTED.items() if name != "parallel_strategy"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return folder, trained(folder, 1, max_steps=24, checkpoint_every=8, **PLAIN)
 
 
-CASES = {
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two hosts": (2, {}),
     "three hosts, accumulated": (3, {"batch_size": 6}),
     "the gate on the first host": (3, {"gate": "primary"}),
@@ -80,7 +80,7 @@ def test_saved_on_four_hosts_resumed_on_three_on_another_placement_and_in_other_
 
 def test_a_run_keeps_its_placement_and_its_bits(tmp_path: Path) -> None:
     """On the same number of hosts, deterministic: a run that was broken off goes on to the bit, where its experts lived."""
-    settings = HOSTED | {"deterministic": True}
+    settings: dict[str, Any] = HOSTED | {"deterministic": True}
     calm = trained(tmp_path / "calm", 2, max_steps=12, **settings)
     trained(tmp_path / "run", 2, max_steps=5, **settings)
     events = trained(tmp_path / "run", 2, max_steps=12, resume="auto", **settings)
