@@ -62,8 +62,9 @@ class Crossing:
     parts: list[Part] = field(default_factory=list)
 
     @classmethod
-    def of(cls, x_TD: Tensor, routing: Routing, host_E: Tensor, kept_TK: Tensor | None, hosts: Hosts) -> Crossing:
-        """Who goes where. All hosts must call it: they tell each other how many rows will come."""
+    def of(cls, x_TD: Tensor, routing: Routing, host_E: Tensor, kept_TK: Tensor | None, hosts: Hosts, layer: int = 0) -> Crossing:
+        """Who goes where. All hosts must call it: they tell each other how many rows will come. ``layer`` is its number, which
+        must be the same on all."""
         host_TK = host_E[routing.experts_TK]
         if hosts.silent:
             host_TK = torch.full_like(host_TK, -1)
@@ -75,7 +76,7 @@ class Crossing:
         mine_NC = torch.stack([count_N for fan in fans for count_N in (fan.rows_N, fan.pairs_N)], dim=1)
 
         def told() -> tuple[list[list[int]], list[list[int]]]:
-            received = exchange.counts(mine_NC, (layout.size, len(slices)))
+            received = exchange.counts(mine_NC, (layer, len(host_E), layout.size, len(slices)))
             return mine_NC.tolist(), received
 
         sent, received = hosts.once(told)

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from experts.dispatch import summed
 from experts.group import Group, Work
 from experts.types import Fan
 
+_COLUMNS = 64  # numbers that tables of counts are filled up to, or a multiple
 _ALIGNED = 8  # bytes that each part of a row begins at a multiple of
 
 
@@ -102,7 +104,8 @@ class Together:
     def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
         self._number += 1
         header = [self._number, *agreed]
-        sent = torch.cat([mine_NC.new_tensor(header).expand(self.size, -1), mine_NC], dim=1).contiguous()
+        sent = torch.cat([mine_NC.new_tensor(header).expand(self.size, -1), mine_NC], dim=1)
+        sent = F.pad(sent, (0, -sent.shape[1] % _COLUMNS))  # gloo aborts where lengths differ, before a header can be read
         received = torch.empty_like(sent)
         begun = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
@@ -113,7 +116,7 @@ class Together:
                 raise RuntimeError(
                     f"host {self.rank} is at exchange {header}, host {host} at {row[: len(header)]}: out of step; nothing was sent"
                 )
-        return [row[len(header) :] for row in table]
+        return [row[len(header) : len(header) + mine_NC.shape[1]] for row in table]
 
     def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> UnderWay:
         rows = rows.contiguous()

@@ -69,7 +69,7 @@ class Gate(nn.Module):
         if not self.bias_rate and once is None:
             weights_TK, experts_TK = scores_TE.topk(self.top_k, dim=-1)
         else:
-            biased_TE = scores_TE.detach() + self.bias_E.to(scores_TE.dtype)
+            biased_TE = scores_TE.detach() + (self.bias_E.to(scores_TE.dtype) if self.bias_rate else 0.0)
             experts_TK = (once or _now)(lambda: biased_TE.topk(self.top_k, dim=-1).indices)
             weights_TK = scores_TE.gather(-1, experts_TK)
         if self.normalise and self.top_k > 1:
@@ -82,8 +82,8 @@ def _now(make: Callable[[], Tensor]) -> Tensor:
 
 
 def _positive(total: Tensor) -> Tensor:
-    """A divisor that is not zero, where all scores of a token are."""
-    return total.clamp(min=torch.finfo(total.dtype).tiny)
+    """A divisor that is not zero, where all scores of a token are, and not so small that a gradient overflows."""
+    return total.clamp(min=1e-12)
 
 
 def scaled_share(previous_E: Tensor, dtype: torch.dtype) -> Tensor:

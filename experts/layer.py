@@ -89,7 +89,7 @@ class MoELayer(nn.Module):
         kept_TK = None
         if self.capacity is not None:
             kept_TK = hosts.once(lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, hosts))
-        crossing = Crossing.of(x_TD, routing, self.host_E, kept_TK, hosts)
+        crossing = Crossing.of(x_TD, routing, self.host_E, kept_TK, hosts, self.number)
         crossing.set_out()
         beside_TD = self.shared(x_TD) if self.shared is not None else None
         for part in crossing.parts:

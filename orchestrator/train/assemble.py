@@ -76,8 +76,8 @@ def build_parts(
     if config.parallel.sync_batchnorm and world.size > 1:
         model = synchronize_statistics(model)
     replica = build_replica(config, plan, task, world, model, tell, host_of is not None)
-    for _, layer in moe_layers(model):
-        layer.bank.kernel = config.device.expert_kernel
+    for _, layer in moe_layers(model):  # what the plan leaves open, each bank decides by its sizes
+        layer.bank.kernel = "loop" if plan.expert_kernel.value == "loop" else config.device.expert_kernel
     if plan.activation_checkpointing.value:
         recompute_blocks(model, None if plan.compile.value else replica.hosts)
     compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts) if plan.compile.value else None

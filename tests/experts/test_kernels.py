@@ -213,11 +213,21 @@ def test_where_the_grouped_product_works(dtype: torch.dtype, width: int, hidden:
             choose_kernel("grouped", CPU, dtype, width, hidden)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_on_a_cpu_the_loop_is_chosen_and_can_be_forced(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "hidden", "chosen"),
+    [
+        (torch.float32, 8, 16, "grouped"),
+        (torch.float32, 256, 255, "loop"),  # not a multiple of 16 bytes
+        (torch.float32, 256, 256, "loop"),
+        (torch.float32, 128, 128, "grouped"),
+        (torch.bfloat16, 8, 16, "loop"),
+        (torch.float64, 8, 16, "loop"),
+    ],
+)
+def test_on_a_cpu_the_size_decides_and_the_loop_can_be_forced(dtype: torch.dtype, width: int, hidden: int, chosen: Kernel) -> None:
     assert not is_fused(CPU, dtype)
-    assert choose_kernel("auto", CPU, dtype, 8, 16) == "loop"
-    assert choose_kernel("loop", CPU, dtype, 8, 16) == "loop"
+    assert choose_kernel("auto", CPU, dtype, width, hidden) == chosen
+    assert choose_kernel("loop", CPU, dtype, width, hidden) == "loop"
 
 
 def test_a_bank_computes_alike_with_each_kernel() -> None:
@@ -232,7 +242,7 @@ def test_a_bank_computes_alike_with_each_kernel() -> None:
         y = bank(rows, torch.tensor([4, 0, 2, 5]), torch.linspace(0.1, 1, 11))
         y.square().sum().backward()
         made[kernel] = [y, *(stack.grad for *_, stack in bank.stacks())]
-    assert all(torch.equal(a, b) for a, b in zip(made["auto"], made["loop"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(made["auto"], made["grouped"], strict=True))
     for mine, other in zip(made["grouped"], made["loop"], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 

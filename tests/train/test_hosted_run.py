@@ -70,7 +70,8 @@ def test_saved_on_four_hosts_resumed_on_three_on_another_placement_and_in_other_
     trained(run, 3, max_steps=12, resume="auto", **HOSTED)
     file = tmp_path / "placement.json"
     file.write_text(json.dumps({"layers": [[1, 1, 0, 1, 1], [0, 0, 0, 0, 0]]}))
-    trained(run, 2, max_steps=16, resume="auto", **HOSTED | {"placement": str(file)})
+    elsewhere: dict[str, Any] = {"placement": str(file)}
+    trained(run, 2, max_steps=16, resume="auto", **HOSTED | elsewhere)
     trained(run, 2, max_steps=20, resume="auto", **PLAIN)
     events = trained(run, 1, max_steps=24, resume="auto", **PLAIN)
     assert losses(events) == pytest.approx(expected, rel=1e-5)
