@@ -6,6 +6,7 @@ python -m benchmarks.expert_kernels [--rounds 5] [--out FILE]
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    os.sched_setaffinity(0, {0})  # torch.set_num_threads does not reach every product
     torch.set_num_threads(1)
     rows = []
     for shape in SHAPES:

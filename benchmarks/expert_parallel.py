@@ -34,12 +34,13 @@ from orchestrator.record.events import of_kind, read_events
 HOSTS = (1, 2)
 LONGEST_S = 300.0
 WARM_UP = 3
+ONE_THREAD = ("env", "OMP_NUM_THREADS=1")  # torch.set_num_threads does not reach every product: some took both cores
 
 
 def by_hand(hosts: int, steps: int) -> float:
     """Tokens per second of ``spmd_layer.py``."""
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
-    command = [sys.executable, "-m", *launch, "-m", "benchmarks.spmd_layer", "--steps", str(steps)]
+    command = [*ONE_THREAD, sys.executable, "-m", *launch, "-m", "benchmarks.spmd_layer", "--steps", str(steps)]
     with tempfile.TemporaryDirectory(prefix="expert-parallel-") as name:
         folder = Path(name)
         with started(command, folder) as process:
@@ -70,6 +71,7 @@ def ours(hosts: int, steps: int) -> float:
         ]
         command += ["--trackers", "--no-monitor-gpu", "--log-every", "10", "--gpu-mode", "cpu"]
         command = ["taskset", "--cpu-list", "0", *command] if hosts == 1 else [*command, "--parallel-strategy", "expert_parallel"]
+        command = [*ONE_THREAD, *command]
         with started(command, folder) as process:
             try:
                 code: int | None = process.wait(LONGEST_S)

@@ -4,6 +4,7 @@ that comes with the function it is given. Between segments the driver may look a
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -38,7 +39,11 @@ class ExpertHost:
     def advance(self, steps: int) -> Any:
         """Work for so many steps. Returns what the work returns."""
         assert self._work is not None, "advance before open"
-        ended = self._work.advance(steps)
+        try:
+            ended = self._work.advance(steps)
+        except BaseException:  # what is being written is written to its end
+            self._stack.__exit__(*sys.exc_info())
+            raise
         if ended is not None:
             self._stack.close()
         return ended

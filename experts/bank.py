@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.kernels.choice import choose_kernel
 from experts.kernels.grouped import experts_grouped
@@ -29,6 +32,19 @@ def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, 
     return tuple(SizeClass(hidden, tuple(i for i in sorted(held) if sizes[i] == hidden)) for hidden in hiddens)
 
 
+_WITHOUT_MEMORY: ContextVar[bool] = ContextVar("banks are built without memory", default=False)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Banks that are built meanwhile have shapes and no memory, until ``materialise`` gives it to those that are left."""
+    token = _WITHOUT_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_MEMORY.reset(token)
+
+
 class ExpertBank(nn.Module):
     """Experts of any sizes: all of a layer's, or those that live on this host, by their global ids. A slot is an expert's
     place in the stacked order; ``slot_E`` maps ids to slots, -1 for experts that live elsewhere."""
@@ -43,11 +59,12 @@ class ExpertBank(nn.Module):
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
         self.classes = size_classes(sizes, self.held)
         self.register_buffer("slot_E", self.slots(), persistent=False)
+        device = "meta" if _WITHOUT_MEMORY.get() else None
         for group in self.classes:
             count, hidden = len(group.ids), group.hidden
             inner = 2 * hidden if kind == "swiglu" else hidden
-            self.register_parameter(f"up_{hidden}", nn.Parameter(torch.empty(count, width, inner)))
-            self.register_parameter(f"down_{hidden}", nn.Parameter(torch.empty(count, hidden, width)))
+            self.register_parameter(f"up_{hidden}", nn.Parameter(torch.empty(count, width, inner, device=device)))
+            self.register_parameter(f"down_{hidden}", nn.Parameter(torch.empty(count, hidden, width, device=device)))
 
     def slots(self) -> Tensor:
         order = [i for group in self.classes for i in group.ids]
@@ -60,20 +77,29 @@ class ExpertBank(nn.Module):
                 yield group, role, self.get_parameter(f"{role}_{group.hidden}")
 
     @torch.no_grad()
+    def materialise(self) -> None:
+        """Give the weights memory, to be filled."""
+        for group, role, stack in list(self.stacks()):
+            if stack.is_meta:
+                made = nn.Parameter(torch.zeros_like(stack, device="cpu"), requires_grad=stack.requires_grad)
+                self.register_parameter(f"{role}_{group.hidden}", made)
+
+    @torch.no_grad()
     def part(self, held: Sequence[int]) -> ExpertBank:
         """A bank of some of these experts, with copies of their weights, on the same device."""
-        device = next(self.parameters()).device if self.held else self.slot_E.device
-        with torch.device(device):
+        with without_memory():
             bank = ExpertBank(self.width, self.sizes, self.kind, held)
-        bank.kernel = self.kernel
-        mine = {(role, i): weight for group, role, stack in self.stacks() for i, weight in zip(group.ids, stack.unbind(), strict=True)}
-        for group, role, stack in bank.stacks():
+        bank.kernel, bank.slot_E = self.kernel, bank.slot_E.to(self.slot_E.device)
+        for group, role, _ in list(bank.stacks()):
             whole = self.get_parameter(f"{role}_{group.hidden}")
-            stack.requires_grad_(whole.requires_grad)
-            stack.data = stack.data.to(whole.dtype)
-            for place, expert in enumerate(group.ids):
-                stack[place].copy_(mine[role, expert])
+            places = [self._place(expert) for expert in group.ids]
+            part = nn.Parameter(whole[torch.tensor(places, device=whole.device)].clone(), requires_grad=whole.requires_grad)
+            bank.register_parameter(f"{role}_{group.hidden}", part)
         return bank
+
+    def _place(self, expert: int) -> int:
+        """Where in its stack an expert lies."""
+        return next(group.ids.index(expert) for group in self.classes if expert in group.ids)
 
     def forward(self, rows_RD: Tensor, counts_S: Tensor, weights_R: Tensor) -> Tensor:
         """What the experts make of their rows, which come sorted by slot, each times its weight."""
@@ -93,7 +119,9 @@ class ExpertBank(nn.Module):
         dtype = rows_RD.dtype
         up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
         down_EHD = self.get_parameter(f"down_{group.hidden}").to(dtype)
-        if choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden) == "grouped":
+        known = dtype == torch.bfloat16 or not torch.compiler.is_compiling()  # the compiler takes grouped products in bf16 alone
+        chosen = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
+        if chosen == "grouped" and known and not isinstance(rows_RD, FakeTensor):  # traced, their arithmetic would not be counted
             return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
         if torch.compiler.is_compiling():  # row counts change at every step: compiled, each would be another graph
             uncompiled: Any = torch.compiler.disable(experts_loop)

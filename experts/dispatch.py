@@ -1,5 +1,5 @@
 """Out to the experts of this host and back: ``dispatch`` sorts rows by expert and leaves a Trip, ``combine`` needs that Trip
-and nothing else. Both directions are gathers, in forward and backward, so sums run in a fixed order and no row can be lost."""
+and nothing else. In both directions, forward and backward, sums run in a fixed order, and no row can be lost."""
 
 from __future__ import annotations
 
@@ -60,9 +60,12 @@ def collect(rows_RD: Tensor, fan: Fan) -> Tensor:
     return result
 
 
-def summed(rows_RD: Tensor, back_TK: Tensor, full: bool) -> Tensor:
-    """The sum of the named rows, those named -1 left out (``full``: there are none)."""
+def summed(rows_RD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
+    """For each token the sum of its rows. On a CPU they are added one after another, in their order; elsewhere gathered and
+    summed over K, those named -1 left out (``full``: there are none)."""
     tokens, top_k = back_TK.shape
+    if rows_RD.device.type == "cpu" and rows_RD.dtype in (torch.float32, torch.float64):
+        return rows_RD.new_zeros(tokens, rows_RD.shape[1]).index_add_(0, source_R, rows_RD)
     if not full:  # a row of zeros for those that are not there
         rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
     index_R = back_TK.reshape(-1) if full else (back_TK % len(rows_RD)).reshape(-1)
@@ -73,21 +76,21 @@ def summed(rows_RD: Tensor, back_TK: Tensor, full: bool) -> Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
-        ctx.save_for_backward(back_TK)
+        ctx.save_for_backward(source_R, back_TK)
         ctx.full = full
         return x_TD.index_select(0, source_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (back_TK,) = ctx.saved_tensors
-        return summed(grads[0], back_TK, ctx.full), None, None, None
+        source_R, back_TK = ctx.saved_tensors
+        return summed(grads[0], source_R, back_TK, ctx.full), None, None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
         ctx.save_for_backward(source_R)
-        return summed(rows_RD, back_TK, full)
+        return summed(rows_RD, source_R, back_TK, full)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -139,12 +139,23 @@ class Load:
 
 
 class Journey:
-    """One crossing, out and, in the backward pass, back again."""
+    """One crossing, out and, in the backward pass, back again. What has arrived is handed over and not held on to: the graph
+    holds the journey, and would never be freed."""
 
     def __init__(self, exchange: Exchange, load: Load) -> None:
         self.exchange, self.load = exchange, load
         self.out: UnderWay | None = None
         self.back: UnderWay | None = None
+
+    def arrived(self) -> Tensor:
+        under_way, self.out = self.out, None
+        assert under_way is not None, "nothing is under way"
+        return under_way.wait()
+
+    def returned(self) -> Tensor:
+        under_way, self.back = self.back, None
+        assert under_way is not None, "nothing is on its way back"
+        return under_way.wait()
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,11 @@ class Layout:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _rows(count: int, size: int, used: int, device: torch.device) -> Tensor:
+    """Room for packed rows of which so many bytes will be used; where that is not all, the rest is zero."""
+    return (torch.empty if used == size else torch.zeros)(count, size, dtype=torch.uint8, device=device)
 
 
 def _part(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -201,9 +217,10 @@ class _Depart(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Journey) -> Tensor:
         load, layout = journey.load, Layout.of(x_TD, weights_TK)
         source_S = load.fan.source_R
-        packed = torch.zeros(len(source_S), layout.size, dtype=torch.uint8, device=x_TD.device)
-        _part(packed, layout.features, x_TD.shape[1], x_TD.dtype).copy_(x_TD.index_select(0, source_S))
-        _part(packed, layout.weights, weights_TK.shape[1], weights_TK.dtype).copy_(weights_TK.index_select(0, source_S))
+        used = x_TD.shape[1] * x_TD.itemsize + weights_TK.shape[1] * (weights_TK.itemsize + ids_SK.itemsize)
+        packed = _rows(len(source_S), layout.size, used, x_TD.device)
+        torch.index_select(x_TD, 0, source_S, out=_part(packed, layout.features, x_TD.shape[1], x_TD.dtype))
+        torch.index_select(weights_TK, 0, source_S, out=_part(packed, layout.weights, weights_TK.shape[1], weights_TK.dtype))
         _part(packed, layout.ids, ids_SK.shape[1], torch.int32).copy_(ids_SK)
         journey.out = journey.exchange.rows(packed, load.sends, load.receives)
         ctx.journey, ctx.layout = journey, layout
@@ -213,20 +230,18 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
         journey: Journey = ctx.journey
-        assert journey.back is not None
-        packed = journey.back.wait()
+        packed = journey.returned()
         width, dtype, top_k, weight_dtype = ctx.kinds
         fan = journey.load.fan
-        grad_TD = summed(_part(packed, 0, width, dtype), fan.back_TK, fan.full)
-        grad_TK = summed(_part(packed, ctx.layout.weights, top_k, weight_dtype), fan.back_TK, fan.full)
+        grad_TD = summed(_part(packed, 0, width, dtype), fan.source_R, fan.back_TK, fan.full)
+        grad_TK = summed(_part(packed, ctx.layout.weights, top_k, weight_dtype), fan.source_R, fan.back_TK, fan.full)
         return grad_TD, grad_TK, None, None, None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, journey: Journey, width: int, dtype: torch.dtype, top_k: int, weight_dtype: torch.dtype) -> Any:
-        assert journey.out is not None
-        packed = journey.out.wait()
+        packed = journey.arrived()
         layout = Layout.of(torch.empty(0, width, dtype=dtype, device="meta"), torch.empty(0, top_k, dtype=weight_dtype, device="meta"))
         rows_GD = _part(packed, layout.features, width, dtype)
         weights_GK = _part(packed, layout.weights, top_k, weight_dtype).contiguous()
@@ -239,7 +254,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         journey: Journey = ctx.journey
         grad_GD, grad_GK, _ = grads
-        packed = torch.zeros(len(grad_GD), ctx.layout.ids, dtype=torch.uint8, device=grad_GD.device)
+        used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
+        packed = _rows(len(grad_GD), ctx.layout.ids, used, grad_GD.device)
         _part(packed, ctx.layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
         _part(packed, ctx.layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
         journey.back = journey.exchange.rows(packed, journey.load.receives, journey.load.sends)
@@ -257,16 +273,14 @@ class _DepartBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
         journey: Journey = ctx.journey
-        assert journey.back is not None
-        return journey.back.wait(), None, None
+        return journey.returned(), None, None
 
 
 class _ArriveBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, journey: Journey) -> Tensor:
-        assert journey.out is not None
         ctx.journey, ctx.ticket = journey, (ticket.dtype, ticket.device)
-        return journey.out.wait()
+        return journey.arrived()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

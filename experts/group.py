@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions
@@ -34,14 +33,3 @@ class Group:
     def add_up(self, tensor: Tensor) -> Work:
         """The sum over all hosts, in place."""
         return self.handle.allreduce([tensor], AllreduceOptions())
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        self.handle.send([tensor], to, 0).wait()
-
-    def receive(self, tensor: Tensor, source: int) -> None:
-        self.handle.recv([tensor], source, 0).wait()
-
-
-def whole_rows(tensor: Tensor) -> Tensor:
-    """A tensor as rows of bytes, sharing its memory."""
-    return tensor.reshape(-1).view(torch.uint8)

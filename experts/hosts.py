@@ -39,13 +39,14 @@ class Tape:
 @dataclass
 class Hosts:
     """The hosts, as one of them sees them. ``silent`` says that the tokens at hand stand in for none: they go nowhere and
-    are counted nowhere. ``first`` is the place of the first sample at hand in the global batch, ``seed`` that of the step:
-    noise is drawn by them."""
+    are counted nowhere. ``first`` is the place of the first of the ``samples`` at hand in the global batch (0 samples: as many
+    as the first dimension says), ``seed`` that of the step: noise is drawn by them."""
 
     exchange: Exchange = field(default_factory=Alone)
     chunks: int = 1
     silent: bool = False
     first: int = 0
+    samples: int = 0
     seed: int = 0
     tape: Tape | None = None
 

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.bank import ExpertBank, computing_dtype
 from experts.crossing import Crossing, kept_choices
@@ -68,7 +69,8 @@ class MoELayer(nn.Module):
         hosts = self.hosts
         noise_TD = None
         if self.jitter and self.training:
-            position_T = hosts.first * (len(x_TD) // max(1, samples)) + torch.arange(len(x_TD), device=x_TD.device)
+            per_sample = len(x_TD) // max(1, hosts.samples or samples)
+            position_T = hosts.first * per_sample + torch.arange(len(x_TD), device=x_TD.device)
             exact = torch.promote_types(x_TD.dtype, torch.float32)
             noise_TD = noise(hosts.seed + self.number, position_T, x_TD.shape[1], self.jitter, exact)
         return self.gate(x_TD, self.load_E, noise_TD, hosts.once if hosts.tape is not None else None)
@@ -76,7 +78,7 @@ class MoELayer(nn.Module):
     def _at_home(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """All experts are here: tokens go straight to them."""
         slots_TK, rows = self.bank.slot_E[routing.experts_TK], None
-        if self.capacity is not None:
+        if self.capacity is not None and not isinstance(x_TD, FakeTensor):  # traced, there are no numbers: all are kept
             kept_TK = kept_choices(routing.experts_TK, len(self.load_E), self.capacity, self.hosts)
             slots_TK = torch.where(kept_TK, slots_TK, -1)
             rows = int(kept_TK.sum())

@@ -34,26 +34,17 @@ def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None
     layers = moe_layers(model)
     if len(host_of) != len(layers):
         raise ValueError(f"a placement of {len(host_of)} layers was given; the model has {len(layers)} MoE layers")
+    parts: dict[ExpertBank, tuple[ExpertBank, tuple[int, ...]]] = {}
     for (name, layer), hosts in zip(layers, host_of, strict=True):
         if len(hosts) != len(layer.load_E):
             raise ValueError(f"{name}: {len(hosts)} experts were placed; the layer has {len(layer.load_E)}")
-        layer.host_E = torch.tensor(list(hosts), dtype=torch.int64, device="cpu" if layer.host_E.is_meta else layer.host_E.device)
-        layer.bank = layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank])
-
-
-@torch.no_grad()
-def materialise(model: nn.Module) -> None:
-    """Give a model that was built on the meta device memory: parameters to be filled, and what the layers know by themselves."""
-    for module in model.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.device.type == "meta":
-                made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-                if isinstance(tensor, nn.Parameter):
-                    setattr(module, name, nn.Parameter(made, requires_grad=tensor.requires_grad))
-                else:
-                    module._buffers[name] = made
-        if isinstance(module, ExpertBank):
-            module.slot_E = module.slots()
+        layer.host_E = torch.tensor(list(hosts), dtype=torch.int64, device=layer.host_E.device)
+        if layer.bank not in parts:
+            parts[layer.bank] = layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank]), tuple(hosts)
+        kept, where = parts[layer.bank]
+        if where != tuple(hosts):
+            raise ValueError(f"{name} shares its experts with another layer; they cannot live in two places")
+        layer.bank = kept
 
 
 @torch.no_grad()

@@ -7,8 +7,6 @@ import torch
 from experts.kernels.grouped import grouped_works
 from experts.types import Kernel
 
-_LARGE = 2**16  # width × hidden: from here on the products outweigh what it costs to begin each of them
-
 
 def choose_kernel(asked: Kernel, device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> Kernel:
     """``loop`` or ``grouped``. ``asked`` forces one; a grouped product that cannot be had is an error then."""
@@ -20,9 +18,8 @@ def choose_kernel(asked: Kernel, device: torch.device, dtype: torch.dtype, width
         )
     if asked != "auto":
         return asked
-    if device.type == "cpu":
-        return "grouped" if works and dtype == torch.float32 and width * hidden < _LARGE else "loop"
-    return "grouped" if works and is_fused(device, dtype) else "loop"
+    pays = dtype == torch.float32 if device.type == "cpu" else is_fused(device, dtype)
+    return "grouped" if works and pays else "loop"
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:

@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from experts.kernels import fused
-from experts.kernels.product import product
 from experts.types import Kind
 
 
@@ -17,7 +16,7 @@ def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Te
     that its gradient is zero and not absent."""
     sizes = row_counts(counts_E, rows_RD.shape[0])
     made = [
-        product(activate(product(rows, up), weights, kind), down)
+        activate(rows @ up, weights, kind) @ down
         for rows, up, down, weights in zip(rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True)
     ]
     return torch.cat(made)

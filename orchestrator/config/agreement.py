@@ -77,6 +77,7 @@ def needs_whole_models(parallel: ParallelSettings, batch: BatchSettings) -> tupl
         ("sync_batchnorm", parallel.sync_batchnorm, "its hosts keep their own statistics"),
         ("static_graph", parallel.static_graph, "gradients are summed without DDP there"),
         ("find_unused_parameters", parallel.find_unused_parameters, "gradients are summed without DDP there"),
+        ("no gradient_as_bucket_view", not parallel.gradient_as_bucket_view, "gradients are summed without DDP there"),
         ("batch_size auto", batch.batch_size == "auto", "whole models are measured, and it divides them"),
     )
     return next(((setting, why) for setting, given, why in found if given), None)

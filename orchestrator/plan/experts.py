@@ -129,7 +129,7 @@ def choose_kernel(config: Config, facts: ModelFacts, precision: str, capability:
     if not config.run.auto:
         return Choice("loop", PLAIN)
     if capability is None:
-        return Choice("auto", "by size on CPUs, as measured: grouped in fp32 where width × hidden is below 65,536, else a loop")
+        return Choice("auto", "on CPUs, as measured: grouped in fp32 where the sizes are multiples of four, else a loop")
     here = f"compute capability {capability[0]}.{capability[1]} in {precision}"
     if fused:
         why = "one product after another, and the host waits for the row counts"

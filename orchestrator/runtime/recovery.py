@@ -46,7 +46,9 @@ def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, 
         return GiveUp(f"{failure.message}; no device is left to go on with")
     if failure.kind == "memory":
         if failure.micro_batch == 1:
-            return GiveUp(f"{failure.message}, which cannot be halved; try --activation-checkpointing on, or --sharding zero3")
+            return GiveUp(
+                f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model"
+            )
         return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
     if slots < workers:
         return Again(slots, halvings, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from experts.bank import without_memory
+from experts.expert_state import lives_on_hosts, names_elsewhere
 from experts.load import moe_layers
-from experts.model import materialise, mix, place
+from experts.model import mix, place
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import set_environment
@@ -86,7 +88,7 @@ def build_parts(
 
 def build_model(config: Config, task: Task, world: World, host_of: Sequence[Sequence[int]] | None) -> nn.Module:
     """The task's model: whole, or with this host's experts alone. Where the task can fill a model that is already there, the
-    others never come to be: it is built without memory, cut, and given memory where it lives."""
+    others never come to be: experts are built without memory, cut, and given memory where they live."""
     seed_host(mix(config.run.seed, "build"))
     torch.manual_seed(mix(config.run.seed, "build"))
     fill = getattr(task, "initialise", None)
@@ -96,10 +98,11 @@ def build_model(config: Config, task: Task, world: World, host_of: Sequence[Sequ
             if host_of is not None:
                 place(model, host_of, world.rank)
             return model
-        with torch.device("meta"):
+        with without_memory():
             model = built(task)
         place(model, host_of, world.rank)
-        materialise(model)
+        for _, layer in moe_layers(model):
+            layer.bank.materialise()
         fill(model)
     return model
 
@@ -112,7 +115,7 @@ def build_replica(
     if world.size > 1 and hosted:
         model.to(world.device)
         check_placement(model, world.device)
-        return Hosted(model, task, world, plan.exchange_chunks.value, settings.bucket_cap_mb)
+        return Hosted(model, task, world, plan.exchange_chunks.value, settings.bucket_cap_mb, _broadcast(config, model))
     if world.size > 1 and plan.sharding.value != "none":
         world.broadcast_([tensor.detach() for tensor in [*model.parameters(), *shared_buffers(model)]])
         shard(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
@@ -121,24 +124,32 @@ def build_replica(
     check_placement(model, world.device)
     if world.size == 1:
         return Replica(model, task)
-    own = [] if settings.sync_batchnorm else statistics_of(model)  # what a forward pass makes different on each worker
-    buffers = {"auto": own, "on": shared_buffers(model), "off": []}[settings.broadcast_buffers]
+    buffers = tuple(_broadcast(config, model))
     options = DdpOptions(
-        settings.bucket_cap_mb, settings.static_graph, settings.find_unused_parameters, settings.gradient_as_bucket_view, tuple(buffers)
+        settings.bucket_cap_mb, settings.static_graph, settings.find_unused_parameters, settings.gradient_as_bucket_view, buffers
     )
     return Replicated(model, task, world, options, lambda message: tell("warning", kind="gradients", message=message))
+
+
+def _broadcast(config: Config, model: nn.Module) -> list[Tensor]:
+    """Buffers that are the main worker's at the beginning of each step."""
+    own = [] if config.parallel.sync_batchnorm else statistics_of(model)  # what a forward pass makes different on each worker
+    return {"auto": own, "on": shared_buffers(model), "off": []}[config.parallel.broadcast_buffers]
 
 
 def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> Learner:
     """The task's own optimizer and schedule where it brings them, else AdamW and the configured schedule."""
     own = getattr(task, "build_optimizer", None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if lives_on_hosts(model) and not trained:  # all that is trained lives elsewhere, and optimizers want something
+        trained = [nn.Parameter(torch.zeros(0, device=next(model.parameters()).device))]
     with user_code("building the optimizer"):
-        optimizer = own([p for p in model.parameters() if p.requires_grad]) if own else None
+        optimizer = own(trained) if own else None
         schedule = getattr(task, "schedule", lambda: None)()
         if schedule is not None:
             float(schedule(0))
     if optimizer is None:
-        optimizer = build_adamw(model.parameters(), config.optim, plan.fused_optimizer.value)
+        optimizer = build_adamw(trained, config.optim, plan.fused_optimizer.value)
     if schedule is not None:
         return Learner(optimizer, schedule)
     return Learner(optimizer, warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value), config.optim.schedule)
@@ -211,7 +222,7 @@ def build_loop(
         log.write("warning", kind="schedule", message=f"the run now ends at step {total}; the schedule follows")
         parts.learner.reschedule(plan.warmup_steps.value, total)
     loop = Loop(
-        stepper=build_stepper(config, world, parts, feed.largest_part, log.write),
+        stepper=build_stepper(config, world, parts, feed.micro_batch if parts.replica.together else feed.largest_part, log.write),
         feed=feed,
         cadence=Cadence(
             total_steps=total,
@@ -262,14 +273,14 @@ def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, lo
     if again and world.agree("own checkpoints", len(store.newest_first()) if world.is_main else None):
         settings = replace(settings, resume="auto", init_from=None)
     if settings.init_from is not None:
-        path, contents, _ = _chosen(str(settings.init_from), store, world)
+        path, contents, _ = _chosen(str(settings.init_from), store, world, names_elsewhere(parts.model))
         assert contents is not None
         restore_model(contents, parts.model)
         log.write("resume", step=0, path=str(path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()
-    path, contents, skipped = _chosen(settings.resume, store, world)
+    path, contents, skipped = _chosen(settings.resume, store, world, names_elsewhere(parts.model))
     progress = Progress() if contents is None else restore(contents, parts.model, parts.learner.optimizer, parts.precision)
     if world.is_main:
         store.abandon_after(progress.step)
@@ -278,14 +289,14 @@ def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, lo
     return progress
 
 
-def _chosen(resume: str, store: CheckpointStore, world: World) -> tuple[Path | None, Contents | None, list[Skipped]]:
-    """The checkpoint to begin with: the main worker chooses, and all read it."""
+def _chosen(resume: str, store: CheckpointStore, world: World, without: Set[str]) -> tuple[Path | None, Contents | None, list[Skipped]]:
+    """The checkpoint to begin with: the main worker chooses, and all read it, each what it needs of it."""
     found, skipped = resumable(resume, store) if world.is_main else (None, [])
     world.meet("checkpoint")  # to look for a good one takes as long as it is large
     chosen = world.agree("checkpoint", {"path": str(found[0]) if found else None} if world.is_main else None)["path"]
     if chosen is None:
         return None, None, skipped
-    return (*found, skipped) if found else (Path(chosen), load(Path(chosen)), skipped)
+    return (*found, skipped) if found else (Path(chosen), load(Path(chosen), without), skipped)
 
 
 def resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:

@@ -15,12 +15,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,15 +127,24 @@ def _write_whole(folder: Path, step: int, contents: Contents) -> None:
     _sync(folder)
 
 
-def load(path: Path) -> Contents:
-    """Verify a checkpoint and read it. Raises CheckpointDamaged with the first thing that is wrong."""
+def load(path: Path, without: Set[str] = frozenset()) -> Contents:
+    """Verify a checkpoint and read it, but for the tensors ``without`` which the reader can do, by their names in the model.
+    Raises CheckpointDamaged with the first thing that is wrong."""
     files = verify(path)
     try:
-        tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in files if name.endswith(".safetensors")}
+        tensors = {name.removesuffix(".safetensors"): _read(path / name, without) for name in files if name.endswith(".safetensors")}
         state = json.loads((path / "state.json").read_bytes())
     except (SafetensorError, ValueError, OSError, KeyError) as error:
         raise CheckpointDamaged(f"{path.name}: cannot be read: {error}") from None
     return Contents(tensors, state)
+
+
+def _read(path: Path, without: Set[str]) -> dict[str, Tensor]:
+    """A file's tensors. An optimizer's have their slot before their name."""
+    if not without:
+        return load_file(path)
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys() if not {key, key.partition("/")[2]} & without}  # noqa: SIM118
 
 
 def verify(path: Path) -> list[str]:

@@ -40,6 +40,8 @@ class Micro:
     fetch: Callable[[], Any]
     first: int = 0
     """Place of its first sample in the global batch."""
+    standing_in: int = 1
+    """Samples that stand in where none count."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,18 @@ class Feed:
 
     def _cut(self, begin: int) -> list[tuple[int, slice]]:
         """This worker's micro-batches of the step that begins at a sample: how many samples count, and where they lie in the
-        epoch's order. A worker without any gets one to stand in, which does not count: where the model is sharded, all
-        compute or none can."""
+        epoch's order. A worker without any gets some to stand in, which do not count: where workers wait for each other in
+        a pass, all compute or none can."""
         parts = [(start, self.world.cut(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)]
         return [
-            (part.stop - part.start, slice(start + part.start, start + part.stop) if part.stop > part.start else slice(start, start + 1))
+            (part.stop - part.start, slice(start + part.start, start + part.stop) if part.stop > part.start else self._stand_in(start))
             for start, part in parts
         ]
+
+    def _stand_in(self, start: int) -> slice:
+        """Two samples, where there are two: batch norm cannot do with one."""
+        begin = max(0, min(start, self.samples - 2))
+        return slice(begin, min(begin + 2, self.samples))
 
     def _portion(self, begin: int, micros: list[Micro]) -> Portion:
         ends = list(self._micro_batches(begin))
@@ -132,7 +139,10 @@ class Feed:
     def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[Portion]:
         order = order.to(_device_of(data))
         for begin in range(position, self.samples, self.global_batch):
-            micros = [Micro(count, _Gathering(data, order[s], self.world.device), s.start - begin) for count, s in self._cut(begin)]
+            micros = [
+                Micro(count, _Gathering(data, order[s], self.world.device), s.start - begin, s.stop - s.start)
+                for count, s in self._cut(begin)
+            ]
             yield self._portion(begin, micros)
 
     def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[Portion]:
@@ -143,7 +153,10 @@ class Feed:
             cut = self._cut(begin)
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
-            micros = [Micro(count, _Moving(batch, self.world.device), s.start - begin) for (count, s), batch in zip(cut, made, strict=True)]
+            micros = [
+                Micro(count, _Moving(batch, self.world.device), s.start - begin, s.stop - s.start)
+                for (count, s), batch in zip(cut, made, strict=True)
+            ]
             yield self._portion(begin, micros)
 
     def _tickets(self, order: Tensor, epoch: int, position: int) -> Iterator[Ticket]:

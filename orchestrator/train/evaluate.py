@@ -72,7 +72,7 @@ class Evaluation:
 
     def _batch(self, micro: Micro, device: torch.device, limit: int) -> tuple[Totals | None, int]:
         """The sums of a batch, in halves where it does not fit, and the size that did fit. A stand-in counts for nothing."""
-        batch, done, samples = micro.fetch(), 0, max(1, micro.samples)
+        batch, done, samples = micro.fetch(), 0, micro.samples or micro.standing_in
         totals: Totals | None = None
         check_device(batch, device)
         self.replica.hosts.silent = not micro.samples

@@ -100,7 +100,7 @@ def planned_before(run_dir: Path) -> dict[str, Any]:
         known = {name: int(saved["choices"][name]["value"]) for name in ("batch_size", "global_batch_size")}
         measured = saved.get("measured", {})
         speeds = {str(name): float(speed) for name, speed in measured.get("device_speeds", {}).items()}
-        placed = {name: measured.get(name) for name in ("placement", "placement_asked")}
+        placed = {name: measured.get(name) for name in ("placement", "placement_asked", "placement_hosts")}
         asked = {entry["name"]: entry["value"] for entry in saved["settings"] if entry["name"].startswith("batch.")}
         return known | {"device_speeds": speeds, "asked": asked} | placed
     return {}

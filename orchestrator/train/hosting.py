@@ -3,18 +3,20 @@ gradient is complete where it lives; gradients of the dense part are summed over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from experts.bank import ExpertBank, SizeClass
+from experts.bank import SizeClass
 from experts.exchange import Together
 from experts.group import Group, Work
 from experts.hosts import Hosts
+from experts.load import moe_layers
 from orchestrator.tasks.task import Task
 from orchestrator.train.optim import norm_of
-from orchestrator.train.replicate import Replica, buckets, shared_buffers
+from orchestrator.train.replicate import Replica, buckets, shared_buffers, statistics_of
 from orchestrator.train.world import World
 
 _BUCKET_MB = 25
@@ -25,26 +27,52 @@ class Hosted(Replica):
 
     together = True
 
-    def __init__(self, model: nn.Module, task: Task, world: World, chunks: int = 1, bucket_mb: int | None = None) -> None:
-        """The model's experts have been placed already."""
-        self.world = world
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        world: World,
+        chunks: int = 1,
+        bucket_mb: int | None = None,
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        """The model's experts have been placed already. ``buffers`` are the main host's at the beginning of each step."""
+        self.world, self._buffers = world, tuple(buffers)
         self._exchange = Together(Group(world.rank, world.size, world.process_group))
         super().__init__(model, task, Hosts(self._exchange, chunks))
-        self._banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
+        self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
         lodged = {id(p) for bank in self._banks for p in bank.parameters()}
         dense = [p for p in model.parameters() if id(p) not in lodged]
         world.broadcast_([tensor.detach() for tensor in [*dense, *shared_buffers(model)]])
         self._dense = [p for p in dense if p.requires_grad]
+        self._learned = {id(p) for p in model.parameters()}
         self._sums = GradientSums(self._dense, Group(world.rank, world.size, world.another()), bucket_mb or _BUCKET_MB)
         self.lodged = sum(2 * len(bank.sizes) for bank in self._banks)
 
+    def learns(self, parameters: Sequence[Tensor]) -> None:
+        self._learned = {id(p) for p in parameters}
+
     def loss(self, batch: object, last: bool) -> object:
-        self._sums.armed = last
+        self._sums.armed = last and not self.hosts.silent
         return super().loss(batch, last)
 
     def begin(self, shared: bool) -> None:
         super().begin(shared)
+        self.model.zero_grad(set_to_none=True)  # an optimizer clears what it has, and sums are of all that is trained
+        self.world.broadcast_(self._buffers)
+        self._exchange.meter.take()  # what an evaluation cost
         self._sums.begin()
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """What a stand-in leaves in the dense part is taken back: a gradient of zero times something infinite, for one."""
+        gradients = [None if p.grad is None else p.grad.clone() for p in self._dense]
+        statistics = [(buffer, buffer.clone()) for buffer in statistics_of(self.model)]
+        yield
+        for parameter, gradient in zip(self._dense, gradients, strict=True):
+            parameter.grad = gradient
+        for buffer, before in statistics:
+            buffer.copy_(before)
 
     def add_up(self) -> float:
         self._sums.finish()
@@ -56,13 +84,13 @@ class Hosted(Replica):
         for bank in self._banks:
             places = torch.zeros(2, len(bank.sizes), dtype=torch.float64, device=self.world.device)
             for group, role, stack in bank.stacks():
-                if stack.grad is not None:
+                if stack.grad is not None and id(stack) in self._learned:
                     places[_ROLES.index(role)].index_copy_(0, _ids(group, places.device), _squares(stack.grad))
             pieces.append(places.reshape(-1))
         return torch.cat(pieces) if pieces else None
 
     def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        dense = norm_of([p.grad for p in self._dense if p.grad is not None]).to(self.world.device)
+        dense = norm_of([p.grad for p in self._dense if p.grad is not None and id(p) in self._learned]).to(self.world.device)
         return dense if squares is None else torch.cat([dense.square().reshape(1), squares]).sum().sqrt()
 
     def travel(self) -> tuple[float, float, float]:
@@ -92,6 +120,7 @@ class GradientSums:
         self._group = group
         self._buckets = list(buckets(list(reversed(parameters)), cap_mb))
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+        self._all = [torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device) for bucket in self._buckets]
         self._left: list[int] = []
         self._sent: list[tuple[Tensor, Work]] = []
         for parameter in parameters:
@@ -114,7 +143,9 @@ class GradientSums:
     def _send(self, whatever: bool) -> None:
         while len(self._sent) < len(self._buckets) and (whatever or self._left[len(self._sent)] <= 0):
             bucket = self._buckets[len(self._sent)]
-            there = bucket[0].new_tensor([float(p.grad is not None) for p in bucket])
+            there = self._all[len(self._sent)]
+            if any(p.grad is None for p in bucket):
+                there = there.new_tensor([float(p.grad is not None) for p in bucket])
             flat = torch.cat([*(p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket), there])
             self._sent.append((flat, self._group.add_up(flat)))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Hosting:
             "device_speeds": {device.name: device.speed for device in self.devices},
             "placement": [list(layer) for layer in self.host_of],
             "placement_asked": asked,
+            "placement_hosts": len(self.devices),
         }
 
     def event(self, facts: ModelFacts) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def decide_hosting(
     nodes = [world.agree(f"node/{rank}", platform.node() if rank == world.rank else None) for rank in range(world.size)]
     memory = [row[0] for row in world.gather([_room(config, plan, facts, world)])]
     hosts = [HostFacts(device.speed, room, node) for device, room, node in zip(devices, memory, nodes, strict=True)]
-    made = [asdict(layer) for layer in _layers(config, facts, hosts, known, loads)] if world.is_main else None
+    made = [asdict(layer) for layer in _layers(config, plan, facts, hosts, known, loads)] if world.is_main else None
     layers = [
         Placement(**{**layer, **{name: tuple(layer[name]) for name in ("host_of", "seconds")}}) for layer in world.agree("placement", made)
     ]
@@ -86,27 +88,30 @@ def decide_hosting(
 
 
 def _layers(
-    config: Config, facts: ModelFacts, hosts: Sequence[HostFacts], known: Mapping[str, Any], loads: Sequence[Sequence[float]]
+    config: Config, plan: Plan, facts: ModelFacts, hosts: Sequence[HostFacts], known: Mapping[str, Any], loads: Sequence[Sequence[float]]
 ) -> list[Placement]:
-    """Layer by layer: what one takes of a host's memory is missing for the next."""
-    asked, before = config.parallel.placement, known.get("placement")
-    chosen: Sequence[Sequence[int]] | None = None
-    if before is not None and known.get("placement_asked") == asked and _fits(before, facts, len(hosts)):
-        chosen = before
-    elif asked not in ("auto", "round_robin"):
-        chosen = placement_file(config, facts, len(hosts))
-    used, made = [0.0] * len(hosts), []
+    """A file's placement, the one that the run began with on as many hosts, or a new one."""
+    costs = _costs(facts, loads)
     try:
-        for number, costs in enumerate(_costs(facts, loads)):
-            if chosen is not None:
-                layer = given(chosen[number], costs, hosts, used)
-                layer = replace(layer, method="as before") if chosen is before else layer
-            else:
-                layer = (round_robin if asked == "round_robin" else place)(costs, hosts, used)
-            made.append(layer)
-            used = [held + sum(costs[expert].bytes for expert in layer.held(host)) for host, held in enumerate(used)]
+        if (chosen := placement_file(config, facts, len(hosts))) is not None:
+            return _in_turn(costs, hosts, lambda number, *rest: given(chosen[number], *rest))
+        before = known.get("placement")
+        alike = (known.get("placement_asked"), known.get("placement_hosts")) == (config.parallel.placement, len(hosts))
+        if before is not None and alike and _fits(before, facts, len(hosts)):
+            with suppress(CannotPlace):  # there was more memory then
+                return _in_turn(costs, hosts, lambda number, *rest: replace(given(before[number], *rest), method="as before"))
+        make = round_robin if plan.placement.value == "round_robin" else place
+        return _in_turn(costs, hosts, lambda _, *rest: make(*rest))
     except CannotPlace as error:
         raise ResourceError(str(error)) from None
+
+
+def _in_turn(costs: list[list[ExpertCost]], hosts: Sequence[HostFacts], make: Callable[..., Placement]) -> list[Placement]:
+    """Layer by layer: what one takes of a host's memory is missing for the next."""
+    used, made = [0.0] * len(hosts), []
+    for number, layer in enumerate(costs):
+        made.append(make(number, layer, hosts, used))
+        used = [held + sum(layer[expert].bytes for expert in made[-1].held(host)) for host, held in enumerate(used)]
     return made
 
 
@@ -150,7 +155,7 @@ def _room(config: Config, plan: Plan, facts: ModelFacts, world: World) -> float:
     limit = plan.memory.limit
     if limit is None:
         return math.inf
-    if world.device.type == "cuda":
-        limit = min(limit, torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction)
-    held = facts.expert_parameters * -(-facts.experts // world.size) / max(1, facts.experts)
+    if world.device.type == "cuda":  # the plan's is that of the smallest device
+        limit = torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction
+    held = facts.expert_parameters * -(-facts.experts // plan.workers.value) / max(1, facts.experts)
     return max(0.0, limit - (plan.memory.total - _STATE_BYTES * held))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +81,14 @@ class Replica:
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This worker's part of each gradient, sharing its memory."""
         return gradients
+
+    def learns(self, parameters: Sequence[Tensor]) -> None:
+        """The parameters that the optimizer has, which the norm is of."""
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Around a pass over samples that count for nothing."""
+        yield
 
     def squares(self) -> Tensor | None:
         """Squared norms of the gradients that live on one worker each: this worker's, and zeros for the others'."""

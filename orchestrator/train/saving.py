@@ -49,7 +49,7 @@ class Saver:
         self._settle()
         self._meet()
         contents = capture(self.model, self.optimizer, self.precision, progress, self.world)
-        self.world.barrier()
+        self._meet()
         if contents is None:
             self.durable = progress.step  # the main worker's to see to
             return

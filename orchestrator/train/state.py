@@ -54,13 +54,18 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
     stacked = stacked_names(model)
     tensors, values, groups = _optimizer_state(model, optimizer, stacked)
     keep = world.is_main or lodged
-    both = {"model": _host(model_tensors(model), stacked, keep)}
+
+    def wanted(named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The main host has the dense part itself: of the others their experts are wanted."""
+        return {name: tensor for name, tensor in named.items() if name in stacked} if lodged and not world.is_main else named
+
+    both = {"model": _host(wanted(model_tensors(model)), stacked, keep)}
     both["optimizer"] = {}
     for slot, of_slot in tensors.items():
-        held = _host(of_slot, stacked, keep)
+        held = _host(wanted(of_slot), stacked, keep)
         both["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in held.items()}
     if lodged:
-        _bring_together(both, values, {piece for pieces in stacked.values() for piece in pieces}, world)
+        _bring_together(both, values, {piece for pieces in stacked.values() for piece in pieces}, world, progress.step)
     if not world.is_main:
         return None
     state = {
@@ -72,12 +77,12 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
     return Contents(both, state)
 
 
-def _bring_together(both: dict[str, dict[str, Tensor]], values: dict[str, Any], experts: set[str], world: World) -> None:
+def _bring_together(both: dict[str, dict[str, Tensor]], values: dict[str, Any], experts: set[str], world: World, step: int) -> None:
     """The experts of all hosts, to the main one. The dense part it has itself."""
     mine = {f"model/{name}": tensor for name, tensor in both["model"].items() if name in experts}
     mine |= {f"optimizer/{key}": tensor for key, tensor in both["optimizer"].items() if key.partition("/")[2] in experts}
     theirs = {key: value for key, value in values.items() if key.partition("/")[2] in experts}
-    for tensors, plain in world.to_main(mine, theirs):
+    for tensors, plain in world.to_main(mine, theirs, f"experts/{step}"):
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             both[kind][name] = tensor

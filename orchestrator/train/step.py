@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -60,6 +61,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.limit = WHOLE if self.replica.together else self.micro_batch
         self._sums = Sums(self.world, "step", self.replica.lodged)
+        self.replica.learns(self.learner.parameters)
         self._routed = len(moe_layers(self.replica.model))
         self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
 
@@ -104,19 +106,20 @@ class Stepper:
                 continue
             batch = micro.fetch()
             self.clock.mark("data")
-            samples = max(1, micro.samples)  # a stand-in counts for nothing, but is computed
+            samples = micro.samples or micro.standing_in  # a stand-in counts for nothing, but is computed
             hosts.silent = not micro.samples
-            for begin in range(0, samples, self.limit):
-                hosts.first = micro.first + begin
-                end = min(begin + self.limit, samples)
-                part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
-                loss, weight = self._forward(part, end - begin, last=number == len(portion.micros) and end == samples)
-                self.clock.mark("forward")
-                loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0))
-                self.clock.mark("backward")
-                if micro.samples:
-                    more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
-                    totals = more if totals is None else totals.plus(more)
+            with nullcontext() if micro.samples else self.replica.standing_in():
+                for begin in range(0, samples, self.limit):
+                    end = min(begin + self.limit, samples)
+                    hosts.first, hosts.samples = micro.first + begin, end - begin
+                    part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
+                    loss, weight = self._forward(part, end - begin, last=number == len(portion.micros) and end == samples)
+                    self.clock.mark("forward")
+                    loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0))
+                    self.clock.mark("backward")
+                    if micro.samples:
+                        more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
+                        totals = more if totals is None else totals.plus(more)
         return totals
 
     def _held(self) -> int:

@@ -35,6 +35,7 @@ class World:
     group: dist.ProcessGroup | None = None
     store: Store | None = None
     shares: tuple[float, ...] = ()
+    timeout: timedelta | None = None
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -107,7 +108,7 @@ class World:
 
     def another(self) -> dist.ProcessGroup:
         """A second group of the same workers, whose messages do not wait for those of the first. All must ask."""
-        group = dist.new_group()
+        group = dist.new_group(timeout=self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         _KEPT.append((group, self.store))
         return group
@@ -116,11 +117,12 @@ class World:
         if self.size > 1:
             self.most([0.0])
 
-    def to_main(self, named: Mapping[str, Tensor], beside: Any) -> list[tuple[dict[str, Tensor], Any]]:
+    def to_main(self, named: Mapping[str, Tensor], beside: Any, name: str) -> list[tuple[dict[str, Tensor], Any]]:
         """Tensors in host memory and a plain value from each of the others to the main worker, who gets them by rank; nobody
-        else gets any."""
+        else gets any. Each waits for its turn, however long that takes. ``name`` is used once in the life of the group."""
         if self.is_main:
-            return [self._from(rank) for rank in range(1, self.size)]
+            return [self._from(rank, f"{name}/{rank}") for rank in range(1, self.size)]
+        self.meet(f"{name}/{self.rank}")
         kinds = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in named.items()]
         header = torch.frombuffer(bytearray(json.dumps([kinds, beside]).encode()), dtype=torch.uint8)
         for sent in (torch.tensor([len(header)]), header, *named.values()):
@@ -128,7 +130,9 @@ class World:
                 self.process_group.send([_bytes_of(sent.contiguous())], 0, 0).wait()
         return []
 
-    def _from(self, rank: int) -> tuple[dict[str, Tensor], Any]:
+    def _from(self, rank: int, turn: str) -> tuple[dict[str, Tensor], Any]:
+        self.meet(turn)
+
         def received(tensor: Tensor) -> Tensor:
             if tensor.numel():
                 self.process_group.recv([_bytes_of(tensor)], rank, 0).wait()
@@ -182,7 +186,7 @@ def joined(store: Store, rank: int, size: int, device: torch.device, backend: st
         torch.cuda.set_device(device)
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    world = World(rank, size, device, dist.group.WORLD, store)
+    world = World(rank, size, device, dist.group.WORLD, store, timeout=timedelta(seconds=timeout_s))
     _KEPT.append((world.group, store))
     try:
         yield world

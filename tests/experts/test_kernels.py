@@ -218,13 +218,12 @@ def test_where_the_grouped_product_works(dtype: torch.dtype, width: int, hidden:
     [
         (torch.float32, 8, 16, "grouped"),
         (torch.float32, 256, 255, "loop"),  # not a multiple of 16 bytes
-        (torch.float32, 256, 256, "loop"),
-        (torch.float32, 128, 128, "grouped"),
+        (torch.float32, 256, 256, "grouped"),
         (torch.bfloat16, 8, 16, "loop"),
         (torch.float64, 8, 16, "loop"),
     ],
 )
-def test_on_a_cpu_the_size_decides_and_the_loop_can_be_forced(dtype: torch.dtype, width: int, hidden: int, chosen: Kernel) -> None:
+def test_on_a_cpu_the_type_decides_and_the_loop_can_be_forced(dtype: torch.dtype, width: int, hidden: int, chosen: Kernel) -> None:
     assert not is_fused(CPU, dtype)
     assert choose_kernel("auto", CPU, dtype, width, hidden) == chosen
     assert choose_kernel("loop", CPU, dtype, width, hidden) == "loop"

@@ -90,3 +90,11 @@ def test_a_run_keeps_its_placement_and_its_bits(tmp_path: Path) -> None:
     assert second["method"] == "as before"
     assert losses(events) == losses(calm)
     assert [event["grad_norm"] for event in by_step(events)] == [event["grad_norm"] for event in by_step(calm)]
+
+
+def test_more_hosts_share_the_experts_anew(tmp_path: Path) -> None:
+    trained(tmp_path / "run", 2, max_steps=4, **HOSTED)
+    events = trained(tmp_path / "run", 4, max_steps=8, resume="auto", **HOSTED)
+    last = of_kind(events, "placement")[-1]
+    assert last["method"] != "as before"
+    assert {host for layer in last["layers"] for host in layer["host_of"]} == {0, 1, 2, 3}
