@@ -49,7 +49,7 @@ def by_hand(hosts: int, steps: int) -> float:
             except subprocess.TimeoutExpired:
                 code = None
         lines = [line for line in (folder / "output.txt").read_text(errors="replace").splitlines() if line.startswith("{")]
-        if code != 0 or not lines:
+        if not lines:  # with a figure, it was measured: gloo aborts now and then when such a process ends
             ended = f"ended with code {code}" if code is not None else f"did not end within {LONGEST_S:.0f} s"
             raise RuntimeError(f"the layer by hand on {hosts} ranks {ended}:\n{tail(folder)}")
     return json.loads(lines[-1])["tokens_per_s"]
