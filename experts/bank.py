@@ -63,8 +63,9 @@ class ExpertBank(nn.Module):
         for group in self.classes:
             count, hidden = len(group.ids), group.hidden
             inner = 2 * hidden if kind == "swiglu" else hidden
-            self.register_parameter(f"up_{hidden}", nn.Parameter(torch.empty(count, width, inner, device=device)))
-            self.register_parameter(f"down_{hidden}", nn.Parameter(torch.empty(count, hidden, width, device=device)))
+            for role, shape in (("up", (count, width, inner)), ("down", (count, hidden, width))):
+                drawn = torch.empty(shape, device=device).normal_(0.0, shape[1] ** -0.5)
+                self.register_parameter(f"{role}_{hidden}", nn.Parameter(drawn))
 
     def slots(self) -> Tensor:
         order = [i for group in self.classes for i in group.ids]

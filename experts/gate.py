@@ -28,7 +28,7 @@ class Gate(nn.Module):
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k is {top_k}; with {experts} experts it must lie between 1 and {experts}")
         self.top_k, self.scores, self.normalise, self.bias_rate = top_k, scores, normalise, bias_rate
-        self.weight_ED = nn.Parameter(torch.empty(experts, width))
+        self.weight_ED = nn.Parameter(torch.empty(experts, width).normal_(0.0, 0.02))
         self.register_buffer("bias_E", torch.zeros(experts))
 
     def forward(self, x_TD: Tensor, previous_E: Tensor, noise_TD: Tensor | None = None, once: Once | None = None) -> Routing:

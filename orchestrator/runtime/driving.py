@@ -115,6 +115,7 @@ class _Driver:
         if self.cluster.autoscaling:
             wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.note)
         restart = None
+        self.note(f"starting {workers} worker{'s' * (workers > 1)} ...")
         while True:
             ended = self._attempt(workers, gpu, restart)
             if ended.status is not None:
@@ -142,6 +143,7 @@ class _Driver:
                     well = ended.status is not None
                     return ended
                 if self.asked() and not stop.exists():
+                    self.note("stopping after the step at hand, with a checkpoint ...")
                     stop.touch()
         finally:
             attempt.close()

@@ -95,6 +95,8 @@ def build_model(config: Config, task: Task, world: World, host_of: Sequence[Sequ
     with user_code("building the model"):
         if host_of is None or fill is None:
             model = built(task)
+            if fill is not None:
+                fill(model)
             if host_of is not None:
                 place(model, host_of, world.rank)
             return model

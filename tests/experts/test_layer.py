@@ -168,3 +168,10 @@ def test_initial_weights_depend_on_seed_name_and_id_alone() -> None:
     torch.testing.assert_close(alone.bank.get_parameter("up_8")[2], mixed.bank.get_parameter("up_8")[1], rtol=0, atol=0)
     other = make(6, [8, 8, 8], 2, seed=4)
     assert not torch.equal(alone.bank.get_parameter("up_8"), other.bank.get_parameter("up_8"))
+
+
+def test_a_new_layer_is_initialised() -> None:
+    """Of memory that nobody has filled, some tensors would be zero and others anything."""
+    layer = MoELayer(64, [32, 48], 2)
+    for parameter, std in [(layer.gate.weight_ED, 0.02), *((stack, stack.shape[1] ** -0.5) for _, _, stack in layer.bank.stacks())]:
+        assert float(parameter.detach().std()) == pytest.approx(std, rel=0.3)

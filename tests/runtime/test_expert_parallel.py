@@ -73,6 +73,7 @@ def test_no_ray_call_inside_a_step(shared_cluster: Cluster, tmp_path: Path) -> N
         assert found["calls"] == {}
 
 
+@pytest.mark.slow
 def test_a_killed_host_costs_some_steps_and_nothing_else(shared_cluster: Cluster, tmp_path: Path) -> None:
     run_dir, length = tmp_path / "run", ["--max-steps", "300", "--epochs", "100", "--checkpoint-every", "10"]
     process = start(shared_cluster, run_dir, *length, *HOSTS, "2")
