@@ -131,7 +131,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows that leave together: which tokens, for whom, and how they are packed."""
+    """Rows that leave together: which tokens, how many to each host, and how many come from each."""
 
     fan: Fan
     sends: tuple[int, ...]

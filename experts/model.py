@@ -13,7 +13,6 @@ from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.hosts import Hosts
 from experts.load import moe_layers
-from experts.types import Kernel
 
 
 def mix(*parts: object) -> int:
@@ -22,10 +21,10 @@ def mix(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def attach(model: nn.Module, hosts: Hosts, kernel: Kernel = "auto") -> None:
+def attach(model: nn.Module, hosts: Hosts) -> None:
     """Let the MoE layers of a model know of the step and of the other hosts."""
     for name, layer in moe_layers(model):
-        layer.hosts, layer.number, layer.bank.kernel = hosts, mix("layer", name) >> 20, kernel
+        layer.hosts, layer.number = hosts, mix("layer", name) >> 20
 
 
 def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:

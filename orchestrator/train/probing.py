@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
 
@@ -110,11 +109,3 @@ class _Repeated:
 
     def __getitem__(self, index: int) -> object:
         return self._data[index % len(self._data)]  # pyright: ignore[reportIndexIssue, reportArgumentType]
-
-
-def measured_before(plan_json: Mapping[str, object]) -> dict[str, int]:
-    """The measured batch size of an earlier start of this run: a resumed run does not measure anew."""
-    choices = plan_json.get("choices")
-    entry = choices.get("batch_size") if isinstance(choices, dict) else None
-    value = entry.get("value") if isinstance(entry, dict) else None
-    return {"batch_size": value} if isinstance(value, int) and value > 0 else {}
