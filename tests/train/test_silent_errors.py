@@ -22,7 +22,7 @@ from experts.group import Group
 from experts.kernels import grouped
 from experts.layer import MoELayer
 from experts.load import moe_layers
-from experts.model import attach, initialise
+from experts.model import initialise
 from orchestrator.config.settings import Config
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
 from orchestrator.train import state
@@ -380,7 +380,7 @@ def takes_any_offsets(patch: pytest.MonkeyPatch) -> None:
 def grouped_layer() -> MoELayer:
     layer = MoELayer(8, (4, 4, 4), 2)
     initialise(layer, 3)
-    attach(layer, layer.hosts, "grouped")
+    layer.bank.kernel = "grouped"
     return layer
 
 
