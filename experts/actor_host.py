@@ -13,14 +13,14 @@ import ray
 
 
 class Work(Protocol):
-    """What a host works at, a segment at a time. ``advance`` returns None until it has come to its end."""
+    """What a host works at, a segment at a time: of so many steps, or whatever else the work is measured in."""
 
-    def advance(self, steps: int) -> Any: ...
+    def advance(self, segment: Any) -> Any: ...
 
 
 @ray.remote
 class ExpertHost:
-    """One host, for one life of a group."""
+    """One host. It works at one thing at a time; what it has imported stays for the next."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
@@ -34,16 +34,20 @@ class ExpertHost:
 
     def open(self, make: Callable[..., AbstractContextManager[Work]], *arguments: Any) -> None:
         """Prepare to work: ``make(*arguments)``."""
+        self.close()
         self._work = self._stack.enter_context(make(*arguments))
 
-    def advance(self, steps: int) -> Any:
-        """Work for so many steps. Returns what the work returns."""
+    def advance(self, segment: Any) -> Any:
+        """Work for a segment. Returns what the work returns."""
         assert self._work is not None, "advance before open"
         try:
-            ended = self._work.advance(steps)
+            return self._work.advance(segment)
         except BaseException:  # what is being written is written to its end
+            self._work = None
             self._stack.__exit__(*sys.exc_info())
             raise
-        if ended is not None:
-            self._stack.close()
-        return ended
+
+    def close(self) -> None:
+        """The work is over."""
+        self._work = None
+        self._stack.close()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.bank import ExpertBank
 from experts.gate import Gate
@@ -70,7 +71,7 @@ def _fill(module: nn.Module, name: str, parameter: Tensor, seed: int) -> None:
 
 def _normal(target: Tensor, std: float, seed: int) -> None:
     """Drawn on the CPU, so that a GPU run begins with the same weights."""
-    if target.device.type == "meta":
+    if target.device.type == "meta" or isinstance(target, FakeTensor):  # there is nothing to fill
         return
     generator = torch.Generator().manual_seed(seed)
     target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))

@@ -123,13 +123,7 @@ def given(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence
 def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
     """A placement file: ``{"host_of": [0, 1, 1]}`` for every layer, or ``{"layers": [[0, 1, 1], [1, 0, 0]]}`` for each.
     ``experts`` are the numbers of experts of the layers."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the placement file is not JSON: {str(error)[:80]}") from None
-    if not isinstance(found, dict) or found.keys() not in ({"host_of"}, {"layers"}):
-        what = f"the keys {reprlib.repr(sorted(found))}" if isinstance(found, dict) else reprlib.repr(found)
-        raise ValueError(f'the placement file has {what}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}')
+    found = _parsed(text)
     per_layer = [found["host_of"]] * layers if "host_of" in found else found["layers"]
     if not isinstance(per_layer, list) or len(per_layer) != layers:
         what = _counted(len(per_layer), "layer") if isinstance(per_layer, list) else reprlib.repr(per_layer)
@@ -137,6 +131,30 @@ def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -
     for layer, (host_of, count) in enumerate(zip(per_layer, experts, strict=True)):
         _check_ids(host_of, count, hosts, f"layer {layer} of the placement file")
     return [tuple(host_of) for host_of in per_layer]
+
+
+def check_placement(text: str, hosts: int | None) -> None:
+    """What can be said of a placement file before the model is known; ``hosts`` is None where their number is not known either."""
+    found = _parsed(text)
+    per_layer = [found["host_of"]] if "host_of" in found else found["layers"]
+    if not isinstance(per_layer, list):
+        raise ValueError(f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for each MoE layer')
+    for layer, host_of in enumerate(per_layer):
+        where = f"layer {layer} of the placement file"
+        if not isinstance(host_of, list):
+            raise ValueError(f"{where} has {reprlib.repr(host_of)}; it needs a list with a host for each expert")
+        _check_hosts(host_of, hosts, where)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the placement file is not JSON: {str(error)[:80]}") from None
+    if not isinstance(found, dict) or found.keys() not in ({"host_of"}, {"layers"}):
+        what = f"the keys {reprlib.repr(sorted(found))}" if isinstance(found, dict) else reprlib.repr(found)
+        raise ValueError(f'the placement file has {what}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}')
+    return found
 
 
 # --- what is to be placed
@@ -205,9 +223,14 @@ def _check_ids(host_of: Any, experts: int, hosts: int, where: str) -> None:
     if not isinstance(host_of, Sequence) or isinstance(host_of, str) or len(host_of) != experts:
         what = _counted(len(host_of), "host number") if isinstance(host_of, list | tuple) else reprlib.repr(host_of)
         raise ValueError(f"{where} has {what}; it needs a list of {experts}, one for each expert")
+    _check_hosts(host_of, hosts, where)
+
+
+def _check_hosts(host_of: Sequence[Any], hosts: int | None, where: str) -> None:
     for expert, host in enumerate(host_of):
-        if type(host) is not int or not 0 <= host < hosts:
-            raise ValueError(f"{where} puts expert {expert} on host {reprlib.repr(host)}; hosts are whole numbers from 0 to {hosts - 1}")
+        if type(host) is not int or host < 0 or (hosts is not None and host >= hosts):
+            most = "" if hosts is None else f" to {hosts - 1}"
+            raise ValueError(f"{where} puts expert {expert} on host {reprlib.repr(host)}; hosts are whole numbers from 0{most}")
 
 
 def _named(host: int, hosts: Sequence[HostFacts]) -> str:

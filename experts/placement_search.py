@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, combinations, groupby, islice
@@ -18,6 +19,9 @@ _DESCENT_TRIES = 100_000  # pairs of an expert and another host that the descent
 _NEAR = 16  # hosts done first, which are looked at before all others
 _NEAREST = 6  # ... and two at a time
 _NOTHING = (0.0, -1)  # what comes back for an expert that moves
+_KINDS_TO_DOUBLE = 32  # of speeds that are taken together, from one speed to twice it
+_BELOW = 1 - 1e-12  # of a bound: below what rounding makes of it
+_Key = tuple[float, float, int]  # when a host would be done, how many it holds (the other way round without work), which it is
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def overfull(host_of: Sequence[int], task: Task) -> tuple[int, float] | None:
 
 
 class _State:
-    """A whole assignment: per host its load, its free memory and its experts, lightest first."""
+    """A whole assignment: per host its load, its free memory and its experts, lightest first; and the hosts by their time."""
 
     def __init__(self, task: Task, host_of: Sequence[int]) -> None:
         self.task = task
@@ -60,6 +64,7 @@ class _State:
         self.held: list[list[tuple[float, int]]] = [[] for _ in task.speed]
         for expert, host in enumerate(host_of):
             self._put(expert, host)
+        self.ranked = sorted(zip(map(truediv, self.load, task.speed), range(len(task.speed)), strict=True))
 
     def _put(self, expert: int, host: int) -> None:
         work = self.task.work[expert]
@@ -70,13 +75,21 @@ class _State:
 
     def move(self, expert: int, host: int) -> None:
         work, before = self.task.work[expert], self.host_of[expert]
+        for each in (before, host):
+            del self.ranked[bisect_left(self.ranked, (self.time(each), each))]
         self.held[before].remove((work, expert))
         self.load[before] -= work
         self.free[before] += self.task.bytes[expert]
         self._put(expert, host)
+        for each in (before, host):
+            insort(self.ranked, (self.time(each), each))
 
-    def times(self) -> list[float]:
-        return list(map(truediv, self.load, self.task.speed))
+    def time(self, host: int) -> float:
+        return self.load[host] / self.task.speed[host]
+
+    @property
+    def slowest(self) -> float:
+        return self.ranked[-1][0]
 
 
 def heuristic(task: Task) -> tuple[list[int] | None, float]:
@@ -85,8 +98,8 @@ def heuristic(task: Task) -> tuple[list[int] | None, float]:
     for host_of in _starts(task):
         state = _State(task, host_of)
         tries = _descend(state, tries if limit > task.bound * CLOSE else 0)
-        if max(state.times()) < limit:
-            best, limit = state.host_of, max(state.times())
+        if state.slowest < limit:
+            best, limit = state.host_of, state.slowest
     return best, limit
 
 
@@ -105,60 +118,133 @@ def _starts(task: Task) -> Iterator[list[int]]:
 
 def greedy(task: Task, order: Sequence[int]) -> list[int] | None:
     """Each expert, in this order, to the host that would be done with it first; without work, to the one with the fewest.
-    A heap orders the hosts as the lightest expert of a block would find them, so few are looked at for each expert."""
-    host_of = [0] * len(order)
-    load, free, held = [0.0] * len(task.speed), list(task.room), [0] * len(task.speed)
-
-    def key(host: int, work: float) -> tuple[float, float, int]:
-        time = (load[host] + work) / task.speed[host]
-        return (time, held[host], host) if work else (held[host], time, host)
-
+    None where memory stands in the way. Hosts wait in queues of about one speed, so few are looked at for each expert."""
+    filling = _Filling(task)
+    kinds = _kinds(task.speed)
     for block in _blocks(task, order):
-        lightest, smallest = min(task.work[expert] for expert in block), min(task.bytes[expert] for expert in block)
-        heap = [key(host, lightest) for host, room in enumerate(free) if room >= smallest]
-        heapify(heap)
+        queues = _queues(filling, kinds, block)
         for expert in block:
-            seen, best = [], None
-            while heap and (best is None or heap[0] < best):
-                seen.append(heappop(heap))
-                host = seen[-1][-1]
-                if free[host] >= task.bytes[expert]:
-                    found = key(host, task.work[expert])
-                    best = found if best is None else min(best, found)
-            if best is None:
+            host = _first_done(filling, queues, expert)
+            if host is None:
                 return None
-            host_of[expert] = host = best[-1]
-            load[host] += task.work[expert]
-            free[host] -= task.bytes[expert]
-            held[host] += 1
-            for entry in seen:
-                heappush(heap, key(host, lightest) if entry[-1] == host else entry)
-    return host_of
+    return filling.host_of
+
+
+class _Filling:
+    """What each host has taken on so far."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.host_of = [0] * len(task.work)
+        self.load, self.free, self.held = [0.0] * len(task.speed), list(task.room), [0] * len(task.speed)
+
+    def key(self, host: int, work: float) -> _Key:
+        """Orders hosts by when they would be done with so much more; by the number they hold where it is no work."""
+        time = (self.load[host] + work) / self.task.speed[host]
+        return (time, self.held[host], host) if work else (self.held[host], time, host)
+
+    def give(self, expert: int, host: int) -> None:
+        self.host_of[expert] = host
+        self.load[host] += self.task.work[expert]
+        self.free[host] -= self.task.bytes[expert]
+        self.held[host] += 1
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """Hosts in the order in which they would be done with ``lightest``, the least work of a block. ``even``: of one speed, so it
+    is their order for any other work too; else none gains more on the others than at the speed of the ``fastest``."""
+
+    heap: list[_Key]
+    lightest: float
+    smallest: float
+    fastest: float
+    even: bool
+
+    def may_beat(self, best: _Key, filling: _Filling, work: float) -> bool:
+        if self.even:
+            return filling.key(self.heap[0][-1], work) < best
+        return self.heap[0][0] + (work - self.lightest) / self.fastest * _BELOW <= best[0]
+
+    def back(self, hosts: Iterable[int], filling: _Filling) -> None:
+        """What was looked at waits again, but for hosts that no expert of the block fits on any more."""
+        for host in hosts:
+            if filling.free[host] >= self.smallest:
+                heappush(self.heap, filling.key(host, self.lightest))
+
+
+def _kinds(speed: Sequence[float]) -> list[list[int]]:
+    """The hosts by speed: one that many share makes a kind of its own, the others go by what is about the same."""
+    many, count = math.sqrt(len(speed)), Counter(speed)
+    kinds: dict[tuple[bool, float], list[int]] = {}
+    for host, each in enumerate(speed):
+        about = (True, each) if count[each] >= many else (False, math.floor(_KINDS_TO_DOUBLE * math.log2(each)))
+        kinds.setdefault(about, []).append(host)
+    return list(kinds.values())
+
+
+def _queues(filling: _Filling, kinds: list[list[int]], block: Sequence[int]) -> list[_Queue]:
+    task = filling.task
+    lightest, smallest = min(task.work[expert] for expert in block), min(task.bytes[expert] for expert in block)
+    queues = []
+    for hosts in kinds if lightest else [[*range(len(task.speed))]]:
+        heap = [filling.key(host, lightest) for host in hosts if filling.free[host] >= smallest]
+        heapify(heap)
+        speeds = [task.speed[host] for host in hosts]
+        queues.append(_Queue(heap, lightest, smallest, max(speeds), even=not lightest or min(speeds) == max(speeds)))
+    return queues
+
+
+def _first_done(filling: _Filling, queues: Sequence[_Queue], expert: int) -> int | None:
+    """Gives the expert to the host that would be done with it first, and returns that; None where it fits nowhere."""
+    work, size = filling.task.work[expert], filling.task.bytes[expert]
+    best: _Key | None = None
+    looked: list[tuple[_Queue, list[int]]] = []
+    for queue in queues:
+        seen: list[int] = []
+        while queue.heap and (best is None or queue.may_beat(best, filling, work)):
+            seen.append(heappop(queue.heap)[-1])
+            if filling.free[seen[-1]] >= size:
+                found = filling.key(seen[-1], work)
+                best = found if best is None else min(best, found)
+                if queue.even:
+                    break
+        if seen:
+            looked.append((queue, seen))
+    if best is not None:
+        filling.give(expert, best[-1])
+    for queue, seen in looked:
+        queue.back(seen, filling)
+    return None if best is None else best[-1]
 
 
 def _blocks(task: Task, order: Sequence[int]) -> Iterator[list[int]]:
-    """The experts in runs of at most 32, all with work or all without."""
+    """The experts in runs, all with work or all without. The first are short, for there work falls steeply; later ones are so
+    long that making the queues costs little beside using them."""
+    most, longest = 32, max(32, len(task.speed) // 4)
     for _, run in groupby(order, key=lambda expert: task.work[expert] > 0):
-        while block := list(islice(run, 32)):
+        while block := list(islice(run, most)):
             yield block
+            most = min(2 * most, longest)
 
 
 def _descend(state: _State, tries: int) -> int:
     """Relieve the slowest host by a move or a swap, or else by dividing anew what it and one or two others hold, until
     nothing helps. Each step leaves its hosts below the slowest time, so it ends. Returns the tries that are left."""
     while tries > 0:
-        times = state.times()
-        *others, last = sorted(range(len(times)), key=times.__getitem__)
-        if times[last] <= state.task.bound * CLOSE:
+        slowest, last = state.ranked[-1]
+        if slowest <= state.task.bound * CLOSE:
             break
-        moves: list[tuple[int, int]] = []
-        for hosts in (others[:_NEAR], others[_NEAR:]):
-            if not moves:
-                tries -= len(hosts) * len(state.held[last])
-                moves = _best_swap(state, last, hosts)
-        for group in chain(combinations(others[:_NEAR], 1), combinations(others[:_NEAREST], 2)):
+        near = [host for _, host in state.ranked[: min(_NEAR, len(state.ranked) - 1)]]
+        tries -= len(near) * len(state.held[last])
+        moves = _best_swap(state, last, near)
+        if not moves:
+            far = [host for _, host in state.ranked[_NEAR:-1]]
+            tries -= len(far) * len(state.held[last])
+            moves = _best_swap(state, last, far)
+        for group in chain(combinations(near, 1), combinations(near[:_NEAREST], 2)):
             if not moves and tries > 0:
-                moves, spent = _anew(state, (last, *group), times[last])
+                moves, spent = _anew(state, (last, *group), slowest)
                 tries -= spent
         if not moves:
             break

@@ -19,7 +19,8 @@ Trains PyTorch models: detects the hardware, chooses good settings, says why, an
   plan     show every choice with its reason, and the memory estimate, before anything runs
   check    look at the machine and try what training needs
   bench    measure forward and backward time of a task
-  report   draw plots and report.html again from a run folder
+  sweep    try settings against each other on the cluster, and leave scaling tables
+  report   draw plots and report.html again from the folder of a run or a sweep
   init     write a commented config for this machine
 
 orchestrator VERB --help lists a verb's options. Settings come from --config FILE (YAML) and flags; flags win.
@@ -33,6 +34,8 @@ class TrainOptions:
     settings: Config
     config: Path | None = None
     """YAML file with settings; flags win over it."""
+    tuned: Path | None = None
+    """Folder of a sweep: train with the settings of its best trial that the devices here are enough for; flags win over them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class PlanOptions:
     settings: Config
     config: Path | None = None
     """YAML file with settings; flags win over it."""
+    cluster: str | None = None
+    """Predict the scaling table of a cluster instead, one that need not be there: nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit
+    (nics=8 for as many network cards of that rate in a node)."""
+    calibration: Path | None = None
+    """Measured figures to predict from. Default: calibration.json of the results folder, where there is one."""
     json: bool = False
     """Print JSON for machines."""
 
@@ -57,6 +65,10 @@ class BenchOptions:
     """Steps that are measured."""
     precisions: bool = False
     """Compare fp32, tf32, bf16 and fp16: speed, memory and loss."""
+    calibrate: bool = False
+    """Measure the machine itself instead, for predictions of the step time (plan); takes less than a minute."""
+    calibration: Path | None = None
+    """Where the calibration is kept. Default: calibration.json in the results folder."""
     json: bool = False
     """Print JSON for machines."""
 
@@ -86,16 +98,16 @@ class ReportOptions:
     """Draw plots, performance_summary.txt and report.html again from a run folder."""
 
     folder: Path
-    """The run folder."""
+    """The folder of a run or of a sweep."""
 
 
 def _train(argv: Sequence[str]) -> int:
     from orchestrator.config.reader import read_flags
 
-    _, resolved = read_flags(TrainOptions, argv, "orchestrator train")
+    options, resolved = read_flags(TrainOptions, argv, "orchestrator train")
     from orchestrator import commands
 
-    return commands.train(resolved)
+    return commands.train(resolved, options.tuned)
 
 
 def _plan(argv: Sequence[str]) -> int:
@@ -104,16 +116,27 @@ def _plan(argv: Sequence[str]) -> int:
     options, resolved = read_flags(PlanOptions, argv, "orchestrator plan")
     from orchestrator import commands
 
-    return commands.show_plan(resolved, options.json)
+    return commands.show_plan(resolved, options.json, options.cluster, options.calibration)
 
 
 def _bench(argv: Sequence[str]) -> int:
     from orchestrator.config.reader import read_flags
 
     options, resolved = read_flags(BenchOptions, argv, "orchestrator bench")
+    if options.calibrate:
+        from orchestrator.predicting import calibrate_machine
+
+        return calibrate_machine(options.calibration, options.json)
     from orchestrator import commands
 
     return commands.bench(resolved, options.iterations, options.precisions, options.json)
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    from orchestrator.config.reader import read_flags
+    from orchestrator.tuning import SweepOptions, sweep
+
+    return sweep(*read_flags(SweepOptions, argv, "orchestrator sweep"))
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -148,6 +171,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "check": _check,
     "bench": _bench,
+    "sweep": _sweep,
     "report": _report,
     "init": _init,
 }

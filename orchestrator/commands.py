@@ -19,12 +19,14 @@ from orchestrator.types import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from orchestrator.train.bench import Measured
+    from orchestrator.train.placing import Foreseen
 
+_MOST_ROWS, _MOST_COLUMNS = 16, 6  # hosts and layers of the table of experts on hosts
 _TIMED = ("forward", "backward", "optimizer", "total")
 
 
-def train(resolved: Resolved) -> int:
-    """Train, and leave a report."""
+def train(resolved: Resolved, tuned: Path | None = None) -> int:
+    """Train, and leave a report. ``tuned`` is the folder of a sweep whose best settings are used."""
     from orchestrator.trainer import Trainer
 
     launcher = launched_by()
@@ -34,21 +36,33 @@ def train(resolved: Resolved) -> int:
             "Start it plainly: orchestrator train --workers N …; "
             "or send it to a cluster: ray job submit --working-dir . -- python -m orchestrator train …"
         )
+    if tuned is not None:
+        from orchestrator import tuning
+
+        resolved, taken = tuning.tuned(tuned, resolved, Trainer(config=resolved).devices())
+        Console().print(Text(taken), soft_wrap=True)
     result = Trainer(config=resolved).fit()
     if result.status == "stopped":
         raise Interrupted(f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto")
     return 0
 
 
-def show_plan(resolved: Resolved, as_json: bool) -> int:
-    """Every choice with its reason, before anything runs."""
+def show_plan(resolved: Resolved, as_json: bool, cluster: str | None = None, calibration: Path | None = None) -> int:
+    """Every choice with its reason, before anything runs; or the scaling table of ``cluster``."""
+    from orchestrator import predicting
+
+    if cluster is not None:
+        return predicting.show_cluster(resolved, cluster, calibration, as_json)
     from orchestrator.train.folder import plan_json
+    from orchestrator.train.placing import foreseen
     from orchestrator.trainer import Trainer
 
     prepared = Trainer(config=resolved).prepare()
     console = Console()
     if as_json:
-        console.print_json(json.dumps(plan_json(prepared), default=str))
+        placed = foreseen(prepared.resolved.config, prepared.plan, prepared.facts)
+        more = {"experts_on_hosts": placed and placed.to_json(), "predicted": predicting.step_prediction(prepared, calibration)[1]}
+        console.print_json(json.dumps(plan_json(prepared) | more, default=str))
         return 0
     table = make_table("choice", "value", "reason, and what was weighed against it", title="plan")
     for name, choice in prepared.plan.choices().items():
@@ -59,6 +73,7 @@ def show_plan(resolved: Resolved, as_json: bool) -> int:
     facts = prepared.facts
     active = f" ({count_text(facts.expert_parameters)} of them in experts)" if facts.experts else ""
     console.print(f"parameters {count_text(facts.parameters)}{active}, arithmetic {count_text(prepared.plan.flops_per_step)}FLOP per step")
+    console.print(Text(predicting.step_prediction(prepared, calibration)[0]))
     defaults, values = to_json(Config()), to_json(resolved.config)
     changed = [
         n for n, section in flat_names().items() if (values[section][n] != defaults[section][n] if section else values[n] != defaults[n])
@@ -66,7 +81,29 @@ def show_plan(resolved: Resolved, as_json: bool) -> int:
     given = [(name, resolved.origin(name)) for name in changed]
     if given:
         console.print(Text("given: " + ", ".join(f"{name} ({origin})" for name, origin in given)))
+    # last: experts that do not fit are an error, and the plan above says why
+    placed = foreseen(prepared.resolved.config, prepared.plan, prepared.facts)
+    if placed is not None:
+        console.print(_hosts_table(placed), Text(f"placed {placed.assumes}"), sep="")
     return 0
+
+
+def _hosts_table(placed: Foreseen) -> Table:
+    """Which experts each host would hold; layers placed alike share a column."""
+    from orchestrator.report.hosts import ids_text
+
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, layer in enumerate(placed.layers):
+        alike.setdefault(layer.host_of, []).append(number)
+    shown, hosts = list(alike.items())[:_MOST_COLUMNS], len(placed.layers[0].seconds)
+    columns = [f"layer{'s' * (len(numbers) > 1)} {ids_text(numbers)}" for _, numbers in shown]
+    table = make_table("host", *columns, title="experts on hosts")
+    for host in range(min(hosts, _MOST_ROWS)):
+        held = [[expert for expert, holder in enumerate(host_of) if holder == host] for host_of, _ in shown]
+        table.add_row(str(host), *(ids_text(experts) or "none" for experts in held))
+    if hosts > _MOST_ROWS or len(alike) > _MOST_COLUMNS:
+        table.caption = f"{hosts} hosts and {len(placed.layers)} layers in all; 'plan --json' has every one"
+    return table
 
 
 def _memorymake_table(memory: Any, method: str) -> Table:
@@ -164,9 +201,11 @@ def setting_texts() -> dict[str, str]:
 
 
 def show_report(folder: Path) -> int:
-    """Draw everything again from a run folder alone."""
+    """Draw everything again from the folder of a run or a sweep alone."""
+    from orchestrator.record.ledger import holds_sweep
     from orchestrator.report.page import draw_report
+    from orchestrator.report.sweep_page import draw_sweep
 
-    for path in draw_report(folder):
+    for path in draw_sweep(folder) if holds_sweep(folder) else draw_report(folder):
         Console().print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

@@ -14,14 +14,17 @@ from orchestrator.config.reader import Resolved, absolute
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.cluster import Cluster, chosen_gpus
+from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, set_environment
-from orchestrator.plan.parallel import asks_for_workers, check_cpu, choose_backend, choose_strategy, choose_workers
+from orchestrator.plan.parallel import asks_for_workers, check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
 from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
 from orchestrator.record.screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from orchestrator.config.sweep import Sweep
+    from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
     from orchestrator.train.batch_size import Found
     from orchestrator.train.bench import Measured
@@ -153,10 +156,42 @@ class Trainer:
             found = self._look()
             if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
                 return self._alone(self._prepare(found, None))
+        from orchestrator.train.placement_file import check_placement_file
+
+        check_placement_file(self.resolved.config)  # a cluster takes a while to start
         from orchestrator.runtime.session import session
 
         with session(self.resolved.config, self._screen.note) as joined:
             return self._together(joined)
+
+    def devices(self) -> int:
+        """Devices that a run here could have: GPUs where there are any that it may use, else cores; of the cluster that it would
+        join, or of this machine."""
+        from orchestrator.runtime.session import cluster_runs, session
+        from orchestrator.runtime.survey import survey
+
+        config, found = self.resolved.config, self._look()
+        cluster = Cluster.of(found, config.parallel.devices)
+        if cluster_runs(config):
+            with session(config, self._screen.note) as joined:
+                cluster, found = survey(found, joined)
+        return cluster.gpus if on_gpus(config, cluster) and found.gpus else cluster.cpus
+
+    def sweep(self, sweep: Sweep, resume: Path | None = None) -> SweepRecord:
+        """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
+        came of each trial, and tables and pictures of it, lie in the folder of the sweep."""
+        from orchestrator.record.ledger import read_sweep
+        from orchestrator.runtime.session import session
+        from orchestrator.sweeping import carry_out
+
+        before = read_sweep(resume) if resume is not None else None
+        with session(self.resolved.config, Screen(quiet=self._quiet).note) as joined:
+            from orchestrator.runtime.survey import survey
+            from orchestrator.runtime.sweep import Ground
+
+            cluster, node = survey(self._look(), joined)
+            ground = Ground.of(self.resolved.config, sweep.space, node, cluster)
+            return carry_out(sweep, self._prepare(node, cluster), ground, before, self._quiet)
 
     async def fit_async(self) -> Result:
         return await asyncio.to_thread(self.fit)
@@ -173,7 +208,7 @@ class Trainer:
         check_beginning(config)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
         with kept_randomness(), recording(config, run_dir, self._screen) as log, interruptible() as asked:
-            self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
+            self._introduce(prepared, banner_rows(prepared, run_dir))
             try:
                 outcome, parts = work(prepared, World.alone(prepared.plan.device.value), run_dir, log, asked)
             except BaseException as error:
@@ -187,7 +222,7 @@ class Trainer:
         from orchestrator.runtime.survey import survey
         from orchestrator.train.assemble import check_beginning
         from orchestrator.train.folder import banner_rows, open_run_dir
-        from orchestrator.train.placing import placement_file
+        from orchestrator.train.placement_file import placement_file
 
         cluster, node = survey(self._look(), joined)
         asked = self.resolved.config  # what cannot be had is told before anything is traced
@@ -197,11 +232,18 @@ class Trainer:
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_beginning(config)
-        placement_file(config, prepared.facts, count)
+        if prepared.plan.strategy.value == "expert_parallel":
+            placement_file(config, prepared.facts, count)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
-        self._screen.banner(banner_rows(prepared, run_dir), "expert-orchestrator")
+        self._introduce(prepared, banner_rows(prepared, run_dir))
         status = drive(_start_of(prepared), prepared, cluster, run_dir, self._screen)
         return self._concluded(status, run_dir, trained_model(prepared, run_dir))
+
+    def _introduce(self, prepared: Prepared, rows: list[tuple[str, str]]) -> None:
+        self._screen.banner(rows, "expert-orchestrator")
+        unused = unused_settings(prepared.resolved.config, prepared.plan.strategy.value, prepared.facts)
+        if unused:
+            self._screen.note(f"note: {unused}")
 
     def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.page import draw_report

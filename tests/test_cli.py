@@ -18,6 +18,7 @@ from orchestrator.config.settings import Config, flat_names
 
 MOST_LINES = 25
 SMALL = ("--task", "synthetic", "--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "32")
+CPU = ("--gpu-mode", "cpu")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ MISTAKES = {
     "text for a number": mistake("train", "--epochs", "three", cause="--epochs: invalid literal for int() with base 10: 'three'"),
     "text for a number in the file": in_file("run:\n  epochs: three\n", "cfg.yaml:2: run.epochs is 'three'; a whole number was needed"),
     "unknown word": mistake("train", "--precision", "bf17", cause="invalid choice 'bf17' for argument '--precision'"),
-    "a value for a switch": mistake("train", "--compile", "true", cause="--compile takes no value, but 'true' follows"),
+    "a value for a switch": mistake("train", "--profile", "true", cause="--profile takes no value, but 'true' follows"),
     "no value": mistake("train", "--epochs", cause="Missing value for argument '--epochs'"),
     "number out of range": mistake("train", "--epochs", "0", cause="epochs is 0; it must be at least 1"),
     "not a number": in_file("optim: {learning_rate: .nan}\n", "cfg.yaml:1: learning_rate is nan; it must be positive"),
@@ -398,6 +399,25 @@ def test_plan_as_json_has_a_reason_for_every_choice_and_an_origin_for_every_sett
     assert origins["run.seed"] == (7, "flag --seed")
     assert origins["optim.learning_rate"] == (3e-3, "default")
     assert list(tmp_path.iterdir()) == [tmp_path / "cfg.yaml"], "a plan writes nothing"
+
+
+def test_plan_names_the_host_of_each_expert(call: Call):
+    hosted = (*SMALL, "--experts", "5", "--parallel-strategy", "expert_parallel", "--workers", "2", "--placement", "round_robin", *CPU)
+    told = call("plan", *hosted)
+    assert told.code == 0
+    table = told.out[told.out.index("experts on hosts") :]
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if line.startswith("│")]
+    assert rows == [["0", "0, 2, 4"], ["1", "1, 3"]]
+    assert "placed in turn" in table
+    found = json.loads(call("plan", *hosted, "--json").out)
+    assert found["experts_on_hosts"] == {"assumes": "in turn", "host_of": [[0, 1, 0, 1, 0]]}
+
+
+def test_settings_of_expert_parallel_that_do_nothing_are_told_on_the_screen(call: Call):
+    told = call("train", *SMALL, *CPU, "--max-steps", "1", "--placement", "round_robin", "--exchange-chunks", "2")
+    assert told.code == 0
+    (note,) = [line for line in told.out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: --placement round_robin, --exchange-chunks 2 are not used: one process has all experts")
 
 
 def test_plan_for_people_shows_every_choice(call: Call):

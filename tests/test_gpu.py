@@ -56,7 +56,7 @@ def no_synchronization(stepper: Any, feed: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "fp32"}, {"compile": True}])
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "fp32"}, {"compile": "on"}])
 @pytest.mark.parametrize("task", ["digits", "text"])
 def test_training_learns(task: str, settings: dict[str, Any], tmp_path: Path) -> None:
     length = {"epochs": 10} if task == "digits" else {"max_steps": 60}

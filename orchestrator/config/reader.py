@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_origin
 import yaml
 
 from orchestrator.config import spellings
+from orchestrator.config.checks import Switch
 from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
@@ -194,11 +195,20 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
 
 
 def _lists_apart(argv: Sequence[str]) -> Iterator[str]:
-    """``--devices 0,2`` and ``--devices=0,2`` as ``--devices 0 2``, which is the form the parser knows; likewise the other lists."""
+    """``--devices 0,2`` and ``--devices=0,2`` as ``--devices 0 2``, which is the form the parser knows; likewise the other lists. A
+    switch that may be left to the plan is on where its flag stands alone, and off with ``no`` before it."""
     in_list = False
-    for token in argv:
+    for token, following in zip(argv, [*argv[1:], "--"], strict=False):
         if token.startswith("--"):
             name, equals, value = token.partition("=")
+            setting = _setting_of(token)
+            if setting_types().get(setting) == Switch and not equals:
+                off = setting != name[2:].replace("-", "_")
+                yield f"--{setting.replace('_', '-')}"
+                if off or following.startswith("--"):
+                    yield "off" if off else "on"
+                in_list = False
+                continue
             in_list = get_origin(setting_types().get(_setting_of(token))) is tuple
             yield from [name, *value.split(",")] if in_list and equals else [token]
         else:
@@ -215,7 +225,8 @@ def check_flags(argv: Sequence[str], own: Iterable[str]) -> None:
         following = argv[position + 1] if position + 1 < len(argv) and not argv[position + 1].startswith("--") else None
         setting = _setting_of(token)
         if setting in known or name.replace("-", "_") in known:
-            if setting_types().get(setting) is bool and (value or following or "").lower() in _TRUTHS:
+            negated = setting_types().get(setting) == Switch and name.replace("-", "_") != setting
+            if (setting_types().get(setting) is bool or negated) and (value or following or "").lower() in _TRUTHS:
                 flag = setting.replace("_", "-")
                 raise UserError(f"--{name} takes no value, but {value or following!r} follows; write --{flag} or --no-{flag}")
             continue

@@ -97,8 +97,9 @@ class DeviceSettings:
     """Arithmetic of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
     tf32: Switch = "auto"
     """tf32 for fp32 matrix products on GPUs that have it."""
-    compile: bool = False
-    """Compile the model with torch.compile; falls back with a warning."""
+    compile: Switch = "auto"
+    """Compile the model with torch.compile; falls back with a warning. auto: on a GPU, where the run is long enough to pay for it;
+    --compile alone is on, --no-compile off."""
     compile_mode: CompileMode = "default"
     """Mode handed to torch.compile."""
     compile_parts: CompileParts = "all"

@@ -105,8 +105,8 @@ SPELLINGS: Mapping[str, Spelling] = {
     "use_cpu": Spelling("gpu_mode", _either("cpu", "auto")),
     "gradient_checkpointing": Spelling("activation_checkpointing", _ON_OFF),
     "enable_gradient_checkpointing": Spelling("activation_checkpointing", _ON_OFF),
-    "torch_compile": Spelling("compile", _TRUE_FALSE),
-    "dynamo_backend": Spelling("compile", _TRUE_FALSE),
+    "torch_compile": Spelling("compile", _ON_OFF),
+    "dynamo_backend": Spelling("compile", _ON_OFF | {"inductor": "on"}),
     "allow_tf32": Spelling("tf32", _ON_OFF),
     "use_gpu": Spelling("gpu_mode", _either("auto", "cpu")),
     # several devices: how many, and which

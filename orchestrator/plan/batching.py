@@ -208,5 +208,10 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> 
         return Choice(config.batch.eval_batch_size, "asked for by --eval-batch-size")
     if config.run.debug or not config.run.auto:
         return Choice(batch, "as in training")
-    share = max(1, -(-facts.validation_samples // workers))
-    return Choice(min(share, 2 * batch), "twice the training batch: nothing is kept for a backward pass")
+    if not facts.validation_samples:
+        return Choice(1, "not used: there are no validation samples")
+    share, twice = -(-facts.validation_samples // workers), 2 * batch
+    if share > twice:
+        return Choice(twice, "twice the training batch: nothing is kept for a backward pass")
+    among = f", a worker's share of {facts.validation_samples}" if workers > 1 else ""
+    return Choice(share, f"all validation samples at once{among}: nothing is kept for a backward pass, so twice {batch} would fit")

@@ -19,7 +19,6 @@ class Node:
     cpus: int
     gpus: int
     cores: int
-    gpu_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,7 @@ class Cluster:
     @classmethod
     def of(cls, inventory: Inventory, devices: Sequence[int] = ()) -> Cluster:
         """This machine alone, with all its GPUs or those of ``--devices``."""
-        gpus = chosen_gpus(inventory, devices)
-        names = {gpu.name for gpu in gpus}
-        node = Node(HERE, inventory.cores, len(gpus), inventory.cores, names.pop() if len(names) == 1 else None)
-        return cls((node,), joined=False)
+        return cls((Node(HERE, inventory.cores, len(chosen_gpus(inventory, devices)), inventory.cores),), joined=False)
 
     @property
     def gpus(self) -> int:

@@ -71,6 +71,24 @@ def why_unused(strategy: Strategy, facts: ModelFacts) -> str | None:
     return "not used: one process has all experts" if strategy == "single" else "not used: every worker has all experts"
 
 
+def unused_settings(config: Config, strategy: Strategy, facts: ModelFacts) -> str | None:
+    """The settings of expert parallel that were given for a run in which they mean nothing, for the screen; None where there are none."""
+    parallel, unused = config.parallel, why_unused(strategy, facts)
+    given = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value, default in (
+            ("gate", parallel.gate, "replicated"),
+            ("placement", parallel.placement, "auto"),
+            ("exchange_chunks", parallel.exchange_chunks, None),
+        )
+        if value != default
+    ]
+    if not given or unused is None:
+        return None
+    instead = "; for several hosts add --parallel-strategy expert_parallel" if facts.experts else ""
+    return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} {unused}{instead}"
+
+
 def choose_gate(config: Config, unused: str | None) -> Choice[str]:
     asked = config.parallel.gate
     if unused:

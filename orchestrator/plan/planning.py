@@ -32,10 +32,14 @@ from orchestrator.plan.parallel import (
     choose_workers,
     on_gpus,
 )
-from orchestrator.types import GIB, Choice, Rejected, bytes_text
+from orchestrator.types import GIB, Choice, Rejected, bytes_text, seconds_text
 
 Arithmetic = Literal["fp32", "bf16", "fp16"]
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
+_COMPILE_FROM = (7, 0)
+_RATES = {True: 3e14, False: 6e13}  # FLOP/s that a good step reaches, from compute capability 9.0 on and below
+_LEAST_STEP_S = 0.004  # of a step, however small: the host launches some hundred kernels
+_WORTH_S = 300.0  # compiling took 20 s of a transformer's run on an H200, and made its steps an eighth shorter
 _HOST_SHARE = 0.8  # of the free RAM may be planned with
 
 
@@ -225,6 +229,7 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
     batching = plan_batches(config, facts, gpu_memory, team.limit, measured, spread)
     batch, recompute = batching.batch_size.value, batching.recompute.value
     steps = choose_total_steps(config, facts, batching)
+    flops = flops_per_step(facts, batching.global_batch.value, recompute)
     threads = _threads(inventory, team.on_one_node)
     loaders = choose_loader_workers(config, facts, device, threads)
     precision = choose_precision(config, inventory, device)
@@ -248,7 +253,7 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
         global_batch_size=batching.global_batch,
         eval_batch_size=batching.evaluation,
         activation_checkpointing=batching.recompute,
-        compile=Choice(config.device.compile, "asked for by --compile" if config.device.compile else "not asked for (--compile)"),
+        compile=choose_compile(config, facts, team.strategy.value, team.sharding.value, gpu, flops * steps.value, steps.value),
         fused_optimizer=_fused(config, facts),
         cudnn_benchmark=_cudnn(config, device),
         loader_workers=loaders,
@@ -259,7 +264,7 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
         total_steps=steps,
         log_every=choose_log_every(config, steps.value, device),
         memory=memory(facts, batch, recompute, team.limit, spread),
-        flops_per_step=flops_per_step(facts, batching.global_batch.value, recompute),
+        flops_per_step=flops,
     )
 
 
@@ -302,6 +307,30 @@ def _tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
         return Choice(False, PLAIN)
     has = _gpu(inventory, device).capability >= _TF32_FROM
     return Choice(has, "fp32 products are several times faster with it, at 10 bits of mantissa" if has else "the GPU has no tf32 units")
+
+
+def choose_compile(
+    config: Config, facts: ModelFacts, strategy: Strategy, sharding: Form, gpu: Gpu | None, flops: float, steps: int
+) -> Choice[bool]:
+    """Compiling takes half a minute, and saves a part of each step afterwards. ``flops`` are those of the whole run."""
+    asked = _switch(config.device.compile, "--compile")
+    if asked is not None:
+        return asked
+    if not config.run.auto:
+        return Choice(False, PLAIN)
+    if gpu is None or gpu.capability < _COMPILE_FROM:
+        return Choice(False, "on CPUs it seldom pays" if gpu is None else f"no compiler for compute capability {gpu.capability[0]}")
+    if config.run.deterministic:
+        return Choice(False, "off in deterministic mode: compiled sums are made in another order")
+    if strategy == "expert_parallel" or sharding != "none":
+        return Choice(False, "a model in parts that does not compile would end the run; try --compile")
+    seconds = max(flops / _RATES[gpu.capability >= (9, 0)], steps * _LEAST_STEP_S)
+    if seconds < _WORTH_S:
+        return Choice(False, f"the run is short (about {seconds_text(seconds)} of work): compiling would take as long as it saves")
+    experts = "; experts and gates included" if facts.experts else ""
+    return Choice(
+        True, f"about {seconds_text(seconds)} of work: compiling takes half a minute and saves more{experts}", (Rejected("off", "slower"),)
+    )
 
 
 def _fused(config: Config, facts: ModelFacts) -> Choice[bool]:

@@ -138,13 +138,23 @@ def in_force(spans: Sequence[tuple[int, Placement | None]], step: int) -> Placem
     return before[-1] if before else spans[0][1] if spans else None
 
 
-def waits_of(spans: Sequence[tuple[int, Placement | None]], loads: Iterable[Event]) -> list[Wait]:
-    """Of every layer of every load event, each under its own placement."""
-    found: list[Wait] = []
-    for event in loads:
-        if (placement := in_force(spans, event["step"])) is not None:
-            found += placement.waits(placement.times(counts(event)))
-    return found
+def settled(events: Iterable[Event], loads: Iterable[Event]) -> tuple[Placement, list[Event]] | None:
+    """The last placement, and the second half of the loads that were counted under it: how the gate settled, not how it began."""
+    spans = placements(events)
+    placement = spans[-1][1] if spans else None
+    if placement is None:
+        return None
+    counted = [event for event in loads if in_force(spans, event["step"]) is placement]
+    return placement, counted[len(counted) // 2 :]
+
+
+def settled_imbalance(events: Iterable[Event], loads: Iterable[Event]) -> float | None:
+    """The imbalance that summary and report tell: of each step's slowest hosts, over what ``settled`` takes."""
+    found = settled(events, loads)
+    if found is None:
+        return None
+    placement, recent = found
+    return imbalance(wait for event in recent for wait in placement.waits(placement.times(counts(event))))
 
 
 def imbalance(waits: Iterable[Wait]) -> float | None:
@@ -193,7 +203,10 @@ def _layer(told: Mapping[str, Any], hosts: Sequence[Host]) -> LayerPlacement:
     places = {host.rank: place for place, host in enumerate(hosts)}
     ranks = [figure(rank) for rank in _list(told.get("host_of"))]
     host_of = tuple(None if rank is None else places.get(int(rank)) for rank in ranks)
-    held = tuple(tuple(expert for expert, host in enumerate(host_of) if host == at) for at in range(len(hosts)))
+    held: list[list[int]] = [[] for _ in hosts]
+    for expert, host in enumerate(host_of):
+        if host is not None:
+            held[host].append(expert)
     work = _whole(told.get("costs"), len(host_of))
     sizes = _whole(told.get("sizes"), len(host_of)) or work or (1.0,) * len(host_of)
     predicted = tuple(figure(value) or 0.0 for value in _list(told.get("seconds")))
@@ -201,7 +214,7 @@ def _layer(told: Mapping[str, Any], hosts: Sequence[Host]) -> LayerPlacement:
         # Without seconds the prediction is the work itself: as large as the experts are, where even that is not told.
         expected = [sum((work or sizes)[expert] for expert in experts) for experts in held]
         predicted = tuple(each / speed for each, speed in zip(expected, _speeds(hosts), strict=True))
-    return LayerPlacement(str(told.get("name") or ""), host_of, held, sizes, predicted)
+    return LayerPlacement(str(told.get("name") or ""), host_of, tuple(map(tuple, held)), sizes, predicted)
 
 
 def _whole(values: Any, count: int) -> tuple[float, ...] | None:

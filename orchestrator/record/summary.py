@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
-from orchestrator.record.hosting import imbalance, per_step, placements, waits_of
+from orchestrator.record.hosting import per_step, settled_imbalance
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
         "peak_memory_bytes": max((e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e), default=None),
-        "imbalance": imbalance(waits_of(placements(events), by_step(events, "load"))),
+        "imbalance": settled_imbalance(events, by_step(events, "load")),
         "exchange_bytes_per_step": per_step(exchanges, "bytes"),
         "exchange_seconds_per_step": per_step(exchanges, "seconds"),
         "failures": len(of_kind(events, "failure")),

@@ -191,7 +191,8 @@ def compiled(record: RunRecord) -> bool:
     told = [str(event.get("status", "")).lower() for event in record.of("compile")]
     if told:
         return not any(word in told[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
-    return record.setting("device", "compile") is True
+    choice = section(section(record.plan, "choices"), "compile")
+    return choice.get("value") is True or record.setting("device", "compile") in (True, "on")
 
 
 def device_name(record: RunRecord) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.report.axes import ticks, value_axis
 from orchestrator.report.canvas import COLORS, INK, LINE, MUTED, USE_MARKS, WARM, dress, key_bar, new_figure, warmth
-from orchestrator.report.hosts import HOST_DOUBLINGS, UNEVEN, HostedLayer, Hosting, hosting, imbalance_text, lost_text, span_text
+from orchestrator.report.hosts import HOST_DOUBLINGS, UNEVEN, HostedLayer, Hosting, hosting, lost_text, slowest_text, span_text
 from orchestrator.report.loads import MAX_DOUBLINGS, doublings
 from orchestrator.report.read import RunRecord
 
@@ -39,7 +39,7 @@ def _by_expert(record: RunRecord, found: Hosting) -> Figure:
     for layer, (left, right) in zip(found.layers, grid, strict=True):
         _draw_experts(left, found, layer)
         _draw_times(right, found, layer.measured, layer.predicted)
-        right.set_title(imbalance_text(layer.imbalance, layer.predicted_imbalance), fontsize=8.5, color=MUTED, loc="left", pad=6)
+        right.set_title(slowest_text(layer.slowest, layer.predicted_imbalance), fontsize=8.5, color=MUTED, loc="left", pad=6)
     _label(grid[-1][0], "share of the layer's size; numbers are experts")
     _label(grid[-1][1], "rows × size / speed, against the mean host")
     _time_key(figure, found)
@@ -130,7 +130,7 @@ def _by_layer(record: RunRecord, found: Hosting) -> Figure:
     _draw_times(right, found, found.measured, found.predicted)
     right.set_title("All layers", fontsize=9.5, color=INK, loc="left", pad=6)
     left.set_title(
-        imbalance_text(found.imbalance, found.predicted_imbalance, "slowest host of each layer"),
+        slowest_text(found.slowest, found.predicted_imbalance, "slowest host of each layer"),
         fontsize=8.5,
         color=MUTED,
         loc="right",

@@ -13,11 +13,10 @@ from orchestrator.record.hosting import (
     counts,
     figure,
     imbalance,
-    in_force,
     per_step,
-    placements,
+    settled,
+    settled_imbalance,
     total,
-    waits_of,
 )
 from orchestrator.report.figures import phase_seconds, plural, throughput
 from orchestrator.report.read import RunRecord, remembered
@@ -42,8 +41,10 @@ class HostedLayer:
     """By expert: rows as a multiple of the even share."""
     measured: list[float] | None
     predicted: list[float] | None
-    imbalance: float | None
-    """Slowest over mean, as measured."""
+
+    @property
+    def slowest(self) -> float | None:
+        return max(self.measured) if self.measured else None
 
     @property
     def predicted_imbalance(self) -> float | None:
@@ -73,7 +74,10 @@ class Hosting:
     predicted: list[float] | None
     work: list[float] | None
     """Each host's share of all rows × size."""
+    slowest: float | None
+    """Over mean, of each layer's slowest host over all these steps: what cells and bars show."""
     imbalance: float | None
+    """Likewise, of each step's slowest hosts, which the others wait for: never less. As summary.json has it."""
     predicted_imbalance: float | None
     unplaced: float
     """Share of the rows that went to experts whose host is not known."""
@@ -124,13 +128,9 @@ class Exchange:
 @remembered
 def hosting(record: RunRecord) -> Hosting | None:
     """The placement that the run ended with; None where there is none, or it names no layers."""
-    spans = placements(record.events)
-    placement = spans[-1][1] if spans else None
+    placement, recent = settled(record.events, record.loads) or (None, [])
     if placement is None or not placement.layers:
         return None
-    loads = [event for event in record.loads if in_force(spans, event["step"]) is placement]
-    recent = loads[len(loads) // 2 :]
-    each = [placement.waits(placement.times(counts(event))) for event in recent]
     rows = total(counts(event) for event in recent)
     work = [sum(layer) for layer in zip(*placement.work(rows), strict=True)]
     predicted = [layer.predicted for layer in placement.layers]
@@ -144,7 +144,6 @@ def hosting(record: RunRecord) -> Hosting | None:
                 use=_use(rows[index] if index < len(rows) else [], layer.experts),
                 measured=placement.against_mean(counted[index]) if index < len(counted) else None,
                 predicted=placement.against_mean(layer.predicted),
-                imbalance=imbalance(waits[index] for waits in each if index < len(waits)),
             )
             for index, layer in enumerate(placement.layers)
         ],
@@ -152,16 +151,11 @@ def hosting(record: RunRecord) -> Hosting | None:
         measured=placement.against_mean([sum(host) for host in zip(*counted, strict=True)]) if counted else None,
         predicted=placement.against_mean([sum(host) for host in zip(*predicted, strict=True)]),
         work=[host / sum(work) for host in work] if sum(work) else None,
-        imbalance=imbalance(wait for waits in each for wait in waits),
+        slowest=imbalance(placement.waits(counted)),
+        imbalance=settled_imbalance(record.events, record.loads),
         predicted_imbalance=imbalance(placement.waits(predicted)),
         unplaced=_unplaced(placement, rows) / told if told else 0.0,
     )
-
-
-@remembered
-def run_imbalance(record: RunRecord) -> float | None:
-    """Slowest over mean of the hosts over the whole run, as summary.json has it."""
-    return imbalance(waits_of(placements(record.events), record.loads))
 
 
 @remembered
@@ -187,7 +181,7 @@ def ids_text(ids: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs)
 
 
-def imbalance_text(measured: float | None, predicted: float | None, who: str = "slowest") -> str:
+def slowest_text(measured: float | None, predicted: float | None, who: str = "slowest host") -> str:
     told = [f"{who} {measured:.2f}× the mean"] if measured is not None else []
     told += [f"predicted {predicted:.2f}×"] if predicted is not None else []
     return ", ".join(told)

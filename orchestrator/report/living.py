@@ -17,8 +17,8 @@ from orchestrator.report.hosts import (
     held_text,
     hosting,
     ids_text,
-    imbalance_text,
     lost_text,
+    slowest_text,
     span_text,
 )
 from orchestrator.report.loads import MAX_DOUBLINGS, doublings
@@ -59,7 +59,7 @@ def _imbalance_tile(found: Hosting | None) -> list[tuple[str, str, str]]:
     predicted = f"predicted {found.predicted_imbalance:.2f}×" if found.predicted_imbalance is not None else "not predicted"
     if found.imbalance is None:
         return [("imbalance", "–", predicted)]
-    return [("imbalance", f"{found.imbalance:.2f}×", predicted)]
+    return [("imbalance", f"{found.imbalance:.2f}×", f"slowest of each step; {predicted}")]
 
 
 def _exchange_tiles(sent: Exchange | None) -> list[tuple[str, str, str]]:
@@ -85,7 +85,7 @@ def _pictures(found: Hosting) -> str:
 
 def _layer_card(found: Hosting, layer: HostedLayer) -> str:
     cells = [_segments(layer, host, found.widest) for host in range(len(found.hosts))]
-    told = imbalance_text(layer.imbalance, layer.predicted_imbalance)
+    told = slowest_text(layer.slowest, layer.predicted_imbalance)
     return _card(f"Layer {layer.index}", layer.name, told, _rows(found, cells, layer.measured, layer.predicted))
 
 
@@ -121,7 +121,7 @@ def _map_card(found: Hosting) -> str:
         for host in range(len(found.hosts))
     ]
     rows = _rows(found, strips, found.measured, found.predicted, f"layer {found.layers[0].index}", f"layer {found.layers[-1].index}")
-    told = imbalance_text(found.imbalance, found.predicted_imbalance, "slowest host of each layer")
+    told = slowest_text(found.slowest, found.predicted_imbalance, "slowest host of each layer")
     return _card("Hosts by layer", "", told, rows)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,10 +57,15 @@ def page(record: RunRecord) -> str:
         sections.heading("Plan and settings") + plan if plan else "",
         _footer(record),
     ]
+    return document(f"{record.name} · {record.status}", body)
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """A whole page of parts that are HTML already, with the house's style and script."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_policy()}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{esc(record.name)} · {esc(record.status)}</title><style>{CSS}</style></head>"
+        f"<title>{esc(title)}</title><style>{CSS}</style></head>"
         f"<body><main>\n{chr(10).join(part for part in body if part)}\n</main><script>{JS}</script></body></html>\n"
     )
 

@@ -31,7 +31,7 @@ from orchestrator.report.figures import (
     watched_metric,
     workers_text,
 )
-from orchestrator.report.hosts import Exchange, Hosting, exchange, held_text, hosting, imbalance_text, run_imbalance, span_text
+from orchestrator.report.hosts import Exchange, Hosting, exchange, held_text, hosting, slowest_text, span_text
 from orchestrator.report.loads import IDLE, busiest, layer_loads
 from orchestrator.report.read import UNFINISHED, RunRecord, finite, number, section
 from orchestrator.report.verdict import verdict
@@ -180,14 +180,12 @@ def _experts(record: RunRecord) -> list[Row]:
 
 def _hosts(record: RunRecord) -> list[Row]:
     """Where the experts live, how evenly their hosts are used, and what travels between them."""
-    found, sent, whole = hosting(record), exchange(record), run_imbalance(record)
+    found, sent = hosting(record), exchange(record)
     rows: list[Row] = []
     if found is not None:
         rows.append(("placement", found.placement.sentence or found.placement.method))
-        told = imbalance_text(found.imbalance, found.predicted_imbalance)
+        told = slowest_text(found.imbalance, found.predicted_imbalance, "slowest host of each step")
         rows.append(("imbalance", f"{told} ({span_text(found)})"))
-    if whole is not None:
-        rows.append(("over the whole run", f"slowest {whole:.2f}× the mean"))
     if found is not None and found.work and len(found.hosts) <= MAX_TOLD:
         rows += [(found.label(place), _host_text(found, place, share)) for place, share in enumerate(found.work)]
     if sent is not None:

@@ -1,7 +1,7 @@
 """How the page looks and what little it does by itself. Kept in Python, because the page is one file and so is its source.
 
-Colours are variables, light and dark; series take --c0 to --c5. Without JavaScript everything is there but hover values and
-the filter of the settings.
+Colours are variables, light and dark; series take --c0 to --c5. Without JavaScript everything is there but hover values, the
+filters of tables and their sorting.
 """
 
 from __future__ import annotations
@@ -121,6 +121,33 @@ td.figure { white-space: nowrap; font-variant-numeric: tabular-nums; }
 td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
 tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
 tr.plain td { color: var(--muted); }
+tr.best td:first-child { box-shadow: inset 3px 0 var(--c1); }
+.dense { font-size: 13px; } .dense th, .dense td { padding: 6px 8px; } .dense td:nth-child(2) { min-width: 0; }
+.dense th:first-child, .dense td:first-child { padding-left: 20px; } .dense td { white-space: nowrap; }
+.dense th { font-size: 12px; } .dense .figure { text-align: right; } .dense td.wrap { min-width: 260px; white-space: normal; }
+.dense .stack { width: 96px; height: 11px; margin: 4px 0; border-radius: 4px; }
+.dense + .parts, .scroll + .parts { padding: 10px 20px 14px; border-top: 1px solid var(--line); }
+th button { all: unset; cursor: pointer; white-space: nowrap; } th button:hover { color: var(--ink); }
+th button:focus-visible { outline: 2px solid var(--c0); outline-offset: 3px; border-radius: 2px; }
+th[aria-sort] { color: var(--ink); } th[aria-sort=ascending] button::after { content: " ▲"; }
+th[aria-sort=descending] button::after { content: " ▼"; }
+.end-of { color: var(--tone); font-weight: 600; }
+.command { display: block; margin: 6px 0 14px; padding: 10px 14px; border-radius: 8px; white-space: pre-wrap; }
+.unbroken { white-space: nowrap; } .command:last-child { margin-bottom: 0; }
+.cells { table-layout: fixed; margin-top: 8px; }
+.cells th { padding: 6px 8px; text-align: center; white-space: normal; overflow-wrap: anywhere; }
+.cells tbody th { text-align: right; }
+.cells td, .cells td:nth-child(2) { min-width: 0; padding: 11px 4px; border: 2px solid var(--card); border-radius: 5px; text-align: center;
+  white-space: nowrap; font-variant-numeric: tabular-nums; background: color-mix(in srgb, var(--c0) var(--much), var(--fill)); }
+.cells td.strong { color: var(--card); } .cells td.best { box-shadow: inset 0 0 0 2.5px var(--c1); }
+.cells td.none { color: var(--muted); font-size: 12.5px;
+  background: repeating-linear-gradient(45deg, var(--fill) 0 5px, var(--card) 5px 9px); }
+.cells td.empty { background: var(--fill); }
+.plot.parallel { height: 330px; margin: 16px 56px 30px 104px; }
+.plot .tag { max-width: 100px; overflow: hidden; text-overflow: ellipsis; padding: 1px 3px; border-radius: 3px; color: var(--soft);
+  background: color-mix(in srgb, var(--card) 84%, transparent); transform: translate(-6px, 50%); pointer-events: none; }
+.plot.parallel .x { color: var(--ink); font-size: 12.5px; }
+svg .thin:hover { stroke-width: 3; }
 .filter { display: none; width: calc(100% - 40px); margin: 0 20px 14px; padding: 8px 12px; border: 1px solid var(--line);
   border-radius: 8px; background: var(--bg); color: inherit; font: inherit; font-size: 14px; }
 .live .filter { display: block; }
@@ -181,5 +208,22 @@ for (const field of document.querySelectorAll('.filter')) field.addEventListener
   for (const row of field.parentElement.querySelectorAll('tbody tr'))
     row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
 });
+for (const table of document.querySelectorAll('table.sortable')) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  heads.forEach((head, at) => {
+    const button = document.createElement('button');
+    button.type = 'button'; button.append(...head.childNodes); head.append(button);
+    button.addEventListener('click', () => {
+      const was = head.getAttribute('aria-sort'), turned = was === 'ascending' ? 'descending' : 'ascending';
+      const now = was ? turned : head.dataset.first || 'ascending', sign = now === 'ascending' ? 1 : -1;
+      for (const other of heads) other.removeAttribute('aria-sort');
+      head.setAttribute('aria-sort', now);
+      const order = (a, b) => isNaN(a) - isNaN(b) || (isNaN(a) ? a.localeCompare(b) : a - b);
+      const rows = [...body.rows].map(row => [row.cells[at].dataset.value ?? row.cells[at].textContent, row]);
+      rows.sort(([a], [b]) => (a === '') - (b === '') || sign * order(a, b));
+      body.append(...rows.map(([, row]) => row));
+    });
+  });
+}
 addEventListener('beforeprint', () => { for (const part of document.querySelectorAll('details')) part.open = true; });
 """

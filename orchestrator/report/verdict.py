@@ -46,6 +46,7 @@ IDLE_SHARE = 0.25
 """Part of a layer's experts that are idle."""
 NEAR_LIMIT = 0.95
 FEWER_WORKERS = "fewer --workers: what one device does alone needs no exchange"
+NCCL = "--backend nccl: gloo moves all there is to send through the host's memory, and the GPU waits for it"
 MAX_ADVICE = 3
 
 
@@ -169,12 +170,22 @@ def _exchanging(record: RunRecord) -> Verdict | None:
         return None
     hosts = f" between {record.workers} hosts" if record.workers else ""
     figures = ", ".join([f"{seconds_text(sent.seconds or 0.0)} per step"] + ([bytes_text(sent.bytes)] if sent.bytes else []))
-    advice = (
-        "more --exchange-chunks: experts compute on one part while the next travels",
+    advice = [
+        *_placed_better(record),
+        *_overlapping(record),
         "a larger --batch-size: fewer and larger messages for as many rows",
         FEWER_WORKERS,
-    )
-    return Verdict("communication", (f"{sent.share:.0%} of a step waits for the exchange of rows{hosts} ({figures})",), advice)
+    ]
+    return Verdict("communication", (f"{sent.share:.0%} of a step waits for the exchange of rows{hosts} ({figures})",), tuple(advice))
+
+
+def _overlapping(record: RunRecord) -> tuple[str, ...]:
+    """How to compute while rows travel. That takes a device beside the cores that move them, and a backend that does not hold it up."""
+    if not record.on_gpu:
+        return ()
+    if record.start.get("backend") == "gloo":
+        return (NCCL,)
+    return ("more --exchange-chunks: experts compute on one part while the next travels",)
 
 
 def _summing(record: RunRecord) -> Verdict | None:
@@ -187,7 +198,7 @@ def _summing(record: RunRecord) -> Verdict | None:
     if record.start.get("sharding") == "zero3":
         advice.append("--sharding zero2 or none, where memory allows: parameters are then not gathered in every step")
     if record.on_gpu and record.start.get("backend") == "gloo":
-        advice.append("--backend nccl: gloo moves gradients through the host's memory")
+        advice.append(NCCL)
     advice.append(FEWER_WORKERS)
     evidence = f"{share:.0%} of a step{workers} is communication ({seconds_text(parts['communication'])} per step)"
     return Verdict("communication", (evidence,), tuple(advice))
@@ -267,15 +278,25 @@ def _uneven_hosts(record: RunRecord) -> Verdict | None:
     predicted = found.predicted_imbalance
     told = f" (predicted {predicted:.2f})" if predicted is not None else ""
     evidence = f"the slowest host of a layer takes {found.imbalance:.2f} times the mean of the {len(found.hosts)} hosts{told}"
-    advice = []
-    asked = section(record.config, "parallel").get("placement")
-    if asked != "auto" and (asked or found.placement.method in ("round_robin", "file")):
-        advice.append("--placement auto: places experts by their cost and by the measured speed of the hosts")
-    elif predicted is not None and predicted > UNEVEN:
+    advice = [*_placed_better(record)]
+    if not advice and predicted is not None and predicted > UNEVEN:
         advice.append("fewer --workers, or smaller experts and more of them: no placement divides these evenly")
     if not section(record.config, "moe").get("balance_bias"):
         advice.append("--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term")
     return Verdict("imbalance", (evidence,), tuple(advice) or (_balance_loss(record),))
+
+
+def _placed_better(record: RunRecord) -> tuple[str, ...]:
+    """What to change where hosts are uneven and experts were not placed by cost: those that are done first wait in the exchange too."""
+    found = hosting(record)
+    if found is None or found.imbalance is None or found.imbalance <= UNEVEN:
+        return ()
+    asked, gain = section(record.config, "parallel").get("placement"), "places experts by their cost and by the measured speed of the hosts"
+    if asked != "auto" and (asked or found.placement.method in ("round_robin", "file")):
+        return (f"--placement auto: {gain}",)
+    if found.placement.method == "round_robin" and section(record.config, "run").get("auto") is False:
+        return (f"leave out --no-auto: the plan then {gain}",)
+    return ()
 
 
 def _uneven_experts(record: RunRecord) -> Verdict | None:

@@ -35,7 +35,7 @@ class Hosts:
         self._actors: list[Any] = []
         self._calls: list[Any] = []
         self._done: Callable[[list[Any]], Ended | None] = self._met
-        self._steps, self._begun = _FIRST_SEGMENT, 0.0
+        self._steps, self._begun, self._status = _FIRST_SEGMENT, 0.0, ""
 
     def wait(self, seconds: float) -> Ended | None:
         if not self._actors:
@@ -63,14 +63,15 @@ class Hosts:
         self._done = self._advanced
         self._advance()
 
-    def _advanced(self, answers: list[Any]) -> Ended | None:
+    def _advanced(self, answers: list[Any]) -> None:
         """All hosts have done a segment: the next one, or the end."""
         if answers[0] is not None:
-            return Ended(str(answers[0].status))
+            self._status = str(answers[0].status)
+            self._calls, self._done = [actor.close.remote() for actor in self._actors], lambda _: Ended(self._status)
+            return
         took = max(1e-3, perf_counter() - self._begun)
         self._steps = max(1, min(4 * self._steps, round(self._steps * _SEGMENT_SECONDS / took)))
         self._advance()
-        return None
 
     def _advance(self) -> None:
         self._begun = perf_counter()

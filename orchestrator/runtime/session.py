@@ -33,6 +33,11 @@ _SHORT = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_DEDUP_LOGS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # Tune's own screen, beside ours
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # of what is never read: a sweep goes on from its own ledger
+    "TUNE_WARN_THRESHOLD_S": "60",
 }
 
 
@@ -93,20 +98,33 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         raise ResourceError(f"--ray-address {address}: the Ray cluster there could not be joined: {first_line(error)}") from None
 
 
+def cluster_runs(config: Config) -> bool:
+    """Whether there is a cluster that a run would join."""
+    asked = config.parallel.ray_address
+    return ray.is_initialized() or asked not in ("auto", "local") or (asked == "auto" and _address_here() is not None)
+
+
 def _runs_here(quiet: dict[str, Any]) -> bool:
     """Join the cluster that RAY_ADDRESS names or that runs on this machine, if there is one."""
+    address = _address_here()
+    if address is None:
+        return False
+    ray.init(address=address, **quiet)
+    return True
+
+
+def _address_here() -> str | None:
     named = os.environ.get("RAY_ADDRESS", "auto")
     if named == "local":
-        return False
+        return None
     if "://" in named:
         raise UserError(f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'")
     address = named if named != "auto" else find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
     if not address or (named == "auto" and not answers(address)):  # a cluster that was killed leaves its address behind
-        return False
+        return None
     if not answers(address):
         raise ResourceError(f"RAY_ADDRESS is {named}, but no Ray cluster answers there; unset it, or give --ray-address local")
-    ray.init(address=address, **quiet)
-    return True
+    return address
 
 
 def answers(address: str) -> bool:

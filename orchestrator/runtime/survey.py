@@ -32,8 +32,7 @@ def survey(found: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
 def _node(node: dict[str, Any], known: Inventory | None) -> Node:
     resources = node["Resources"]
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-    name = known.gpus[0].name if known and known.gpus else None
-    return Node(node["NodeManagerAddress"], cpus, gpus, known.cores if known else cpus, name)
+    return Node(node["NodeManagerAddress"], cpus, gpus, known.cores if known else cpus)
 
 
 def _ask(nodes: list[dict[str, Any]]) -> dict[str, Inventory]:

@@ -105,11 +105,7 @@ def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int
     _check_folder(assignment, rank)
     _speak_into(assignment.run_dir / "logs", rank)
     settings = assignment.prepared.resolved.config.parallel
-    set_variables(_network(settings.nccl_debug))
-    with suppress(OSError):  # where the user is, so that relative paths of their code mean the same; a node may not have it
-        os.chdir(assignment.folder)
-    if str(assignment.folder) not in sys.path:
-        sys.path.insert(0, str(assignment.folder))
+    work_in(assignment.folder, settings.nccl_debug)
     prepared = assignment.prepared
     if prepared.task is None:
         prepared = replace(prepared, task=load_task(prepared.resolved.config))
@@ -123,6 +119,15 @@ def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int
         Stint(prepared, world, assignment.run_dir, log, asked, assignment.restart) as stint,
     ):
         yield stint
+
+
+def work_in(folder: Path, nccl_debug: bool) -> None:
+    """Where the user is, so that relative paths of their code mean the same; a node may not have it."""
+    set_variables(_network(nccl_debug))
+    with suppress(OSError):
+        os.chdir(folder)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def _device(prepared: Prepared) -> torch.device:

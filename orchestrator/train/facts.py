@@ -50,11 +50,11 @@ def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
         data = as_data(task.train_data())
     with user_code("reading the validation data"):
         validation = task.validation_data() if hasattr(task, "validation_data") else None
-    batches = _samples(data, _SMALL), _samples(data, 2 * _SMALL)
+    batches = first_samples(data, _SMALL), first_samples(data, 2 * _SMALL)
     try:
-        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
+        with quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
             model = built(task)
-            one, two = (_trace(task, model, _fake(mode, b, device), n * _SMALL, precision, device) for n, b in enumerate(batches, 1))
+            one, two = (_trace(task, model, fake_batch(mode, b, device), n * _SMALL, precision, device) for n, b in enumerate(batches, 1))
         method = f"traced for {device.type} in {precision}"
     except Exception:  # not every model can be built or run without data: run it for real, small
         model, one, two = _run_small(task, batches)
@@ -78,7 +78,7 @@ def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, 
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without torch's own account of why something cannot be traced: it will be run instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -88,7 +88,7 @@ def _quietly() -> Iterator[None]:
         logger.disabled = before
 
 
-def _samples(data: Any, count: int) -> Any:
+def first_samples(data: Any, count: int) -> Any:
     """The first samples as a batch (the same one twice where there is only one)."""
     if len(data) == 0:
         raise UserError("the training data is empty; at least one sample is needed")
@@ -98,13 +98,13 @@ def _samples(data: Any, count: int) -> Any:
     return next(feed.steps(0)).micros[0].fetch()
 
 
-def _fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
+def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return mode.from_tensor(batch).to(device)
     if isinstance(batch, dict):
-        return {key: _fake(mode, value, device) for key, value in batch.items()}
+        return {key: fake_batch(mode, value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        made = [_fake(mode, value, device) for value in batch]
+        made = [fake_batch(mode, value, device) for value in batch]
         return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
     return to_device(batch, device, pin=False)
 

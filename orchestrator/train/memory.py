@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,16 +51,26 @@ def limit_memory(device: torch.device, fraction: float) -> None:
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # Linux: from here on the largest resident size is counted anew
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Most bytes allocated and reserved since the last reset; on a CPU the largest resident size of this process."""
     if device.type == "cuda":
         return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+    resident = _resident_peak()
+    return {"allocated": resident, "reserved": resident}
+
+
+def _resident_peak() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     import resource
 
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"allocated": resident, "reserved": resident}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def allocated_now(device: torch.device) -> int:

@@ -8,16 +8,16 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from experts.placement import CannotPlace, ExpertCost, HostFacts, Placement, given, place, read_placement, round_robin
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError, UserError
+from orchestrator.errors import ResourceError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
+from orchestrator.train.placement_file import placement_file
 from orchestrator.train.shares import Device, measured_devices
 from orchestrator.train.world import World
 
@@ -53,17 +53,18 @@ class Hosting:
             {"rank": rank, "node": node, "name": device.name, "speed": device.speed}
             for rank, (device, node) in enumerate(zip(self.devices, self.nodes, strict=True))
         ]
+        wholes = [max(1, sum(weights)) for weights in facts.expert_weights]
         layers = [
             {
                 "host_of": list(layer.host_of),
                 "sizes": list(weights),
-                "costs": [weight / max(1, sum(weights)) for weight in weights],
+                "costs": [weight / whole for weight in weights],
                 "seconds": list(layer.seconds),
                 "bound": layer.bound,
                 "imbalance": layer.imbalance,
                 "gap": layer.gap,
             }
-            for layer, weights in zip(self.layers, facts.expert_weights, strict=True)
+            for layer, weights, whole in zip(self.layers, facts.expert_weights, wholes, strict=True)
         ]
         worst = max(self.layers, key=lambda layer: layer.imbalance)
         every = f", the least even of {len(self.layers)} layers" if len(self.layers) > 1 else ""
@@ -85,6 +86,34 @@ def decide_hosting(
         Placement(**{**layer, **{name: tuple(layer[name]) for name in ("host_of", "seconds")}}) for layer in world.agree("placement", made)
     ]
     return Hosting(tuple(layers), tuple(devices), tuple(nodes))
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """The placement of each layer, as far as it can be told before a run, and what that assumes."""
+
+    layers: tuple[Placement, ...]
+    assumes: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"assumes": self.assumes, "host_of": [list(layer.host_of) for layer in self.layers]}
+
+
+def foreseen(config: Config, plan: Plan, facts: ModelFacts) -> Foreseen | None:
+    """Where a new run would put its experts, with nothing measured; None where they have no hosts of their own."""
+    if plan.strategy.value != "expert_parallel":
+        return None
+    hosts = [HostFacts(1.0, _left_for_experts(plan.memory.limit, plan, facts))] * plan.workers.value
+    layers = _layers(config, plan, facts, hosts, {}, ())
+    if plan.placement.value == "round_robin":
+        assumes = "in turn"
+    elif plan.placement.value != "auto":
+        assumes = f"as {plan.placement.value} says"
+    elif config.run.deterministic:
+        assumes = "by the experts' sizes; hosts count as equal with --deterministic"
+    else:
+        assumes = "by the experts' sizes, on hosts taken to be equally fast; a run measures their speeds first and may place otherwise"
+    return Foreseen(tuple(layers), assumes)
 
 
 def _layers(
@@ -111,23 +140,10 @@ def _in_turn(costs: list[list[ExpertCost]], hosts: Sequence[HostFacts], make: Ca
     used, made = [0.0] * len(hosts), []
     for number, layer in enumerate(costs):
         made.append(make(number, layer, hosts, used))
-        used = [held + sum(layer[expert].bytes for expert in made[-1].held(host)) for host, held in enumerate(used)]
+        used = list(used)
+        for expert, host in zip(layer, made[-1].host_of, strict=True):
+            used[host] += expert.bytes
     return made
-
-
-def placement_file(config: Config, facts: ModelFacts, hosts: int) -> list[tuple[int, ...]] | None:
-    """What ``--placement PATH`` says; None where it names no file."""
-    asked = config.parallel.placement
-    if asked in ("auto", "round_robin"):
-        return None
-    try:
-        text = Path(asked).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--placement {asked} cannot be read ({error}); give auto, round_robin or a JSON file") from None
-    try:
-        return read_placement(text, len(facts.expert_weights), [len(weights) for weights in facts.expert_weights], hosts)
-    except ValueError as error:
-        raise UserError(f"--placement {asked}: {error}") from None
 
 
 def _fits(host_of: Any, facts: ModelFacts, hosts: int) -> bool:
@@ -153,9 +169,13 @@ def _costs(facts: ModelFacts, loads: Sequence[Sequence[float]]) -> list[list[Exp
 def _room(config: Config, plan: Plan, facts: ModelFacts, world: World) -> float:
     """Bytes that this host has for experts: what it may use, less the dense part and the activations."""
     limit = plan.memory.limit
+    if limit is not None and world.device.type == "cuda":  # the plan's is that of the smallest device
+        limit = torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction
+    return _left_for_experts(limit, plan, facts)
+
+
+def _left_for_experts(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
     if limit is None:
         return math.inf
-    if world.device.type == "cuda":  # the plan's is that of the smallest device
-        limit = torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction
     held = facts.expert_parameters * -(-facts.experts // plan.workers.value) / max(1, facts.experts)
     return max(0.0, limit - (plan.memory.total - _STATE_BYTES * held))

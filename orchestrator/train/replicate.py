@@ -78,6 +78,9 @@ class Replica:
     def renew(self) -> None:
         """Another micro-batch size: it has yet to prove itself."""
 
+    def proved(self) -> None:
+        """The micro-batch fits: nothing more is to be waited for."""
+
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This worker's part of each gradient, sharing its memory."""
         return gradients
@@ -121,6 +124,9 @@ class Replicated(Replica):
 
     def renew(self) -> None:
         self._survived = 0
+
+    def proved(self) -> None:
+        self._survived = max(self._survived, SURVIVE)
 
     def begin(self, shared: bool) -> None:
         super().begin(shared)

@@ -50,7 +50,7 @@ def measured_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list
     speed = known.get("device_speeds", {}).get(name) or measured_speed(world.device, plan)
     names = [world.agree(f"device/{rank}", name if rank == world.rank else None) for rank in range(world.size)]
     speeds = [row[0] for row in world.gather([speed])]
-    means = {kind: _mean([s for n, s in zip(names, speeds, strict=True) if n == kind]) for kind in names}
+    means = {kind: _mean([s for n, s in zip(names, speeds, strict=True) if n == kind]) for kind in set(names)}
     return [Device(kind, means[kind]) for kind in names]
 
 

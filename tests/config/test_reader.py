@@ -423,13 +423,18 @@ def test_flags_understand_both_dashes_and_win_over_the_file(scratch: Path):
     (["--parallel-strategy", "expert_parallel", "--gate=primary"], {"parallel_strategy": "expert_parallel", "gate": "primary"}),
     (["--placement", "a/b.json", "--exchange_chunks", "2"], {"placement": "a/b.json", "exchange_chunks": 2}),
     (["--no-normalise-weights", "--gate-scores", "sigmoid"], {"normalise_weights": False, "gate_scores": "sigmoid"}),
+    (["--compile"], {"compile": "on"}),
+    (["--compile", "--epochs", "3"], {"compile": "on", "epochs": 3}),
+    (["--no-compile", "--tf32"], {"compile": "off", "tf32": "on"}),
+    (["--compile", "auto", "--no_cudnn_benchmark"], {"cudnn_benchmark": "off"}),
+    (["--compile=off"], {"compile": "off"}),
     (["--expert-kind", "ffn", "--capacity-factor", "1.25"], {"expert_kind": "ffn", "capacity_factor": 1.25}),
 ])  # fmt: skip
 def test_flags_of_every_kind(argv: list[str], expected: dict[str, Any]):
     assert flags(*argv).config == Config.of(**expected)
 
 
-@pytest.mark.parametrize("argv", [("--compile", "true"), ("--compile=True",), ("--no-compile", "1"), ("--deterministic", "yes")])
+@pytest.mark.parametrize("argv", [("--profile", "true"), ("--profile=True",), ("--no-compile", "1"), ("--deterministic", "yes")])
 def test_a_switch_with_a_value_is_told_how_to_write_it(argv: tuple[str, ...]):
     flag = argv[0].partition("=")[0].removeprefix("--no-").removeprefix("--")
     message = refused(*argv)

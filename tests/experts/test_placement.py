@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from experts import placement, placement_search
-from experts.placement import CannotPlace, ExpertCost, HostFacts, Placement, given, place, read_placement, round_robin
+from experts.placement import CannotPlace, ExpertCost, HostFacts, Placement, check_placement, given, place, read_placement, round_robin
 
 GIB = 2**30
 works = st.one_of(st.integers(0, 9), st.floats(1e-3, 1e15)).map(float)
@@ -111,15 +111,17 @@ def test_the_search_alone_equals_enumeration(seed: int) -> None:
     assert found == optimum(experts, hosts)
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (90, 8), (300, 40)])
-def test_the_heap_finds_what_a_scan_finds(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kinds", [[1], [1, 2, 4], [1, 1.001, 1.002], [1, 2, 4, None], [None]])
+@pytest.mark.parametrize("shape", [(7, 3), (90, 8), (300, 40), (500, 200)])
+def test_the_queues_find_what_a_scan_finds(shape: tuple[int, int], kinds: list[float | None]) -> None:
+    """On hosts of few speeds, of a speed each (None), and of both."""
     draw = random.Random(5)
     experts = [
         ExpertCost(draw.choice([0, draw.randint(1, 9), round(100 * draw.paretovariate(1))]), draw.randint(1, 4)) for _ in range(shape[0])
     ]
-    hosts = [HostFacts(draw.choice([1, 2, 4, draw.uniform(1, 4)]), 4 * shape[0] / shape[1]) for _ in range(shape[1])]
+    hosts = [HostFacts(draw.choice(kinds) or draw.uniform(1, 4), 4 * shape[0] / shape[1]) for _ in range(shape[1])]
     task = placement._task(experts, hosts, ())
-    order = sorted(range(shape[0]), key=lambda e: (-task.work[e], -task.bytes[e]))
+    order = draw.choice([sorted(range(shape[0]), key=lambda e: (-task.work[e], -task.bytes[e])), draw.sample(range(shape[0]), shape[0])])
     load, free, held, host_of = [0.0] * shape[1], list(task.room), [0] * shape[1], [0] * shape[0]
     for expert in order:
         work, size = task.work[expert], task.bytes[expert]
@@ -360,6 +362,30 @@ def test_a_wrong_file_is_told_in_a_line(text: str, words: str) -> None:
         read_placement(text, 2, (3, 3), 2)
     assert len(str(caught.value)) < 300
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "words"),
+    [
+        ("[0, 1]", None, r"it needs \{\"host_of\""),
+        ('{"layers": 7}', None, 'has 7 under "layers"; it needs a list'),
+        ('{"layers": [[0], 5]}', None, "layer 1 of the placement file has 5; it needs a list"),
+        ('{"host_of": "011"}', None, "layer 0 of the placement file has '011'"),
+        ('{"host_of": [0, "1"]}', None, "puts expert 1 on host '1'; hosts are whole numbers from 0$"),
+        ('{"host_of": [0, -1]}', None, "puts expert 1 on host -1"),
+        ('{"host_of": [0, 1, 2]}', 2, "puts expert 2 on host 2; hosts are whole numbers from 0 to 1"),
+    ],
+)
+def test_a_file_that_can_be_right_for_no_model_is_told_without_one(text: str, hosts: int | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_placement(text, hosts)
+    with pytest.raises(ValueError):
+        read_placement(text, 2, (3, 3), 2)
+
+
+def test_a_file_that_is_right_for_some_model_passes_without_one() -> None:
+    check_placement('{"host_of": [0, 2, 1]}', None)
+    check_placement('{"layers": [[0, 1], [1, 1, 0]]}', 2)
 
 
 json_values = st.recursive(

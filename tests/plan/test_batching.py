@@ -189,6 +189,15 @@ def test_evaluation_takes_twice_as_much_and_never_more_than_there_is():
     assert batches(batch_size=32, auto=False).evaluation.value == 32
 
 
+def test_the_reason_of_the_evaluation_batch_is_that_of_its_size():
+    assert "twice the training batch" in batches(batch_size=32).evaluation.reason
+    few = batches(model(validation_samples=10), batch_size=32).evaluation
+    assert few.reason.startswith("all validation samples at once: ")
+    assert "twice the training batch" not in few.reason
+    assert "a worker's share of 10" in shared(4, model(validation_samples=10), batch_size=32).evaluation.reason
+    assert "no validation samples" in batches(model(validation_samples=0), batch_size=32).evaluation.reason
+
+
 # --- over several workers
 
 

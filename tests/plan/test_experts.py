@@ -10,7 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.estimate import Form, ModelFacts, Spread, memory
-from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strategy
+from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strategy, unused_settings
 from orchestrator.plan.hardware import Inventory
 from orchestrator.plan.parallel import PLAIN, Strategy
 from orchestrator.plan.planning import Plan, plan
@@ -261,3 +261,25 @@ def test_the_new_choices_are_in_the_json():
         "exchange_chunks": 1,
         "expert_kernel": "auto",
     }
+
+
+# --- settings that mean nothing
+
+
+def test_settings_between_hosts_are_told_where_there_are_none():
+    given = Config.of(gate="primary", placement="round_robin", exchange_chunks=4)
+    told = unused_settings(given, "single", model())
+    assert told is not None
+    assert told.startswith("--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process has all experts; ")
+    assert "--parallel-strategy expert_parallel" in told
+    one = unused_settings(Config.of(exchange_chunks=4), "data_parallel", model())
+    assert one is not None
+    assert one.startswith("--exchange-chunks 4 is not used: every worker has all experts")
+    assert unused_settings(given, "single", DENSE) == "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: " + (
+        "the model has no experts"
+    )
+
+
+def test_nothing_is_told_where_they_are_used_or_not_given():
+    assert unused_settings(Config.of(gate="primary"), "expert_parallel", model()) is None
+    assert unused_settings(Config.of(), "single", model()) is None

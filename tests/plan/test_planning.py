@@ -171,6 +171,16 @@ def test_a_switch_asked_for_is_given_where_the_device_has_it(name: str, value: s
     assert (on_cpu.value, "CPU" in on_cpu.reason) == (False, True)
 
 
+def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
+    long, short = model(flops_per_sample=1e12, samples=10**6), model(flops_per_sample=1e9, samples=1000)
+    assert planned(H200, long).compile.value
+    assert (planned(H200, short).compile.value, planned(H200, short).compile.reason[:16]) == (False, "the run is short")
+    assert not planned(CPU, long).compile.value
+    assert not planned(H200, long, deterministic=True).compile.value
+    assert not planned(H200, long, compile="off").compile.value
+    assert planned(CPU, short, compile="on").compile.value
+
+
 # --- --no-auto
 
 
@@ -181,6 +191,7 @@ def test_no_auto_gives_plain_defaults_and_says_so():
     assert plain == {
         "strategy": "single",
         "precision": "fp32",
+        "compile": False,
         "tf32": False,
         "expert_kernel": "loop",
         "batch_size": 32,

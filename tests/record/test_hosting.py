@@ -14,8 +14,9 @@ from orchestrator.record.hosting import (
     per_step,
     placement_of,
     placements,
+    settled,
+    settled_imbalance,
     total,
-    waits_of,
 )
 
 
@@ -71,8 +72,11 @@ def test_hosts_wait_in_every_layer() -> None:
 
 
 def test_over_a_run_the_slowest_times_are_summed() -> None:
-    spans = placements([told(TWO)])
-    assert imbalance(waits_of(spans, [load(1, [6, 3, 2]), load(2, [12, 3, 2])])) == pytest.approx((60 + 120) / (60 + 80))
+    """Of its second half: how the gate settled, not how it began."""
+    loads = [load(1, [600, 0, 0]), load(2, [0, 0, 200]), load(3, [6, 3, 2]), load(4, [12, 3, 2])]
+    assert settled_imbalance([told(TWO)], loads) == pytest.approx((60 + 120) / (60 + 80))
+    assert settled_imbalance([told(TWO)], []) is None
+    assert settled_imbalance([], loads) is None
 
 
 def test_a_host_without_experts_is_an_idle_one() -> None:
@@ -93,7 +97,8 @@ def test_each_step_counts_under_the_placement_of_its_time() -> None:
     assert in_force(spans, 11) == placement_of(moved)
     assert in_force(spans, 0) == placement_of(told(TWO)), "the first holds for what came before it"
     assert in_force([], 1) is None
-    assert waits_of(spans, [load(10, [6, 3, 2]), load(20, [6, 3, 2])]) == [(60, 60), (120, 90)]
+    early, late = load(10, [6, 3, 2]), load(20, [6, 3, 2])
+    assert settled([told(TWO), moved], [early, late]) == (placement_of(moved), [late])
 
 
 def test_a_restart_undoes_the_placements_of_later_steps() -> None:
@@ -106,7 +111,7 @@ def test_a_run_that_goes_on_without_hosts_has_no_placement_any_more() -> None:
     events = [told(TWO), load(10, [6, 3, 2]), {"event": "start", "step": 10, "strategy": "data_parallel"}, load(20, [12, 3, 2])]
     spans = placements(events)
     assert in_force(spans, 20) is None
-    assert waits_of(spans, [event for event in events if event["event"] == "load"]) == [(60, 60)]
+    assert settled(events, [event for event in events if event["event"] == "load"]) is None
     same = [{"event": "start", "step": 0, "strategy": "expert_parallel"}, told(TWO), {"event": "start", "step": 10}]
     assert in_force(placements(same), 20) is not None
 

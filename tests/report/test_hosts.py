@@ -1,6 +1,7 @@
 import pytest
 
-from orchestrator.report.hosts import MAX_BARS, exchange, held_text, hosting, ids_text, run_imbalance, span_text
+from orchestrator.record.summary import summarise
+from orchestrator.report.hosts import MAX_BARS, exchange, held_text, hosting, ids_text, slowest_text, span_text
 from orchestrator.report.read import read_run
 from tests.support.fake_run import FakeRun, placement, run_events, write_events, write_run
 
@@ -29,7 +30,7 @@ def test_where_the_experts_of_a_run_live(tmp_path):
     assert found.unplaced == 0
 
 
-def test_the_second_half_counts_and_the_whole_run_is_another_figure(tmp_path):
+def test_the_second_half_counts_and_the_summary_says_the_same(tmp_path):
     record = read_run(write_events(tmp_path, [PLACED, load(10, [400, 0]), load(20, [100, 50])]))
     found = hosting(record)
     assert found is not None
@@ -38,7 +39,7 @@ def test_the_second_half_counts_and_the_whole_run_is_another_figure(tmp_path):
     assert found.work == [0.5, 0.5]
     assert found.imbalance == 1.0
     assert found.steps == (11, 20)
-    assert run_imbalance(record) == pytest.approx((4000 + 1000) / (2000 + 1000))
+    assert summarise(record.events)["imbalance"] == found.imbalance
     assert found.layers[0].use == pytest.approx([100 / 75, 50 / 75])
 
 
@@ -87,7 +88,16 @@ def test_no_placement_no_hosts(tmp_path):
     assert hosting_of(tmp_path / "a", load(1, [1, 1])) is None
     assert hosting_of(tmp_path / "b", PLACED | {"layers": []}) is None
     assert hosting_of(tmp_path / "c", PLACED, {"event": "start", "step": 5, "strategy": "data_parallel"}) is None
-    assert run_imbalance(read_run(write_run(tmp_path / "d", FakeRun(experts=4)))) is None
+
+
+def test_what_a_picture_says_is_what_it_shows(tmp_path):
+    """Hosts that are slow in turn are even over the steps, though each step waits for one of them."""
+    found = hosting_of(tmp_path, PLACED, load(10, [9, 9]), load(20, [9, 9]), load(30, [200, 0]), load(40, [0, 100]))
+    assert found is not None
+    assert found.measured == found.layers[0].measured == [1.0, 1.0]
+    assert (found.slowest, found.layers[0].slowest) == (1.0, 1.0)
+    assert found.imbalance == 2.0
+    assert slowest_text(found.slowest, 1.5) == "slowest host 1.00× the mean, predicted 1.50×"
 
 
 def test_fewer_hosts_after_a_recovery(tmp_path):

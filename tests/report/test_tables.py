@@ -74,7 +74,7 @@ def test_a_run_on_hosts_tells_how_evenly_they_were_used(tmp_path):
     for said in (
         "strategy              expert_parallel", "gate                  replicated",
         "placement             5 experts of 2 layers on 3 hosts",
-        "imbalance             slowest ", "over the whole run    slowest ", "(steps 61 to 120)", "speed 4×, ", "of the work, time ",
+        "imbalance             slowest host of each step ", "(steps 61 to 120)", "speed 4×, ", "of the work, time ",
         "21.3 MiB per step to other hosts, 21,845 rows", "9.6 ms per step, 12.0% of a step",
     ):  # fmt: skip
         assert said in text, said

@@ -34,7 +34,8 @@ def advice_names(found, *flags):
         ({"evaluate_s": 4.0}, "evaluation", "--evaluate-every"),
         ({"checkpoint_s": 2.0}, "checkpoint", "--checkpoint-every"),
         ({"workers": 2, "phases": TALKING}, "communication", "--accumulation-steps"),
-        ({"workers": 2, "experts": 4, "hosted": True, "exchange": 0.3, "sizes": (64,)}, "communication", "--exchange-chunks"),
+        ({"workers": 2, "experts": 4, "hosted": True, "exchange": 0.3, "sizes": (64,)}, "communication", "larger --batch-size"),
+        ({"gpu": True, "workers": 2, "experts": 4, "hosted": True, "exchange": 0.3, "sizes": (64,)}, "communication", "--exchange-chunks"),
         ({"workers": 2, "experts": 4, "hosted": True, "exchange": 0.2, "sizes": (64,), "skew": 0.0}, "compute", "--compile"),
         ({"workers": 3, "experts": 5, "hosted": True, "skew": 0.0}, "imbalance", "fewer --workers"),
         ({"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}, "imbalance", "--balance-bias 0.001"),
@@ -157,3 +158,32 @@ def test_idle_experts_count_where_no_expert_can_be_far_above_its_share(tmp_path)
     found = verdict(read_run(write_events(tmp_path, events)))
     assert found.bound_by == "imbalance"
     assert found.evidence[0] == "1 of 4 experts of layer 0 receive almost no tokens"
+
+
+def test_parts_of_the_exchange_are_advised_where_something_can_be_hidden_behind_them(tmp_path):
+    """A GPU computes while NCCL moves rows; on CPUs the same cores do both, and gloo holds the GPU up."""
+    fields = {"workers": 2, "experts": 4, "hosted": True, "exchange": 0.3, "sizes": (64,)}
+    assert "--exchange-chunks" not in " ".join(verdict_of(tmp_path / "cpu", **fields).advice)
+    events = [event | ({"backend": "gloo"} if event["event"] == "start" else {}) for event in run_events(FakeRun(gpu=True, **fields))]
+    through_the_host = " ".join(verdict(read_run(write_events(tmp_path / "gloo", events))).advice)
+    assert "--exchange-chunks" not in through_the_host
+    assert "--backend nccl" in through_the_host
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ("parallel: {placement: round_robin}", "--placement auto"),
+        ("parallel: {placement: mine.json}", "--placement auto"),
+        ("{parallel: {placement: auto}, run: {auto: false}}", "leave out --no-auto"),
+        ("{parallel: {placement: auto}, run: {auto: true}}", ""),
+    ],
+)
+def test_hosts_that_wait_in_the_exchange_for_an_uneven_one_are_to_be_placed_by_cost(tmp_path, settings, advised):
+    fields = {"workers": 2, "experts": 5, "hosted": True, "skew": 0.0, "exchange": 0.4, "method": "round_robin"}
+    folder = write_run(tmp_path, FakeRun(**fields))
+    (folder / "config.yaml").write_text(settings + "\n")
+    found = verdict(read_run(folder))
+    assert found.bound_by == "communication"
+    assert advised in found.advice[0]
+    assert ("places experts by their cost" in found.advice[0]) is bool(advised)

@@ -28,7 +28,7 @@ def machine(*gpus: Gpu, cores: int = 8, ram_free: float = 16 * GIB, cpu_bf16: bo
 
 def cluster(*gpus: int, cpus: int = 8, most_gpus: int | None = None, most_cpus: int | None = None) -> Cluster:
     """A cluster that ran before us, with so many GPUs on each node."""
-    nodes = (Node(f"10.0.0.{number}", cpus, count, cpus, "a GPU" if count else None) for number, count in enumerate(gpus, 1))
+    nodes = (Node(f"10.0.0.{number}", cpus, count, cpus) for number, count in enumerate(gpus, 1))
     return Cluster(tuple(nodes), True, most_gpus, most_cpus)
 
 
@@ -159,7 +159,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "gpu_mode": st.sampled_from(["auto", "cpu", "single_gpu", "multi_gpu"]),
     "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
     "tf32": _switches,
-    "compile": st.booleans(),
+    "compile": st.sampled_from(["auto", "on", "off"]),
     "compile_mode": st.sampled_from(["default", "reduce-overhead", "max-autotune"]),
     "compile_parts": st.sampled_from(["all", "experts", "gate"]),
     "activation_checkpointing": _switches,

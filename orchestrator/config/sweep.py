@@ -1,0 +1,102 @@
+"""What a sweep is asked to do: which trials, how long each, and what makes one better than another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchestrator.config.settings import Config, flat_names, setting_types
+from orchestrator.config.space import Space, Values, parse_space, points_space
+from orchestrator.errors import UserError
+
+Search = Literal["grid", "random", "optuna"]
+Objective = Literal["throughput", "validation_loss"]
+
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep over a space of settings."""
+
+    space: Space
+    search: Search = "grid"
+    trials: int | None = None
+    """Trials to be made in all; None: every point of the grid."""
+    objective: Objective = "throughput"
+    asha: bool = False
+    trial_seconds: float = _SECONDS
+    trial_steps: int | None = None
+    concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("--trials", self.trials), ("--trial-steps", self.trial_steps), ("--concurrent", self.concurrent)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be at least 1")
+        if not 0 < self.trial_seconds < 1e6:
+            raise UserError(f"--trial-seconds is {self.trial_seconds}; it must be positive and finite")
+        if self.search != "grid" and self.trials is None:
+            raise UserError(f"--search {self.search} needs to know when it is over: give --trials N")
+        if self.objective == "throughput" and self.trial_steps is not None:
+            raise UserError("--trial-steps is for --objective validation_loss; how long a trial is measured is --trial-seconds")
+        if self.objective == "validation_loss" and self.trial_seconds != _SECONDS:
+            raise UserError("--trial-seconds is for --objective throughput; how long a trial trains is --trial-steps")
+        if self.search == "grid":
+            self.space.grid()
+        elif self.search == "optuna" and self.space.given:
+            raise UserError("--search optuna looks for points of its own, and the space is a list of points; leave --search out")
+
+    @property
+    def points(self) -> int:
+        """How many trials there are to be."""
+        if self.search == "grid":
+            return min(len(self.space.grid()), self.trials or len(self.space.grid()))
+        assert self.trials is not None
+        return min(self.trials, len(self.space.grid())) if self.space.listed else self.trials
+
+    def header(self) -> dict[str, Any]:
+        """What the ledger keeps of it."""
+        names = ("search", "objective", "asha", "trial_seconds", "trial_steps")
+        given = {"points": [dict(point) for point in self.space.given]} if self.space.given else {}
+        return {"space": self.space.texts(), **given, "trials": self.points, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def of_header(cls, header: Mapping[str, Any], concurrent: int | None) -> Sweep:
+        """The sweep that a ledger was begun for."""
+        try:
+            texts = [f"{name}={text}" for name, text in header["space"].items()]
+            space = points_space(header["points"], "the ledger") if "points" in header else parse_space(texts)
+            names = ("search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
+            return cls(space, concurrent=concurrent, **{name: header[name] for name in names})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"the ledger does not say what was to be swept ({error!r}); begin the sweep anew") from None
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The settings that differ from their defaults, by flat name, as JSON has them."""
+    from orchestrator.config.reader import to_json
+
+    given, plain = to_json(config), to_json(Config())
+    flat = {
+        name: (given[section][name], plain[section][name]) if section else (given[name], plain[name])
+        for name, section in flat_names().items()
+    }
+    return {name: value for name, (value, default) in flat.items() if value != default}
+
+
+def workers_asked(space: Space, config: Config) -> list[int]:
+    """The numbers of workers that the trials of a sweep ask for; empty where that is left to the plan."""
+    domain = space.domains.get("workers")
+    if domain is None:
+        return [config.parallel.workers] if isinstance(config.parallel.workers, int) else []
+    values = domain.values if isinstance(domain, Values) else (int(domain.low), int(domain.high))
+    return [value for value in values if isinstance(value, int)]
+
+
+def restored(settings: Mapping[str, Any]) -> Config:
+    """The config that a ledger keeps."""
+    unknown = [name for name in settings if name not in setting_types()]
+    if unknown:
+        raise UserError(f"the ledger names a setting that this version does not know: {unknown[0]!r}; begin the sweep anew")
+    return Config.of(**settings)

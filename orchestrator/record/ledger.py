@@ -1,0 +1,139 @@
+"""The ledger of a sweep: ``sweep.jsonl``, one JSON object a line, appended and flushed. What stands in it is done: a sweep that
+was broken off goes on with the rest.
+
+| event | fields besides ``event`` and ``time`` (unix seconds)                                                              |
+|-------|-------------------------------------------------------------------------------------------------------------------|
+| sweep | version, task, space {setting: its domain as text}, search (grid, random, optuna), trials (how many are to be run),  |
+|       | seed, objective (throughput, validation_loss), asha, trial_seconds, trial_steps (or null), settings {setting: value, |
+|       | those that were given}, kind (cpu, gpu), devices (of the cluster), device_name, cores_per_worker, samples, epochs     |
+| trial | trial (number, from 1), point {setting: value}, status, reason (why it is not completed; else ""), seconds (whole      |
+|       | cost of the trial); and where something was measured the fields of ``Row``                                           |
+
+``status`` is ``completed``; ``stopped``, early, because others were better; ``failed``; ``out_of_memory``; or ``infeasible``,
+where the cluster has not what the trial asks for, so that it never began. A later line of the same trial counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import UserError
+from orchestrator.record.events import Event, EventLog, of_kind, read_events
+
+LEDGER = "sweep.jsonl"
+STATUSES = ("completed", "stopped", "failed", "out_of_memory", "infeasible")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial. What was not measured is None or empty."""
+
+    trial: int
+    point: Mapping[str, Any]
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    start_seconds: float | None = None
+    """Of these, what the trial cost beyond its steps."""
+    workers: int | None = None
+    device: str | None = None
+    strategy: str | None = None
+    precision: str | None = None
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    compile: bool | None = None
+    samples_per_second: float | None = None
+    interval: float | None = None
+    """Half the width of the 95 % confidence interval of the throughput, as a part of it."""
+    units_per_second: float | None = None
+    unit: str | None = None
+    step_seconds: float | None = None
+    steps: int | None = None
+    peak_memory_bytes: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per step of data, forward, backward, optimizer and, on several workers, communication."""
+    train_loss: float | None = None
+    validation_loss: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        return self.samples_per_second is not None and self.samples_per_second > 0
+
+    def score(self, objective: str) -> float | None:
+        """The larger the better; None where the trial has none."""
+        if objective == "validation_loss":
+            return None if self.validation_loss is None else -self.validation_loss
+        return self.samples_per_second if self.measured else None
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """A sweep as it stands in its ledger."""
+
+    folder: Path
+    header: Event
+    rows: tuple[Row, ...]
+
+    @property
+    def objective(self) -> str:
+        return str(self.header.get("objective", "throughput"))
+
+    def best(self) -> Row | None:
+        """The best completed trial by the objective."""
+        scored = [
+            (score, -row.trial, row) for row in self.rows if row.status == "completed" and (score := row.score(self.objective)) is not None
+        ]
+        return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+
+
+def read_sweep(folder: Path) -> SweepRecord:
+    """The sweep of a folder. UserError where there is none."""
+    events = read_events(folder / LEDGER)
+    headers = of_kind(events, "sweep")
+    if not headers:
+        raise UserError(f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote")
+    rows = {row.trial: row for event in of_kind(events, "trial") if (row := as_row(event)) is not None}
+    return SweepRecord(folder, headers[-1], tuple(rows[number] for number in sorted(rows)))
+
+
+def holds_sweep(folder: Path) -> bool:
+    return bool(of_kind(read_events(folder / LEDGER), "sweep"))
+
+
+def as_row(event: Event) -> Row | None:
+    """The row of a line; None for one that is no trial of ours. Fields that it does not know are left out, and so are values
+    of another kind than the field's: a damaged figure is no figure."""
+    if not isinstance(event.get("trial"), int) or not isinstance(event.get("point"), dict) or event.get("status") not in STATUSES:
+        return None
+    known = {f.name: str(f.type) for f in fields(Row)}
+    return Row(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Mapping[": (dict,)}
+
+
+def _is(value: Any, declared: str) -> bool:
+    kinds = next(kinds for start, kinds in _KINDS.items() if declared.startswith(start))
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+class Ledger:
+    """The ledger of a sweep that is under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = EventLog(folder / LEDGER)
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        self._log.write("sweep", **header)
+
+    def add(self, row: Row) -> None:
+        filled = {f.name: getattr(row, f.name) for f in fields(Row)}
+        needed = ("trial", "point", "status", "reason", "seconds")
+        self._log.write("trial", **{name: value for name, value in filled.items() if name in needed or value not in (None, {})})
+
+    def close(self) -> None:
+        self._log.close()

@@ -1,0 +1,282 @@
+"""One trial of a sweep, as Ray Tune runs it: an actor without a device of its own, which leads the workers that have one. Workers
+and what they imported are kept from trial to trial; they live in the trial's own placement group and end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.tune import Trainable
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from experts.actor_host import ExpertHost
+from orchestrator.config.settings import Config
+from orchestrator.config.space import Point
+from orchestrator.errors import OrchestratorError
+from orchestrator.plan.cluster import Cluster
+from orchestrator.plan.hardware import Inventory
+from orchestrator.record.ledger import Row
+from orchestrator.runtime.session import first_line
+from orchestrator.runtime.variables import set_variables, variable
+
+if TYPE_CHECKING:
+    from orchestrator.plan.estimate import ModelFacts
+    from orchestrator.plan.planning import Plan
+    from orchestrator.train.trial import Measured, Measurement
+
+_GRACE_SECONDS = 2.0  # for the others to fail too, once one has
+_FACTS: dict[str, Any] = {}
+"""Facts of models that this process has traced; trials of a sweep differ in few settings that matter to them."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all trials of a sweep have in common."""
+
+    config: Config
+    inventory: Inventory
+    cluster: Cluster
+    folder: Path
+    on_gpu: bool
+    cores: int
+    """Of each worker, where it has no GPU."""
+    objective: str
+    seconds: float
+    steps: int | None
+    slices: int
+    """Parts that a trial is run in; after each it may be stopped, others being better."""
+    task: Any = None
+    """A task that cannot be loaded by its name."""
+
+
+# --- the leader
+
+
+class Trial(Trainable):
+    """A trial. Nothing that a worker does ends the actor: a trial that fails is a row of the table."""
+
+    def setup(self, config: dict[str, Any], common: Common | None = None) -> None:
+        assert common is not None
+        self._common, self._gang = common, _Gang(common, config["workers"])
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._begin(new_config)
+        return True
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        self._number, self._point, self._workers = config["trial"], config["point"], config["workers"]
+        self._begun, self._opened = perf_counter(), False
+
+    def step(self) -> dict[str, Any]:
+        """A slice of the trial."""
+        try:
+            if not self._opened:
+                self._gang.open(self._point)
+                self._opened = True
+            measured, facts = self._gang.advance(1 / self._common.slices)
+        except _Failed as failure:
+            row = Row(self._number, self._point, failure.status, failure.reason, self._took(), workers=self._workers)
+            return _report(row, self._common, done=True)
+        row = _row(Row(self._number, self._point, "completed", "", self._took(), workers=self._workers), measured, facts)
+        if measured.done:
+            self._gang.close()
+        return _report(row, self._common, measured.done)
+
+    def _took(self) -> float:
+        return perf_counter() - self._begun
+
+    def cleanup(self) -> None:
+        self._gang.end()
+
+
+def _row(row: Row, measured: Measured, facts: dict[str, Any]) -> Row:
+    names = ("samples_per_second", "interval", "units_per_second", "step_seconds", "steps", "peak_memory_bytes", "phases", "train_loss")
+    figures = {name: getattr(measured, name) for name in (*names, "validation_loss")}
+    return replace(row, start_seconds=max(0.0, row.seconds - measured.seconds), **figures, **facts)
+
+
+def _report(row: Row, common: Common, done: bool) -> dict[str, Any]:
+    """What Tune is told: a score, the larger the better, and the row for the ledger. ``ended`` is our word for done: Tune's own
+    is also said of trials that it stops."""
+    score = row.score(common.objective)
+    return {"score": score if score is not None else float("-inf"), "row": asdict(row), "ended": done, "done": done}
+
+
+class _Failed(Exception):
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class _Gang:
+    """The workers of a trial, one for each bundle of its placement group. Made when they are first needed, and again after one was
+    lost or left the others waiting."""
+
+    def __init__(self, common: Common, size: int) -> None:
+        self._common, self._size = common, size
+        self._sent = ray.put(common)
+        self._actors: list[Any] = []
+
+    def open(self, point: Point) -> None:
+        if not self._actors:
+            group = get_current_placement_group()
+            assert group is not None, "a trial runs in a placement group of its own"
+            self._actors = [self._worker(group, rank) for rank in range(self._size)]
+        place = self._answers([self._actors[0].meeting_place.remote()])[0]
+        self._answers(
+            [actor.open.remote(trial_work, self._sent, dict(point), place, rank, self._size) for rank, actor in enumerate(self._actors)]
+        )
+
+    def _worker(self, group: PlacementGroup, rank: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+        return ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
+            num_cpus=0 if self._common.on_gpu else self._common.cores,
+            num_gpus=1 if self._common.on_gpu else 0,
+            scheduling_strategy=where,
+            max_restarts=0,
+        ).remote()
+
+    def advance(self, part: float) -> tuple[Measured, dict[str, Any]]:
+        return self._answers([actor.advance.remote(part) for actor in self._actors])[0]
+
+    def close(self) -> None:
+        """Let the workers put away what they measured with."""
+        self._answers([actor.close.remote() for actor in self._actors])
+
+    def _answers(self, calls: list[Any]) -> list[Any]:
+        """What all workers answer. Where one fails, the others may wait for it: they are ended, and the next trial gets new ones."""
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            if any(_error(call) is not None for call in done):
+                ray.wait(waiting, num_returns=len(waiting), timeout=_GRACE_SECONDS) if waiting else None
+                raise self._failure(calls)
+        return ray.get(calls)
+
+    def _failure(self, calls: list[Any]) -> _Failed:
+        ended, under_way = ray.wait(calls, num_returns=len(calls), timeout=0)
+        told = [_told(rank, error) for rank, call in enumerate(calls) if call in ended and (error := _error(call)) is not None]
+        if under_way or any(failure.status == "lost" for failure in told) or self._size > 1:
+            self.end()
+        order = ("out_of_memory", "failed", "lost", "silence")
+        cause = min(told, key=lambda failure: order.index(failure.status))
+        return cause if cause.status == "out_of_memory" else _Failed("failed", cause.reason)
+
+    def end(self) -> None:
+        for actor in self._actors:
+            with suppress(Exception):
+                ray.kill(actor)
+        self._actors = []
+
+
+def _error(call: Any) -> BaseException | None:
+    try:
+        ray.get(call)
+    except Exception as error:
+        return error
+    return None
+
+
+def _told(rank: int, error: BaseException) -> _Failed:
+    """A worker's failure in a line."""
+    if isinstance(error, RayActorError):
+        return _Failed("lost", f"worker {rank} was lost: its process ended, or was ended for want of memory")
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    from orchestrator.train.memory import is_out_of_memory
+    from orchestrator.train.world import is_communication_error
+
+    if is_out_of_memory(cause) or type(cause).__name__ == "OutOfMemory":
+        return _Failed("out_of_memory", first_line(cause))
+    if is_communication_error(cause):
+        return _Failed("silence", "workers lost touch with each other")
+    return _Failed("failed", first_line(cause) if isinstance(cause, OrchestratorError) else f"{type(cause).__name__}: {first_line(cause)}")
+
+
+# --- a worker
+
+
+class _Measuring:
+    """What a worker works at: a slice of the measurement at a time."""
+
+    def __init__(self, measurement: Measurement, facts: dict[str, Any]) -> None:
+        self._measurement, self._facts = measurement, facts
+
+    def advance(self, part: float) -> tuple[Measured, dict[str, Any]]:
+        return self._measurement.advance(part), self._facts
+
+
+@contextmanager
+def trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, size: int) -> Iterator[_Measuring]:
+    """A worker of a trial, from its start to its end."""
+    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
+        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    from orchestrator.runtime.worker import work_in
+    from orchestrator.tasks.load import load_task
+    from orchestrator.train.trial import Limits, measurement
+
+    work_in(common.folder, common.config.parallel.nccl_debug)
+    config = common.config.but(**point)
+    task = common.task or load_task(config)
+    plan, facts = _planned(common, config, task)
+    with _world(config, plan, place, rank, size) as world:
+        limits = Limits(common.seconds, common.steps)
+        with measurement(config, plan, facts, task, world, limits) as measuring:
+            yield _Measuring(measuring, _facts_of(plan, facts, size))
+
+
+def _planned(common: Common, config: Config, task: Any) -> tuple[Plan, ModelFacts]:
+    """The plan of the trial, as ``train`` would make it; the cores are those that the trial was given."""
+    from orchestrator.plan.planning import choose_precision, choose_worker_device, plan
+    from orchestrator.train.facts import model_facts
+    from orchestrator.types import Choice
+
+    device = choose_worker_device(config, common.inventory, common.cluster.gpus).value if common.on_gpu else "cpu"
+    precision = choose_precision(config, common.inventory, device).value
+    key = repr((config.task, config.model, config.moe, config.data, precision, device))
+    if key not in _FACTS:
+        _FACTS[key] = model_facts(task, device, precision)
+    facts = _FACTS[key]
+    made = plan(config, common.inventory, facts, None, common.cluster)
+    if common.on_gpu:
+        return made, facts
+    return replace(made, threads=Choice(common.cores, "the cores that each worker of a trial is given")), facts
+
+
+@contextmanager
+def _world(config: Config, plan: Plan, place: tuple[str, int], rank: int, size: int) -> Iterator[Any]:
+    import torch
+
+    from orchestrator.train.world import World, joined, tcp_store
+
+    on_gpu = plan.device.value != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # an actor sees its own GPU alone
+    if plan.strategy.value == "single":
+        yield World.alone(device)
+        return
+    patience = config.parallel.collective_timeout
+    store = tcp_store(*place, size, rank == 0, patience)
+    with joined(store, rank, size, device, plan.backend.value, patience) as world:
+        yield world
+
+
+def _facts_of(plan: Plan, facts: ModelFacts, size: int) -> dict[str, Any]:
+    """What the plan made of the point, for the table."""
+    return {
+        "workers": size,
+        "device": "cpu" if plan.device.value == "cpu" else "gpu",
+        "strategy": plan.strategy.value,
+        "precision": plan.precision.value,
+        "batch_size": plan.batch_size.value,
+        "accumulation_steps": plan.accumulation_steps.value,
+        "global_batch_size": plan.global_batch_size.value,
+        "compile": plan.compile.value,
+        "unit": facts.unit,
+    }

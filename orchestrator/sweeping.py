@@ -1,0 +1,99 @@
+"""A sweep from its beginning to its report: the folder, the ledger, the trials, the tables and pictures."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.settings import Config
+from orchestrator.config.space import point_flags
+from orchestrator.config.sweep import Sweep, settings_of
+from orchestrator.errors import Interrupted, TrainingFailed, UserError
+from orchestrator.plan.hardware import results_folder
+from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep
+from orchestrator.types import VERSION
+
+if TYPE_CHECKING:
+    from orchestrator.runtime.sweep import Ground
+    from orchestrator.train.folder import Prepared
+
+OWN_SETTINGS = {"resume", "run_dir", "name", "ray_address", "resource_timeout"}
+"""What is not kept of a sweep, and what it may be told anew when it goes on."""
+
+
+def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None, quiet: bool) -> SweepRecord:
+    """Make the trials that are not made yet, and draw the report."""
+    from orchestrator.record.sweep_screen import SweepScreen
+    from orchestrator.report.sweep_page import draw_sweep
+    from orchestrator.runtime.sweep import run_sweep
+    from orchestrator.train.watching import interruptible
+
+    folder = before.folder if before else _new_folder(prepared.resolved.config)
+    done = before.rows if before else ()
+    ledger, screen = Ledger(folder), SweepScreen(quiet=quiet, objective=sweep.objective, rows=done)
+    screen.begin(sweep.points, len(done))
+    try:
+        if before is None:
+            ledger.begin(_header(sweep, prepared, ground))
+        with interruptible() as asked:
+            run_sweep(sweep, prepared, ground, ledger, done, screen, asked)
+            stopped = asked()
+    finally:
+        screen.close()
+        ledger.close()
+    record = read_sweep(folder)
+    draw_sweep(folder)
+    if stopped:
+        raise Interrupted(
+            f"interrupted after {len(record.rows)} of {sweep.points} trials; go on with: orchestrator sweep --resume {folder}"
+        )
+    if record.best() is None:
+        raise TrainingFailed(f"none of the {len(record.rows)} trials completed; their reasons are in {folder / 'report.html'}")
+    for line in outcome(record):
+        screen.note(line)
+    return record
+
+
+def _header(sweep: Sweep, prepared: Prepared, ground: Ground) -> dict[str, Any]:
+    config = prepared.resolved.config
+    left = {name: value for name, value in settings_of(config).items() if name not in OWN_SETTINGS}
+    return {
+        "version": VERSION,
+        "task": config.task,
+        **sweep.header(),
+        "seed": config.run.seed,
+        "settings": left,
+        "kind": "gpu" if ground.on_gpu else "cpu",
+        "devices": ground.devices,
+        "device_name": ground.name,
+        "cores_per_worker": ground.cores,
+        "samples": prepared.facts.samples,
+        "epochs": config.run.epochs,
+    }
+
+
+def outcome(record: SweepRecord) -> list[str]:
+    """How a sweep ended, in two lines."""
+    best = record.best()
+    assert best is not None
+    figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
+    if record.objective == "validation_loss":
+        figure = f"validation loss {best.validation_loss:.4f}, {figure}"
+    return [
+        f"{len(record.rows)} trials; the best is number {best.trial}: {' '.join(point_flags(best.point))} ({figure})",
+        f"report: {record.folder / 'report.html'}; train with it: orchestrator train --tuned {record.folder}",
+    ]
+
+
+def _new_folder(config: Config) -> Path:
+    named = config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
+    task = config.task.rpartition(":")[2].lower()
+    folder = named or results_folder() / f"sweep-{task}-{datetime.now():%Y%m%d-%H%M%S}"
+    if holds_sweep(folder):
+        raise UserError(f"{folder} holds a sweep already; go on with it by --resume {folder}, or choose another --run-dir or --name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --run-dir") from None
+    return folder

@@ -1,0 +1,169 @@
+"""A sweep on a cluster that runs already, by the command line: killed in the middle, resumed, and used by train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.config.settings import Config
+from orchestrator.config.space import parse_space
+from orchestrator.errors import ResourceError
+from orchestrator.plan.cluster import Cluster as Planned
+from orchestrator.plan.cluster import Node
+from orchestrator.record.ledger import LEDGER, Row, read_sweep
+from orchestrator.runtime.sweep import Ground, planned_point
+from orchestrator.trainer import Trainer
+from tests.support.cluster import Cluster
+from tests.support.plans import machine
+from tests.support.runs import actors, finish, summary
+
+SIZES = ["--width", "16", "--expert-hidden-size", "8", "--experts", "3", "--layers", "1"]
+
+
+def started(here: Cluster, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "orchestrator", "sweep", *arguments, "--ray-address", here.address]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=here.environment, start_new_session=True
+    )
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return list(read_sweep(folder).rows) if (folder / LEDGER).exists() else []
+
+
+def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while sum(row.status == "completed" for row in rows_of(folder)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, rows_of(folder)
+        time.sleep(0.02)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_killed_resumed_and_used(shared_cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    space = ["--sweep", "batch-size=10,25", "workers=1,2,9", "top-k=1,5"]
+    killed = started(shared_cluster, tmp_path, *SIZES, *space, "--trial-seconds", "0.5", "--run-dir", str(folder))
+    wait_for_completed(killed, folder, 1)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    before = (folder / LEDGER).read_text()
+    stood = rows_of(folder)
+    assert 1 <= sum(row.status == "completed" for row in stood) < 4
+    output = finish(started(shared_cluster, tmp_path, "--resume", str(folder)))
+    assert (folder / LEDGER).read_text().startswith(before)  # what was done stands
+    rows = rows_of(folder)
+    assert len(rows) == 12
+    assert [(row.point["workers"], row.point["top_k"]) for row in rows if row.status == "infeasible"] == [(9, 1)] * 2
+    assert all("9 workers" in row.reason or "--workers 9" in row.reason for row in rows if row.status == "infeasible")
+    assert sum(row.status == "failed" for row in rows) == 6
+    assert all("top_k is 5 but there are only 3 experts" in row.reason for row in rows if row.status == "failed")
+    completed = [row for row in rows if row.status == "completed"]
+    assert sorted((row.workers, row.batch_size) for row in completed) == [(1, 10), (1, 25), (2, 10), (2, 25)]
+    assert {row.strategy for row in completed} == {"data_parallel"}
+    assert "train with it" in output
+    assert not any(word in output for word in ("Traceback", "WARNING", "ray.tune"))
+    made = {path.name for path in folder.iterdir()}
+    assert {"sweep.csv", "scaling.md", "scaling.csv", "scaling.png", "heatmap.png", "parallel_coordinates.png", "report.html"} <= made
+    assert actors(shared_cluster) == []
+    run_dir = tmp_path / "run"
+    trained = [sys.executable, "-m", "orchestrator", "train", "--tuned", str(folder), "--max-steps", "5", "--run-dir", str(run_dir)]
+    finish(subprocess.Popen([*trained, "--ray-address", shared_cluster.address, "--trackers"], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=shared_cluster.environment))  # fmt: skip
+    best = read_sweep(folder).best()
+    assert best is not None
+    assert (summary(run_dir)["workers"], summary(run_dir)["global_batch_size"]) == (best.workers, best.global_batch_size)
+    settings = {entry["name"]: entry for entry in json.loads((run_dir / "plan.json").read_text())["settings"]}
+    assert settings["batch.batch_size"]["origin"] == f"sweep {folder.name}, trial {best.trial}"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_by_the_loss_with_early_stops_and_on_hosts(shared_cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "loss"
+    rates = "learning-rate=1e-5,1e-4,3e-3,1e-2"
+    by_loss = ["--objective", "validation_loss", "--trial-steps", "64", "--asha", "--workers", "1", "--batch-size", "32"]
+    finish(started(shared_cluster, tmp_path, *SIZES, "--sweep", rates, *by_loss, "--concurrent", "1", "--run-dir", str(folder)))
+    record = read_sweep(folder)
+    best = record.best()
+    assert best is not None
+    assert best.point["learning_rate"] >= 3e-3
+    assert all(row.validation_loss is not None for row in record.rows)
+    hosts = tmp_path / "hosts"
+    strategies = ["--sweep", "parallel-strategy=data_parallel,expert_parallel", "--workers", "2", "--batch-size", "16"]
+    finish(started(shared_cluster, tmp_path, *SIZES, *strategies, "--trial-seconds", "0.5", "--run-dir", str(hosts)))
+    assert [(row.status, row.strategy) for row in read_sweep(hosts).rows] == [
+        ("completed", "data_parallel"),
+        ("completed", "expert_parallel"),
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_worker_that_is_killed_is_a_row_and_interrupted_sweeps_say_how_to_go_on(shared_cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\nfrom orchestrator.tasks.digits import Digits\n\n\nclass Deadly(Digits):\n    def loss(self, model, batch):\n"
+        "        if len(batch[0]) == 13:\n            os.kill(os.getpid(), signal.SIGKILL)\n        return super().loss(model, batch)\n"
+    )
+    arguments = [*SIZES, "--task", "deadly:Deadly", "--sweep", "batch-size=10,13,25,30", "--workers", "1", "--trial-seconds", "0.5"]
+    finish(started(shared_cluster, tmp_path, *arguments, "--concurrent", "1", "--run-dir", str(folder)))
+    rows = rows_of(folder)
+    assert [row.status for row in rows] == ["completed", "failed", "completed", "completed"]
+    assert "was lost" in rows[1].reason
+    again = tmp_path / "again"
+    process = started(shared_cluster, tmp_path, *SIZES, "--sweep", "batch-size=1..40:1", "--workers", "1", "--run-dir", str(again))
+    wait_for_completed(process, again, 1)
+    os.kill(process.pid, signal.SIGINT)
+    output = finish(process, code=130)
+    assert f"go on with: orchestrator sweep --resume {again}" in output
+    assert 1 <= len(rows_of(again)) < 40
+    assert actors(shared_cluster) == []
+
+
+def test_what_workers_are_given() -> None:
+    space, four = parse_space(["workers=1,2,3,16"]), Planned((Node("here", 4, 0, 4),), joined=False)
+    ground = Ground.of(Config(), space, machine(cores=4), four)
+    assert (ground.cores, ground.devices, ground.on_gpu) == (1, 4, False)
+    assert [ground.workers(Config.of(workers=n)) for n in (1, 2, 3)] == [1, 2, 3]
+    with pytest.raises(ResourceError, match="16 workers with 1 core each were asked for; this machine has 4 CPUs"):
+        ground.workers(Config.of(workers=16))
+    alone = Ground.of(Config(), parse_space(["batch-size=1,2"]), machine(cores=4), four)
+    assert (alone.cores, alone.workers(Config())) == (4, 1)
+
+
+def test_a_search_begins_at_the_plan() -> None:
+    plan = Trainer(config=Config.of(batch_size=48)).prepare().plan
+    space = parse_space(
+        ["batch-size=16,64", "precision=bf16,fp32", "learning-rate=1e-3..1e-2", "accumulation-steps=1..8", "compile=on,off"]
+    )
+    point = planned_point(space, plan)
+    assert point == {"batch_size": 64, "precision": "fp32", "learning_rate": 1e-3, "accumulation_steps": 1, "compile": "off"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sweep", "bath-size=1,2"], "did you mean 'batch_size'"),
+        (["--sweep", "batch-size=1..9"], "give it steps"),
+        ([], "nothing to sweep"),
+        (["--sweep", "batch-size=1,2", "--search", "random"], "give --trials"),
+        (["--resume", "nowhere"], "holds no sweep"),
+        (["--resume", "nowhere", "--sweep", "batch-size=1,2", "--task", "text"], "leave out --sweep, --task"),
+        (["--sweep", "batch-size=1,2", "--space", "x.yaml"], "were both given"),
+    ],
+)
+def test_mistakes_cost_no_cluster(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *arguments]) == 2
+    assert said in capsys.readouterr().err

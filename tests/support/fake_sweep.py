@@ -1,0 +1,203 @@
+"""Ledgers as a sweep would leave them, without a sweep: grids that scale plausibly, with trials that end in every way a trial can.
+Figures are a function of the point and the seed, so a test may look at them twice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record.ledger import Ledger, Row, SweepRecord, read_sweep
+from orchestrator.types import GIB, MIB
+
+GRID: Mapping[str, Sequence[Any]] = {
+    "precision": ("fp32", "bf16"),
+    "batch_size": (16, 64, 256),
+    "accumulation_steps": (1, 4),
+    "workers": (1, 2, 4),
+}
+EVIL = "</td></script><script>alert(1)</script>|`[x](//evil.example)`$\\frac$ \x1b[31m\n=HYPERLINK(1)\"'&"
+
+
+@dataclass(frozen=True)
+class FakeSweep:
+    """What the ledger shall tell."""
+
+    space: Mapping[str, Sequence[Any]] = field(default_factory=lambda: dict(GRID))
+    devices: int = 4
+    """Of the cluster: trials with more workers are infeasible."""
+    memory: int = 20 * GIB
+    """Of a device: trials that need more are out of memory."""
+    gpu: bool = True
+    objective: str = "throughput"
+    search: str = "grid"
+    experts: bool = False
+    failing: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
+    left: int = 0
+    """Trials that were not run yet."""
+    task: str = "digits"
+    device_name: str = "NVIDIA H200"
+    reason: str = "ValueError: batch has 3 channels, 1 was needed"
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"epochs": 3})
+    seed: int = 0
+
+
+def write_sweep(folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None) -> Path:
+    """Writes ``sweep.jsonl``: of the whole grid, or of some points."""
+    sweep = sweep or FakeSweep()
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = list(points) if points is not None else grid(sweep.space)
+    ledger = Ledger(folder)
+    ledger.begin(header(sweep, len(chosen)))
+    for number, point in enumerate(chosen[: len(chosen) - sweep.left], start=1):
+        ledger.add(row(sweep, number, point))
+    ledger.close()
+    return folder
+
+
+def made(folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None) -> SweepRecord:
+    return read_sweep(write_sweep(folder, sweep, points))
+
+
+def grid(space: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+
+
+def header(sweep: FakeSweep, trials: int) -> dict[str, Any]:
+    return {
+        "version": "0.1.0",
+        "task": sweep.task,
+        "space": {name: ",".join(map(str, values)) for name, values in sweep.space.items()},
+        "search": sweep.search,
+        "trials": trials,
+        "seed": sweep.seed,
+        "objective": sweep.objective,
+        "asha": bool(sweep.stopped),
+        "trial_seconds": 20.0,
+        "trial_steps": None,
+        "settings": dict(sweep.settings),
+        "kind": "gpu" if sweep.gpu else "cpu",
+        "devices": sweep.devices,
+        "device_name": sweep.device_name,
+        "cores_per_worker": 4,
+        "samples": 60_000,
+        "epochs": 3,
+    }
+
+
+def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
+    """The row of a trial, ended as the sweep says."""
+    whole = measured(sweep, number, point)
+    if (whole.workers or 1) > sweep.devices:
+        reason = f"needs {whole.workers} devices, the cluster has {sweep.devices}"
+        return Row(number, dict(point), "infeasible", reason)
+    if number in sweep.failing:
+        return Row(number, dict(point), "failed", sweep.reason, seconds=2.1)
+    if (whole.peak_memory_bytes or 0) > sweep.memory:
+        return Row(number, dict(point), "out_of_memory", f"CUDA out of memory: batch {whole.batch_size}", seconds=3.4)
+    if number in sweep.stopped:
+        return replace(whole, status="stopped", reason="others were faster by step 20", seconds=4.0, steps=20)
+    return whole
+
+
+def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
+    chance = random.Random(f"{sweep.seed} {sorted(point.items())}")
+    workers, batch, accumulation = int(point.get("workers", 1)), _batch(point), int(point.get("accumulation_steps", 1))
+    precision = "bf16" if point.get("precision") in ("bf16", "auto") else str(point.get("precision", "fp32"))
+    strategy = "single" if workers == 1 else str(point.get("parallel_strategy", "data_parallel"))
+    step = accumulation * (0.004 + batch * (0.00016 if precision == "bf16" else 0.0004) / (1.3 if point.get("compile") == "on" else 1))
+    waited = 0.0 if workers == 1 else 0.003 * math.log2(workers) * (2.2 if strategy == "expert_parallel" else 1.4)
+    whole = (step + waited) * chance.uniform(0.99, 1.01)
+    rate = workers * batch * accumulation / whole
+    parts = {"data": 0.04, "forward": 0.31, "backward": 0.52, "optimizer": 0.1}
+    return Row(
+        trial=number,
+        point=dict(point),
+        status="completed",
+        seconds=round(6 + 40 * whole, 2),
+        start_seconds=2.5,
+        workers=workers,
+        device="cuda" if sweep.gpu else "cpu",
+        strategy=strategy,
+        precision=precision,
+        batch_size=batch,
+        accumulation_steps=accumulation,
+        global_batch_size=workers * batch * accumulation,
+        compile=point.get("compile") == "on",
+        samples_per_second=rate,
+        interval=chance.uniform(0.004, 0.028),
+        units_per_second=128 * rate if sweep.experts else rate,
+        unit="tokens" if sweep.experts else "samples",
+        step_seconds=whole,
+        steps=40,
+        peak_memory_bytes=int((800 + batch * (40 if precision == "bf16" else 80)) * MIB),
+        phases={name: share * step for name, share in parts.items()} | ({"communication": waited} if waited else {}),
+        train_loss=1.2 + chance.random() / 10,
+        validation_loss=_loss(point, chance) if sweep.objective == "validation_loss" else None,
+    )
+
+
+def _batch(point: Mapping[str, Any]) -> int:
+    batch = point.get("batch_size", 64)
+    return batch if isinstance(batch, int) else 128
+
+
+def _loss(point: Mapping[str, Any], chance: random.Random) -> float:
+    rate = float(point.get("learning_rate", 1e-3))
+    return 0.3 + 0.2 * abs(math.log10(rate / 2e-3)) + 0.05 * chance.random()
+
+
+MIXED = FakeSweep(devices=2, memory=16 * GIB, failing=(2,), stopped=(5, 9))
+"""Every status there is."""
+EXPERTS = FakeSweep(
+    space={"parallel_strategy": ("data_parallel", "expert_parallel"), "workers": (1, 2, 4, 8), "batch_size": (8, 32)},
+    devices=8,
+    experts=True,
+    task="text",
+)
+ONE = FakeSweep(space={"batch_size": (16,)})
+SINGLE = FakeSweep(space={"batch_size": (16, 32, 64, 128, 256)}, gpu=False, device_name="AMD EPYC 7763")
+STRONG = FakeSweep(space={"batch_size": (32, 64, 128), "workers": (1, 2, 4)})
+NOTHING = FakeSweep(space={"precision": ("fp32", "bf16"), "workers": (2, 16)}, failing=(1, 3))
+HOSTILE = FakeSweep(
+    space={"precision": ("fp32", EVIL), "batch_size": (16, 256), "workers": (1, 2)},
+    devices=2,
+    failing=(3, 7),
+    task=EVIL,
+    device_name=EVIL,
+    reason=EVIL,
+    settings={"data_dir": EVIL, "epochs": 3},
+)
+SWEEPS = {
+    "mixed": MIXED,
+    "experts": EXPERTS,
+    "one": ONE,
+    "single": SINGLE,
+    "strong": STRONG,
+    "nothing": NOTHING,
+    "hostile": HOSTILE,
+    "by loss": FakeSweep(objective="validation_loss", stopped=(3,)),
+    "halfway": FakeSweep(left=20),
+    "empty": FakeSweep(left=36),
+}
+
+
+def random_points(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Points as a random search draws them, over ranges too."""
+    chance = random.Random(seed)
+    return [
+        {
+            "learning_rate": 10 ** chance.uniform(-4, -1.5),
+            "batch_size": chance.choice((8, 16, 32, 64, 128, 256, 512)),
+            "precision": chance.choice(("fp32", "bf16")),
+            "workers": chance.choice((1, 2, 4)),
+            "weight_decay": chance.uniform(0, 0.1),
+            "compile": chance.choice(("on", "off")),
+        }
+        for _ in range(count)
+    ]

@@ -1,0 +1,207 @@
+"""Silent errors of other MoE trainers, one test each, as in the table in ``facts.md``: gradients and their norm. A check passes, and
+fails where the error is planted in our own code, on the hosts and in the one process they are held against alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experts.gate import Gate
+from orchestrator.train.hosting import Hosted
+from orchestrator.train.optim import norm_of
+from orchestrator.train.replicate import Replica
+from tests.support.parts import assert_gradients_equal
+from tests.support.planting import (
+    HOSTS,
+    SIZES,
+    Case,
+    Plant,
+    alone,
+    by_expert,
+    merged,
+    norm,
+    on_host,
+    on_hosts,
+    shows,
+)
+from tests.support.ranks import run_ranks
+from tests.support.tiny import Tiny
+
+# Gradient norm averaged over ranks that own different experts.
+
+
+def averages_norms(patch: pytest.MonkeyPatch) -> None:
+    def averaged(self: Hosted, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
+        return self.world.sum_(norm_of(gradients)) / self.world.size
+
+    patch.setattr(Hosted, "norm", averaged)
+
+
+def norms_equal_one_process(plant: Plant | None) -> None:
+    case = Case(steps=3, clip=0.5)
+    expected = alone(case, plant).norms
+    for host in on_hosts(case, plant):
+        assert host.norms == pytest.approx(expected, rel=1e-12), "the gradient norm is another one on hosts"
+
+
+def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
+    shows(norms_equal_one_process, averages_norms, "gradient norm is another one")
+
+
+# Each expert group clips by its own norm.
+
+
+def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hosted, "norm", lambda self, gradients, squares: norm_of(gradients))
+
+
+def dense_weights_stay_together(plant: Plant | None) -> None:
+    case = Case(steps=6, clip=0.1)
+    first, second = (host.weights for host in on_hosts(case, plant))
+    expected = alone(case, plant).weights
+    shared = sorted(first.keys() & second.keys())
+    assert "stem.weight" in shared
+    assert "blocks.0.ffn.gate.weight_ED" in shared
+    for name in shared:
+        assert torch.equal(first[name], second[name]), f"{name} drifted apart"
+        torch.testing.assert_close(first[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_each_expert_group_clips_by_its_own_norm() -> None:
+    shows(dense_weights_stay_together, clips_by_own_norm, "drifted apart")
+
+
+# The norm leaves experts out, or counts replicas once per rank.
+
+
+def leaves_experts_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hosted, "norm", lambda self, gradients, squares: _dense_norm(self))
+
+
+def counts_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
+    def counted(self: Hosted, gradients: list[Tensor], squares: Tensor) -> Tensor:
+        return (_dense_norm(self).square() * self.world.size + squares.sum()).sqrt()
+
+    patch.setattr(Hosted, "norm", counted)
+
+
+def _dense_norm(replica: Hosted) -> Tensor:
+    return norm_of([p.grad for p in replica._dense if p.grad is not None])
+
+
+def clipped_to_the_bound(plant: Plant | None) -> None:
+    """What the optimizer got, added up here over each parameter once."""
+    case = Case(clip=0.05)
+    hosts = on_hosts(case, plant)
+    assert min(host.norms[0] for host in hosts) > case.clip
+    clipped = norm(merged([host.gradients for host in hosts]))
+    assert clipped == pytest.approx(case.clip, rel=1e-12), "clipped too little or too much"
+    assert hosts[0].norms == pytest.approx(alone(case, plant).norms, rel=1e-12)
+
+
+@pytest.mark.parametrize("plant", [leaves_experts_out, counts_replicas_per_host])
+def test_norm_leaves_experts_out_or_counts_replicas_once_per_rank(plant: Plant) -> None:
+    shows(clipped_to_the_bound, plant, "clipped too little or too much")
+
+
+# Expert gradients exactly doubled: invisible under Adam, so gradients are held against differences of the loss.
+
+
+@dataclass(frozen=True)
+class Nudged(Tiny):
+    """``part`` of the weights moved a little in one direction."""
+
+    part: str = ""
+    by: float = 0.0
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, direction in directions(model, self.part).items():
+            model.get_parameter(name).data.add_(self.by * direction)
+        return model
+
+
+def directions(model: nn.Module, part: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    drawn = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in model.named_parameters()}
+    return {name: direction for name, direction in drawn.items() if part in name}
+
+
+def gradients_are_slopes(part: str, plant: Plant | None) -> None:
+    """The gradient along a direction is what the loss does there, on hosts as in one process."""
+    small = 1e-5
+    cases = [Case(Nudged((SIZES,), part=part, by=by)) for by in (0.0, small, -small)]
+    model = cases[0].task.build_model()
+    direction = by_expert(model, directions(model, part))
+    one, hosts = [alone(case, plant) for case in cases], run_ranks(on_host, HOSTS, cases, plant)
+    for runs, gradients in ((one, one[0].gradients), (hosts[0], merged([host[0].gradients for host in hosts]))):
+        along = sum(float((gradients[name] * direction[name]).sum()) for name in direction)
+        slope = (runs[1].losses[0] - runs[2].losses[0]) / (2 * small)
+        assert abs(slope) > 1e-3
+        assert along == pytest.approx(slope, rel=1e-6), f"the gradient of the {part} is not the slope of the loss"
+
+
+def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
+    real = Hosted.add_up
+
+    def doubled(self: Hosted) -> float:
+        factor = real(self)
+        for stack in (stack for bank in self._banks for _, _, stack in bank.stacks()):
+            assert stack.grad is not None
+            stack.grad.mul_(2)
+        return factor
+
+    patch.setattr(Hosted, "add_up", doubled)
+
+
+def test_expert_gradients_exactly_doubled() -> None:
+    shows(lambda plant: gradients_are_slopes("bank", plant), doubles_expert_gradients, "gradient of the bank is not the slope")
+    case = Case(steps=6)
+    hidden, right = on_hosts(case, doubles_expert_gradients)[0].losses, alone(case).losses
+    assert hidden == pytest.approx(right, rel=1e-4), "the losses would have told"
+
+
+# Gradients doubled at every micro-batch.
+
+
+def doubles_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    real = Replica.loss
+
+    def doubled(self: Replica, batch: Any, last: bool) -> Any:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        return real(self, batch, last)
+
+    patch.setattr(Replica, "loss", doubled)
+
+
+def accumulated_gradients_equal_one_pass(plant: Plant | None) -> None:
+    case = Case(micro=2)  # four micro-batches
+    found = merged([host.gradients for host in on_hosts(case, plant)])
+    assert_gradients_equal(found, alone(case, plant).gradients, 1e-10, 1e-12)
+
+
+def test_gradients_doubled_at_every_micro_batch() -> None:
+    shows(accumulated_gradients_equal_one_pass, doubles_at_every_micro_batch, "off by .* allowed")
+
+
+# Router cut off by a non-differentiable gather.
+
+
+def cuts_the_router_off(patch: pytest.MonkeyPatch) -> None:
+    real = Gate.forward
+
+    def cut(self: Gate, *arguments: Any) -> Any:
+        routing = real(self, *arguments)
+        return replace(routing, weights_TK=routing.weights_TK.detach())
+
+    patch.setattr(Gate, "forward", cut)
+
+
+def test_router_cut_off_by_a_non_differentiable_gather() -> None:
+    shows(lambda plant: gradients_are_slopes("gate", plant), cuts_the_router_off, "gradient of the gate is not the slope")
