@@ -70,7 +70,9 @@ def calibrate_machine(path: Path | None, as_json: bool) -> int:
 
 def _calibration_table(made: Calibration) -> Table:
     table = Table(title=f"calibration of {made.machine}", title_justify="left", header_style="bold", border_style="dim")
-    names = [f"{entry.workers} worker{'s' * (entry.workers > 1)}, {entry.threads} threads each" for entry in made.profiles]
+    names = [
+        f"{entry.workers} worker{'s' * (entry.workers > 1)}, {entry.threads} thread{'s' * (entry.threads > 1)}" for entry in made.profiles
+    ]
     for column in ("figure", *names):
         table.add_column(column)
     rows = [_figures(entry.device) for entry in made.profiles]
@@ -112,7 +114,7 @@ def found_calibration(asked: Path | None) -> Calibration | None:
 
 def step_prediction(prepared: Prepared, asked: Path | None) -> tuple[str, dict[str, Any] | None]:
     """A line about the predicted step of a plan, and the same for machines."""
-    config, chosen, found = prepared.resolved.config, prepared.plan, prepared.inventory
+    chosen, found = prepared.plan, prepared.inventory
     on_gpu, workers = chosen.device.value != "cpu", chosen.workers.value
     made = found_calibration(asked)
     described = _described(made, found, on_gpu, workers)
@@ -136,7 +138,7 @@ def step_prediction(prepared: Prepared, asked: Path | None) -> tuple[str, dict[s
         workers, chosen.strategy.value, chosen.accumulation_steps.value, 1.0, chosen.exchange_chunks.value, chosen.tf32.value, crowding
     )
     predicted = predict(work, machine, team)
-    compiled = "; --compile is not counted" if config.device.compile else ""
+    compiled = "; compiled, it may be faster" if chosen.compile.value else ""
     return f"step time: {_sentence(predicted)} (predicted from {source}{compiled})", predicted.to_json() | {"source": source}
 
 

@@ -62,6 +62,8 @@ class Achieved:
     memory: float
     attention_forward: float
     attention_backward: float
+    attention_fp32_forward: float
+    attention_fp32_backward: float
     unaligned: Mapping[str, float]
     grouped: Rows
     kernel_s: float
@@ -161,7 +163,10 @@ def _grid(known: Known, precision: str) -> Grid:
 
 def _attention(known: Known, precision: str, direction: str) -> Curve:
     achieved = catalogue().achieved
-    share = achieved.attention_forward if direction == "forward" else achieved.attention_backward
+    shares = (achieved.attention_forward, achieved.attention_backward)
+    if precision == "fp32":  # of a smaller peak
+        shares = (achieved.attention_fp32_forward, achieved.attention_fp32_backward)
+    share = shares[direction == "backward"]
     rate = known.peak_tflops[precision] * 1e12 * share
     return Curve((1e4, 1e12), (1e4 / rate, 1e12 / rate))
 

@@ -10,7 +10,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.costmodel import Team, predict
 from orchestrator.plan.devices import catalogue, device_of, short_name
 from orchestrator.plan.scaling import machine_of, parse_cluster
-from orchestrator.plan.work import Move, Product, Work
+from orchestrator.plan.work import Attention, Move, Product, Work
 
 
 def test_a_cluster_is_read() -> None:
@@ -69,6 +69,18 @@ def test_an_h200_does_what_was_measured_of_it() -> None:
     assert 2 * size**3 / found.parts["compute"] == pytest.approx(799e12, rel=0.2)
     moved = predict(Work(1, moves=(Move("plain", 2**30),)), machine_of(parse_cluster("gpu=h200")))
     assert 2**30 / moved.parts["memory"] == pytest.approx(4.3e12, rel=0.1)
+
+
+def test_a_gpt2_small_on_an_h200_takes_what_it_took() -> None:
+    """benchmarks/results/precisions_h200_2026-11-15.md: what the shares were fitted to, as products and bytes of such a step."""
+    rows, width = 16 * 1024, 768
+    layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    products = [Product(rows, k, n, precision="bf16", times=36) for k, n in layer] + [
+        Product(rows, width, 50257, precision="bf16", times=3)
+    ]
+    attention = (Attention(192, 1024, 64, False, "bf16", 12), Attention(192, 1024, 64, True, "bf16", 12))
+    work = Work(16, tuple(products), attention, (Move("plain", 2**28, times=200),), parameters=124_439_808)
+    assert predict(work, machine_of(parse_cluster("gpu=h200"))).step_seconds == pytest.approx(0.072, rel=0.1)
 
 
 def test_faster_links_help() -> None:
