@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from orchestrator.config.settings import Config, did_you_mean
 from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.masking import MaskedStream
 from orchestrator.types import VERSION
 
 USAGE = """usage: orchestrator VERB [options]
@@ -180,6 +182,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. A known error becomes a short message and its exit code; a bug of ours keeps its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _mask_output()
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             sys.stdout.write(USAGE + "\n")
@@ -194,9 +198,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OrchestratorError as error:
         sys.stderr.write(f"orchestrator: {error}\n")
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        sys.stderr.write(f"orchestrator: {error.strerror}: {str(error.filename)[:80]} …; another path was needed\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("orchestrator: interrupted\n")
         return 130
+
+
+def _mask_output() -> None:
+    """Nothing that this program says, tracebacks included, tells a secret of its environment."""
+    from orchestrator.plan.hardware import secret_values
+
+    secrets = secret_values()
+    sys.stdout, sys.stderr = MaskedStream(sys.stdout, secrets), MaskedStream(sys.stderr, secrets)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def train(resolved: Resolved, tuned: Path | None = None) -> int:
     if tuned is not None:
         from orchestrator import tuning
 
-        resolved, taken = tuning.tuned(tuned, resolved, Trainer(config=resolved).devices())
+        resolved, taken = tuning.tuned(tuned, resolved, lambda config: Trainer(config=config).devices())
         Console().print(Text(taken), soft_wrap=True)
     result = Trainer(config=resolved).fit()
     if result.status == "stopped":

@@ -16,7 +16,7 @@ from rich.text import Text
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import OrchestratorError
-from orchestrator.plan.calibration import AGAIN, FILE, Calibration, read_calibration, write_calibration
+from orchestrator.plan.calibration import AGAIN, FILE, Calibration, Profile, read_calibration, write_calibration
 from orchestrator.plan.costmodel import Device, Machine, Predicted, Team, predict, predicted_memory
 from orchestrator.plan.devices import known_gpu, short_name
 from orchestrator.plan.hardware import Inventory, inventory, results_folder
@@ -75,7 +75,7 @@ def _calibration_table(made: Calibration) -> Table:
     ]
     for column in ("figure", *names):
         table.add_column(column)
-    rows = [_figures(entry.device) for entry in made.profiles]
+    rows = [_figures(entry.device) | _explained(entry) for entry in made.profiles]
     for name in rows[0]:
         table.add_row(name, *(row[name] for row in rows))
     for name in ("sums", "exchange"):
@@ -97,7 +97,14 @@ def _figures(device: Device) -> dict[str, str]:
     plain = device.moves["plain"]
     figures["memory"] = f"{max(size / value for size, value in zip(plain.sizes, plain.values, strict=True)) / 1e9:,.0f} GB/s"
     figures["optimizer"] = f"{device.optimizer.sizes[-1] / device.optimizer.values[-1] / 1e9:,.1f} GB/s of parameters"
-    return figures | {"overhead per operation": seconds_text(device.operation_s), "overhead per step": seconds_text(device.step_s)}
+    host = {"operation": device.operation_s, "kernel from Python": device.launch_s, "view": device.view_s, "parameter": device.tensor_s}
+    return figures | {f"overhead per {name}": seconds_text(value) for name, value in (host | {"step": device.step_s}).items()}
+
+
+def _explained(entry: Profile) -> dict[str, str]:
+    """How well the overheads explain the steps that they were found from."""
+    errors = [abs(reference.fitted_s / reference.measured_s - 1) for reference in entry.references if reference.measured_s > 0]
+    return {"reference steps": f"explained to {max(errors):.0%}" if errors else ""}
 
 
 def _link_text(link: Any) -> str:

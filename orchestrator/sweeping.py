@@ -10,7 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import point_flags
 from orchestrator.config.sweep import Sweep, settings_of
 from orchestrator.errors import Interrupted, TrainingFailed, UserError
-from orchestrator.plan.hardware import results_folder
+from orchestrator.plan.hardware import results_folder, secret_values
 from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep
 from orchestrator.types import VERSION
 
@@ -27,11 +27,14 @@ def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRec
     from orchestrator.record.sweep_screen import SweepScreen
     from orchestrator.report.sweep_page import draw_sweep
     from orchestrator.runtime.sweep import run_sweep
+    from orchestrator.train.folder import check_links
     from orchestrator.train.watching import interruptible
 
+    check_ground(sweep, prepared, ground, before)
     folder = before.folder if before else _new_folder(prepared.resolved.config)
+    check_links(folder)
     done = before.rows if before else ()
-    ledger, screen = Ledger(folder), SweepScreen(quiet=quiet, objective=sweep.objective, rows=done)
+    ledger, screen = Ledger(folder, secret_values()), SweepScreen(quiet=quiet, objective=sweep.objective, rows=done)
     screen.begin(sweep.points, len(done))
     try:
         if before is None:
@@ -53,6 +56,23 @@ def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRec
     for line in outcome(record):
         screen.note(line)
     return record
+
+
+def check_ground(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None) -> None:
+    """What would make rows that do not compare, or none at all."""
+    if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
+        raise UserError("--objective validation_loss needs validation data; the task has none")
+    if prepared.resolved.config.batch.batch_size == "auto":
+        raise UserError("--batch-size auto measures a batch size by itself; sweep over sizes: --sweep batch-size=16..256:x2")
+    if before is None:
+        return
+    now = {"kind": "gpu" if ground.on_gpu else "cpu", "device_name": ground.name, "cores_per_worker": ground.cores}
+    for name, value in now.items():
+        if before.header.get(name) != value:
+            raise UserError(
+                f"the sweep in {before.folder} was begun with {name} {before.header.get(name)}, and here it is {value}: the rows would not "
+                "compare. Go on where it was begun, or begin another sweep here"
+            )
 
 
 def _header(sweep: Sweep, prepared: Prepared, ground: Ground) -> dict[str, Any]:
@@ -87,9 +107,10 @@ def outcome(record: SweepRecord) -> list[str]:
 
 
 def _new_folder(config: Config) -> Path:
+    from orchestrator.train.folder import task_name
+
     named = config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
-    task = config.task.rpartition(":")[2].lower()
-    folder = named or results_folder() / f"sweep-{task}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = named or results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
     if holds_sweep(folder):
         raise UserError(f"{folder} holds a sweep already; go on with it by --resume {folder}, or choose another --run-dir or --name")
     try:

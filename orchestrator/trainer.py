@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.cluster import Cluster, chosen_gpus
 from orchestrator.plan.experts import unused_settings
-from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, set_environment
+from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, secret_values, set_environment
 from orchestrator.plan.parallel import asks_for_workers, check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
 from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
 from orchestrator.record.screen import Screen
@@ -151,7 +151,7 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
-        self._screen = Screen(quiet=self._quiet)
+        self._screen = Screen(quiet=self._quiet, secrets=secret_values())
         if not asks_for_workers(self.resolved.config):
             found = self._look()
             if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
@@ -164,9 +164,9 @@ class Trainer:
         with session(self.resolved.config, self._screen.note) as joined:
             return self._together(joined)
 
-    def devices(self) -> int:
-        """Devices that a run here could have: GPUs where there are any that it may use, else cores; of the cluster that it would
-        join, or of this machine."""
+    def devices(self) -> tuple[str, int]:
+        """Devices that a run here could have, of the cluster that it would join or of this machine: ``gpu`` and how many, where
+        there are any that it may use, else ``cpu`` and the cores."""
         from orchestrator.runtime.session import cluster_runs, session
         from orchestrator.runtime.survey import survey
 
@@ -175,7 +175,7 @@ class Trainer:
         if cluster_runs(config):
             with session(config, self._screen.note) as joined:
                 cluster, found = survey(found, joined)
-        return cluster.gpus if on_gpus(config, cluster) and found.gpus else cluster.cpus
+        return ("gpu", cluster.gpus) if on_gpus(config, cluster) and found.gpus else ("cpu", cluster.cpus)
 
     def sweep(self, sweep: Sweep, resume: Path | None = None) -> SweepRecord:
         """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
@@ -185,7 +185,7 @@ class Trainer:
         from orchestrator.sweeping import carry_out
 
         before = read_sweep(resume) if resume is not None else None
-        with session(self.resolved.config, Screen(quiet=self._quiet).note) as joined:
+        with session(self.resolved.config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
             from orchestrator.runtime.survey import survey
             from orchestrator.runtime.sweep import Ground
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,40 +111,42 @@ def resume_sweep(folder: Path, resolved: Resolved, concurrent: int | None) -> Sw
 # --- the best row, for train
 
 
-def tuned(folder: Path, resolved: Resolved, devices: int) -> tuple[Resolved, str]:
-    """The settings with those of the best trial of a sweep that ``devices`` are enough for, where nothing else is given; and what
-    was taken, in words."""
+def tuned(folder: Path, resolved: Resolved, devices: Callable[[Config], tuple[str, int]]) -> tuple[Resolved, str]:
+    """The settings with those of the best trial of a sweep that fits what is here, where no flag says otherwise; and what was taken,
+    in words. ``devices`` says what a run with some settings could have: ``gpu`` or ``cpu``, and how many."""
     record = read_sweep(folder)
-    row = _best_that_fits(record, devices)
-    given = {name for name, origin in resolved.origins.items() if origin.startswith("flag")}
-    settings = record.header.get("settings")
-    swept_with = dict(settings) if isinstance(settings, Mapping) else {}
-    taken = {name: value for name, value in (swept_with | dict(row.point)).items() if name not in given}
-    _check_task(folder, record, resolved, given)
-    taken |= {"workers": row.workers} if row.workers and row.workers > 1 and "workers" not in given else {}
+    flags = {name for name, origin in resolved.origins.items() if origin.startswith("flag")}
+    task = str(record.header.get("task", ""))
+    if "task" in resolved.origins and resolved.config.task != task:
+        raise UserError(
+            f"--tuned {folder} is a sweep of {task}, and {resolved.config.task} is to be trained; sweep over that one, or leave --tuned out"
+        )
+    kept = record.header.get("settings")
+    base = {"task": task} | (dict(kept) if isinstance(kept, Mapping) else {})
+    asked = resolved.config.parallel.workers if "workers" in flags else None
+    config = resolved.config.but(**{name: value for name, value in base.items() if name not in flags})
+    row = _best_that_fits(record, *devices(config), asked)
+    taken = {name: value for name, value in {**base, **row.point, "workers": row.workers or 1}.items() if name not in flags}
     origins = dict(resolved.origins) | dict.fromkeys(taken, f"sweep {folder.name}, trial {row.trial}")
     figure = f"{row.samples_per_second:,.0f} samples/s" if row.samples_per_second else f"validation loss {row.validation_loss}"
-    return Resolved(
-        resolved.config.but(**taken), origins
-    ), f"settings of trial {row.trial} of {folder}: {' '.join(point_flags(row.point))} ({figure})"
+    words = f"settings of trial {row.trial} of {folder}: {' '.join(point_flags(row.point))} ({figure})"
+    return Resolved(resolved.config.but(**taken), origins), words
 
 
-def _check_task(folder: Path, record: SweepRecord, resolved: Resolved, given: set[str]) -> None:
-    if "task" in given and resolved.config.task != record.header.get("task"):
+def _best_that_fits(record: SweepRecord, kind: str, count: int, asked: int | str | None) -> Row:
+    where, cores = record.header.get("kind"), record.header.get("cores_per_worker")
+    if where != kind:
         raise UserError(
-            f"--tuned {folder} is a sweep of {record.header.get('task')}, and --task {resolved.config.task} is another; "
-            "sweep over that one, or leave --tuned out"
+            f"--tuned {record.folder} was swept on {where}s, and this run has {kind}s: its figures mean nothing here; sweep anew"
         )
-
-
-def _best_that_fits(record: SweepRecord, devices: int) -> Row:
+    devices = count // cores if kind == "cpu" and isinstance(cores, int) and cores > 0 else count
     if record.best() is None:
         raise UserError(f"--tuned {record.folder}: none of its {len(record.rows)} trials completed; see its report.html")
-    fitting = replace(record, rows=tuple(row for row in record.rows if (row.workers or 1) <= devices)).best()
+    wanted = [row for row in record.rows if (row.workers or 1) <= devices and (not isinstance(asked, int) or row.workers == asked)]
+    fitting = replace(record, rows=tuple(wanted)).best()
     if fitting is None:
-        least = min(row.workers or 1 for row in record.rows if row.status == "completed")
-        raise UserError(
-            f"--tuned {record.folder}: its trials need {least} devices or more; there are {devices} here. "
-            "Sweep anew with --sweep workers=1,2"
-        )
+        tried = sorted({row.workers or 1 for row in record.rows if row.status == "completed"})
+        numbers = ", ".join(str(number) for number in tried)
+        need = f"--workers {asked}" if isinstance(asked, int) and asked <= devices else f"{devices} device{'s' * (devices != 1)}"
+        raise UserError(f"--tuned {record.folder}: its completed trials have {numbers} workers, and none fits {need}; sweep anew")
     return fitting

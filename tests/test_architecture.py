@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("config", "tasks", "plan", "record", "report", "train", "runtime")  # from the ground up; the face is above them
-GROUND = {"orchestrator.types", "orchestrator.errors"}
+GROUND = {"orchestrator.types", "orchestrator.errors", "orchestrator.masking"}
 TORCH_FREE_EXPERTS = {"experts.types", "experts.placement", "experts.placement_search", "experts.evolution"}
 TORCH_LATE = {"orchestrator.plan.hardware", "orchestrator.plan.probes", "orchestrator.plan.arithmetic", "orchestrator.plan.host"}
 RAY_HOMES = ("experts.actor_host", "orchestrator.runtime.")

@@ -18,7 +18,9 @@ from orchestrator.config.checks import Switch
 from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
+from orchestrator.config.yaml_text import composed
 from orchestrator.errors import UserError
+from orchestrator.masking import Secrets, mask, masked
 
 Options = TypeVar("Options")
 Origins = Mapping[str, str]
@@ -73,7 +75,7 @@ def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The content of a YAML text, and where each key stands: {'optim.learning_rate': 'cfg.yaml:3'}."""
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
+        node = composed(loader)
         lines = _lines(node, file) if isinstance(node, yaml.MappingNode) else {}
         content = loader.construct_document(node) if node else None
     except yaml.YAMLError as error:
@@ -260,26 +262,25 @@ def _config_path(argv: Sequence[str]) -> Path | None:
     return found
 
 
-def write_file(resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """The whole config as YAML that reads back to the same config, each value with its origin (or the comment given)."""
-    path.write_text(dump(resolved, comments), encoding="utf-8")
+def write_file(resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> None:
+    """The whole config as YAML that reads back to the same config but for its secrets, each value with its origin (or the comment
+    given)."""
+    path.write_text(dump(resolved, comments, secrets), encoding="utf-8")
 
 
-def dump(resolved: Resolved, comments: Mapping[str, str] | None = None) -> str:
+def dump(resolved: Resolved, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> str:
     notes = comments if comments is not None else {name: resolved.origin(name) for name in flat_names()}
-    lines = [_yaml_line("task", resolved.config.task, notes.get("task", ""))]
+    notes = {name: mask(note, secrets) for name, note in notes.items()}
+    lines = [_yaml_line("task", mask(resolved.config.task, secrets), notes.get("task", ""))]
     for section in section_types():
         lines += ["", f"{section}:"]
         values = getattr(resolved.config, section)
-        lines += ["  " + _yaml_line(f.name, getattr(values, f.name), notes.get(f.name, "")) for f in fields(values)]
+        shown = {f.name: masked(_plain(getattr(values, f.name)), secrets) for f in fields(values)}
+        lines += ["  " + _yaml_line(name, value, notes.get(name, "")) for name, value in shown.items()]
     return "\n".join(lines) + "\n"
 
 
 def _yaml_line(name: str, value: Any, comment: str) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    if isinstance(value, Path):
-        value = str(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
     return f"{name}: {text}" + (f"  # {' '.join(comment.split())}" if comment else "")
 

@@ -7,6 +7,7 @@ sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--learning-rat
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.agreement import check_devices, check_product, check_strategy
-from orchestrator.config.checks import Switch, at_least, positive, within
+from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
 from orchestrator.config.keeping import CheckpointSettings, WatchSettings
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.parallel import ParallelSettings
@@ -29,6 +30,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
 ExpertKernel = Literal["auto", "loop", "grouped"]
 
+_LONGEST_NAME = 100
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
@@ -59,7 +61,10 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.name is not None and (not self.name or self.name[0] in ".-" or not set(self.name) <= _NAME_CHARACTERS):
-            raise ValueError(f"name is {self.name!r}; use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+            shown = reprlib.repr(self.name)
+            raise ValueError(f"name is {shown}; use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        if self.name is not None and len(self.name) > _LONGEST_NAME:
+            raise ValueError(f"name is {reprlib.repr(self.name)}, {len(self.name)} characters; at most {_LONGEST_NAME} are possible")
         at_least("epochs", self.epochs, 1)
         at_least("max_steps", self.max_steps, 1)
         at_least("early_stopping_patience", self.early_stopping_patience, 1)
@@ -148,9 +153,17 @@ class Config:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
         if self.run.deterministic and self.parallel.share_by_speed == "on":
             raise ValueError("deterministic and share_by_speed on contradict each other: speed is measured anew in each run; leave one out")
+        for name, value in self._paths().items():
+            possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe)
         check_product(self.device.gpu_mode, self.parallel, self.batch)
+
+    def _paths(self) -> dict[str, Path | str | None]:
+        """Settings that are, or may be, paths."""
+        sections = [getattr(self, f.name) for f in fields(self) if f.name != "task"]
+        paths = {f.name: value for section in sections for f in fields(section) if isinstance(value := getattr(section, f.name), Path)}
+        return paths | {"resume": self.checkpoint.resume, "placement": self.parallel.placement}
 
     @classmethod
     def of(cls, **settings: Any) -> Config:

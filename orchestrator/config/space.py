@@ -8,15 +8,16 @@ import math
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
 from orchestrator.config import spellings
-from orchestrator.config.settings import did_you_mean, flat_names, setting_types
+from orchestrator.config.settings import Config, did_you_mean, flat_names, setting_types
 from orchestrator.config.values import as_declared
+from orchestrator.config.yaml_text import safe_content
 from orchestrator.errors import UserError
 
 Point = Mapping[str, Any]
@@ -24,7 +25,20 @@ Point = Mapping[str, Any]
 MOST_POINTS = 10_000
 _RANGE = re.compile(r"(?P<low>[^.]*(?:\.\d[^.]*)?)\.\.(?P<high>[^:]+)(?::(?P<how>.+))?")
 _FORM = "values as 16,64,256, a range with steps as 16..256:x2 or 1..9:2, or a range as 1e-4..1e-2:log"
-_NOT_SWEPT = {"task", "name", "run_dir", "resume", "init_from", "ray_address", "trackers", "debug", "auto", "profile", "devices"}
+_NOT_SWEPT = {
+    "task",
+    "name",
+    "run_dir",
+    "resume",
+    "init_from",
+    "ray_address",
+    "trackers",
+    "debug",
+    "auto",
+    "profile",
+    "devices",
+    "gpu_mode",
+}
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,29 @@ class Space:
         """Whether every setting has a list of values, so that all points can be gone through."""
         return all(isinstance(domain, Values) for domain in self.domains.values())
 
+    @property
+    def size(self) -> int:
+        """How many points there are; a very large number where there is no end to them."""
+        if self.given:
+            return len(self.given)
+        return math.prod(len(domain.values) if isinstance(domain, Values) else 2**62 for domain in self.domains.values())
+
     def texts(self) -> dict[str, str]:
+        """For people."""
         return {name: domain.text() for name, domain in self.domains.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the ledger."""
+        return {n: asdict(d) if isinstance(d, Range) else [_plain(value) for value in d.values] for n, d in self.domains.items()}
+
+    @classmethod
+    def of_json(cls, domains: Mapping[str, Any]) -> Space:
+        made: dict[str, Domain] = {}
+        for given, domain in domains.items():
+            name = _setting(given, "the ledger")
+            values = None if isinstance(domain, Mapping) else tuple(_value(name, value, "the ledger") for value in domain)
+            made[name] = Range(**domain) if values is None else Values(values)
+        return cls(made)
 
     def grid(self) -> list[Point]:
         """Every combination, the last setting changing fastest; or the points that were given."""
@@ -89,7 +124,7 @@ class Space:
                 f"(16..256:x2, 1..9:2), or use --search random or optuna"
             )
         lists = [domain.values for domain in self.domains.values() if isinstance(domain, Values)]
-        count = math.prod(len(values) for values in lists)
+        count = self.size
         if count > MOST_POINTS:
             raise UserError(f"the grid has {count:,} points; at most {MOST_POINTS:,} are gone through. Use --search random with --trials N")
         return [dict(zip(self.domains, values, strict=True)) for values in itertools.product(*lists)]
@@ -138,7 +173,7 @@ def read_space(path: Path) -> Space:
     """The space of a YAML file: each setting with a list of values, one value, or a text as for --sweep; or a list of points, each
     a mapping of settings to values."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = safe_content(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the space {path}: {getattr(error, 'strerror', None) or error}; give a YAML file to --space") from None
     except yaml.YAMLError as error:
@@ -152,14 +187,25 @@ def read_space(path: Path) -> Space:
     return _space((str(name), value, f"{path.name}: {name}") for name, value in content.items())
 
 
+def plain_point(point: Point) -> dict[str, Any]:
+    """A point as JSON has it."""
+    return {name: _plain(value) for name, value in point.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
 def points_space(points: Sequence[Mapping[Any, Any]], where: str) -> Space:
     """The space of these points alone."""
     read = [{_setting(str(name), where): value for name, value in point.items()} for point in points]
     made = [{name: _value(name, value, f"{where}, point {n}") for name, value in point.items()} for n, point in enumerate(read, 1)]
-    unique = {point_key(point): point for point in reversed(made)}
+    unique: dict[str, Point] = {}
+    for point in made:
+        unique.setdefault(point_key(point), point)
     names = dict.fromkeys(name for point in made for name in point)
     domains = {name: Values(tuple(dict.fromkeys(point[name] for point in made if name in point))) for name in names}
-    return Space(domains, tuple(reversed(unique.values())))
+    return Space(domains, tuple(unique.values()))
 
 
 def _space(entries: Iterable[tuple[str, Any, str]]) -> Space:
@@ -197,9 +243,14 @@ def _domain(name: str, value: Any, where: str) -> Domain:
 def _value(name: str, value: Any, where: str) -> Any:
     empty = isinstance(value, str) and value.lower() in ("none", "null")
     try:
-        return as_declared(name, setting_types()[name], None if empty else value)
+        made = as_declared(name, setting_types()[name], None if empty else value)
+        if isinstance(made, int | float) and not isinstance(made, bool):
+            Config().but(**{name: made})  # out of range is better told now than by every trial
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    if (name, made) == ("batch_size", "auto"):
+        raise UserError(f"{where}: auto measures a batch size by itself; give the sizes to be tried")
+    return made
 
 
 def _range(name: str, text: str, where: str) -> Domain:
@@ -221,7 +272,7 @@ def _range(name: str, text: str, where: str) -> Domain:
         for end in (low, high):
             _value(name, round(end) if integer else end, where)
         return ends
-    return Values(tuple(_value(name, round(n) if integer else n, where) for n in _stepped(low, high, how, where)))
+    return Values(tuple(dict.fromkeys(_value(name, round(n) if integer else n, where) for n in _stepped(low, high, how, where))))
 
 
 def _stepped(low: float, high: float, how: str, where: str) -> list[float]:

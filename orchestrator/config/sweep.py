@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import Space, Values, parse_space, points_space
+from orchestrator.config.space import Space, Values, plain_point, points_space
 from orchestrator.errors import UserError
 
 Search = Literal["grid", "random", "optuna"]
@@ -51,22 +51,27 @@ class Sweep:
     def points(self) -> int:
         """How many trials there are to be."""
         if self.search == "grid":
-            return min(len(self.space.grid()), self.trials or len(self.space.grid()))
+            return min(self.space.size, self.trials or self.space.size)
         assert self.trials is not None
-        return min(self.trials, len(self.space.grid())) if self.space.listed else self.trials
+        return min(self.trials, self.space.size)
 
     def header(self) -> dict[str, Any]:
         """What the ledger keeps of it."""
         names = ("search", "objective", "asha", "trial_seconds", "trial_steps")
-        given = {"points": [dict(point) for point in self.space.given]} if self.space.given else {}
-        return {"space": self.space.texts(), **given, "trials": self.points, **{name: getattr(self, name) for name in names}}
+        given = {"points": [plain_point(point) for point in self.space.given]} if self.space.given else {}
+        return {
+            "space": self.space.texts(),
+            "domains": self.space.to_json(),
+            **given,
+            "trials": self.points,
+            **{name: getattr(self, name) for name in names},
+        }
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any], concurrent: int | None) -> Sweep:
         """The sweep that a ledger was begun for."""
         try:
-            texts = [f"{name}={text}" for name, text in header["space"].items()]
-            space = points_space(header["points"], "the ledger") if "points" in header else parse_space(texts)
+            space = points_space(header["points"], "the ledger") if "points" in header else Space.of_json(header["domains"])
             names = ("search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
             return cls(space, concurrent=concurrent, **{name: header[name] for name in names})
         except (KeyError, TypeError, AttributeError) as error:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from orchestrator.config.checks import LARGEST
 from orchestrator.errors import UserError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "null"}
@@ -18,6 +19,8 @@ def as_declared(name: str, hint: Any, value: Any) -> Any:
     """The value as its setting wants it: a list as a tuple, text as a path, and so on."""
     from pydantic import ValidationError  # costs 60 ms, not needed by flags
 
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise UserError(f"{name} is a whole number of {value.bit_length()} bits; {needed(hint)} of at most 63 was needed")
     try:
         return _adapter(hint).validate_python(_mended(hint, value))
     except (ValidationError, _TruthValue):

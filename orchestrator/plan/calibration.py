@@ -18,6 +18,19 @@ AGAIN = "measure again with: orchestrator bench --calibrate"
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A step that the host's overhead was found from: what was measured, what the figures say, and what it is made of."""
+
+    name: str
+    measured_s: float
+    fitted_s: float
+    operations: int
+    launches: int
+    views: int
+    tensors: int
+
+
+@dataclass(frozen=True)
 class Profile:
     """A device as it is while ``workers`` of them are busy on a node, and what joins these."""
 
@@ -25,6 +38,7 @@ class Profile:
     threads: int
     device: Device
     links: Wiring | None = None
+    references: tuple[Reference, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,5 +96,5 @@ def parse_calibration(text: str, name: str) -> Calibration:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UserError(f"the calibration {name} is damaged at {place or 'its top'}: {first['msg']}; {AGAIN}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the calibration {name} is damaged: {error}; {AGAIN}") from None

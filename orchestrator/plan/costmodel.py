@@ -2,9 +2,10 @@
 figures. Pure.
 
 A step is the sum of what its operations cost one after another: each its overhead on the host, products their arithmetic at the
-rate of their size, all others the bytes that they move. A GPU works while the host goes on, so there the longer of the two
-counts. To that come the sums of gradients and the exchange of tokens between devices, less what is hidden behind the backward
-pass, and waiting for the device with the most tokens."""
+rate of their size, all others the bytes that they move. A GPU works while the host goes on, from step to step, so there the longer of
+the two counts: who is behind in one part of a step catches up in another. Only where the host waits for a figure of the device
+neither can: then the longer counts before that and after it. To that come the sums of gradients and the exchange of tokens between
+devices, less what is hidden behind the backward pass, and waiting for the device with the most tokens."""
 
 from __future__ import annotations
 
@@ -50,10 +51,14 @@ class Device:
     group_s: float = 0.0
     """Of each of these, beyond its arithmetic."""
     operation_s: float = 0.0
+    """Of the host for each operation of torch."""
+    launch_s: float = 0.0
+    """Of the host for each that goes through Python of ours."""
     view_s: float = 0.0
     tensor_s: float = 0.0
-    """Of the host for each parameter in a step."""
+    """Of the host for each parameter in an update."""
     step_s: float = 0.0
+    """Of the host for a step as such."""
     reserved_bytes: float = 0.0
     """That the libraries take for themselves."""
 
@@ -119,6 +124,8 @@ class Predicted:
     """A step: its seconds, what they are made of (overlap is negative), the memory of a device, and what limits it."""
 
     step_seconds: float
+    host_seconds: float
+    """That the host is busy with it; the overhead is what of that the device does not hide."""
     parts: Mapping[str, float]
     memory: Memory
     limited_by: str
@@ -129,30 +136,59 @@ class Predicted:
         return self.samples / self.step_seconds
 
     def to_json(self) -> dict[str, Any]:
-        numbers = {"step_seconds": self.step_seconds, "samples": self.samples, "samples_per_second": self.samples_per_second}
-        return numbers | {"parts": dict(self.parts), "memory": self.memory.to_json(), "limited_by": self.limited_by}
+        names = ("step_seconds", "host_seconds", "samples", "samples_per_second", "limited_by")
+        return {name: getattr(self, name) for name in names} | {"parts": dict(self.parts), "memory": self.memory.to_json()}
 
 
 def predict(work: Work, machine: Machine, team: Team | None = None) -> Predicted:
     """A step of ``work`` on each device of the team."""
     team = team or Team()
-    device, rounds = machine.device, team.micro_batches
-    compute, experts = _compute(work, device, team)
-    memory = sum(max(0.0, device.moves[move.kind].at(move.bytes) - device.floor) * move.times for move in work.moves)
+    device, rounds, alike = machine.device, team.micro_batches, _round(work, machine.device, team)
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    parts["compute"], parts["memory"] = rounds * compute, rounds * memory
+    parts["compute"], parts["memory"], parts["imbalance"] = (rounds * part for part in (alike.compute, alike.memory, alike.imbalance))
     parts["optimizer"] = device.optimizer.at(4.0 * work.parameters) - (0.0 if device.asynchronous else device.optimizer.floor)
-    parts["imbalance"] = rounds * experts * (team.imbalance - 1.0)
-    host = rounds * (work.operations * device.operation_s + work.views * device.view_s) + work.tensors * device.tensor_s + device.step_s
-    busy = sum(parts.values())
-    parts["overhead"] = max(0.0, host - busy) if device.asynchronous else host
+    last = work.tensors * device.tensor_s + device.step_s
+    host, busy = rounds * alike.host + last, sum(parts.values())
+    parts["overhead"] = _not_hidden(work, device, team, last, parts["optimizer"]) if device.asynchronous else host
     for name in PARTS[:4]:
         parts[name] *= team.crowding
     if team.devices > 1:
-        parts |= _traffic(work, machine, team, busy)
-    return Predicted(
-        sum(parts.values()), parts, predicted_memory(work, device, team), _limit(parts), float(work.samples * rounds * team.devices)
-    )
+        parts |= _traffic(work, machine, team, busy + parts["overhead"])
+    memory, samples = predicted_memory(work, device, team), float(work.samples * rounds * team.devices)
+    hides = device.asynchronous and parts["overhead"] > 0  # the host hides the device, not the other way round
+    return Predicted(sum(parts.values()), host * team.crowding, parts, memory, _limit(parts, host if hides else parts["overhead"]), samples)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Seconds of a micro-batch: of the device, by what they are for, and of the host."""
+
+    compute: float
+    memory: float
+    imbalance: float
+    host: float
+
+    @property
+    def busy(self) -> float:
+        return self.compute + self.memory + self.imbalance
+
+
+def _round(work: Work, device: Device, team: Team) -> _Round:
+    compute, experts = _compute(work, device, team)
+    memory = sum(max(0.0, device.moves[move.kind].at(move.bytes) - device.floor) * move.times for move in work.moves)
+    host = work.operations * device.operation_s + work.launches * device.launch_s + work.views * device.view_s
+    return _Round(compute, memory, experts * (team.imbalance - 1.0), host)
+
+
+def _not_hidden(work: Work, device: Device, team: Team, last_host: float, last_busy: float) -> float:
+    """How much longer the host takes than the device, with what each has to do at the end of a step: over the whole step, or, where
+    the host waits, before that and after it."""
+    whole, rounds = _round(work, device, team), team.micro_batches
+    if work.before_wait is None:
+        return max(0.0, rounds * (whole.host - whole.busy) + last_host - last_busy)
+    first = _round(work.before_wait, device, team)
+    before, after = first.host - first.busy, (whole.host - first.host) - (whole.busy - first.busy)
+    return rounds * max(0.0, before) + (rounds - 1) * max(0.0, after) + max(0.0, after + last_host - last_busy)
 
 
 def _compute(work: Work, device: Device, team: Team) -> tuple[float, float]:
@@ -190,9 +226,9 @@ def attention_seconds(entry: Attention, device: Device) -> float:
     return entry.heads * curve.at(entry.flops / entry.heads / entry.times)
 
 
-def _traffic(work: Work, machine: Machine, team: Team, busy: float) -> dict[str, float]:
-    """Messages between devices, and how much of them is hidden behind the backward pass. On CPUs nothing is: messages take the
-    same cores."""
+def _traffic(work: Work, machine: Machine, team: Team, alone: float) -> dict[str, float]:
+    """Messages between devices, and how much of them is hidden behind the backward pass of a step that takes ``alone`` without them. On
+    CPUs nothing is: messages take the same cores."""
     first = _FIRST_BUCKET_BYTES if team.strategy == "data_parallel" else 0
     buckets = max(1, (first > 0) + math.ceil(max(0.0, work.gradient_bytes - first) / _BUCKET_BYTES))
     each = sum_seconds(work.gradient_bytes / buckets, machine, team.devices)
@@ -200,10 +236,10 @@ def _traffic(work: Work, machine: Machine, team: Team, busy: float) -> dict[str,
     exchange = team.micro_batches * sum(exchange_seconds(m, machine, team.devices) * m.times for m in work.messages)
     hidden = 0.0
     if machine.device.asynchronous:
-        backward = _BACKWARD_SHARE * busy / team.micro_batches
+        backward = _BACKWARD_SHARE * alone / team.micro_batches
         hidden = min((buckets - 1) * each, backward)
         if team.chunks > 1:
-            hidden += min(exchange * (team.chunks - 1) / team.chunks, max(0.0, busy - hidden))
+            hidden += min(exchange * (team.chunks - 1) / team.chunks, max(0.0, alone - hidden))
     return {"gradients": gradients, "exchange": exchange, "overlap": -hidden}
 
 
@@ -247,7 +283,7 @@ def predicted_memory(work: Work, device: Device, team: Team) -> Memory:
     )
 
 
-def _limit(parts: Mapping[str, float]) -> str:
+def _limit(parts: Mapping[str, float], host: float) -> str:
     names = {
         "compute": "arithmetic",
         "memory": "memory bandwidth",
@@ -257,5 +293,5 @@ def _limit(parts: Mapping[str, float]) -> str:
         "exchange": "token exchange",
         "imbalance": "busiest experts",
     }
-    exposed = dict(parts) | {"gradients": max(0.0, parts["gradients"] + parts["overlap"])}
+    exposed = dict(parts) | {"overhead": host, "gradients": max(0.0, parts["gradients"] + parts["overlap"])}
     return names[max(names, key=lambda name: exposed[name])]

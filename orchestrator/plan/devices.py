@@ -19,8 +19,6 @@ from orchestrator.types import MIB
 
 _SIZES = tuple(float(4**power) for power in range(2, 10))  # 16 to 262,144
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-_PASSES = {"sort": 6.0, "rows": 1.3, "norm": 1.3, "reduce": 1.2}  # of memory, as many times as a plain copy of the same bytes takes
-_UPDATE_BYTES = 11.0  # moved for each byte of parameters: read and written weights, gradients and two moments, and the norm
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Known:
 class Host:
     about: str
     operation_s: float
+    launch_s: float
     view_s: float
     tensor_s: float
     step_s: float
@@ -64,7 +63,12 @@ class Achieved:
     attention_backward: float
     attention_fp32_forward: float
     attention_fp32_backward: float
-    unaligned: Mapping[str, float]
+    passes: Mapping[str, float]
+    """How many times as long as a plain pass over the same bytes an operation of this kind takes, where it does."""
+    update_bytes: float
+    """Moved for each byte of parameters: read and written weights, gradients and two moments, and the norm."""
+    unaligned: Mapping[str, Mapping[str, float]]
+    """By precision and layout."""
     grouped: Rows
     kernel_s: float
     host: Host
@@ -135,13 +139,15 @@ def device_of(name: str) -> Device:
         asynchronous=True,
         products={precision: {"nn": _grid(known, precision)} for precision in known.peak_tflops},
         moves={
-            kind: Curve(moved, tuple(achieved.kernel_s + _PASSES.get(kind, 1.0) * size / bandwidth for size in moved)) for kind in MOVES
+            kind: Curve(moved, tuple(achieved.kernel_s + achieved.passes.get(kind, 1.0) * size / bandwidth for size in moved))
+            for kind in MOVES
         },
         attention={f"{p} {d}": _attention(known, p, d) for p in known.peak_tflops if p != "tf32" for d in ("forward", "backward")},
-        optimizer=Curve(moved, tuple(4 * achieved.kernel_s + _UPDATE_BYTES * size / bandwidth for size in moved)),
+        optimizer=Curve(moved, tuple(4 * achieved.kernel_s + achieved.update_bytes * size / bandwidth for size in moved)),
         grouped=Curve(rows.rows, rows.times) if fused else Curve((1.0,), (1.0,)),
-        unaligned={p: dict.fromkeys(("nn", "nt", "tn"), achieved.unaligned[p]) for p in known.peak_tflops},
+        unaligned={precision: achieved.unaligned[precision] for precision in known.peak_tflops},
         operation_s=host.operation_s,
+        launch_s=host.launch_s,
         view_s=host.view_s,
         tensor_s=host.tensor_s,
         step_s=host.step_s,

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from orchestrator.masking import Secrets, secrets_of
 from orchestrator.plan.host import cpu_facts, system_text, usable_cores, usable_memory
 from orchestrator.types import JSON, bytes_text
 
@@ -277,6 +278,11 @@ def visible_gpus() -> int:
 def in_cluster() -> bool:
     """Whether this process was started inside a Ray cluster, as the entry point of a job, or was told of one."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
+
+
+def secret_values() -> Secrets:
+    """The secrets of this process's environment, to be masked wherever something is written or shown."""
+    return secrets_of(os.environ)
 
 
 def results_folder() -> Path:

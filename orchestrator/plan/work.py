@@ -79,7 +79,9 @@ class Work:
     moves: tuple[Move, ...] = ()
     messages: tuple[Message, ...] = ()
     operations: int = 0
-    """All that compute or move something; each costs the host its overhead."""
+    """All that compute or move something and are torch's own; each costs the host its overhead."""
+    launches: int = 0
+    """Those that go through Python of ours on their way: fused kernels, and products of several experts at once."""
     views: int = 0
     """Operations that only look at memory another way."""
     parameters: int = 0
@@ -90,6 +92,9 @@ class Work:
     """Parameters as the optimizer counts them."""
     peak_bytes: float = 0.0
     """The most that is alive at once beside parameters and optimizer state: batch, activations and gradients."""
+    before_wait: Work | None = None
+    """The part of it that is done when the host has waited for the last time for a figure of the device: how many rows each expert
+    or each host gets. None where it never does."""
     state_bytes_per_parameter: int = 12
     """fp32 weights and two moments of AdamW."""
 

@@ -47,29 +47,41 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from orchestrator.masking import Secrets, mask, masked
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 
 class EventLog:
-    """Appends events to a file and hands each to its listeners (progress bar, trackers), in order."""
+    """Appends events to a file and hands each to its listeners (progress bar, trackers), in order; ``secrets`` in them are masked
+    for both."""
 
-    def __init__(self, path: Path, listeners: Iterable[Listener] = ()) -> None:
+    def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._listeners = tuple(listeners)
+        self._secrets = secrets
 
     def write(self, event: str, **fields: Any) -> None:
         self.write_all([{"event": event, "time": time.time(), **fields}])
 
     def write_all(self, events: Iterable[Event]) -> None:
         """Several events in one write: a kill in between leaves whole lines and at most one torn one."""
-        events = list(events)
-        self._file.write("".join(encode(event) + "\n" for event in events))
+        written = [self._masked(event) for event in events]
+        self._file.write("".join(line + "\n" for line, _ in written))
         self._file.flush()
         for listener in self._listeners:
-            for event in events:
+            for _, event in written:
                 listener(event)
+
+    def _masked(self, event: Event) -> tuple[str, Event]:
+        """The line of an event, and the event as it may be shown. Few hold a secret: only those are gone through."""
+        line = encode(event)
+        if mask(line, self._secrets) == line:
+            return line, event
+        clean = masked(event, self._secrets)
+        return encode(clean), clean
 
     def close(self) -> None:
         if not self._file.closed:
@@ -107,7 +119,7 @@ def parse(line: bytes) -> Event | None:
     """The event of a line; None where it holds something else, such as the torn line of a killed writer."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 

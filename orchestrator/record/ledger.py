@@ -3,11 +3,12 @@ was broken off goes on with the rest.
 
 | event | fields besides ``event`` and ``time`` (unix seconds)                                                              |
 |-------|-------------------------------------------------------------------------------------------------------------------|
-| sweep | version, task, space {setting: its domain as text}, search (grid, random, optuna), trials (how many are to be run),  |
-|       | seed, objective (throughput, validation_loss), asha, trial_seconds, trial_steps (or null), settings {setting: value, |
-|       | those that were given}, kind (cpu, gpu), devices (of the cluster), device_name, cores_per_worker, samples, epochs     |
-| trial | trial (number, from 1), point {setting: value}, status, reason (why it is not completed; else ""), seconds (whole      |
-|       | cost of the trial); and where something was measured the fields of ``Row``                                           |
+| sweep | version, task, space {setting: its domain as text}, domains (the same for machines), points (where just these are     |
+|       | tried), search (grid, random, optuna), trials (how many are to be run), seed, objective (throughput,               |
+|       | validation_loss), asha, trial_seconds, trial_steps (or null), settings {setting: value, those that were given},     |
+|       | kind (cpu, gpu), devices (of the cluster), device_name, cores_per_worker, samples, epochs                           |
+| trial | trial (number, from 1), point {setting: value}, status, reason (why it is not completed; else ""), seconds (from when  |
+|       | its leader has it to its figures); and where something was measured the fields of ``Row``                           |
 
 ``status`` is ``completed``; ``stopped``, early, because others were better; ``failed``; ``out_of_memory``; or ``infeasible``,
 where the cluster has not what the trial asks for, so that it never began. A later line of the same trial counts.
@@ -15,16 +16,22 @@ where the cluster has not what the trial asks for, so that it never began. A lat
 
 from __future__ import annotations
 
+import fcntl
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UserError
+from orchestrator.masking import Secrets
 from orchestrator.record.events import Event, EventLog, of_kind, read_events
 
 LEDGER = "sweep.jsonl"
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "infeasible")
+
+
+_NEVER_KEPT = frozenset({"resume", "run_dir", "name", "ray_address", "resource_timeout"})
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Row:
     def score(self, objective: str) -> float | None:
         """The larger the better; None where the trial has none."""
         if objective == "validation_loss":
-            return None if self.validation_loss is None else -self.validation_loss
+            return -self.validation_loss if self.validation_loss is not None and math.isfinite(self.validation_loss) else None
         return self.samples_per_second if self.measured else None
 
 
@@ -97,6 +104,13 @@ def read_sweep(folder: Path) -> SweepRecord:
     if not headers:
         raise UserError(f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote")
     rows = {row.trial: row for event in of_kind(events, "trial") if (row := as_row(event)) is not None}
+    settings = headers[-1].get("settings")
+    for names in (settings if isinstance(settings, dict) else {}, *(row.point for row in rows.values())):
+        if foreign := _NEVER_KEPT & names.keys():
+            raise UserError(
+                f"{folder / LEDGER} sets {min(foreign)}, which no sweep keeps: someone changed it. Where a run goes, and which cluster it "
+                "joins, is yours to say; take the line out, or sweep anew"
+            )
     return SweepRecord(folder, headers[-1], tuple(rows[number] for number in sorted(rows)))
 
 
@@ -124,8 +138,13 @@ def _is(value: Any, declared: str) -> bool:
 class Ledger:
     """The ledger of a sweep that is under way."""
 
-    def __init__(self, folder: Path) -> None:
-        self._log = EventLog(folder / LEDGER)
+    def __init__(self, folder: Path, secrets: Secrets = ()) -> None:
+        self._lock = (folder / LEDGER).open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{folder} is being swept by another process; wait for it, or end it first") from None
+        self._log = EventLog(folder / LEDGER, secrets=secrets)
 
     def begin(self, header: Mapping[str, Any]) -> None:
         self._log.write("sweep", **header)
@@ -133,7 +152,9 @@ class Ledger:
     def add(self, row: Row) -> None:
         filled = {f.name: getattr(row, f.name) for f in fields(Row)}
         needed = ("trial", "point", "status", "reason", "seconds")
+        filled["point"] = {name: str(value) if isinstance(value, Path) else value for name, value in row.point.items()}
         self._log.write("trial", **{name: value for name, value in filled.items() if name in needed or value not in (None, {})})
 
     def close(self) -> None:
         self._log.close()
+        self._lock.close()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.masking import Secrets, mask
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import number
 from orchestrator.record.wording import failure_text, recovery_text
@@ -69,14 +70,14 @@ class _State:
 
 
 class Screen:
-    """Shows events as they come. ``quiet`` shows nothing at all."""
+    """Shows events as they come. ``quiet`` shows nothing at all; ``secrets`` are never shown."""
 
-    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+    def __init__(self, console: Console | None = None, quiet: bool = False, secrets: Secrets = ()) -> None:
         from rich.console import Console
 
         self._console = console or Console()
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._quiet = quiet
+        self._quiet, self._secrets = quiet, secrets
         self._state = _State()
         self._bar: Progress | None = None
         self._next_line = 0
@@ -194,7 +195,7 @@ class Screen:
         """One line above the bar. Where the output is no terminal it is not wrapped, so that it can be searched."""
         from rich.text import Text
 
-        clean = _clean(text, self._console.encoding)
+        clean = _clean(mask(text, self._secrets), self._console.encoding)
         self._console.print(Text(clean, style=style), soft_wrap=not self._live)
 
     def _panel(self, rows: Sequence[tuple[str, str]], title: str) -> None:
@@ -207,7 +208,7 @@ class Screen:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for label, value in rows:
-            table.add_row(Text(_clean(label, encoding), style="cyan"), Text(_clean(value, encoding)))
+            table.add_row(Text(_clean(label, encoding), style="cyan"), Text(_clean(mask(value, self._secrets), encoding)))
         heading = Text(_clean(title, encoding), style="bold") if title else None
         self._console.print(Panel(table, title=heading, title_align="left", expand=False, border_style="dim"))
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
 from orchestrator.record.hosting import per_step, settled_imbalance
+from orchestrator.record.soundness import is_sound
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     """The fields of ``summary.json``."""
+    recorded = [event for event in recorded if is_sound(event)]
     events = present(recorded)
     starts, ends, recoveries = of_kind(events, "start"), of_kind(events, "end"), of_kind(events, "recovery")
     last_end = next(iter(of_kind(sittings(recorded)[-1], "end")[-1:]), None) if recorded else None
@@ -80,5 +82,7 @@ def _rate(steps: Sequence[Event], what: str) -> float | None:
 def write_json(path: Path, content: Any) -> None:
     """Whole or not at all: written beside, then renamed."""
     beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
+    beside.unlink(missing_ok=True)
+    with beside.open("x", encoding="utf-8") as file:  # never through a link that lies in wait under that name
+        json.dump(content, file, indent=2, default=str)
     os.replace(beside, path)

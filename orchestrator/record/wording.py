@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import number
 
@@ -21,11 +23,16 @@ def failure_text(event: Event) -> str:
 
 def recovery_text(event: Event) -> str:
     """'recovered in 12.3 s on 2 workers at step 35, 5 steps repeated'."""
-    took, lost = number(event.get("total_seconds")), int(number(event.get("lost_steps")) or 0)
+    took, lost = number(event.get("total_seconds")), _count(event.get("lost_steps"))
     parts = ["recovered", "" if took is None else f"in {took:.1f} s", _workers(event)]
     parts.append("" if event.get("step") is None else f"at step {event['step']}")
     repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
     return " ".join(part for part in parts if part) + repeated
+
+
+def _count(value: object) -> int:
+    found = number(value)
+    return int(found) if found is not None and math.isfinite(found) else 0
 
 
 def _workers(event: Event) -> str:

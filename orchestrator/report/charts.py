@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,11 @@ Cells = Sequence[Sequence[float | None]]
 
 
 def esc(text: object) -> str:
-    return html.escape(str(text), quote=True)
+    """Text of anyone's as HTML: neither markup, nor control characters, nor signs that turn the direction of what follows."""
+    return html.escape(_UNSEEN.sub("\ufffd", str(text)), quote=True)
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 def chart(panel: Panel) -> str:

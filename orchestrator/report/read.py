@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from orchestrator.config.yaml_text import safe_content
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event, by_step, of_kind, read_events, sittings
 
@@ -202,7 +203,7 @@ def read_run(folder: Path) -> RunRecord:
     _check_folder(folder)
     return RunRecord(
         folder=folder,
-        config=_tree(folder / "config.yaml", yaml.safe_load),
+        config=_tree(folder / "config.yaml", safe_content),
         plan=_tree(folder / "plan.json", json.loads),
         summary=_tree(folder / "summary.json", json.loads),
         events=[event for event in read_events(folder / EVENTS) if _has_step(event)],

@@ -144,7 +144,13 @@ def all_series(record: SweepRecord) -> list[Series]:
 
 
 def _is_fixed(row: Row, kind: Kind) -> bool:
-    return all(_is_count(settings_of(row).get(name)) for name in _FIXED[kind])
+    """Whether a row can be of a series: what the kind keeps is known, and in weak scaling the global batch grows with the devices
+    (it does not where one gate routes for all)."""
+    settings = settings_of(row)
+    if not all(_is_count(settings.get(name)) for name in _FIXED[kind]):
+        return False
+    whole = settings.get("global_batch_size")
+    return kind == "strong" or whole in (None, settings["batch_size"] * settings["accumulation_steps"] * (devices_of(row) or 1))
 
 
 def _shared(row: Row, kind: Kind) -> dict[str, Any]:
@@ -180,7 +186,9 @@ def predicted_hours(record: SweepRecord, row: Row) -> float | None:
         epochs = finite(given.get("epochs"))
     if speed is None or not samples or not epochs or samples < 0 or epochs < 0:
         return None
-    return samples * epochs / speed / HOUR
+    most = finite(given.get("max_steps")) if isinstance(given, dict) else None
+    whole = samples * epochs if most is None else min(samples * epochs, most * (row.global_batch_size or samples))
+    return whole / speed / HOUR
 
 
 def phase_shares(row: Row) -> dict[str, float]:

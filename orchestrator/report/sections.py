@@ -123,7 +123,8 @@ def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("time", with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps")))
     if record.recoveries:
         took = values(record.recoveries, "total_seconds")
-        beside = ", ".join([f"{seconds_text(fmean(took))} each"] * bool(took) + [repeated_text(record)])
+        each = [f"{seconds_text(fmean(took))} each"] if took else []
+        beside = ", ".join([*each, repeated_text(record)])
         found.append(("recoveries", str(len(record.recoveries)), beside))
     return found
 

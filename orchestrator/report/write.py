@@ -13,7 +13,9 @@ def write_whole(path: Path, data: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Text may hold lone surrogates (JSON can carry them), which no encoding can: they become question marks.
-        beside.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:  # never through a link that lies in wait under that name
+            file.write(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
         beside.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -3,7 +3,6 @@ can be mended. No Ray call is made inside a step; workers talk over torch.distri
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -24,8 +23,11 @@ from torch import nn
 
 from orchestrator.config.reader import to_json
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TrainingFailed
+from orchestrator.masking import Secrets, masked
 from orchestrator.plan.cluster import Cluster
+from orchestrator.plan.hardware import secret_values
 from orchestrator.plan.parallel import on_gpus
+from orchestrator.record.cleaning import copy_masked
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.follow import Follower, whole_lines
 from orchestrator.record.screen import Screen
@@ -82,7 +84,8 @@ def drive(start: Start, prepared: Prepared, cluster: Cluster, run_dir: Path, scr
     (logs / STOP).unlink(missing_ok=True)
     (logs / NONCE).write_text(uuid.uuid4().hex, encoding="utf-8")
     config = prepared.resolved.config
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, to_json(config), on_warning=screen.note)
+    shown = masked(to_json(config), secret_values())
+    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, shown, on_warning=screen.note)
     events = run_dir / "events.jsonl"
     follower = Follower(events, [screen, trackers], whole_lines(events))
     try:
@@ -150,13 +153,13 @@ class _Driver:
             self.follower.poll()
             if not well:
                 _remove(_groups() - before)
-            _keep_logs(self.run_dir / "logs" / "ray")
+            _keep_logs(self.run_dir / "logs", secret_values())
 
     def _restart(self, choice: Again, failure: Failure, attempt: int, detected: float, workers: int) -> Restart:
         events = read_events(self.run_dir / "events.jsonl")
         steps = of_kind(events, "step")
         last = steps[-1]["step"] if steps else 0
-        log = EventLog(self.run_dir / "events.jsonl")
+        log = EventLog(self.run_dir / "events.jsonl", secrets=secret_values())
         log.write("failure", kind=failure.kind, message=choice.reason, rank=failure.rank, step=last, final=False)
         log.close()
         self.follower.poll()
@@ -224,14 +227,19 @@ def _remove(groups: set[bytes]) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(name)))
 
 
-def _keep_logs(folder: Path) -> None:
-    """What Ray's own processes on this node said of this job, beside what the workers said."""
+def _keep_logs(logs: Path, secrets: Secrets) -> None:
+    """What Ray's own processes on this node said of this job, beside what the workers said: all of it without secrets. Workers mask
+    what Python writes; what a library or a program of theirs wrote past it is masked here."""
+    for path in logs.glob("worker_*.log"):
+        with suppress(OSError):
+            copy_masked(path, path, secrets)
+    folder = logs / "ray"
     with suppress(Exception):
         job, node = ray.get_runtime_context().get_job_id(), global_worker.node
         for path in Path(node.get_logs_dir_path() if node else "").glob(f"worker-*-{job}-*"):
             if 0 < path.stat().st_size <= _LOG_BYTES:
                 folder.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, folder / path.name)
+                copy_masked(path, folder / path.name, secrets)
 
 
 def trained_model(prepared: Prepared, run_dir: Path) -> nn.Module:

@@ -83,11 +83,10 @@ class Optuna:
         if score is not None:
             self._worst = score if self._worst is None else min(self._worst, score)
         value = self._worst if score is None else score  # what failed is no better than the worst
-        asked = self._asked.get(point_key(point))
-        if asked:
-            trial = asked.pop()
+        asked = self._asked.pop(point_key(point), [])
+        for trial in asked:  # the same may have been suggested again while it was being tried
             self._study.tell(trial, value, state=None if value is not None else self._optuna.trial.TrialState.FAIL)
-        elif value is not None:  # of an earlier start of the sweep
+        if not asked and value is not None:  # of an earlier start of the sweep
             with suppress(ValueError):
                 self._study.add_trial(
                     self._optuna.trial.create_trial(params=self._encoded(point), distributions=self._distributions, value=value)

@@ -7,19 +7,21 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import ray
+from ray._private import utils as ray_utils
 from ray._private.services import find_bootstrap_address
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.masking import mask
 from orchestrator.plan.cluster import Cluster
-from orchestrator.plan.hardware import inventory, visible_gpus
+from orchestrator.plan.hardware import inventory, secret_values, visible_gpus
 from orchestrator.plan.host import usable_cores
 from orchestrator.plan.parallel import choose_workers
+from orchestrator.runtime.authentication import MODE, lock_token, look_again, show_token, warn_if_open
 
 _JOIN_SECONDS = 3  # for a cluster that was named to answer
 _SHORT = {
@@ -36,6 +38,7 @@ _SHORT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's own screen, beside ours
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that failed has nothing to compare
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # of what is never read: a sweep goes on from its own ledger
     "TUNE_WARN_THRESHOLD_S": "60",
 }
@@ -54,15 +57,18 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     ours = not ray.is_initialized()
     try:
         joined = True if not ours else _enter(config, note)
+        warn_if_open(ray.get_runtime_context().gcs_address, note)
         yield joined
     finally:
         if ours:
             ray.shutdown()
-        for name in {*_SHORT, *_waiting(0), *_CALM, "CUDA_VISIBLE_DEVICES"}:
+        for name in {*_SHORT, *_waiting(0), *_CALM, MODE, "CUDA_VISIBLE_DEVICES"}:
             if name in before:
                 os.environ[name] = before[name]
             else:
                 os.environ.pop(name, None)
+        if ours:
+            look_again()
 
 
 def _waiting(collective_timeout: int) -> dict[str, str]:
@@ -77,40 +83,36 @@ def _enter(config: Config, note: Callable[[str], None]) -> bool:
     address = config.parallel.ray_address
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    if address not in ("auto", "local"):
-        _join(address, quiet)
-        return True
-    if address == "auto" and _runs_here(quiet):
-        return True
-    _start(config, quiet, note)
-    return False
-
-
-def _join(address: str, quiet: dict[str, Any]) -> None:
-    if not answers(address):
+    here = address
+    if address == "auto":
+        here = _address_here()
+    elif address == "local":
+        here = None
+    elif not answers(address):
         raise ResourceError(
             f"--ray-address {address}: no Ray cluster answers there; check it with 'ray status --address {address}', "
             "or leave the flag out to start one here"
         )
+    if here is None:
+        _start(config, quiet, note)
+        return False
+    _join(here, f"--ray-address {address}: " if here == address else "", quiet)
+    return True
+
+
+def _join(address: str, asked: str, quiet: dict[str, Any]) -> None:
+    show_token(address)
     try:
-        ray.init(address=address, **quiet)
+        with _masked_command():
+            ray.init(address=address, **quiet)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by how far it got
-        raise ResourceError(f"--ray-address {address}: the Ray cluster there could not be joined: {first_line(error)}") from None
+        raise ResourceError(f"{asked}the Ray cluster at {address} could not be joined: {first_line(error.__cause__ or error)}") from None
 
 
 def cluster_runs(config: Config) -> bool:
     """Whether there is a cluster that a run would join."""
     asked = config.parallel.ray_address
     return ray.is_initialized() or asked not in ("auto", "local") or (asked == "auto" and _address_here() is not None)
-
-
-def _runs_here(quiet: dict[str, Any]) -> bool:
-    """Join the cluster that RAY_ADDRESS names or that runs on this machine, if there is one."""
-    address = _address_here()
-    if address is None:
-        return False
-    ray.init(address=address, **quiet)
-    return True
 
 
 def _address_here() -> str | None:
@@ -153,16 +155,20 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
         note(f"{workers} workers on {cores} cores: the cluster started for this run declares {slots} CPU slots")
     for name, value in _CALM.items():
         os.environ.setdefault(name, value)
-    ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
-    _lock_token()
+    lock_token()
+    with _masked_command():
+        ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
 
 
-def _lock_token() -> None:
-    """Ray leaves the token that lets one into its clusters readable by all; it is the user's alone."""
-    with suppress(OSError):
-        token = Path.home() / ".ray" / "auth_token"
-        if token.exists() and token.stat().st_uid == os.getuid():
-            token.chmod(0o600)
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Ray keeps the command line with the job, for all who may look at the cluster: an address in it may hold a password."""
+    plain, secrets = ray_utils.get_entrypoint_name, secret_values()
+    ray_utils.get_entrypoint_name = lambda: mask(plain(), secrets)
+    try:
+        yield
+    finally:
+        ray_utils.get_entrypoint_name = plain
 
 
 def wait_for(workers: int, on_gpu: bool, patience_s: float, note: Callable[[str], None]) -> None:

@@ -31,8 +31,9 @@ from orchestrator.config.settings import Config, setting_types
 from orchestrator.config.space import Point, Space, Values, point_key
 from orchestrator.config.sweep import Sweep, workers_asked
 from orchestrator.errors import ResourceError, UserError
+from orchestrator.masking import mask
 from orchestrator.plan.cluster import Cluster
-from orchestrator.plan.hardware import Inventory
+from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.plan.parallel import check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
 from orchestrator.plan.planning import Plan
 from orchestrator.record.ledger import Ledger, Row, as_row
@@ -60,13 +61,19 @@ class Ground:
         """A GPU for each worker; or, on CPUs, as many cores as let the largest number of workers that can be had run, so that
         workers of all trials are alike and their numbers compare."""
         on_gpu = on_gpus(config, cluster) and bool(inventory.gpus)
-        possible = [count for count in workers_asked(space, config) if count <= cluster.cpus]
-        most = cluster.on_one_node(max(possible, default=1), on_gpu)
-        return cls(inventory, cluster, on_gpu, max(1, inventory.cores // max(1, most)))
+        if on_gpu:  # trials side by side share a node's cores, one part for each of its GPUs
+            return cls(inventory, cluster, True, max(1, inventory.cores // max(1, *(node.gpus for node in cluster.nodes))))
+        possible = [count for count in workers_asked(space, config) if count <= cluster.cpus] or _left_open(
+            config, space, inventory, cluster
+        )
+        with_cpus = [node for node in cluster.nodes if node.cpus] or list(cluster.nodes)
+        each = -(-max(possible) // len(with_cpus))  # they are spread over the nodes
+        largest = max(node.cpus for node in with_cpus)
+        return cls(inventory, cluster, False, max(1, min(largest, max(node.cores for node in with_cpus)) // each))
 
     @property
     def devices(self) -> int:
-        return self.cluster.gpus if self.on_gpu else self.cluster.cpus // self.cores
+        return self.cluster.gpus if self.on_gpu else sum(node.cpus // self.cores for node in self.cluster.nodes)
 
     @property
     def name(self) -> str:
@@ -74,16 +81,23 @@ class Ground:
 
     def workers(self, config: Config) -> int:
         """How many workers a trial has. ResourceError where they are not to be had."""
-        joined = self.cluster.joined
-        if choose_strategy(config, self.inventory, joined).value == "single":
-            return 1
-        count = choose_workers(config, self.cluster, self.inventory).value
-        check_cpu(config, self.on_gpu)
-        choose_backend(config, self.on_gpu, count)
-        if not self.on_gpu and count > self.devices:
-            each = f"{self.cores} core{'s' * (self.cores > 1)} each"
-            raise ResourceError(f"{count} workers with {each} were asked for; {self.cluster.text('CPUs')}")
+        count = 1
+        if choose_strategy(config, self.inventory, self.cluster.joined).value != "single":
+            count = choose_workers(config, self.cluster, self.inventory).value
+            check_cpu(config, self.on_gpu)
+            choose_backend(config, self.on_gpu, count)
+        if count > self.devices:
+            each = "a GPU" if self.on_gpu else f"{self.cores} core{'s' * (self.cores > 1)}"
+            raise ResourceError(f"{count} workers with {each} each were asked for; {self.cluster.text('GPUs' if self.on_gpu else 'CPUs')}")
         return count
+
+
+def _left_open(config: Config, space: Space, inventory: Inventory, cluster: Cluster) -> list[int]:
+    """The workers that the plan would choose, where nothing says how many: of the base, and of each strategy that is tried."""
+    strategies = space.domains.get("parallel_strategy")
+    tried = [config.but(parallel_strategy=one) for one in strategies.values] if isinstance(strategies, Values) else [config]
+    alone = [choose_strategy(one, inventory, cluster.joined).value == "single" for one in tried]
+    return [1 if single else choose_workers(one, cluster, inventory).value for one, single in zip(tried, alone, strict=True)]
 
 
 def run_sweep(
@@ -91,10 +105,10 @@ def run_sweep(
 ) -> None:
     """Make the trials that the ledger does not hold yet. Returns when there are none left, or when ``asked`` says to stop."""
     config = prepared.resolved.config
-    if sweep.trial_steps is not None:
-        config = config.but(max_steps=sweep.trial_steps)
+    secrets = secret_values()
 
     def record(row: Row) -> None:
+        row = replace(row, reason=mask(row.reason, secrets))
         ledger.add(row)
         screen.trial_done(row)
 
@@ -118,7 +132,7 @@ def run_sweep(
         ground.cores,
         sweep.objective,
         sweep.trial_seconds,
-        (sweep.trial_steps or prepared.plan.total_steps.value) if sweep.objective == "validation_loss" else None,
+        sweep.trial_steps,
         _SLICES if sweep.asha else 1,
         None if config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:")) else prepared.task,
     )
@@ -174,7 +188,9 @@ def _fit(sweep: Sweep, ground: Ground, common: Common, points: Points, recorder:
     if sweep.asha:
         scheduler = ASHAScheduler(time_attr="training_iteration", max_t=_SLICES, grace_period=1, reduction_factor=_HALVING)
     folder = tempfile.mkdtemp(prefix="sweep_")
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what becomes of a trial is told by its row
+    logger = logging.getLogger("ray.tune")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # what becomes of a trial is told by its row
     try:
         Tuner(
             with_resources(with_parameters(Trial, common=common), resources),
@@ -199,6 +215,7 @@ def _fit(sweep: Sweep, ground: Ground, common: Common, points: Points, recorder:
             ),
         ).fit()
     finally:
+        logger.setLevel(level)
         shutil.rmtree(folder, ignore_errors=True)
 
 

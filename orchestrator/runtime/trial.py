@@ -21,7 +21,7 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cluster import Cluster
-from orchestrator.plan.hardware import Inventory
+from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.record.ledger import Row
 from orchestrator.runtime.session import first_line
 from orchestrator.runtime.variables import set_variables, variable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from orchestrator.train.trial import Measured, Measurement
 
 _GRACE_SECONDS = 2.0  # for the others to fail too, once one has
+_RENEW_AFTER = 40  # trials that a group of workers is kept for: each leaves the sockets of its process group open
 _FACTS: dict[str, Any] = {}
 """Facts of models that this process has traced; trials of a sweep differ in few settings that matter to them."""
 
@@ -46,10 +47,11 @@ class Common:
     folder: Path
     on_gpu: bool
     cores: int
-    """Of each worker, where it has no GPU."""
+    """Of each worker."""
     objective: str
     seconds: float
     steps: int | None
+    """That a trial trains, where that was asked for; else those of its own run."""
     slices: int
     """Parts that a trial is run in; after each it may be stopped, others being better."""
     task: Any = None
@@ -64,10 +66,12 @@ class Trial(Trainable):
 
     def setup(self, config: dict[str, Any], common: Common | None = None) -> None:
         assert common is not None
-        self._common, self._gang = common, _Gang(common, config["workers"])
+        self._common, self._gang, self._trials = common, _Gang(common, config["workers"]), 0
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
+        if self._trials % _RENEW_AFTER == _RENEW_AFTER - 1:
+            self._gang.end()
         self._begin(new_config)
         return True
 
@@ -88,6 +92,7 @@ class Trial(Trainable):
         row = _row(Row(self._number, self._point, "completed", "", self._took(), workers=self._workers), measured, facts)
         if measured.done:
             self._gang.close()
+            self._trials += 1
         return _report(row, self._common, measured.done)
 
     def _took(self) -> float:
@@ -104,10 +109,14 @@ def _row(row: Row, measured: Measured, facts: dict[str, Any]) -> Row:
 
 
 def _report(row: Row, common: Common, done: bool) -> dict[str, Any]:
-    """What Tune is told: a score, the larger the better, and the row for the ledger. ``ended`` is our word for done: Tune's own
+    """What Tune is told: a score, the larger the better (of throughput, that of one device: trials on few are not to be stopped
+    for being few), and the row for the ledger. ``ended`` is our word for done: Tune's own
     is also said of trials that it stops."""
     score = row.score(common.objective)
-    return {"score": score if score is not None else float("-inf"), "row": asdict(row), "ended": done, "done": done}
+    if score is None:  # nothing to compare others with
+        return {"row": asdict(row), "ended": done, "done": done}
+    each = score / max(1, row.workers or 1) if common.objective == "throughput" else score
+    return {"score": each, "row": asdict(row), "ended": done, "done": done}
 
 
 class _Failed(Exception):
@@ -130,7 +139,8 @@ class _Gang:
             group = get_current_placement_group()
             assert group is not None, "a trial runs in a placement group of its own"
             self._actors = [self._worker(group, rank) for rank in range(self._size)]
-        place = self._answers([self._actors[0].meeting_place.remote()])[0]
+        patience = self._common.config.parallel.resource_timeout
+        place = self._answers([self._actors[0].meeting_place.remote()], patience)[0]
         self._answers(
             [actor.open.remote(trial_work, self._sent, dict(point), place, rank, self._size) for rank, actor in enumerate(self._actors)]
         )
@@ -148,14 +158,20 @@ class _Gang:
         return self._answers([actor.advance.remote(part) for actor in self._actors])[0]
 
     def close(self) -> None:
-        """Let the workers put away what they measured with."""
-        self._answers([actor.close.remote() for actor in self._actors])
+        """Let the workers put away what they measured with. What goes wrong then is not the trial's fault: the next gets new ones."""
+        try:
+            self._answers([actor.close.remote() for actor in self._actors])
+        except _Failed:
+            self.end()
 
-    def _answers(self, calls: list[Any]) -> list[Any]:
+    def _answers(self, calls: list[Any], patience_s: float | None = None) -> list[Any]:
         """What all workers answer. Where one fails, the others may wait for it: they are ended, and the next trial gets new ones."""
         waiting = list(calls)
         while waiting:
-            done, waiting = ray.wait(waiting)
+            done, waiting = ray.wait(waiting, timeout=patience_s)
+            if not done:
+                self.end()
+                raise _Failed("failed", f"workers did not start within {patience_s:.0f} s: a node of the trial may be lost")
             if any(_error(call) is not None for call in done):
                 ray.wait(waiting, num_returns=len(waiting), timeout=_GRACE_SECONDS) if waiting else None
                 raise self._failure(calls)
@@ -164,9 +180,10 @@ class _Gang:
     def _failure(self, calls: list[Any]) -> _Failed:
         ended, under_way = ray.wait(calls, num_returns=len(calls), timeout=0)
         told = [_told(rank, error) for rank, call in enumerate(calls) if call in ended and (error := _error(call)) is not None]
-        if under_way or any(failure.status == "lost" for failure in told) or self._size > 1:
+        told_by_us = all(failure.status in ("out_of_memory", "refused") for failure in told)
+        if under_way or self._size > 1 or not told_by_us:  # a process that failed otherwise may be damaged: CUDA's errors stick
             self.end()
-        order = ("out_of_memory", "failed", "lost", "silence")
+        order = ("out_of_memory", "refused", "failed", "lost", "silence")
         cause = min(told, key=lambda failure: order.index(failure.status))
         return cause if cause.status == "out_of_memory" else _Failed("failed", cause.reason)
 
@@ -193,11 +210,13 @@ def _told(rank: int, error: BaseException) -> _Failed:
     from orchestrator.train.memory import is_out_of_memory
     from orchestrator.train.world import is_communication_error
 
-    if is_out_of_memory(cause) or type(cause).__name__ == "OutOfMemory":
+    if is_out_of_memory(cause) or (isinstance(cause, OrchestratorError) and "out of memory" in str(cause)):
         return _Failed("out_of_memory", first_line(cause))
     if is_communication_error(cause):
         return _Failed("silence", "workers lost touch with each other")
-    return _Failed("failed", first_line(cause) if isinstance(cause, OrchestratorError) else f"{type(cause).__name__}: {first_line(cause)}")
+    if isinstance(cause, OrchestratorError):
+        return _Failed("refused", first_line(cause))
+    return _Failed("failed", f"{type(cause).__name__}: {first_line(cause)}")
 
 
 # --- a worker
@@ -216,38 +235,50 @@ class _Measuring:
 @contextmanager
 def trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, size: int) -> Iterator[_Measuring]:
     """A worker of a trial, from its start to its end."""
+    from orchestrator.runtime.worker import masked_errors
+
+    with masked_errors(secret_values()), _trial_work(common, point, place, rank, size) as measuring:
+        yield measuring
+
+
+@contextmanager
+def _trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, size: int) -> Iterator[_Measuring]:
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.runtime.worker import work_in
     from orchestrator.tasks.load import load_task
     from orchestrator.train.trial import Limits, measurement
 
-    work_in(common.folder, common.config.parallel.nccl_debug)
     config = common.config.but(**point)
+    work_in(common.folder, config.parallel.nccl_debug)
     task = common.task or load_task(config)
     plan, facts = _planned(common, config, task)
     with _world(config, plan, place, rank, size) as world:
-        limits = Limits(common.seconds, common.steps)
+        limits = Limits(common.seconds, plan.total_steps.value if common.objective == "validation_loss" else None)
         with measurement(config, plan, facts, task, world, limits) as measuring:
             yield _Measuring(measuring, _facts_of(plan, facts, size))
 
 
 def _planned(common: Common, config: Config, task: Any) -> tuple[Plan, ModelFacts]:
     """The plan of the trial, as ``train`` would make it; the cores are those that the trial was given."""
+    from orchestrator.plan.course import choose_loader_workers
     from orchestrator.plan.planning import choose_precision, choose_worker_device, plan
     from orchestrator.train.facts import model_facts
     from orchestrator.types import Choice
 
-    device = choose_worker_device(config, common.inventory, common.cluster.gpus).value if common.on_gpu else "cpu"
-    precision = choose_precision(config, common.inventory, device).value
-    key = repr((config.task, config.model, config.moe, config.data, precision, device))
+    found = common.inventory if common.on_gpu else replace(common.inventory, gpus=())
+    device = choose_worker_device(config, found, common.cluster.gpus).value if common.on_gpu else "cpu"
+    precision = choose_precision(config, found, device).value
+    key = repr((replace(config, batch=Config().batch, parallel=Config().parallel), precision, device))
     if key not in _FACTS:
         _FACTS[key] = model_facts(task, device, precision)
     facts = _FACTS[key]
-    made = plan(config, common.inventory, facts, None, common.cluster)
-    if common.on_gpu:
-        return made, facts
-    return replace(made, threads=Choice(common.cores, "the cores that each worker of a trial is given")), facts
+    made = plan(config, found, facts, None, common.cluster)
+    threads = Choice(common.cores, "the cores that each worker of a trial is given")
+    made = replace(made, threads=threads, loader_workers=choose_loader_workers(config, facts, device, threads))
+    if common.steps is not None:
+        made = replace(made, total_steps=Choice(common.steps, "--trial-steps"))
+    return made, facts
 
 
 @contextmanager

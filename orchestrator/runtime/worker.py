@@ -19,6 +19,8 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from orchestrator.errors import UserError
+from orchestrator.masking import MaskedStream, Secrets, mask_error
+from orchestrator.plan.hardware import secret_values
 from orchestrator.runtime.variables import set_variables, variable
 
 # Ray Train's controller reads this file too, and has no use for torch: what only a worker needs is imported when it works.
@@ -94,6 +96,13 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Stint]:
     """A worker of a group, from its start to its end. ``place`` is where they meet."""
+    secrets = secret_values()
+    with masked_errors(secrets), _at_work(assignment, place, rank, size, secrets) as stint:
+        yield stint
+
+
+@contextmanager
+def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int, secrets: Secrets) -> Iterator[Stint]:
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.record.events import EventLog
@@ -103,14 +112,14 @@ def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int
     from orchestrator.train.world import joined, tcp_store
 
     _check_folder(assignment, rank)
-    _speak_into(assignment.run_dir / "logs", rank)
+    _speak_into(assignment.run_dir / "logs", rank, secrets)
     settings = assignment.prepared.resolved.config.parallel
     work_in(assignment.folder, settings.nccl_debug)
     prepared = assignment.prepared
     if prepared.task is None:
         prepared = replace(prepared, task=load_task(prepared.resolved.config))
     store = tcp_store(*place, size, rank == 0, settings.collective_timeout)
-    log: Log = EventLog(assignment.run_dir / "events.jsonl") if rank == 0 else SilentLog()
+    log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
     asked = _stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
     backend = prepared.plan.backend.value
     with (
@@ -153,8 +162,18 @@ def _check_folder(assignment: Assignment, rank: int) -> None:
     )
 
 
-def _speak_into(folder: Path, rank: int) -> None:
-    """What this process says goes to a file of the run, not to the user's screen."""
+@contextmanager
+def masked_errors(secrets: Secrets) -> Iterator[None]:
+    """What is raised here reaches the driver, and all who may look at the cluster."""
+    try:
+        yield
+    except BaseException as error:
+        mask_error(error, secrets)
+        raise
+
+
+def _speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
+    """What this process says goes to a file of the run, not to the user's screen; without the secrets that it knows."""
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     file = os.open(folder / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -162,7 +181,8 @@ def _speak_into(folder: Path, rank: int) -> None:
             stream.flush()
         os.dup2(file, number)
     os.close(file)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    opened = [os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace") for number in (1, 2)]
+    sys.stdout, sys.stderr = (MaskedStream(stream, secrets) for stream in opened)  # pyright: ignore[reportAttributeAccessIssue]
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
 
 

@@ -308,7 +308,7 @@ def resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents
     path = Path(resume)
     if (path / "manifest.json").exists() or not (path / "checkpoints").is_dir():
         return (path, load(path)), []
-    found, skipped = CheckpointStore(path / "checkpoints").newest_good()
+    found, skipped = CheckpointStore(path / "checkpoints", mend=False).newest_good()
     if found is None:
         raise UserError(f"--resume {resume}: no good checkpoint there ({len(skipped)} damaged)")
     return found, skipped

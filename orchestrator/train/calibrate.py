@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,28 +18,21 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from pydantic import TypeAdapter
 
-from experts.group import Group
-from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
-from orchestrator.plan.calibration import VERSION, Calibration, Profile
-from orchestrator.plan.costmodel import Device, Link, LinkKind, Machine, Wiring, predict
+from orchestrator.plan.calibration import VERSION, Calibration, Profile, Reference
+from orchestrator.plan.costmodel import Device, LinkKind
 from orchestrator.plan.curves import Curve
 from orchestrator.plan.hardware import Inventory
-from orchestrator.plan.planning import Arithmetic, plan
-from orchestrator.tasks.load import load_task
-from orchestrator.train.assemble import machine_settings
-from orchestrator.train.facts import model_facts
+from orchestrator.train.linking import measured_links
 from orchestrator.train.measuring import (
     ON_CPU,
     ON_GPU,
     TINY,
     Sizes,
-    Timer,
     attention_curves,
     group_seconds,
     grouped_curve,
@@ -50,24 +42,12 @@ from orchestrator.train.measuring import (
     update_curve,
 )
 from orchestrator.train.memory import free_cached
-from orchestrator.train.stepping import build_steps, step_seconds
-from orchestrator.train.tracing import Setting, trace_step
-from orchestrator.train.world import World, file_store, joined
+from orchestrator.train.overhead import with_overhead
+from orchestrator.train.timing import Timer
+from orchestrator.train.world import file_store, joined
 
 Tell = Callable[[str], None]
 _LONGEST_S = 120.0
-_MESSAGES = (2**10, 2**14, 2**17, 2**20, 2**23)
-_REFERENCE_STEPS, _REFERENCE_BATCH, _TURNS = 12, 2, 4
-REFERENCES: tuple[dict[str, Any], ...] = (
-    {"task": "digits", "experts": 0, "layers": 1, "width": 16},
-    {"task": "digits", "experts": 0, "layers": 6, "width": 16},
-    {"task": "digits", "experts": 4, "layers": 1, "width": 16, "expert_hidden_size": 16},
-    {"task": "digits", "experts": 4, "layers": 4, "width": 16, "expert_hidden_size": 16},
-    {"task": "synthetic", "experts": 0, "layers": 1, "width": 16, "context_length": 4, "samples": 64},
-    {"task": "synthetic", "experts": 0, "layers": 5, "width": 16, "context_length": 4, "samples": 64},
-    {"task": "synthetic", "experts": 4, "layers": 3, "width": 16, "context_length": 4, "samples": 64, "expert_hidden_size": 16},
-)
-"""Steps so small that the host's overhead is all they cost."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +57,15 @@ class Asked:
     on_gpu: bool
     sizes: Sizes
     workers: tuple[int, ...]
-    references: int = len(REFERENCES)
+    references: int | None = None
+    """How many of the reference steps are taken; None for all."""
 
     @classmethod
     def of(cls, found: Inventory, tiny: bool = False) -> Asked:
         on_gpu = bool(found.gpus)
         several = (len(found.gpus) > 1) if on_gpu else found.cores > 1
         sizes = TINY if tiny else ON_GPU if on_gpu else ON_CPU
-        return cls(on_gpu, sizes, (1, 2) if several else (1,), 4 if tiny else len(REFERENCES))
+        return cls(on_gpu, sizes, (1, 2) if several else (1,), 5 if tiny else None)
 
 
 def calibrate(found: Inventory, asked: Asked, tell: Tell = lambda _: None) -> Calibration:
@@ -114,11 +95,12 @@ def _alone(found: Inventory, asked: Asked, tell: Tell) -> Profile:
     device = torch.device("cuda", 0) if asked.on_gpu else torch.device("cpu")
     if not asked.on_gpu:
         torch.set_num_threads(found.cores)
-    return Profile(1, found.cores, measured_device(found, asked, device, tell))
+    made, references = measured_device(found, asked, device, tell)
+    return Profile(1, found.cores, made, None, references)
 
 
-def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: Tell) -> Device:
-    """The device's figures; last of all the host's overhead, as what the reference steps take beyond what these explain."""
+def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: Tell) -> tuple[Device, tuple[Reference, ...]]:
+    """The device's figures, and the reference steps that those of its host were found from."""
     timer, sizes = Timer(device, asked.sizes.seconds), asked.sizes
     precisions = precisions_of(found, asked.on_gpu)
     products = {}
@@ -141,12 +123,13 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
         unaligned={precision: unaligned_factors(timer, precision) for precision in precisions} if gpu and sizes != TINY else {},
     )
     tell("the host's overhead per operation")
-    made = with_overhead(made, found, asked, device)
+    made, references = with_overhead(made, found, device, timer, asked.references)
     if gpu is None:
-        return made
+        return made, references
     del timer  # and what it has measured with
     free_cached(device)
-    return replace(made, reserved_bytes=float(torch.cuda.memory_allocated(device)))  # what is left are workspaces of libraries
+    reserved = float(torch.cuda.memory_allocated(device))  # what is left are workspaces of libraries
+    return replace(made, reserved_bytes=reserved), references
 
 
 def precisions_of(found: Inventory, on_gpu: bool) -> list[str]:
@@ -155,42 +138,6 @@ def precisions_of(found: Inventory, on_gpu: bool) -> list[str]:
         return ["fp32", "bf16"] if found.cpu_bf16 else ["fp32"]
     newer = found.gpus[0].capability >= (8, 0)
     return ["fp32", "tf32", "bf16", "fp16"] if newer else ["fp32", "fp16"]
-
-
-def with_overhead(made: Device, found: Inventory, asked: Asked, device: torch.device) -> Device:
-    """Seconds of the host for each operation, view and parameter, and for a step as such: fitted to the reference steps. These
-    are taken in turn, several times, and of each the fastest turn: what disturbs one is over by the next."""
-    precision: Arithmetic = "bf16" if "bf16" in made.products and asked.on_gpu else "fp32"
-    grouped = made.grouped is None or len(made.grouped.sizes) > 1
-    rows, explained, runs = [], [], []
-    for settings in REFERENCES[: asked.references]:
-        config = Config.of(**settings, precision=precision, gpu_mode="single_gpu" if asked.on_gpu else "cpu")
-        task = load_task(config)
-        chosen = plan(config, found, model_facts(task, str(device), precision))
-        work = trace_step(task, _REFERENCE_BATCH, Setting(asked.on_gpu, precision, grouped))
-        rows.append([work.operations, work.views, work.tensors, 1.0])
-        explained.append(0.0 if asked.on_gpu else predict(work, Machine(made)).step_seconds)
-        with machine_settings(config, chosen, device):
-            runs.append(build_steps(config, chosen, task, World.alone(device), _REFERENCE_BATCH))
-    turns = [[statistics.median(step_seconds(run, _REFERENCE_STEPS, device=device)) for run in runs] for _ in range(_TURNS)]
-    left = [max(0.0, min(times) - known) for times, known in zip(zip(*turns, strict=True), explained, strict=True)]
-    operation, view, tensor, step = not_negative(np.array(rows, float), np.array(left))
-    return replace(made, operation_s=operation, view_s=view, tensor_s=tensor, step_s=step)
-
-
-def not_negative(rows: np.ndarray, values: np.ndarray) -> list[float]:
-    """Least squares of relative errors, with no figure below zero: those that would be are left out, one after another."""
-    scale = 1.0 / np.maximum(values, 1e-9)
-    kept = list(range(rows.shape[1]))
-    found = [0.0] * rows.shape[1]
-    while kept:
-        solved = np.linalg.lstsq(rows[:, kept] * scale[:, None], values * scale, rcond=None)[0]
-        if solved.min() >= 0:
-            for place, value in zip(kept, solved, strict=True):
-                found[place] = float(value)
-            break
-        del kept[int(solved.argmin())]
-    return found
 
 
 def _together(found: Inventory, asked: Asked, workers: int, tell: Tell) -> Profile:
@@ -231,51 +178,12 @@ def work_beside(job: dict[str, Any]) -> None:
     store = file_store(str(folder / "store"), size)
     with joined(store, rank, size, device, "nccl" if asked.on_gpu else "gloo", _LONGEST_S) as world:
         kind: LinkKind = "nvlink" if asked.on_gpu else "shared memory"
-        wiring = Wiring(_sums(world, kind), _exchange(world, kind))
+        wiring = measured_links(world, kind)
         world.barrier()
-        made = measured_device(replace(found, cores=job["threads"]), asked, device, lambda _: world.barrier())
+        made, references = measured_device(replace(found, cores=job["threads"]), asked, device, lambda _: world.barrier())
         if rank == 0:
-            profile = Profile(size, job["threads"], made, wiring)
+            profile = Profile(size, job["threads"], made, wiring, references)
             (folder / "profile.json").write_text(json.dumps(asdict(profile)), encoding="utf-8")
-
-
-def _sums(world: World, kind: LinkKind) -> Link:
-    return fitted_link(kind, {size: _message_seconds(world, lambda t: world.sum_(t), size) for size in _MESSAGES})
-
-
-def _exchange(world: World, kind: LinkKind) -> Link:
-    """By bytes that leave a device: of a tensor for two, half."""
-    group = Group(world.rank, world.size, world.process_group)
-
-    def swap(tensor: torch.Tensor) -> None:
-        group.all_to_all(torch.empty_like(tensor), tensor, [], []).wait()
-
-    return fitted_link(kind, {size: _message_seconds(world, swap, size * world.size // (world.size - 1)) for size in _MESSAGES})
-
-
-def _message_seconds(world: World, send: Callable[[torch.Tensor], Any], size: int) -> float:
-    """The mean, over messages and workers, with something to compute before each: in a step nobody waits at the door, and on a
-    CPU the thread that carries a message must first get hold of a core."""
-    tensor, square = torch.zeros(size // 4, device=world.device), torch.randn(192, 192, device=world.device)
-    seconds = []
-    for _ in range(40 if size < 2**20 else 12):
-        for _ in range(4):
-            square = (square @ square).clamp(-1, 1)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        begun = perf_counter()
-        send(tensor)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        seconds.append(perf_counter() - begun)
-    return statistics.mean(row[0] for row in world.gather([statistics.mean(seconds[4:])]))
-
-
-def fitted_link(kind: LinkKind, seconds: dict[int, float]) -> Link:
-    """Latency and bandwidth that explain the times best, each error in proportion."""
-    sizes, values = np.array(list(seconds), float), np.array(list(seconds.values()))
-    latency, per_byte = not_negative(np.stack([np.ones_like(sizes), sizes], 1), values)
-    return Link(kind, latency, 1.0 / max(per_byte, 1e-13))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from orchestrator.errors import CheckpointDamaged, UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_(\d{8,18})")
+_MEMBER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def load(path: Path, without: Set[str] = frozenset()) -> Contents:
     try:
         tensors = {name.removesuffix(".safetensors"): _read(path / name, without) for name in files if name.endswith(".safetensors")}
         state = json.loads((path / "state.json").read_bytes())
-    except (SafetensorError, ValueError, OSError, KeyError) as error:
+        if not isinstance(state, dict):
+            raise ValueError(f"state.json holds a {type(state).__name__}")
+    except (SafetensorError, ValueError, OSError, KeyError, RecursionError) as error:
         raise CheckpointDamaged(f"{path.name}: cannot be read: {error}") from None
     return Contents(tensors, state)
 
@@ -158,7 +162,7 @@ def verify(path: Path) -> list[str]:
         raise CheckpointDamaged(f"{path.name}: missing {sorted(missing) or 'nothing'}, not of it {sorted(extra) or 'nothing'}")
     for name, expected in manifest["files"].items():
         try:
-            actual = _describe(path / name)
+            actual = _describe(path / name, expected["bytes"])
         except OSError as error:
             raise CheckpointDamaged(f"{path.name}: {name} cannot be read: {error.strerror or error}") from None
         if actual != expected:
@@ -175,17 +179,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         data = (path / MANIFEST).read_bytes()
         manifest = json.loads(data)
         names = manifest["files"]
-        sound = all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        sound = all(_MEMBER.fullmatch(name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items())
+        said, step = manifest["format"], manifest["step"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({type(error).__name__})") from None
     match = _NAME.fullmatch(path.name)
     # only what we would write ourselves, byte for byte, is ours: a flipped bit anywhere in the manifest shows
     if not sound or data != _json_bytes(manifest) or manifest.get("digest") != _digest(manifest):
         raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
-    if manifest["format"] != FORMAT:
-        raise CheckpointDamaged(f"{path.name}: format {manifest['format']}; this version reads format {FORMAT}")
-    if match and int(match[1]) != manifest["step"]:
-        raise CheckpointDamaged(f"{path.name}: the manifest is of step {manifest['step']}")
+    if said != FORMAT:
+        raise CheckpointDamaged(f"{path.name}: format {said}; this version reads format {FORMAT}")
+    if match and int(match[1]) != step:
+        raise CheckpointDamaged(f"{path.name}: the manifest is of step {step}")
     return manifest
 
 
@@ -203,9 +208,19 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_bytes(_json_bytes(content))
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _describe(path: Path, expected: int | None = None) -> dict[str, Any]:
+    """Size and hash of a file; of one that has not the ``expected`` size its size alone. Links lead elsewhere, and a pipe or a device
+    has no end: neither is a file of a checkpoint."""
+    if path.is_symlink():
+        raise OSError("it is a link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is no regular file")
+        size = status.st_size
+        whole = expected is None or size == expected
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if whole else ""}
 
 
 def _sync(path: Path) -> None:

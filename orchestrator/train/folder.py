@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +14,17 @@ from typing import Any
 from orchestrator.config.reader import Resolved, to_json, write_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import UserError
+from orchestrator.masking import masked
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.plan.hardware import Inventory
+from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
 from orchestrator.tasks.task import Task
 from orchestrator.types import count_text
+
+_MOST = 2**48  # samples or tokens that a record may speak of
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     run_dir = config.run.run_dir or _named(config, name, results)
     if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
         raise UserError(f"{run_dir} holds a run already; continue it with --resume auto, or choose another --run-dir or --name")
+    check_links(run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         mark = run_dir / ".writable"
@@ -51,16 +56,33 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     return run_dir
 
 
+def check_links(folder: Path) -> None:
+    """Refuse a folder that was handed to us with links in it which lead out of it: we would write elsewhere."""
+    inside = folder.resolve()
+    for place in (folder, folder / "checkpoints", folder / "logs"):
+        for path in place.iterdir() if place.is_dir() else ():
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise UserError(
+                    f"{path} is a link to {path.resolve()}, outside the folder; a run writes into its own folder alone. "
+                    "Remove the link, or give another --run-dir (which may be a link itself)"
+                )
+
+
 def run_before(config: Config, name: str | None, results: Path) -> Path | None:
     """The folder of the run that is to be continued, if there is one."""
     run_dir = (config.run.run_dir or _named(config, name, results)) if config.checkpoint.resume == "auto" else None
     return run_dir if run_dir is not None and run_dir.is_dir() else None
 
 
+def task_name(config: Config) -> str:
+    """The task as part of a folder's name: a class may be called anything."""
+    return re.sub(r"[^\w-]", "_", config.task.rpartition(":")[2].lower(), flags=re.ASCII)[:60]
+
+
 def _named(config: Config, name: str | None, results: Path) -> Path:
     if name:
         return results / name
-    task = config.task.rpartition(":")[2].lower() if ":" in config.task else config.task
+    task = task_name(config)
     if config.checkpoint.resume == "auto":
         stamped = re.compile(rf"{re.escape(task)}-\d{{8}}-\d{{6}}(-\d+)?")
         earlier = sorted(path.parent for path in results.glob("*/events.jsonl") if stamped.fullmatch(path.parent.name))
@@ -72,8 +94,10 @@ def _named(config: Config, name: str | None, results: Path) -> Path:
 
 
 def write_intentions(prepared: Prepared, run_dir: Path, measured: dict[str, Any]) -> None:
-    write_file(prepared.resolved, run_dir / "config.yaml")
-    write_json(run_dir / "plan.json", plan_json(prepared) | {"measured": measured})
+    """``config.yaml`` and ``plan.json``, without secrets."""
+    secrets = secret_values()
+    write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
+    write_json(run_dir / "plan.json", masked(plan_json(prepared) | {"measured": measured}, secrets))
 
 
 def plan_json(prepared: Prepared) -> dict[str, Any]:
@@ -95,11 +119,13 @@ def planned_before(run_dir: Path) -> dict[str, Any]:
     """What an earlier start of this run chose or measured, and a later one keeps: ``batch_size``, ``global_batch_size`` and
     ``device_speeds`` and ``placement``; with them the settings they were asked for by. Empty where there is no plan, or it is
     damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         saved = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
         known = {name: int(saved["choices"][name]["value"]) for name in ("batch_size", "global_batch_size")}
         measured = saved.get("measured", {})
         speeds = {str(name): float(speed) for name, speed in measured.get("device_speeds", {}).items()}
+        if not all(1 <= size < _MOST for size in known.values()) or not all(0 < speed < math.inf for speed in speeds.values()):
+            return {}  # figures that no run chose
         placed = {name: measured.get(name) for name in ("placement", "placement_asked", "placement_hosts")}
         asked = {entry["name"]: entry["value"] for entry in saved["settings"] if entry["name"].startswith("batch.")}
         return known | {"device_speeds": speeds, "asked": asked} | placed
@@ -109,8 +135,9 @@ def planned_before(run_dir: Path) -> dict[str, Any]:
 def last_loads(run_dir: Path) -> list[list[float]] | None:
     """Tokens per expert and layer, as an earlier start of this run last counted them."""
     events = of_kind(read_events(run_dir / "events.jsonl"), "load")
-    with suppress(ValueError, TypeError, KeyError):
-        return [[float(count) for count in layer] for layer in events[-1]["loads"]] if events else None
+    with suppress(ValueError, TypeError, KeyError, OverflowError):
+        loads = [[float(count) for count in layer] for layer in events[-1]["loads"]] if events else []
+        return loads if loads and all(0 <= count < _MOST for layer in loads for count in layer) else None
     return None
 
 

@@ -6,8 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, product
-from time import perf_counter
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.nn import functional as F
 from orchestrator.plan.curves import Curve, Grid
 from orchestrator.plan.work import MOVES, Layout, MoveKind
 from orchestrator.train.optim import finish_gradients, norm_of
+from orchestrator.train.timing import Timer
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn")
-_POOL_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}
-_MOST_SETS = 12
-_PAUSE_CYCLES, _CYCLES_PER_S = 300_000, 2e9  # a pause of the GPU, in which the host hands it all that is timed
 
 
 @dataclass(frozen=True)
@@ -66,70 +63,6 @@ ON_GPU = Sizes(
     passes=1,
 )
 TINY = Sizes((8, 32), (16, 64), (16, 64), 1e8, (2**12, 2**16), (16, 32), (2**12, 2**14), 0.0005, 1)
-
-
-class Timer:
-    """Seconds of a call: on a GPU those of the device, which has all calls before it begins with the first."""
-
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device, self._seconds = device, seconds
-        self._pools: dict[torch.dtype, Tensor] = {}
-        self._place = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random numbers of this shape, each time from another place of a pool that is larger than caches are: what a step
-        computes with was seldom used just before. Not zeros, which a GPU is faster with."""
-        count, whole = math.prod(shape), _POOL_BYTES[self.device.type] // dtype.itemsize
-        if count > whole:
-            return torch.randn(shape, device=self.device).to(dtype)
-        if dtype not in self._pools:
-            self._pools[dtype] = torch.randn(whole, device=self.device).to(dtype)
-        begin = 0 if self._place + count > whole else self._place
-        self._place = -(-(begin + count) // 64) * 64
-        return self._pools[dtype][begin : begin + count].view(shape)
-
-    def in_turn(self, make: Callable[[], tuple[Tensor, ...]], compute: Callable[..., Any]) -> float:
-        """Seconds of ``compute`` over several sets of what ``make`` makes."""
-        sets = [make()]
-        size = sum(tensor.nbytes for tensor in sets[0])
-        sets += [make() for _ in range(min(_MOST_SETS, _POOL_BYTES[self.device.type] // max(1, size)) - 1)]
-        turn = cycle(sets)
-        return self(lambda: compute(*next(turn)))
-
-    def __call__(self, call: Callable[[], Any]) -> float:
-        return self._on_gpu(call) if self.device.type == "cuda" else self._on_cpu(call)
-
-    def _on_cpu(self, call: Callable[[], Any]) -> float:
-        call()
-        once = _lasted(call, 1)
-        times = max(1, min(200, int(self._seconds / 5 / max(once, 1e-7))))
-        rounds = 5 if times > 1 else max(1, min(4, int(self._seconds / max(once, 1e-7))))
-        return statistics.median([*(_lasted(call, times) for _ in range(rounds)), *([once] if times == 1 else [])])
-
-    def _on_gpu(self, call: Callable[[], Any]) -> float:
-        call()
-        torch.cuda.synchronize(self.device)
-        issuing = _lasted(call, 1)
-        torch.cuda.synchronize(self.device)
-        once = self._queued(call, 1, issuing)
-        return self._queued(call, max(2, min(30, int(self._seconds / max(once, 1e-7)))), issuing)
-
-    def _queued(self, call: Callable[[], Any], times: int, issuing: float) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(_PAUSE_CYCLES + 2 * _CYCLES_PER_S * issuing * times))
-        begin.record()
-        for _ in range(times):
-            call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end) / 1000 / times
-
-
-def _lasted(call: Callable[[], Any], times: int) -> float:
-    begun = perf_counter()
-    for _ in range(times):
-        call()
-    return (perf_counter() - begun) / times
 
 
 def product_grids(timer: Timer, sizes: Sizes, precision: str) -> dict[str, Grid]:
@@ -211,7 +144,7 @@ def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
     if kind == "sort":
         keys = torch.randint(8, (max(2, size // 18),), device=timer.device).to(torch.uint8)  # in: a byte each; out: it and a place
         return timer(lambda: keys.sort(stable=True))
-    width = 256 if size >= 2**16 else 32
+    width = _width(size, timer.device)
     arrays = {"plain": 3, "gelu_backward": 3, "reduce": 1}.get(kind, 2)
     shape = max(1, size // (arrays * width * dtype.itemsize)), width
     weight, order = torch.ones(width, device=timer.device, dtype=dtype), torch.randperm(shape[0], device=timer.device)
@@ -224,6 +157,13 @@ def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
         "reduce": lambda x, _: x.sum(0),
     }
     return timer.in_turn(lambda: (timer.take(shape, dtype), timer.take(shape, dtype)), compute[kind])
+
+
+def _width(size: int, device: torch.device) -> int:
+    """Of rows: as wide as those of models that move so much. A GPU's norms of narrow ones are several times slower."""
+    if device.type == "cuda" and size >= 2**21:
+        return 1024
+    return 256 if size >= 2**16 else 32
 
 
 def attention_curves(timer: Timer, sizes: Sizes, precisions: Sequence[str]) -> dict[str, Curve]:
@@ -251,12 +191,16 @@ def _attention(timer: Timer, length: int, dtype: torch.dtype) -> tuple[float, fl
 
 def update_curve(timer: Timer, sizes: Sizes) -> Curve:
     """Norm, clipping and AdamW over parameters of so many bytes."""
-    passes = [[timer(_update(size, timer.device)) for size in sizes.updated] for _ in range(sizes.passes)]
+    passes = [[timer(updating(_four(size, timer.device))) for size in sizes.updated] for _ in range(sizes.passes)]
     return _curve(sizes.updated, [min(values) for values in zip(*passes, strict=True)])
 
 
-def _update(size: int, device: torch.device) -> Callable[[], Any]:
-    parameters = [nn.Parameter(torch.randn(max(1, size // 16), device=device)) for _ in range(4)]
+def _four(size: int, device: torch.device) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(max(1, size // 16), device=device)) for _ in range(4)]
+
+
+def updating(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """An update of these, as a step ends with it."""
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)

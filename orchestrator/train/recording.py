@@ -30,6 +30,7 @@ _KINDS: dict[str, MoveKind] = {
     **dict.fromkeys(["sum", "mean", "amax", "norm"], "reduce"),
     "gelu_backward": "gelu_backward",
 }
+_OURS = "experts"  # the operators that are written in Python
 _FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
@@ -39,7 +40,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: Counter[Any] = Counter()
-        self._operations = self._views = 0
+        self._operations = self._views = self._launches = 0
+        self._before_wait: Work | None = None
         self._alive = self._peak = 0.0
         self._known: set[int] = set()
 
@@ -56,7 +58,8 @@ class Recorder(TorchDispatchMode):
         if name in _FREE or _only_looks(func):
             self._views += 1
         else:
-            self._operations += 1
+            self._launches += space == _OURS
+            self._operations += space != _OURS
             self._write(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], results)
         for tensor in results:
             self._watch(tensor)
@@ -89,7 +92,8 @@ class Recorder(TorchDispatchMode):
         """A product of rows with the matrices of their experts, or, ``tn``, the gradient of these."""
         each, (inner, outer) = max(1, round(rows / experts)), sizes
         m, k, n = (inner, each, outer) if layout == "tn" else (each, inner, outer)
-        self._operations += 1
+        self._launches += experts > 1
+        self._operations += experts == 1
         self._seen[Product(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
 
     def move(self, kind: MoveKind, size: int) -> None:
@@ -100,23 +104,37 @@ class Recorder(TorchDispatchMode):
         """Operations too small to be worth more than their number."""
         self._operations += operations
 
+    def wait(self) -> None:
+        """The host reads a figure from the device, which it must wait for."""
+        self._operations += 1
+        self._before_wait = self._work_so_far()
+
     def message(self, kind: MessageKind, size: int) -> None:
         self._seen[Message(kind, size)] += 1
 
     def work(self, samples: int, parameters: int, expert_parameters: int, tensors: int) -> Work:
+        found = self._work_so_far()
+        return replace(
+            found,
+            samples=samples,
+            parameters=parameters,
+            expert_parameters=expert_parameters,
+            tensors=tensors,
+            peak_bytes=self._peak,
+            before_wait=self._before_wait,
+        )
+
+    def _work_so_far(self) -> Work:
         seen: list[Any] = [replace(entry, times=times) for entry, times in self._seen.items()]
         return Work(
-            samples=samples,
+            samples=0,
             products=tuple(entry for entry in seen if isinstance(entry, Product)),
             attentions=tuple(entry for entry in seen if isinstance(entry, Attention)),
             moves=tuple(entry for entry in seen if isinstance(entry, Move)),
             messages=tuple(entry for entry in seen if isinstance(entry, Message)),
             operations=self._operations,
+            launches=self._launches,
             views=self._views,
-            parameters=parameters,
-            expert_parameters=expert_parameters,
-            tensors=tensors,
-            peak_bytes=self._peak,
         )
 
 

@@ -13,7 +13,8 @@ from time import perf_counter
 from typing import Any, Self
 
 from orchestrator.errors import UserError
-from orchestrator.plan.hardware import inventory
+from orchestrator.masking import mask
+from orchestrator.plan.hardware import inventory, secret_values
 from orchestrator.plan.planning import plan
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log
@@ -151,9 +152,10 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
     disk may be why we are here."""
     from orchestrator.report.page import draw_report
 
-    message = str(error) or type(error).__name__
+    secrets = secret_values()
+    message = mask(str(error) or type(error).__name__, secrets)  # before it is cut: half a secret would not be known for one
     with suppress(Exception):
-        own = log or EventLog(run_dir / "events.jsonl")
+        own = log or EventLog(run_dir / "events.jsonl", secrets=secrets)
         steps = of_kind(read_events(run_dir / "events.jsonl"), "step")
         last = steps[-1]["step"] if steps else 0
         own.write("failure", kind=type(error).__name__, message=message[:2000], rank=None, step=last, final=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -132,17 +133,45 @@ def _optimizer_state(
 
 
 def restore(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> Progress:
-    """Put a checkpoint into the living parts. Returns how far it had come."""
+    """Put a checkpoint into the living parts. Returns how far it had come. UserError where it is none of ours, though its hashes are
+    right: they can be had for anything."""
+    progress = _progress(contents.state)
     restore_model(contents, model)
-    _restore_optimizer(contents, model, optimizer)
-    precision.restore(contents.state["precision"])
-    _restore_random(contents.state["random"])
-    return Progress(**contents.state["progress"])
+    try:
+        _restore_optimizer(contents, model, optimizer)
+        precision.restore(contents.state["precision"])
+        _restore_random(contents.state["random"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise UserError(
+            f"the checkpoint's state is none that a run of this model wrote ({type(error).__name__}: {error}); {_ELSE}"
+        ) from None
+    return progress
+
+
+def _progress(state: Mapping[str, Any]) -> Progress:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        found = TypeAdapter(Progress).validate_json(json.dumps(state.get("progress")), strict=True)
+        known = set(state["progress"]) <= {f.name for f in fields(Progress)}
+    except (ValidationError, TypeError, KeyError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        where = ".".join(str(part) for part in first["loc"]) if first else ""
+        raise UserError(f"the checkpoint's progress is none that a run wrote ({where or 'it is missing'}); {_ELSE}") from None
+    counts = (found.step, found.epoch, found.position, found.samples, found.best_step or 0, found.bad_evaluations)
+    if not known or not all(0 <= count < 2**62 for count in counts):
+        raise UserError(f"the checkpoint's progress is none that a run wrote (step {found.step}, epoch {found.epoch}); {_ELSE}")
+    return found
+
+
+_ELSE = "resume from another one, or give it to --init-from for its weights alone"
 
 
 @torch.no_grad()
 def restore_model(contents: Contents, model: nn.Module) -> None:
     """The weights alone (``--init-from``), by name: every one must be there, of the right shape."""
+    if "model" not in contents.tensors:
+        raise UserError("the checkpoint has no model.safetensors, and so no weights; give another one")
     saved = _joined(contents.tensors["model"], stacked_names(model), "the checkpoint")
     for name, tensor in model_tensors(model).items():
         if name not in saved:

@@ -52,6 +52,18 @@ def _kept(portion: Portion) -> Portion:
     return Portion(micros, portion.samples, portion.shared)
 
 
+def handed_over_seconds(run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None) -> list[float]:
+    """Seconds after which the host has handed each step to a GPU that was idle: not those that the GPU then takes."""
+    seconds = []
+    for step in range(warm_up + steps):
+        torch.cuda.synchronize(device)
+        begun = perf_counter()
+        run(step)
+        seconds.append(perf_counter() - begun)
+    torch.cuda.synchronize(device)
+    return seconds[warm_up:]
+
+
 def step_seconds(run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None) -> list[float]:
     """Seconds of each step after some that warm up. On a GPU, where the host runs ahead, four are timed together."""
     on_gpu = device is not None and device.type == "cuda"

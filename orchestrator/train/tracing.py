@@ -66,6 +66,8 @@ def trace_step(task: Task, micro_batch: int, setting: Setting | None = None) -> 
         hosts = _share_out(model, setting, recorder)
         for _, layer in moe_layers(model):
             layer.bank._compute = partial(_compute, layer.bank, setting, recorder)  # pyright: ignore[reportAttributeAccessIssue]
+            if layer.capacity is not None:  # how many rows are left
+                layer.register_forward_pre_hook(lambda *_: recorder.wait())
         if setting.recompute:
             recompute_blocks(model, hosts)
         if setting.on_gpu:
@@ -111,6 +113,7 @@ class _Traced:
         self.size, self.recorder = size, recorder
 
     def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
+        self.recorder.wait()
         self.recorder.message("counts", 8 * (self.size - 1) * -(-(mine_NC.shape[1] + len(agreed) + 1) // 64) * 64)
         return []
 
@@ -155,7 +158,10 @@ def _compute(
     """In place of a bank's own: its products are written down by the rows of each expert, an even split."""
     dtype = rows_RD.dtype
     up_EDH, down_EHD = (bank.get_parameter(f"{role}_{group.hidden}").to(dtype) for role in ("up", "down"))
-    if setting.grouped and grouped_works(_CPU, dtype, bank.width, group.hidden):
+    together = setting.grouped and grouped_works(_CPU, dtype, bank.width, group.hidden)
+    if not together or len(bank.classes) > 1:  # the host must know the rows of each expert, or of each size
+        recorder.wait()
+    if together:
         recorder.count(_CHECKS)
         hidden = _ExpertProduct.apply(rows_RD, up_EDH, recorder)
         return _ExpertProduct.apply(activate(hidden, weights_R, bank.kind), down_EHD, recorder)  # pyright: ignore

@@ -28,8 +28,8 @@ from orchestrator.train.world import World
 
 WELL_ENOUGH = 0.03  # half the width of the confidence interval, as a part of the throughput
 _WARM_UP = 4  # steps; and as many again where workers begin to sum gradients during the backward pass
-_BLOCK_SECONDS = 0.1  # of steps that are timed together: the clock, and the wait for a device, cost nothing beside it
-_LEAST_BLOCKS = 6
+_BLOCK_SECONDS = 0.2  # of steps that are timed together: the clock, and the wait for a device, cost nothing beside it
+_LEAST_BLOCKS, _MOST_BLOCKS = 8, 16
 _CONFIDENCE = 0.95
 
 
@@ -73,6 +73,8 @@ class Block:
 def measurement(config: Config, plan: Plan, facts: ModelFacts, task: Task, world: World, limits: Limits) -> Iterator[Measurement]:
     """A measurement, from a model of its own to the memory it is to leave free. All workers of a group do the same."""
     feed: Feed | None = None
+    parts: Parts | None = None
+    free_cached(world.device)  # what the trial before left in cycles is not this one's
     try:
         with kept_randomness(), machine_settings(config, plan, world.device):
             reset_peak(world.device)
@@ -86,13 +88,18 @@ def measurement(config: Config, plan: Plan, facts: ModelFacts, task: Task, world
     finally:
         if feed is not None:
             feed.close()
+        if parts is not None and parts.compiled is not None:
+            parts.compiled.undo()  # or the next trial would run what was compiled for the shapes of this one
+        parts = feed = None
         free_cached(world.device)
 
 
 def _no_news(event: str, **fields: object) -> None:
-    """A step that would go on in halves is not the step that was to be measured."""
+    """A step that would go on in halves, or uncompiled, is not the step that was to be measured."""
     if event == "oom":
         raise torch.OutOfMemoryError(f"out of memory with a micro-batch of {fields['micro_batch']}")
+    if event == "compile" and fields["status"] == "failed":
+        raise TrainingFailed(f"does not compile: {fields['detail']}")
 
 
 class Measurement:
@@ -148,13 +155,14 @@ class Measurement:
     def _warm_up(self) -> None:
         """First steps are slower than the rest: caches, the allocator, a compiler; and reductions that begin during the backward
         pass only once a micro-batch has proved to fit."""
-        seconds = [self._timed(1).seconds for _ in range(_WARM_UP)]
+        most = (self._limits.steps or math.inf) - 1  # one step at least is measured
+        seconds = [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         if self._world.size > 1:
             self._parts.replica.proved()
-            seconds += [self._timed(1).seconds for _ in range(_WARM_UP)]
+            seconds += [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         self._warm_seconds = sum(seconds)
         self._stepper.clock.take()
-        longest = self._world.most([min(seconds[-2:])])[0]
+        longest = self._world.most([min(seconds[-2:], default=0.0)])[0]
         self._block_steps = max(1, round(_BLOCK_SECONDS / max(1e-6, longest)))
 
     def _timed(self, steps: int) -> Block:
@@ -178,6 +186,8 @@ class Measurement:
         peak = int(self._world.most([float(peak_memory(self._world.device)["allocated"])])[0])
         phases = {name: value for name, value in self._stepper.clock.take().items() if name not in ("steps", "total")}
         evaluated = self._evaluate()["loss"] if self._evaluate is not None else None
+        if evaluated is not None and not math.isfinite(evaluated):
+            raise TrainingFailed(f"step {self._step}: the validation loss is {evaluated}: the run has diverged")
         return Measured(
             done=done,
             samples_per_second=rate,
@@ -195,13 +205,20 @@ class Measurement:
 
 def rate_of(blocks: Sequence[Block]) -> tuple[float, float]:
     """Samples per second over all blocks, and half the width of its confidence interval as a part of it (infinite for a single
-    block). A ratio of two sums, because the last step of an epoch may have fewer samples."""
+    block). A ratio of two sums, because the last step of an epoch may have fewer samples. Of many blocks neighbours are put together:
+    what disturbs one disturbs the next, and an interval from blocks that are alike would be too narrow."""
+    while len(blocks) > _MOST_BLOCKS:
+        blocks = [_joined(blocks[at : at + 2]) for at in range(0, len(blocks), 2)]
     seconds, samples, number = sum(b.seconds for b in blocks), sum(b.samples for b in blocks), len(blocks)
     rate = samples / seconds
     if number < 2:
         return rate, math.inf
     spread = sum((block.samples - rate * block.seconds) ** 2 for block in blocks) / (number - 1)
     return rate, _student(number - 1) * math.sqrt(spread / number) / (seconds / number) / rate
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    return Block(sum(b.seconds for b in blocks), sum(b.steps for b in blocks), sum(b.samples for b in blocks))
 
 
 def _student(degrees: int) -> float:

@@ -11,6 +11,8 @@ from typing import Any
 
 from orchestrator.config.reader import to_json
 from orchestrator.config.settings import Config
+from orchestrator.masking import masked
+from orchestrator.plan.hardware import secret_values
 from orchestrator.record.events import EventLog
 from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
@@ -23,8 +25,10 @@ def recording(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLo
     def warn(message: str) -> None:
         log.write("warning", kind="tracker", message=message)
 
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, to_json(config), on_warning=warn)
-    log = EventLog(run_dir / "events.jsonl", [screen, trackers])
+    secrets = secret_values()
+    shown = masked(to_json(config), secrets)
+    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, shown, on_warning=warn)
+    log = EventLog(run_dir / "events.jsonl", [screen, trackers], secrets)
     try:
         yield log
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from orchestrator.errors import UserError
         ("workers=auto,2", "workers", Values(("auto", 2))),
         ("capacity-factor=none,1.25", "capacity_factor", Values((None, 1.25))),
         ("batch-size=16,16,8", "batch_size", Values((16, 8))),
+        ("batch-size=1..3:0.5", "batch_size", Values((1, 2, 3))),
     ],
 )
 def test_a_domain_is_read(entry: str, name: str, domain: Values | Range) -> None:
@@ -51,6 +53,10 @@ def test_a_domain_is_read(entry: str, name: str, domain: Values | Range) -> None
         ("batch-size=1..1000000:1", "at most 10,000"),
         ("learning-rate=0..1:log", "begins above 0"),
         ("run-dir=a,b", "is not swept over"),
+        ("gpu-mode=cpu,auto", "is not swept over"),
+        ("learning-rate=1e-3,nan", "learning_rate is nan"),
+        ("batch-size=0,4", "batch_size is 0"),
+        ("batch-size=auto,16", "give the sizes to be tried"),
     ],
 )
 def test_a_mistake_is_told(entry: str, said: str) -> None:
@@ -131,9 +137,20 @@ def test_a_point_becomes_flags_that_give_its_settings() -> None:
     assert flags == ["--batch-size", "16", "--deterministic", "--no-static-graph", "--compile", "off", "--precision", "fp32"]
 
 
-def test_texts_read_back_to_the_same_space() -> None:
-    space = parse_space(["batch-size=16..64:x2", "learning-rate=1e-4..1e-2:log", "experts=2..9", "capacity-factor=none,1.5"])
-    assert parse_space([f"{name}={text}" for name, text in space.texts().items()]) == space
+def test_a_space_reads_back_the_same_from_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(
+        "expert_hidden_size: [[64, 128], [128]]\ndata_dir: [../a, b]\nexperts: 2..9\nlearning_rate: 1e-4..1e-2:log\nz_loss: [0, 0.1]\n"
+    )
+    space = read_space(path)
+    header = json.loads(json.dumps(Sweep(space, "random", 5).header()))
+    assert Sweep.of_header(header, None).space == space
+    assert space.domains["data_dir"] == Values((Path("../a"), Path("b")))
+
+
+def test_a_large_space_can_be_drawn_from() -> None:
+    space = parse_space(["batch-size=1..1001:1", "experts=1..1001:1"])
+    assert (space.size, Sweep(space, "random", 7).points) == (1_002_001, 7)
 
 
 def test_a_sweep_is_checked_and_kept() -> None:

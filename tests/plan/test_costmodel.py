@@ -80,6 +80,33 @@ def test_the_host_counts_where_it_is_slower_than_the_device() -> None:
     assert waiting.step_seconds == pytest.approx(132e-3 - 3 * FLOOR - FLOOR)
 
 
+def test_what_is_launched_from_python_costs_the_host_more() -> None:
+    work = replace(WORK, operations=10, launches=5, views=3, tensors=2)
+    figures: dict[str, Any] = {"operation_s": 10e-3, "launch_s": 20e-3, "view_s": 1e-3, "tensor_s": 2e-3, "step_s": 4e-3}
+    found = predict(work, machine(**figures), Team(micro_batches=2))
+    assert found.host_seconds == pytest.approx(2 * (100e-3 + 100e-3 + 3e-3) + 4e-3 + 4e-3)
+    assert found.step_seconds == pytest.approx(found.host_seconds)
+
+
+def test_what_the_host_waits_for_cannot_be_hidden_behind_what_comes_after() -> None:
+    """Before the wait 10 operations and nothing to compute; after it 32 ms of the device and no operation. With the update's 5 ms of the
+    host, which hide behind them."""
+    work = replace(WORK, operations=10, tensors=5)
+    shape = machine(operation_s=1e-3, tensor_s=1e-3)
+    assert predict(work, shape).step_seconds == pytest.approx(32e-3)
+    waiting = replace(work, before_wait=Work(samples=0, operations=10))
+    assert predict(waiting, shape).step_seconds == pytest.approx(10e-3 + 32e-3)
+    assert predict(waiting, shape, Team(micro_batches=3)).step_seconds == pytest.approx(3 * 42e-3)
+    late = replace(work, before_wait=Work(samples=0, products=work.products, moves=work.moves))
+    assert predict(late, shape).step_seconds == pytest.approx(32e-3 + 10e-3 + 5e-3)
+    assert predict(late, machine(operation_s=1e-3, asynchronous=False)) == predict(work, machine(operation_s=1e-3, asynchronous=False))
+
+
+def test_a_host_that_takes_longer_than_the_device_is_the_limit() -> None:
+    """Also where it is not twice as long."""
+    assert predict(replace(WORK, operations=34), machine(operation_s=1e-3)).limited_by == "host overhead"
+
+
 def test_grouped_products_one_after_another_and_together() -> None:
     experts = Product(10, 20, 30, "nn", batch=4, of_experts=True)
     assert product_seconds(experts, device()) == pytest.approx(experts.flops / RATE)

@@ -58,6 +58,17 @@ def test_of_several_rows_on_as_many_devices_the_fastest_counts() -> None:
     assert [p.row.trial for p in points] == [2, 3]
 
 
+def test_one_gate_for_all_is_no_weak_scaling() -> None:
+    record = sweep(trial(1, 1, 100.0), trial(2, 2, 150.0, global_batch_size=16))
+    assert series_of(record, "weak") == []
+    assert [series.kind for series in series_of(record, "strong")] == ["strong"]
+
+
+def test_a_run_of_few_steps_is_soon_over() -> None:
+    record = sweep(trial(1, 1, 100.0), samples=1000, epochs=10, settings={"max_steps": 50})
+    assert predicted_hours(record, record.rows[0]) == pytest.approx(50 * 16 / 100.0 / 3600)
+
+
 def test_weak_series_keep_the_batch_of_a_device() -> None:
     record = sweep(trial(1, 1, 100.0), trial(2, 2, 190.0), trial(3, 4, 360.0), trial(4, 1, 150.0, batch=64), trial(5, 2, 290.0, 64))
     found = series_of(record, "weak")

@@ -9,18 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.cli import main
+from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.space import parse_space
-from orchestrator.errors import ResourceError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster as Planned
 from orchestrator.plan.cluster import Node
-from orchestrator.record.ledger import LEDGER, Row, read_sweep
+from orchestrator.record.ledger import LEDGER, Ledger, Row, read_sweep
 from orchestrator.runtime.sweep import Ground, planned_point
 from orchestrator.trainer import Trainer
+from orchestrator.tuning import tuned
 from tests.support.cluster import Cluster
 from tests.support.plans import machine
 from tests.support.runs import actors, finish, summary
@@ -49,7 +52,7 @@ def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int)
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_killed_resumed_and_used(shared_cluster: Cluster, tmp_path: Path) -> None:
+def test_killed_and_resumed(shared_cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     space = ["--sweep", "batch-size=10,25", "workers=1,2,9", "top-k=1,5"]
     killed = started(shared_cluster, tmp_path, *SIZES, *space, "--trial-seconds", "0.5", "--run-dir", str(folder))
@@ -75,15 +78,6 @@ def test_killed_resumed_and_used(shared_cluster: Cluster, tmp_path: Path) -> Non
     made = {path.name for path in folder.iterdir()}
     assert {"sweep.csv", "scaling.md", "scaling.csv", "scaling.png", "heatmap.png", "parallel_coordinates.png", "report.html"} <= made
     assert actors(shared_cluster) == []
-    run_dir = tmp_path / "run"
-    trained = [sys.executable, "-m", "orchestrator", "train", "--tuned", str(folder), "--max-steps", "5", "--run-dir", str(run_dir)]
-    finish(subprocess.Popen([*trained, "--ray-address", shared_cluster.address, "--trackers"], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=shared_cluster.environment))  # fmt: skip
-    best = read_sweep(folder).best()
-    assert best is not None
-    assert (summary(run_dir)["workers"], summary(run_dir)["global_batch_size"]) == (best.workers, best.global_batch_size)
-    settings = {entry["name"]: entry for entry in json.loads((run_dir / "plan.json").read_text())["settings"]}
-    assert settings["batch.batch_size"]["origin"] == f"sweep {folder.name}, trial {best.trial}"
 
 
 @pytest.mark.ray
@@ -106,6 +100,24 @@ def test_by_the_loss_with_early_stops_and_on_hosts(shared_cluster: Cluster, tmp_
         ("completed", "data_parallel"),
         ("completed", "expert_parallel"),
     ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_train_takes_what_a_sweep_found(shared_cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    space = ["--sweep", "batch-size=10,25", "workers=1,2", "--trial-seconds", "0.5"]
+    finish(started(shared_cluster, tmp_path, *SIZES, *space, "--run-dir", str(folder)))
+    run_dir = tmp_path / "run"
+    trained = [sys.executable, "-m", "orchestrator", "train", "--tuned", str(folder), "--max-steps", "5", "--run-dir", str(run_dir)]
+    finish(subprocess.Popen([*trained, "--ray-address", shared_cluster.address, "--trackers"], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=shared_cluster.environment))  # fmt: skip
+    best = read_sweep(folder).best()
+    assert best is not None
+    assert (summary(run_dir)["workers"], summary(run_dir)["global_batch_size"]) == (best.workers, best.global_batch_size)
+    settings = {entry["name"]: entry for entry in json.loads((run_dir / "plan.json").read_text())["settings"]}
+    assert settings["batch.batch_size"]["origin"] == f"sweep {folder.name}, trial {best.trial}"
 
 
 @pytest.mark.ray
@@ -141,6 +153,73 @@ def test_what_workers_are_given() -> None:
         ground.workers(Config.of(workers=16))
     alone = Ground.of(Config(), parse_space(["batch-size=1,2"]), machine(cores=4), four)
     assert (alone.cores, alone.workers(Config())) == (4, 1)
+
+
+def test_workers_left_to_the_plan_can_be_had() -> None:
+    here = Planned((Node("here", 2, 0, 2),), joined=False)
+    asked = Config.of(parallel_strategy="data_parallel")
+    ground = Ground.of(asked, parse_space(["batch-size=1,2"]), machine(cores=2), here)
+    assert (ground.cores, ground.workers(asked)) == (1, 2)
+    one = Planned((Node("here", 1, 0, 2),), joined=True)
+    ground = Ground.of(Config(), parse_space(["workers=1,2"]), machine(cores=2), one)
+    assert (ground.cores, ground.devices, ground.workers(Config.of(workers=1))) == (1, 1, 1)
+    uneven = Planned(tuple(Node(f"n{n}", 3, 0, 3) for n in range(3)), joined=True)
+    ground = Ground.of(Config(), parse_space(["workers=1,3"]), machine(cores=3), uneven)
+    assert (ground.cores, ground.devices) == (3, 3)
+
+
+def swept(folder: Path, *rows: Row, **header: Any) -> Path:
+    folder.mkdir()
+    ledger = Ledger(folder)
+    ledger.begin({"task": "digits", "kind": "cpu", "cores_per_worker": 1, "settings": {"width": 8}, "objective": "throughput"} | header)
+    for row in rows:
+        ledger.add(row)
+    ledger.close()
+    return folder
+
+
+ROWS = tuple(Row(n, {"batch_size": 8 * n}, "completed", workers=w, samples_per_second=float(w)) for n, w in enumerate((1, 2, 8), 1))
+
+
+def test_tuned_takes_the_best_row_that_fits_and_flags_win(tmp_path: Path) -> None:
+    folder = swept(tmp_path / "s", *ROWS)
+    for devices, workers in ((1, 1), (4, 2), (8, 8)):
+        found, words = tuned(folder, Resolved(Config(), {}), lambda _, n=devices: ("cpu", n))
+        assert (found.config.parallel.workers, found.config.batch.batch_size, found.config.model.width) == (
+            workers,
+            ROWS[(1, 2, 8).index(workers)].point["batch_size"],
+            8,
+        )
+        assert "settings of trial" in words
+    flags = Resolved(Config.of(workers=2, width=32), {"workers": "flag --workers", "width": "flag --width"})
+    found, _ = tuned(folder, flags, lambda _: ("cpu", 8))
+    assert (found.config.parallel.workers, found.config.batch.batch_size, found.config.model.width) == (2, 16, 32)
+    assert found.origins["batch_size"] == "sweep s, trial 2"
+
+
+@pytest.mark.parametrize(
+    ("resolved", "devices", "said"),
+    [
+        (Resolved(Config.of(task="text"), {"task": "file c.yaml:1"}), ("cpu", 8), "is a sweep of digits, and text is to be trained"),
+        (Resolved(Config(), {}), ("gpu", 8), "was swept on cpus, and this run has gpus"),
+        (Resolved(Config.of(workers=3), {"workers": "flag --workers"}), ("cpu", 8), "none fits --workers 3"),
+        (Resolved(Config(), {}), ("cpu", 0), "none fits 0 devices"),
+    ],
+)
+def test_tuned_refuses_what_does_not_compare(tmp_path: Path, resolved: Resolved, devices: tuple[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tuned(swept(tmp_path / "s", *ROWS), resolved, lambda _: devices)
+
+
+def test_two_at_a_time_is_one_too_many(tmp_path: Path) -> None:
+    first = Ledger(tmp_path)
+    with pytest.raises(UserError, match="is being swept by another process"):
+        Ledger(tmp_path)
+    first.close()
+    second = Ledger(tmp_path)
+    second.add(Row(1, {"data_dir": Path("/data")}, "failed", "no"))
+    second.close()
+    assert '"data_dir": "/data"' in (tmp_path / LEDGER).read_text()
 
 
 def test_a_search_begins_at_the_plan() -> None:

@@ -37,8 +37,8 @@ class Cluster:
 
     def _token(self) -> Path:
         path = self.folder / "token"
-        path.write_text("a-token-of-the-tests-" + "0" * 32, encoding="utf-8")
-        path.chmod(0o600)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write("a-token-of-the-tests-" + "0" * 32)
         return path
 
     def add_node(self, cpus: int, gpus: int = 0) -> int:

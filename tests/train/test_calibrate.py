@@ -16,8 +16,10 @@ from orchestrator.plan.costmodel import Team, predict
 from orchestrator.plan.hardware import inventory
 from orchestrator.plan.work import MOVES
 from orchestrator.tasks.load import load_task
-from orchestrator.train.calibrate import Asked, calibrate, fitted_link, not_negative
-from orchestrator.train.measuring import TINY, Timer, product_grids
+from orchestrator.train.calibrate import Asked, calibrate
+from orchestrator.train.fitting import fitted_link, not_negative
+from orchestrator.train.measuring import TINY, product_grids
+from orchestrator.train.timing import Timer
 from orchestrator.train.tracing import Setting, trace_step
 
 
@@ -39,7 +41,13 @@ def test_a_calibration_can_be_predicted_from(tmp_path: Path) -> None:
     made = kept(tiny(workers=(1,), references=2), tmp_path)
     alone = made.profile(1).device
     assert set(alone.moves) == set(MOVES)
-    assert alone.operation_s + alone.view_s + alone.tensor_s + alone.step_s > 0
+    assert alone.operation_s + alone.launch_s + alone.view_s + alone.tensor_s + alone.step_s > 0
+    assert [
+        reference.operations > 0 and reference.measured_s > 0 and reference.fitted_s > 0 for reference in made.profile(1).references
+    ] == [
+        True,
+        True,
+    ]
     work = trace_step(load_task(Config.of(task="digits")), 8)
     assert predict(work, made.machine_for(1)[0]).step_seconds > 0
 

@@ -81,6 +81,36 @@ def test_experts_one_after_another_are_more_operations_of_the_same_arithmetic() 
     assert shapes(apart, of_experts=True) == shapes(together, of_experts=True)
 
 
+def test_what_goes_through_python_of_ours() -> None:
+    """A layer on a GPU: eight fused kernels, and six products of all experts. On a CPU only these, in groups."""
+    settings: dict[str, Any] = {"task": "text", "width": 64, "layers": 3}
+    assert traced(Setting(True, "bf16"), 4, **settings).launches == 3 * (8 + 6)
+    assert traced(Setting(), 4, **settings).launches == 3 * 6
+    assert traced(Setting(grouped=False), 4, **settings).launches == 0
+    assert traced(Setting(True, "bf16"), 4, **settings, experts=0).launches == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "more", "waits"),
+    [
+        (Setting(), {}, False),
+        (Setting(grouped=False), {}, True),
+        (Setting(hosts=2), {}, True),
+        (Setting(), {"capacity_factor": 1.5}, True),
+        (Setting(), {"expert_hidden_size": (16, 16, 24, 24)}, True),
+        (Setting(grouped=False), {"experts": 0}, False),
+    ],
+)
+def test_where_the_host_waits_for_the_device(setting: Setting, more: dict[str, Any], waits: bool) -> None:
+    """The last time in the last layer's forward pass: the backward pass is not before it."""
+    settings = {"task": "digits", "width": 32, "layers": 2, "experts": 4, "expert_hidden_size": 24}
+    work = traced(setting, 16, **(settings | more))
+    assert (work.before_wait is not None) == waits
+    if work.before_wait is not None:
+        assert 0 < work.before_wait.operations < 0.7 * work.operations
+        assert {entry.layout for entry in work.before_wait.products} <= {"nt", "nn"}
+
+
 def test_a_transformer_by_hand() -> None:
     """Per layer qkv, out and two of the feed-forward block, three times each; attention; the output layer."""
     tokens, width, layers, vocabulary = 4 * 32, 64, 2, 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -78,6 +79,24 @@ class Diverging(Digits):
 def test_a_run_that_diverges_is_not_measured() -> None:
     with pytest.raises(TrainingFailed, match="the loss is nan"):
         measured(Limits(0.1), task=Diverging(Config.of(**TINY)))
+
+
+def test_a_trial_of_few_steps_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = measured(Limits(1.0, steps=2))
+    assert (found.done, found.steps) == (True, 1)  # the other one warmed up
+
+
+def test_what_does_not_compile_is_not_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    handlers = len(logging.getLogger("torch._dynamo.guards.__recompiles").handlers)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=broken))
+    with pytest.raises(TrainingFailed, match="does not compile"):
+        measured(Limits(0.1), compile="on")
+    assert len(logging.getLogger("torch._dynamo.guards.__recompiles").handlers) == handlers
 
 
 class Large(Digits):

@@ -1,0 +1,254 @@
+"""The door of a cluster: locked where we made it, knocked at rightly where others did, and told of where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import ResourceError
+from orchestrator.runtime import authentication
+from tests.support.canaries import ENVIRONMENT, URL, assert_none_in, leaky_task
+from tests.support.cluster import Cluster, cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "64", "--batch-size", "8")
+ADDRESS = "192.0.2.1:6379"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user without a token, and nothing of Ray's touched."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(authentication, "look_again", lambda: None)
+    old = os.umask(0)  # the worst case: whatever is made without a mode is open to all
+    yield tmp_path
+    os.umask(old)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_token_is_its_owners_alone_from_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    link = os.link
+    monkeypatch.setattr(os, "link", lambda made, path: (modes.append(mode(Path(made))), link(made, path)))
+    authentication.lock_token()
+    token = home / ".ray" / "auth_token"
+    assert modes == [0o600]
+    assert (mode(token), mode(token.parent)) == (0o600, 0o700)
+    assert len(token.read_text()) == 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_an_older_token_is_kept_and_closed(home: Path) -> None:
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("of-before")
+    token.chmod(0o644)
+    authentication.lock_token()
+    assert (token.read_text(), mode(token)) == ("of-before", 0o600)
+
+
+def test_a_token_elsewhere_is_closed_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = home / "mine"
+    token.write_text("of-before")
+    token.chmod(0o664)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    authentication.lock_token()
+    assert mode(token) == 0o600
+    assert not (home / ".ray").exists()
+
+
+def test_who_wants_no_token_gets_none(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    authentication.lock_token()
+    assert not (home / ".ray").exists()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_an_open_cluster_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "asks_for_token", lambda _: False)
+    monkeypatch.setattr(authentication, "_TOLD", set())
+    notes: list[str] = []
+    for _ in range(3):
+        authentication.warn_if_open(ADDRESS, notes.append)
+    (told,) = notes
+    assert ADDRESS in told
+    assert "asks for no token" in told
+    assert "ray get-auth-token --generate" in told
+
+
+@pytest.mark.parametrize("answer", [True, None])
+def test_others_are_not(monkeypatch: pytest.MonkeyPatch, answer: bool | None) -> None:
+    monkeypatch.setattr(authentication, "asks_for_token", lambda _: answer)
+    authentication.warn_if_open("192.0.2.2:6379", pytest.fail)
+
+
+def test_no_token_for_a_cluster_that_asks_for_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "asks_for_token", lambda _: True)
+    with pytest.raises(ResourceError, match="asks for a token, and there is none here"):
+        authentication.show_token(ADDRESS)
+
+
+def test_a_token_is_shown_only_to_who_asks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "asks_for_token", lambda _: False)
+    authentication.show_token(ADDRESS)
+    assert os.environ["RAY_AUTH_MODE"] == ""
+
+
+def test_a_head_that_is_not_there_says_nothing() -> None:
+    assert authentication.asks_for_token("127.0.0.1:1") is None
+
+
+# --- with Ray
+
+
+def post(port: int, token: str | None, canary: Path) -> int:
+    """Ask a dashboard to run a command. Returns the status of its answer."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    body = json.dumps({"entrypoint": f"touch {canary}"}).encode()
+    try:
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/api/jobs/", data=body, headers=headers)
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+JOIN = """
+import os, sys
+from orchestrator.config.settings import Config
+from orchestrator.runtime.session import session
+with session(Config.of(ray_address=sys.argv[1]), print) as joined:
+    print("joined" if joined else "started", os.environ.get("RAY_AUTH_MODE"))
+print("left", os.environ.get("RAY_AUTH_MODE"))
+"""
+
+
+def join(address: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", JOIN, address]
+    return subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Cluster]:
+    with cluster(cpus=1, dashboard=True) as made:
+        yield made
+
+
+@pytest.mark.ray
+def test_no_job_without_the_token(locked: Cluster, tmp_path: Path) -> None:
+    """What a stranger posts to the dashboard is refused; the dashboard listens to this machine alone."""
+    assert locked.dashboard is not None
+    assert mode(Path(locked.environment["RAY_AUTH_TOKEN_PATH"])) == 0o600
+    assert post(locked.dashboard, None, tmp_path / "canary") == 401
+    assert post(locked.dashboard, "a-guess", tmp_path / "canary") == 403
+    assert not (tmp_path / "canary").exists()
+    assert set(_listeners(locked.dashboard)) <= {"127.0.0.1", "::1"}
+
+
+def _listeners(port: int) -> list[str]:
+    import psutil
+
+    return [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+
+
+@pytest.mark.ray
+def test_a_locked_cluster_is_joined_with_the_token_at_hand(locked: Cluster) -> None:
+    """Though Ray itself would show none for an address that is named, and the mode is left as it was."""
+    environment = {name: value for name, value in locked.environment.items() if name != "RAY_AUTH_MODE"}
+    done = join(locked.address, environment)
+    assert done.stdout.split("\n")[:2] == ["joined token", "left None"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_wrong_token_and_none_are_told(locked: Cluster, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("f" * 64)
+    plain = {name: value for name, value in locked.environment.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    refused = join(locked.address, plain | {"RAY_AUTH_TOKEN_PATH": str(wrong)})
+    assert "could not be joined" in refused.stderr
+    assert "oken" in refused.stderr.splitlines()[-1]
+    nothing = join(locked.address, plain)
+    assert "asks for a token, and there is none here" in nothing.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_open_cluster_is_joined_with_a_warning(tmp_path: Path) -> None:
+    class Open(Cluster):
+        def _start(self, *arguments: str) -> None:
+            self.environment |= {"RAY_AUTH_MODE": "disabled"}
+            super()._start(*arguments)
+
+    here = Open(1)
+    try:
+        environment = {name: value for name, value in here.environment.items() if not name.startswith("RAY_AUTH")}
+        done = join(here.address, environment)
+    finally:
+        here.close()
+    assert done.stdout.count("asks for no token") == 1, done.stdout + done.stderr
+    assert "joined None" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_cluster_of_ours_makes_a_private_token(tmp_path: Path) -> None:
+    """For a user without one. Nothing in it takes jobs over HTTP: it has no dashboard."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    done = join("local", environment)
+    assert done.stdout.split("\n")[:2] == ["started token", "left None"], done.stdout + done.stderr
+    assert mode(tmp_path / ".ray" / "auth_token") == 0o600
+
+
+LOOK = """
+import json, sys
+import ray
+from ray.util.state import list_actors, list_jobs, list_tasks
+ray.init(address=sys.argv[1], log_to_driver=False)
+asked = dict(detail=True, limit=1000, raise_on_missing_output=False)
+seen = [[str(entry) for entry in ask(**asked)] for ask in (list_jobs, list_actors, list_tasks)]
+print("SEEN", json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
+def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that prints all secrets, has a program print some, and fails with them: none in the run folder, in what the driver says,
+    or in what the cluster knows of the job."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    leaky_task(tmp_path, raises=True, past=True)
+    argv = ["--task", "leaky:Leaky", "--run-dir", str(tmp_path / "run"), "--data-dir", URL, "--max-steps", "30", "--workers", "2", *SIZES]
+    with cluster(cpus=2, dashboard=True) as here:
+        environment: dict[str, Any] = here.environment | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "orchestrator", "train", *argv, "--parallel-strategy", strategy, "--ray-address", here.address]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        look = [sys.executable, "-c", LOOK, here.address]
+        seen = subprocess.run(look, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot log in" in done.stderr
+    assert "printed" in (tmp_path / "run" / "logs" / "worker_0.log").read_text()
+    assert "orchestrator" in seen.stdout, seen.stderr
+    assert_none_in(tmp_path / "run")
+    assert_none_in(done.stdout + done.stderr)
+    assert_none_in(seen.stdout.partition("SEEN")[2])

@@ -1,0 +1,204 @@
+"""Secrets stay out of what is written and shown: of texts and trees, and of everything that a whole run leaves behind."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.reader import Resolved, dump, read_file
+from orchestrator.config.settings import Config
+from orchestrator.masking import MASK, MaskedStream, mask, mask_error, masked, secrets_of
+from orchestrator.record.cleaning import copy_masked
+from orchestrator.record.events import EventLog, read_events
+from orchestrator.record.ledger import LEDGER, Ledger, Row
+from orchestrator.record.screen import Screen
+from tests.support.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in, leaky_task
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "64", "--batch-size", "8")
+SECRETS = secrets_of(ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PGPASSWORD", "my_secret", "AWS_ACCESS_KEY_ID", "KEY"]
+)
+def test_values_of_telling_names_are_secrets(name: str) -> None:
+    assert secrets_of({name: "correct-horse"}) == ("correct-horse",)
+
+
+@pytest.mark.parametrize(
+    "name", ["PWD", "HOME", "MONKEYS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES"]
+)
+def test_values_of_other_names_are_not(name: str) -> None:
+    assert secrets_of({name: "correct-horse"}) == ()
+
+
+def test_words_of_every_text_are_no_secrets() -> None:
+    assert secrets_of({"A_KEY": "", "B_TOKEN": "true", "C_SECRET": "12345"}) == ()
+
+
+def test_a_password_in_an_address_of_the_environment_is_a_secret_by_itself() -> None:
+    secrets = secrets_of({"DATABASE_URL": "postgres://me:p%40ssw0rd%21@db/x"})
+    assert mask("login with p@ssw0rd! failed", secrets) == f"login with {MASK} failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("see s3://me:hunter2hunter2@host/x now", "see s3://me:***@host/x now"),
+        (str(Path("s3://me:geheim@host/x")), "s3:/me:***@host/x"),
+        ("redis://:geheim@h:6379", "redis://:***@h:6379"),
+        ("https://h/x?a=1&X-Amz-Signature=abc&b=2", "https://h/x?a=1&X-Amz-Signature=***&b=2"),
+        ("https://h/?token=abc", "https://h/?token=***"),
+        ("https://host:8265/a@b", "https://host:8265/a@b"),
+        ("http://me@host/x", "http://me@host/x"),
+        ("loss = 3 ? key: value & more", "loss = 3 ? key: value & more"),
+    ],
+)
+def test_addresses(text: str, expected: str) -> None:
+    assert mask(text) == expected
+
+
+def test_the_longer_secret_goes_first() -> None:
+    secrets = secrets_of({"A_KEY": "abcdef", "B_KEY": "abcdefghi"})
+    assert mask("abcdefghi abcdef", secrets) == "*** ***"
+
+
+def test_numbers_stay_what_they_are() -> None:
+    secrets = secrets_of({"PIN_SECRET": "123456"})
+    tree = {"loss": 0.123456, "step": 123456, "note": "123456", "123456": [("123456", None)]}
+    assert masked(tree, secrets) == {"loss": 0.123456, "step": 123456, "note": MASK, MASK: [[MASK, None]]}
+
+
+def test_a_record_holds_no_secret_and_stays_whole(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    log = EventLog(tmp_path / "events.jsonl", [seen.append], SECRETS)
+    for number, canary in enumerate(CANARIES):
+        log.write("warning", kind=canary, message=f'"{canary}" and {URL}', step=number, more={canary: [canary]})
+    log.close()
+    assert_none_in(tmp_path)
+    assert_none_in(json.dumps(seen))
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == list(range(len(CANARIES)))
+
+
+def test_a_ledger_holds_no_secret(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, SECRETS)
+    ledger.begin({"settings": {"data_dir": URL}, "task": CANARIES[0]})
+    ledger.add(Row(1, {"batch_size": 4}, "failed", f"cannot log in with {CANARIES[1]}"))
+    ledger.close()
+    assert_none_in((tmp_path / LEDGER).read_text())
+
+
+def test_a_config_holds_no_secret_and_reads_back(tmp_path: Path) -> None:
+    config = Config.of(data_dir=f"/data/{CANARIES[0]}", resume=f"/r/{CANARIES[1]}", epochs=7)
+    path = tmp_path / "c.yaml"
+    path.write_text(dump(Resolved(config, {"epochs": f"file {CANARIES[2]}:3"}), secrets=SECRETS))
+    assert_none_in(path.read_text())
+    assert str(read_file(path).config.data.data_dir) == f"/data/{MASK}"
+    assert read_file(path).config.run.epochs == 7
+
+
+def test_an_error_keeps_its_class_and_loses_its_secrets() -> None:
+    try:
+        try:
+            raise KeyError(CANARIES[0])
+        except KeyError as cause:
+            raise ValueError(f"no login at {URL}", 7) from cause
+    except ValueError as error:
+        mask_error(error, SECRETS)
+        caught = error
+    assert caught.args == ("no login at " + URL.replace(PASSWORD, MASK), 7)
+    assert caught.__cause__ is not None
+    assert caught.__cause__.args == (MASK,)
+
+
+def test_a_stream_masks_and_is_the_stream() -> None:
+    under = io.StringIO()
+    stream = MaskedStream(under, SECRETS)
+    print(CANARIES[0], URL, file=stream)  # pyright: ignore[reportArgumentType]
+    stream.writelines([CANARIES[1], "\n"])
+    assert_none_in(under.getvalue())
+    assert not stream.isatty()
+
+
+def test_a_screen_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(secrets=SECRETS)
+    screen.note(f"no login with {CANARIES[0]}")
+    screen.banner([("data", URL)], "x")
+    assert_none_in(capsys.readouterr().out)
+
+
+def test_a_log_is_copied_without_secrets(tmp_path: Path) -> None:
+    log = tmp_path / "worker_0.log"
+    log.write_bytes(b"\xff\xfe plain\r\n" + CANARIES[3].encode() + b"\nno end " + URL.encode())
+    copy_masked(log, tmp_path / "copy.log", SECRETS)
+    assert CANARIES[3] in log.read_text(errors="replace")
+    copy_masked(log, log, SECRETS)
+    assert_none_in(tmp_path)
+    assert log.read_bytes().startswith(b"\xff\xfe plain\r\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.log", "worker_0.log"]
+
+
+def test_a_log_without_secrets_is_not_written_anew(tmp_path: Path) -> None:
+    log = tmp_path / "worker_0.log"
+    log.write_text("plain\n")
+    before = log.stat().st_ino
+    copy_masked(log, log, SECRETS)
+    assert log.stat().st_ino == before
+
+
+def test_every_record_is_opened_with_the_secrets() -> None:
+    """A log that is not told them would write them."""
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "orchestrator").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("EventLog", "Ledger", "write_file")
+        if "secret" not in ast.unparse(node)
+    ]
+    assert not bare
+
+
+def test_a_run_that_tells_everything_leaves_no_secret(tmp_path: Path) -> None:
+    """Printed, warned of, in a metric's name, in a setting, in the error that ends it: not one is found afterwards."""
+    leaky_task(tmp_path, raises=True)
+    argv = [
+        "--task",
+        "leaky:Leaky",
+        "--run-dir",
+        "run",
+        "--data-dir",
+        URL,
+        "--max-steps",
+        "30",
+        "--log-every",
+        "1",
+        "--gpu-mode",
+        "cpu",
+        *SIZES,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "train", *argv],
+        cwd=tmp_path,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot log in" in done.stderr
+    assert "printed" in done.stdout
+    run = tmp_path / "run"
+    assert {"config.yaml", "plan.json", "events.jsonl", "report.html", "summary.json", "tensorboard"} <= {p.name for p in run.iterdir()}
+    assert "cannot log in" in (run / "report.html").read_text()
+    assert MASK in (run / "config.yaml").read_text()
+    assert_none_in(run)
+    assert_none_in(done.stdout + done.stderr)
