@@ -15,7 +15,8 @@ Secrets = tuple[str, ...]
 MASK = "***"
 _SHORTEST = 6  # characters; shorter ones are words of every text
 _NAMES = re.compile(r".*(PASSWORD|PASSWD|PASSPHRASE|SECRET|TOKEN|CREDENTIALS?|API_?KEY|(^|_)(KEY|KEY_ID|PWD|PAT|PASS|AUTH))", re.IGNORECASE)
-# scheme://user:password@host, or with one slash, as a path is written; a password may hold anything but what ends the part of an address before its host
+# scheme://user:password@host, or with one slash, as a path is written; a password may hold anything but what ends the part of an
+# address before its host
 _ADDRESS = re.compile(r"(?P<begin>[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s/:@'\"<>]*:)(?P<password>[^\s/@'\"<>]+)(?=@)")
 # ?token=…&x-amz-signature=… of an address
 _QUERY = re.compile(

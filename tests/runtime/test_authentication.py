@@ -165,7 +165,8 @@ def test_no_job_without_the_token(locked: Cluster, tmp_path: Path) -> None:
 def _listeners(port: int) -> list[str]:
     import psutil
 
-    return [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+    heard: list[Any] = [c.laddr for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr]
+    return [address.ip for address in heard if address.port == port]
 
 
 @pytest.mark.ray
@@ -194,7 +195,7 @@ def test_a_wrong_token_and_none_are_told(locked: Cluster, tmp_path: Path) -> Non
 def test_an_open_cluster_is_joined_with_a_warning(tmp_path: Path) -> None:
     class Open(Cluster):
         def _start(self, *arguments: str) -> None:
-            self.environment |= {"RAY_AUTH_MODE": "disabled"}
+            self.environment = self.environment | {"RAY_AUTH_MODE": "disabled"}
             super()._start(*arguments)
 
     here = Open(1)
@@ -222,7 +223,7 @@ import json, sys
 import ray
 from ray.util.state import list_actors, list_jobs, list_tasks
 ray.init(address=sys.argv[1], log_to_driver=False)
-asked = dict(detail=True, limit=1000, raise_on_missing_output=False)
+asked = dict(address=sys.argv[2], detail=True, limit=1000, raise_on_missing_output=False)
 seen = [[str(entry) for entry in ask(**asked)] for ask in (list_jobs, list_actors, list_tasks)]
 print("SEEN", json.dumps(seen))
 """
@@ -243,11 +244,13 @@ def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monke
         environment: dict[str, Any] = here.environment | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "orchestrator", "train", *argv, "--parallel-strategy", strategy, "--ray-address", here.address]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        look = [sys.executable, "-c", LOOK, here.address]
+        look = [sys.executable, "-c", LOOK, here.address, f"http://127.0.0.1:{here.dashboard}"]
         seen = subprocess.run(look, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "cannot log in" in done.stderr
-    assert "printed" in (tmp_path / "run" / "logs" / "worker_0.log").read_text()
+    log = (tmp_path / "run" / "logs" / "worker_0.log").read_text()
+    assert "printed ***" in log
+    assert "past python ***" in log
     assert "orchestrator" in seen.stdout, seen.stderr
     assert_none_in(tmp_path / "run")
     assert_none_in(done.stdout + done.stderr)

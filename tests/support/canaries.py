@@ -38,11 +38,12 @@ class Leaky(Synthetic):
         super().__init__(config)
         print("printed", everything(), flush=True)
         warnings.warn("warned " + everything())
-        os.system("echo past python $HF_TOKEN $DATABASE_URL") if {past} else None
         self.steps = 0
 
     def loss(self, model, batch):
         self.steps += next(iter(model.parameters())).device.type != "meta"
+        if {past} and "worker_" in os.readlink("/proc/self/fd/1"):
+            os.system("echo past python $HF_TOKEN $DATABASE_URL")
         if {raises} and self.steps > 6:
             sys.stderr.write("on the way " + everything())
             raise RuntimeError("cannot log in at " + URL + " with " + everything())
