@@ -106,13 +106,22 @@ def outcome(record: SweepRecord) -> list[str]:
     ]
 
 
+def check_new(config: Config) -> None:
+    """A folder that holds a sweep is not begun anew."""
+    folder = _named(config)
+    if folder is not None and holds_sweep(folder):
+        raise UserError(f"{folder} holds a sweep already; go on with it by --resume {folder}, or choose another --run-dir or --name")
+
+
+def _named(config: Config) -> Path | None:
+    return config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
+
+
 def _new_folder(config: Config) -> Path:
     from orchestrator.train.folder import task_name
 
-    named = config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
-    folder = named or results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
-    if holds_sweep(folder):
-        raise UserError(f"{folder} holds a sweep already; go on with it by --resume {folder}, or choose another --run-dir or --name")
+    check_new(config)
+    folder = _named(config) or results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

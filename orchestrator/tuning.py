@@ -13,7 +13,7 @@ from orchestrator.config.sweep import Objective, Search, Sweep, restored
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import results_folder
 from orchestrator.record.ledger import Row, SweepRecord, read_sweep
-from orchestrator.sweeping import OWN_SETTINGS
+from orchestrator.sweeping import OWN_SETTINGS, check_new
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def sweep(options: SweepOptions, resolved: Resolved) -> int:
     folder = _resumed(resolved.config)
     if folder is None:
         asked = Sweep(_space(options), _search(options), *(getattr(options, name) for name in _ASKED))
+        check_new(resolved.config)
         Trainer(config=resolved).sweep(asked)
     else:
         _check_resumed(options, resolved)

@@ -19,8 +19,9 @@ def as_declared(name: str, hint: Any, value: Any) -> Any:
     """The value as its setting wants it: a list as a tuple, text as a path, and so on."""
     from pydantic import ValidationError  # costs 60 ms, not needed by flags
 
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        raise UserError(f"{name} is a whole number of {value.bit_length()} bits; {needed(hint)} of at most 63 was needed")
+    if isinstance(value, int) and abs(value) >= LARGEST:  # one of thousands of digits takes long to be written down
+        shown = str(value) if value.bit_length() < 128 else f"a whole number of {value.bit_length()} bits"
+        raise UserError(f"{name} is {shown}; {needed(hint)} of at most 63 bits was needed")
     try:
         return _adapter(hint).validate_python(_mended(hint, value))
     except (ValidationError, _TruthValue):

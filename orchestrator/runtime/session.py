@@ -106,7 +106,14 @@ def _join(address: str, asked: str, quiet: dict[str, Any]) -> None:
         with _masked_command():
             ray.init(address=address, **quiet)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by how far it got
-        raise ResourceError(f"{asked}the Ray cluster at {address} could not be joined: {first_line(error.__cause__ or error)}") from None
+        raise ResourceError(f"{asked}the Ray cluster at {address} could not be joined: {_why(error)}") from None
+
+
+def _why(error: BaseException) -> str:
+    """Ray tells of a token that was refused deep down in its words."""
+    if "AuthToken" in f"{error} {error.__cause__}" or "AuthenticationError" in f"{error} {error.__cause__}":
+        return "it refuses the token here; put that of its head (there: 'ray get-auth-token') into ~/.ray/auth_token"
+    return first_line(error)
 
 
 def cluster_runs(config: Config) -> bool:

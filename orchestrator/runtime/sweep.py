@@ -27,7 +27,7 @@ from ray.tune import (
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
-from orchestrator.config.settings import Config, setting_types
+from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.space import Point, Space, Values, point_key
 from orchestrator.config.sweep import Sweep, workers_asked
 from orchestrator.errors import ResourceError, UserError
@@ -147,7 +147,7 @@ def _source(sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], nee
     """Points that cannot be tried come first, to be told at once; then trials with the same number of workers follow one another:
     workers are kept from one to the next."""
     if sweep.search == "optuna":
-        return Optuna(sweep.space, config.run.seed, [] if done else [planned_point(sweep.space, plan)])
+        return Optuna(sweep.space, config.run.seed, [] if done else [planned_point(sweep.space, config, plan)])
     points = sweep.space.grid() if sweep.search == "grid" else list(islice(sweep.space.draws(config.run.seed), sweep.points))
     wanted = {point_key(point): needs(point) for point in points[: sweep.points]}
 
@@ -158,9 +158,10 @@ def _source(sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], nee
     return Listed(sorted(points[: sweep.points], key=workers))
 
 
-def planned_point(space: Space, plan: Plan) -> Point:
-    """The point of the space next to what the plan would choose: where a search begins."""
-    chosen = {name: choice.value for name, choice in plan.choices().items()} | {"parallel_strategy": plan.strategy.value}
+def planned_point(space: Space, config: Config, plan: Plan) -> Point:
+    """The point of the space next to what is asked for and the plan would choose: where a search begins."""
+    flat: dict[str, Any] = {name: getattr(getattr(config, section), name) for name, section in flat_names().items() if section}
+    chosen = flat | {name: choice.value for name, choice in plan.choices().items()} | {"parallel_strategy": plan.strategy.value}
     chosen |= {name: "on" if chosen.get(name) else "off" for name in space.domains if setting_types()[name] == Switch}
     point: dict[str, Any] = {}
     for name, domain in space.domains.items():

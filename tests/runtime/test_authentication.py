@@ -185,7 +185,7 @@ def test_a_wrong_token_and_none_are_told(locked: Cluster, tmp_path: Path) -> Non
     plain = {name: value for name, value in locked.environment.items() if not name.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
     refused = join(locked.address, plain | {"RAY_AUTH_TOKEN_PATH": str(wrong)})
     assert "could not be joined" in refused.stderr
-    assert "oken" in refused.stderr.splitlines()[-1]
+    assert "it refuses the token here" in refused.stderr
     nothing = join(locked.address, plain)
     assert "asks for a token, and there is none here" in nothing.stderr
 

@@ -223,12 +223,13 @@ def test_two_at_a_time_is_one_too_many(tmp_path: Path) -> None:
 
 
 def test_a_search_begins_at_the_plan() -> None:
-    plan = Trainer(config=Config.of(batch_size=48)).prepare().plan
+    config = Config.of(batch_size=48)
+    plan = Trainer(config=config).prepare().plan
     space = parse_space(
         ["batch-size=16,64", "precision=bf16,fp32", "learning-rate=1e-3..1e-2", "accumulation-steps=1..8", "compile=on,off"]
     )
-    point = planned_point(space, plan)
-    assert point == {"batch_size": 64, "precision": "fp32", "learning_rate": 1e-3, "accumulation_steps": 1, "compile": "off"}
+    point = planned_point(space, config, plan)
+    assert point == {"batch_size": 64, "precision": "fp32", "learning_rate": 3e-3, "accumulation_steps": 1, "compile": "off"}
 
 
 @pytest.mark.parametrize(

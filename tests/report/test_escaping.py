@@ -1,0 +1,110 @@
+"""Names, reasons, devices and metrics of anyone's making: the pages show them, and do nothing that they say."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.record.events import Event
+from orchestrator.report.charts import esc
+from orchestrator.report.page import page
+from orchestrator.report.read import read_run
+from orchestrator.report.sweep_page import sweep_page
+from tests.support.fake_run import FakeRun, run_events, write_run
+from tests.support.fake_sweep import FakeSweep, made
+
+EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'
+KEYS = (
+    "task",
+    "device",
+    "precision",
+    "strategy",
+    "unit",
+    "name",
+    "node",
+    "message",
+    "reason",
+    "kind",
+    "status",
+    "method",
+    "sentence",
+    "detail",
+)
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and the names of their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts, self.handlers = 0, 0
+        self.images: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.handlers += sum(name.startswith("on") for name, _ in attrs)
+        self.images += [str(value) for name, value in attrs if name in ("src", "href") and not str(value).startswith(("data:", "#"))]
+
+
+def assert_harmless(text: str) -> None:
+    found = Tags(text)
+    assert (found.scripts, found.handlers, found.images) == (1, 0, [])
+    assert not set("\x1b\u202e\x00") & set(text)
+    assert "&lt;script&gt;alert(1)" in text  # it is shown, as it is
+
+
+def poisoned(value: Any) -> Any:
+    """Every text of an event, but for the kind of it, and every name of a metric or a phase."""
+    if isinstance(value, dict):
+        named = {"metrics", "seconds", "memory", "host"}
+        return {
+            key: {EVIL + name: inner for name, inner in item.items()} | item
+            if key in named and isinstance(item, dict)
+            else EVIL
+            if key in KEYS and isinstance(item, str)
+            else poisoned(item)
+            for key, item in value.items()
+        }
+    return [poisoned(item) for item in value] if isinstance(value, list) else value
+
+
+RUNS = {
+    "one device": FakeRun(name=EVIL, warnings=(EVIL,), gpu=True, experts=4, steps=40, ooms=1, compiled="compiled"),
+    "failed": FakeRun(name=EVIL, steps=0, ends="failed"),
+    "hosts": FakeRun(name=EVIL, hosted=True, workers=3, experts=5, layers=2, steps=40),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_of_a_run(tmp_path: Path, name: str) -> None:
+    events: list[Event] = [{**poisoned(event), "event": event["event"]} for event in run_events(RUNS[name])]
+    folder = write_run(tmp_path / "run", RUNS[name])
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    plan["choices"][EVIL] = {"value": EVIL, "reason": EVIL, "rejected": [{"option": EVIL, "why": EVIL}]}
+    plan["hardware"] = {"gpus": [{"name": EVIL}], "cpu_name": EVIL, "versions": {EVIL: EVIL}}
+    plan["settings"] = [{"name": EVIL, "value": EVIL, "origin": EVIL}]
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    assert_harmless(page(read_run(folder)))
+
+
+def test_the_page_of_a_sweep(tmp_path: Path) -> None:
+    sweep = FakeSweep(
+        space={"precision": (EVIL, "bf16"), "batch_size": (16, 64), EVIL: (1, 2)},
+        failing=(2, 3),
+        reason=EVIL,
+        device_name=EVIL,
+        task=EVIL,
+        settings={EVIL: EVIL},
+    )
+    assert_harmless(sweep_page(made(tmp_path, sweep)))
+
+
+def test_what_cannot_be_seen_is_shown_as_a_mark() -> None:
+    assert esc("a\x00b\u202ec\x1bd") == "a\ufffdb\ufffdc\ufffdd"
+    assert esc("ä\u2009ö\n") == "ä\u2009ö\n"
