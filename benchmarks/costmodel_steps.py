@@ -131,7 +131,7 @@ def _most_handed_out(watched: Any) -> float:
     return float(most)
 
 
-def measured_here(case: Case) -> tuple[float, float, float]:
+def measured_here(case: Case, steps: int) -> tuple[float, float, float]:
     """On the GPU, in this process: a step, the host's part of it, and the most memory."""
     config, chosen, task = chosen_plan(case, on_gpu=True)
     world = World.alone("cuda:0")
@@ -139,7 +139,7 @@ def measured_here(case: Case) -> tuple[float, float, float]:
     reset_peak(world.device)
     with machine_settings(config, chosen, world.device):
         run = build_steps(config, chosen, task, world, case.batch)
-        seconds = statistics.median(step_seconds(run, 20, 8, world.device))
+        seconds = statistics.median(step_seconds(run, steps, 8, world.device))
         host = statistics.median(handed_over_seconds(run, 12, 0, world.device))
     peak = float(peak_memory(world.device)["allocated"])
     del run

@@ -1,15 +1,24 @@
 """A host of experts as a Ray actor: it owns one device and runs what it is handed, in segments. It knows nothing of training:
-that comes with the function it is given. Between segments the driver may look after it; within one, no Ray call is made."""
+that comes with the function it is given. Between segments the driver may look after it; within one, no Ray call is made.
+
+Beside the thread that works there are two more, so that a host can be told to leave its group while it waits for the others, and
+copies of its state can be fetched while it goes on. A copy is the return value of a call, not an object that the host puts: the
+driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
+
+from experts.membership import Membership
 
 
 class Work(Protocol):
@@ -18,13 +27,66 @@ class Work(Protocol):
     def advance(self, segment: Any) -> Any: ...
 
 
-@ray.remote
+class Outbox:
+    """Room for one thing that is to be fetched. Whoever puts waits for room, whoever fetches for something."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: tuple[Any, Any] | None = None
+
+    def make_room(self, life: Membership) -> None:
+        """Wait until what was put last is being fetched, and so what was put before it has been."""
+        with self._changed:
+            while self._held is not None:
+                life.check()
+                self._changed.wait(0.05)
+
+    def put(self, header: Any, data: Any) -> None:
+        with self._changed:
+            self._held = header, data
+            self._changed.notify_all()
+
+    def fetch(self) -> tuple[Any, Any]:
+        with self._changed:
+            while self._held is None:
+                self._changed.wait()
+            held, self._held = self._held, None
+            self._changed.notify_all()
+            return held
+
+    def empty(self) -> None:
+        with self._changed:
+            self._held = None
+            self._changed.notify_all()
+
+
+@dataclass
+class Side:
+    """What work as a member of a group has beside it: its membership, where copies are put, and what it remembers from one
+    membership to the next."""
+
+    life: Membership
+    outbox: Outbox
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+@ray.remote(concurrency_groups={"side": 1, "copies": 1})  # pyright: ignore[reportCallIssue]
 class ExpertHost:
     """One host. It works at one thing at a time; what it has imported stays for the next."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
         self._stack = ExitStack()
+        self._side = Side(Membership(), Outbox())
+        self._epoch, self._left = -1, -1
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+
+    def warm(self, modules: Sequence[str]) -> str:
+        """Import what will be needed. Returns the node that this is."""
+        for name in modules:
+            importlib.import_module(name)
+        return ray.get_runtime_context().get_node_id()
 
     def meeting_place(self) -> tuple[str, int]:
         """An address and a free port at which the hosts can meet."""
@@ -36,6 +98,16 @@ class ExpertHost:
         """Prepare to work: ``make(*arguments)``."""
         self.close()
         self._work = self._stack.enter_context(make(*arguments))
+
+    def join(self, make: Callable[..., AbstractContextManager[Work]], epoch: int, *arguments: Any) -> None:
+        """Become a member of the group of that epoch, and prepare to work in it: ``make(side, *arguments)``."""
+        self.close()
+        with self._lock:
+            self._side.life, self._epoch = Membership(), epoch
+            self._side.outbox.empty()
+            if self._left >= epoch:
+                self._side.life.leave()
+        self._work = self._stack.enter_context(make(self._side, *arguments))
 
     def advance(self, segment: Any) -> Any:
         """Work for a segment. Returns what the work returns."""
@@ -51,3 +123,28 @@ class ExpertHost:
         """The work is over."""
         self._work = None
         self._stack.close()
+
+    @ray.method(concurrency_group="side")
+    def leave(self, epoch: int) -> None:
+        """Whoever waits in the group of that epoch, or of one before, stops waiting."""
+        with self._lock:
+            self._left = max(self._left, epoch)
+            if self._epoch <= epoch:
+                self._side.life.leave()
+
+    @ray.method(concurrency_group="copies", num_returns=2)
+    def copy(self) -> tuple[Any, Any]:
+        """The next copy of this host's state: what it holds, and the bytes."""
+        return self._side.outbox.fetch()
+
+    @ray.method(concurrency_group="side")
+    def keep(self, key: tuple[int, int, int], header: Any, data: Any, oldest: int) -> None:
+        """Keep a copy of another host's, in this process's own memory, by epoch, rank and step; those of steps before the ``oldest``
+        are let go of."""
+        self._kept = {known: kept for known, kept in self._kept.items() if known[2] >= oldest}
+        self._kept[key] = header, data.copy()
+
+    @ray.method(concurrency_group="side", num_returns=2)
+    def kept(self, key: tuple[int, int, int]) -> tuple[Any, Any]:
+        """The copy that is kept of another host."""
+        return self._kept[key]

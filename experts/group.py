@@ -1,15 +1,27 @@
 """The hosts as a group that can talk: the only place of this library that knows torch.distributed. It speaks to the process
-group itself, not to torch's global one, so that several groups, and groups of several lives, stand beside each other."""
+group itself, not to torch's global one, so that several groups, and groups of several lives, stand beside each other.
+
+A group can be left while a collective hangs on a host that is frozen: gloo's own abort does not end the waiting, but whoever waits a
+little at a time can stop at any time. The old group is let go of in a thread of its own, for it waits for what is under way in it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions, BroadcastOptions
+
+from experts.membership import Left, Membership
+
+_A_LITTLE = timedelta(milliseconds=100)
+_NEVER = timedelta(days=30)  # who has waited too long is decided from outside
+_STILL = "Operation timed out"  # what gloo says of work that is still under way
 
 
 class Work(Protocol):
@@ -18,18 +30,115 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Waiting:
+    """Work in a group that can be left."""
+
+    work: Any
+    life: Membership
+
+    def wait(self) -> None:
+        self.life.waiting = True
+        while True:
+            try:
+                self.work.wait(_A_LITTLE)
+                break
+            except RuntimeError as error:
+                self.life.check()  # before the error: hosts that leave close their connections
+                if _STILL not in str(error):
+                    raise
+        self.life.waiting = False
+        self.life.answers += 1
+
+
+@dataclass
 class Group:
-    """A host's place among the hosts."""
+    """A host's place among the hosts. Without a life it is as long as the process."""
 
     rank: int
     size: int
-    handle: ProcessGroup
+    handle: ProcessGroup | Backend | None
+    life: Membership | None = None
 
     def all_to_all(self, received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int]) -> Work:
         """Rows to each host and from each, as many as the lists say. Both tensors are contiguous and live until it is done."""
-        return self.handle.alltoall_base(received, sent, list(receives), list(sends), AllToAllOptions())  # pyright: ignore
+        return self._begun(self._there.alltoall_base(received, sent, list(receives), list(sends), AllToAllOptions()))
 
     def add_up(self, tensor: Tensor) -> Work:
         """The sum over all hosts, in place."""
-        return self.handle.allreduce([tensor], AllreduceOptions())
+        return self._begun(self._there.allreduce([tensor], AllreduceOptions()))
+
+    def largest(self, tensor: Tensor) -> Work:
+        """The largest of each element over all hosts, in place."""
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+        return self._begun(self._there.allreduce([tensor], options))
+
+    def from_first(self, tensor: Tensor) -> Work:
+        """The first host's tensor, to all, in place."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        return self._begun(self._there.broadcast([tensor], options))
+
+    @property
+    def _there(self) -> Any:
+        if self.handle is None:
+            raise Left("the group was left")
+        return self.handle
+
+    def _begun(self, work: Any) -> Work:
+        """NCCL's work is waited for by the device, which an abort releases; gloo's by the host."""
+        return _Waiting(work, self.life) if self.life is not None and isinstance(self.handle, ProcessGroupGloo) else work
+
+
+@dataclass
+class Lines:
+    """The groups of one life. They are formed in a thread, for a host may be lost while they form, and end with the life."""
+
+    store: Store
+    name: str
+    rank: int
+    size: int
+    life: Membership
+    _formed: list[Group] = field(default_factory=list)
+
+    def form(self, backend: str = "gloo") -> Group:
+        """One more group of the same hosts, whose messages do not wait for those of the others. All must ask."""
+        place = PrefixStore(f"{self.name}/{len(self._formed)}", self.store)
+        found: list[Any] = []
+
+        def make() -> None:
+            try:
+                found.append(_made(backend, place, self.rank, self.size))
+            except Exception as error:
+                found.append(error)
+
+        threading.Thread(target=make, name="forming", daemon=True).start()
+        self.life.until(lambda: bool(found))
+        if isinstance(found[0], Exception):
+            raise found[0]
+        self._formed.append(Group(self.rank, self.size, found[0], self.life))
+        return self._formed[-1]
+
+    def close(self) -> None:
+        """Let go of the groups, without waiting for what hangs in them."""
+        handles = [group.handle for group in self._formed]
+        for group in self._formed:
+            group.handle = None
+        self._formed = []
+        threading.Thread(target=_let_go, args=(handles,), name="leaving", daemon=True).start()
+
+
+def _made(backend: str, store: Store, rank: int, size: int) -> Backend:
+    if backend == "gloo":
+        return ProcessGroupGloo(store, rank, size, _NEVER)
+    from torch.distributed import ProcessGroupNCCL
+
+    return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+
+
+def _let_go(handles: list[Any]) -> None:
+    for handle in handles:
+        if not isinstance(handle, ProcessGroupGloo):
+            handle.abort()
+    handles.clear()

@@ -17,6 +17,9 @@ class CheckpointSettings:
 
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
+    snapshot_every: int = 10
+    """Expert parallel: steps between copies of the hosts' state in memory, from which a run goes on when a host is lost; 0: from
+    checkpoints alone."""
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
@@ -26,6 +29,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         at_least("checkpoint_every", self.checkpoint_every, 0)
+        at_least("snapshot_every", self.snapshot_every, 0)
         at_least("keep", self.keep, 1)
         if self.resume is not None and self.init_from is not None:
             raise ValueError("resume and init_from contradict each other: resume continues a run, init_from begins one; give one of them")

@@ -57,10 +57,13 @@ class ParallelSettings:
     """Give every worker the first one's buffers before each step: on all of them, auto running statistics that are not synchronized."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
+    spares: int = 0
+    """Expert parallel: hosts that stand by, with everything loaded, to take the place of one that is lost; each needs a device."""
     max_failures: int = 3
-    """Restarts after a lost worker, a lost node or running out of memory, before the run gives up."""
-    collective_timeout: int = 120
-    """Seconds that workers wait for each other before the run counts as stuck."""
+    """Recoveries from a lost worker, a lost node or running out of memory, before the run gives up."""
+    collective_timeout: int | None = None
+    """Seconds that a step may stand still before a worker counts as stuck. Default: 10 in expert parallel, where only that host is
+    replaced, else 120."""
     resource_timeout: int = 300
     """Seconds to wait for a cluster with an autoscaler to bring what is missing."""
     ray_address: str = "auto"
@@ -68,6 +71,10 @@ class ParallelSettings:
     starts one; HOST:PORT joins that one."""
     nccl_debug: bool = False
     """NCCL's own messages, in the workers' logs."""
+
+    def patience(self, hosts: bool) -> int:
+        """Seconds that workers, or hosts of experts, may wait for each other in a step."""
+        return self.collective_timeout if self.collective_timeout is not None else 10 if hosts else 120
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int):
@@ -79,6 +86,7 @@ class ParallelSettings:
         for name in ("exchange_chunks", "bucket_cap_mb", "collective_timeout", "resource_timeout"):
             at_least(name, getattr(self, name), 1)
         at_least("max_failures", self.max_failures, 0)
+        at_least("spares", self.spares, 0)
         if self.placement not in PLACEMENTS and not self.placement.endswith(".json"):
             raise ValueError(f"placement is {self.placement!r}; it must be auto, round_robin or the path of a .json file")
         if self.gate == "primary" and self.share_by_speed == "on":

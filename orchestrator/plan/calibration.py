@@ -12,20 +12,22 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrator.errors import UserError
 from orchestrator.plan.costmodel import Device, Machine, Wiring
 
-VERSION = 1
+VERSION = 2
 FILE = "calibration.json"
 AGAIN = "measure again with: orchestrator bench --calibrate"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A step that the host's overhead was found from: what was measured, what the figures say, and what it is made of."""
+    """A step that figures were found from: those of the host, or how long the device takes for whole steps. What was measured, what the
+    figures say, and what it is made of."""
 
     name: str
     measured_s: float
     fitted_s: float
     operations: int
     launches: int
+    sorts: int
     views: int
     tensors: int
 
@@ -39,6 +41,8 @@ class Profile:
     device: Device
     links: Wiring | None = None
     references: tuple[Reference, ...] = ()
+    yardstick_s: tuple[float, ...] = ()
+    """Of the host of a GPU, for steps that can be timed again later: how fast it was."""
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,15 @@ class Device:
     """Of the host for each operation of torch."""
     launch_s: float = 0.0
     """Of the host for each that goes through Python of ours."""
+    sort_s: float = 0.0
+    """Of the host for each sort, beyond that."""
     view_s: float = 0.0
     tensor_s: float = 0.0
     """Of the host for each parameter in an update."""
     step_s: float = 0.0
     """Of the host for a step as such."""
+    sustained: float = 1.0
+    """How many times as long the device takes for what it does within a step as by itself: when it is hot, and its caches shared."""
     reserved_bytes: float = 0.0
     """That the libraries take for themselves."""
 
@@ -146,7 +150,8 @@ def predict(work: Work, machine: Machine, team: Team | None = None) -> Predicted
     device, rounds, alike = machine.device, team.micro_batches, _round(work, machine.device, team)
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     parts["compute"], parts["memory"], parts["imbalance"] = (rounds * part for part in (alike.compute, alike.memory, alike.imbalance))
-    parts["optimizer"] = device.optimizer.at(4.0 * work.parameters) - (0.0 if device.asynchronous else device.optimizer.floor)
+    update = device.optimizer.at(4.0 * work.parameters) - (0.0 if device.asynchronous else device.optimizer.floor)
+    parts["optimizer"] = device.sustained * update
     last = work.tensors * device.tensor_s + device.step_s
     host, busy = rounds * alike.host + last, sum(parts.values())
     parts["overhead"] = _not_hidden(work, device, team, last, parts["optimizer"]) if device.asynchronous else host
@@ -176,8 +181,9 @@ class _Round:
 def _round(work: Work, device: Device, team: Team) -> _Round:
     compute, experts = _compute(work, device, team)
     memory = sum(max(0.0, device.moves[move.kind].at(move.bytes) - device.floor) * move.times for move in work.moves)
-    host = work.operations * device.operation_s + work.launches * device.launch_s + work.views * device.view_s
-    return _Round(compute, memory, experts * (team.imbalance - 1.0), host)
+    host = work.operations * device.operation_s + work.launches * device.launch_s + work.views * device.view_s + work.sorts * device.sort_s
+    times = device.sustained
+    return _Round(times * compute, times * memory, times * experts * (team.imbalance - 1.0), host)
 
 
 def _not_hidden(work: Work, device: Device, team: Team, last_host: float, last_busy: float) -> float:

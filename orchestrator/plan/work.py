@@ -9,10 +9,10 @@ from typing import Literal
 
 Layout = Literal["nn", "nt", "tn"]
 """Which of a product's two factors is read transposed."""
-MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "rows", "sort", "reduce"]
+MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "norm_backward", "rows", "sort", "reduce"]
 """Reading and writing alone; with a transcendental function each; the derivative of one, which CPUs are slow at; row-wise norms and
-softmaxes; rows by their index; sorting; sums over rows."""
-MOVES: tuple[MoveKind, ...] = ("plain", "heavy", "gelu_backward", "norm", "rows", "sort", "reduce")
+softmaxes; the derivative of a norm, with the sums over all rows for its weights; rows by their index; sorting; sums over rows."""
+MOVES: tuple[MoveKind, ...] = ("plain", "heavy", "gelu_backward", "norm", "norm_backward", "rows", "sort", "reduce")
 MessageKind = Literal["counts", "rows"]
 
 
@@ -82,6 +82,8 @@ class Work:
     """All that compute or move something and are torch's own; each costs the host its overhead."""
     launches: int = 0
     """Those that go through Python of ours on their way: fused kernels, and products of several experts at once."""
+    sorts: int = 0
+    """Of the operations, those that a GPU sorts for, with a dozen kernels each; on CPUs none are told apart."""
     views: int = 0
     """Operations that only look at memory another way."""
     parameters: int = 0

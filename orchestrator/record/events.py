@@ -25,10 +25,11 @@
 | compile    | status, seconds, detail                                                                                   |
 | warning    | kind, message                                                                                             |
 | notice     | message: something that takes a while                                                                     |
-| resume     | step, path, skipped [{path, reason}]                                                                      |
+| resume     | step, path, skipped [{path, reason}]; source memory where it was no checkpoint                             |
 | failure    | kind, message, rank (or null), step, final: only a final one ends the run                                  |
-| recovery   | attempt, reason, workers_before, workers, step (taken up from), lost_steps, detect_seconds,                |
-|            | restart_seconds, restore_seconds, total_seconds: from the failure until training goes on                    |
+| recovery   | attempt, reason, workers_before, workers, step (taken up from), lost_steps, source (memory, disk),         |
+|            | detect_seconds, regroup_seconds, restore_seconds, replay_seconds (to do again what was lost; expert         |
+|            | parallel), total_seconds: from the failure until the first step after it is done                            |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the most of the run                          |
 
 A step replayed after a restart is appended again: readers take its last line (``by_step``). A torn final line, left by
@@ -58,7 +59,7 @@ class EventLog:
     for both."""
 
     def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
-        _cut_torn_line(path)
+        mend_events(path)
         self._file = path.open("a", encoding="utf-8")
         self._listeners = tuple(listeners)
         self._secrets = secrets
@@ -175,7 +176,8 @@ def by_step(events: Iterable[Event], kind: str = "step") -> list[Event]:
     return [last[step] for step in sorted(last)]
 
 
-def _cut_torn_line(path: Path) -> None:
+def mend_events(path: Path) -> None:
+    """Cut off the torn line of a writer that was killed."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -99,7 +99,7 @@ def _failure(event: Event) -> str:
 
 def _recovery(event: Event) -> str:
     """What it came to, its parts, and why it was decided so."""
-    parts = [(name, finite(event.get(f"{name}_seconds"))) for name in ("detect", "restart", "restore")]
+    parts = [(name, finite(event.get(f"{name}_seconds"))) for name in ("detect", "regroup", "restore", "replay")]
     took = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts if seconds is not None)
     reason = f"; {event['reason']}" if event.get("reason") else ""
     return recovery_text(event) + (f" ({took})" if took else "") + reason

@@ -13,8 +13,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from orchestrator.runtime.driving import Ended, failure_of_worker, told_error, worst
-from orchestrator.runtime.recovery import Failure
+from orchestrator.record.events import EventLog
+from orchestrator.runtime.driving import Ended, failure_of_worker, told_error
+from orchestrator.runtime.recovery import Failure, worst
 from orchestrator.runtime.session import first_line
 from orchestrator.runtime.worker import Assignment, Meeting, worker
 
@@ -31,7 +32,7 @@ class Lean(TorchTrainer):
 class Fit:
     """``TorchTrainer.fit`` in a thread of its own, so that this one can watch, and Ray leaves the signals alone."""
 
-    def __init__(self, assignment: Assignment, workers: int, gpu: bool) -> None:
+    def __init__(self, assignment: Assignment, workers: int, gpu: bool, log: EventLog) -> None:  # noqa: ARG002
         self._trainer = _trainer(assignment, workers, gpu)
         self._ended: Ended | None = None
         self._done = threading.Event()

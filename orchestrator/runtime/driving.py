@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from torch import nn
 
 from orchestrator.config.reader import to_json
-from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TrainingFailed
+from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TaskFailed, TrainingFailed
 from orchestrator.masking import Secrets, masked
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import secret_values
@@ -58,6 +58,8 @@ class Ended:
     status: str | None = None
     failure: Failure | None = None
     error: BaseException | None = None
+    given_up: GiveUp | None = None
+    """Why nothing more can be done, where that is decided already."""
 
 
 class Attempt(Protocol):
@@ -72,8 +74,8 @@ class Attempt(Protocol):
         ...
 
 
-Start = Callable[[Assignment, int, bool], Attempt]
-"""Start so many workers, each with a GPU or without."""
+Start = Callable[[Assignment, int, bool, EventLog], Attempt]
+"""Start so many workers, each with a GPU or without. What the driver has to say of them goes into the log."""
 
 
 def drive(start: Start, prepared: Prepared, cluster: Cluster, run_dir: Path, screen: Screen) -> str:
@@ -124,6 +126,8 @@ class _Driver:
             if ended.status is not None:
                 return ended.status
             assert ended.failure is not None
+            if ended.given_up is not None:
+                raise final(ended.failure, ended.error, ended.given_up)
             failure, failures, detected = ended.failure, failures + 1, time.time()
             most = self.prepared.resolved.config.parallel.max_failures
             slots = _slots(workers, gpu) if failure.kind != "error" else workers
@@ -136,7 +140,8 @@ class _Driver:
     def _attempt(self, workers: int, gpu: bool, restart: Restart | None) -> Ended:
         """One group of workers, from its start to its end."""
         before, stop = _groups(), self.run_dir / "logs" / STOP
-        attempt = self.start(_assignment(self.prepared, self.run_dir, restart), workers, gpu)
+        log = EventLog(self.run_dir / "events.jsonl", secrets=secret_values())
+        attempt = self.start(_assignment(self.prepared, self.run_dir, restart), workers, gpu, log)
         well = False
         try:
             while True:
@@ -150,6 +155,7 @@ class _Driver:
                     stop.touch()
         finally:
             attempt.close()
+            log.close()
             self.follower.poll()
             if not well:
                 _remove(_groups() - before)
@@ -174,14 +180,9 @@ def _assignment(prepared: Prepared, run_dir: Path, restart: Restart | None) -> A
     return Assignment(sent, run_dir, Path.cwd(), (run_dir / "logs" / NONCE).read_text(encoding="utf-8"), restart)
 
 
-def worst(failures: list[Failure]) -> Failure:
-    """Of several workers' failures the cause counts, not what it did to the others."""
-    order = ("error", "memory", "worker", "communication")
-    return min(failures, key=lambda failure: order.index(failure.kind))
-
-
-def failure_of_worker(rank: int, error: BaseException, lost: bool) -> Failure:
-    """What one worker failed of; ``lost`` if it is its process that is gone."""
+def failure_of_worker(rank: int, error: BaseException, lost: bool = False, mended: bool = False) -> Failure:
+    """What one worker failed of; ``lost`` if it is its process that is gone. What a user's code raises is its own doing, unless it
+    can be ``mended``: it may have been the moment."""
     if lost:
         return Failure("worker", f"worker {rank} was lost", rank)
     if isinstance(error, OutOfMemory):
@@ -190,7 +191,8 @@ def failure_of_worker(rank: int, error: BaseException, lost: bool) -> Failure:
         # who waits in vain is not the one to blame: no rank is named
         return Failure("communication", "workers lost touch with each other: one is frozen, gone or out of reach (see logs/)")
     told = str(error) if isinstance(error, OrchestratorError) else f"worker {rank}: {type(error).__name__}: {first_line(error)}"
-    return Failure("error", told, rank)
+    known = isinstance(error, OrchestratorError) and not (mended and isinstance(error, TaskFailed))
+    return Failure("error" if known else "fault", told, rank)
 
 
 def told_error(cause: BaseException, traceback: object, failure: Failure) -> BaseException:
@@ -200,7 +202,7 @@ def told_error(cause: BaseException, traceback: object, failure: Failure) -> Bas
 
 def final(failure: Failure, error: BaseException | None, choice: GiveUp) -> BaseException:
     """What the user is told at the end: the error, or why we gave up."""
-    if failure.kind == "error" and error is not None:
+    if failure.kind in ("error", "fault") and error is not None:
         return error
     return (ResourceError if failure.kind in ("resources", "memory") else TrainingFailed)(choice.reason)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["worker", "memory", "resources", "communication", "error"]
+Kind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
+_ORDER: tuple[Kind, ...] = ("error", "memory", "worker", "fault", "resources", "communication")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in an attempt. ``error`` is the run's own doing (a user's exception, a loss that diverged): it would
-    happen again."""
+    """What went wrong. ``error`` is the run's own doing (a user's mistake, a loss that diverged): it would happen again. A ``fault``
+    may: nobody knows what it was."""
 
     kind: Kind
     message: str
@@ -34,22 +36,137 @@ class GiveUp:
     reason: str
 
 
+@dataclass(frozen=True)
+class Regroup:
+    """Go on with these hosts, by their seats, in the order of their ranks."""
+
+    members: tuple[int, ...]
+    halvings: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For a host that is being started."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a run has been through."""
+
+    failures: int = 0
+    halvings: int = 0
+    faulty_step: int | None = None
+    """The step that an unknown fault struck at last."""
+
+
+def worst(failures: Iterable[Failure]) -> Failure:
+    """Of several workers' failures the cause counts, not what it did to the others."""
+    return min(failures, key=lambda failure: _ORDER.index(failure.kind))
+
+
 def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, halvings: int) -> Again | GiveUp:
-    """After the ``failures``-th failure of a run on ``workers`` workers, where ``slots`` are to be had now."""
+    """After the ``failures``-th failure of a run on ``workers`` workers that all begin again, where ``slots`` are to be had now."""
+    end = _hopeless(failure, failures, max_failures)
+    if end is not None or failure.kind == "fault":
+        return end or GiveUp(failure.message)
+    if slots < 1:
+        return GiveUp(f"{failure.message}; no device is left to go on with")
+    if failure.kind == "memory":
+        return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
+    if slots < workers:
+        return Again(slots, halvings, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")
+    return Again(workers, halvings, failure.message)
+
+
+def _hopeless(failure: Failure, failures: int, max_failures: int) -> GiveUp | None:
     if failure.kind == "error":
         return GiveUp(failure.message)
     if failures > max_failures:
         limit = "no restart is allowed (--max-failures 0)" if max_failures == 0 else f"--max-failures is {max_failures}"
         often = "once" if failures == 1 else f"{failures} times"
         return GiveUp(f"{failure.message}; it failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto")
-    if slots < 1:
-        return GiveUp(f"{failure.message}; no device is left to go on with")
-    if failure.kind == "memory":
-        if failure.micro_batch == 1:
-            return GiveUp(
-                f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model"
-            )
-        return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
-    if slots < workers:
-        return Again(slots, halvings, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")
-    return Again(workers, halvings, failure.message)
+    if failure.kind == "memory" and failure.micro_batch == 1:
+        return GiveUp(f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model")
+    return None
+
+
+def tallied(tally: Tally, failure: Failure, step: int) -> Tally:
+    """With one more failure, at that step."""
+    halvings = tally.halvings + (failure.kind == "memory")
+    return replace(
+        tally, failures=tally.failures + 1, halvings=halvings, faulty_step=step if failure.kind == "fault" else tally.faulty_step
+    )
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The hosts of a group by their seats, those of them that are lost, and others: ready to step in, or being started."""
+
+    members: tuple[int, ...]
+    lost: frozenset[int] = frozenset()
+    ready: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
+
+
+def regroup(
+    failure: Failure, seats: Seats, tally: Tally, *, max_failures: int, repeated: bool = False, patient: bool = True
+) -> Regroup | Wait | GiveUp:
+    """How expert hosts go on after a failure that ``tally`` counts already. ``repeated``: the same step failed before in a way that
+    nobody knows. ``patient``: hosts that are being started are worth waiting for."""
+    end = _hopeless(failure, tally.failures, max_failures)
+    if end is not None:
+        return end
+    if failure.kind == "fault" and repeated:
+        return GiveUp(f"{failure.message}; the same step failed twice")
+    missing = [seat for seat in seats.members if seat in seats.lost]
+    ready = [seat for seat in seats.ready if seat not in seats.members or seat in seats.lost]
+    taken = dict(zip(missing, ready, strict=False))
+    left = tuple(taken.get(seat, seat) for seat in seats.members if seat in taken or seat not in seats.lost)
+    short = len(seats.members) - len(left)
+    if short and seats.coming and patient:
+        return Wait(f"{failure.message}; waiting for {short} host{'s' * (short > 1)} to take over")
+    if not left:
+        return GiveUp(f"{failure.message}; no host is left to go on with")
+    if short:
+        reason = f"{failure.message}; {len(left)} of {len(seats.members)} hosts can go on, with the same global batch"
+        return Regroup(left, tally.halvings, reason)
+    half = "; going on with half of it" if failure.kind == "memory" else ""
+    return Regroup(left, tally.halvings, failure.message + half)
+
+
+@dataclass(frozen=True)
+class Vital:
+    """What is known of a host from outside: what it said last, for how long it has said nothing, and for how long nothing new."""
+
+    seat: int
+    phase: str
+    waiting: bool
+    silent_s: float
+    still_s: float
+
+
+_LIMITS = {"step": 1, "rest": 1, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
+"""What a phase may take, in multiples of what a step may."""
+_SLOW = 3  # times as long as the slowest step so far
+
+
+def limit_s(phase: str, patience_s: float, slowest_s: float = 0.0) -> float:
+    """Seconds that a phase may take without a sign of progress."""
+    return max(_LIMITS.get(phase, 1) * patience_s, _SLOW * slowest_s)
+
+
+def stuck(vitals: Iterable[Vital], patience_s: float, slowest_s: float = 0.0) -> tuple[Vital, ...]:
+    """Hosts that are frozen, out of reach, or at the same thing for too long. Who waits for others is not to blame, unless all do."""
+    known = tuple(vitals)
+    limits = {vital.seat: limit_s(vital.phase, patience_s, slowest_s) for vital in known}
+    found = tuple(
+        vital
+        for vital in known
+        if vital.silent_s > limits[vital.seat] or (vital.still_s > limits[vital.seat] and not vital.waiting and vital.phase != "rest")
+    )
+    if not found and known and all(vital.waiting and vital.still_s > limits[vital.seat] for vital in known):
+        return known
+    return found

@@ -52,7 +52,7 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     """A cluster for one run; yields whether it is someone else's."""
     settings = config.parallel
     before = dict(os.environ)
-    for name, value in (_SHORT | _waiting(settings.collective_timeout)).items():
+    for name, value in (_SHORT | _waiting(settings.patience(hosts=False))).items():
         os.environ.setdefault(name, value)
     ours = not ray.is_initialized()
     try:

@@ -292,7 +292,7 @@ def _world(config: Config, plan: Plan, place: tuple[str, int], rank: int, size: 
     if plan.strategy.value == "single":
         yield World.alone(device)
         return
-    patience = config.parallel.collective_timeout
+    patience = config.parallel.patience(hosts=False)
     store = tcp_store(*place, size, rank == 0, patience)
     with joined(store, rank, size, device, plan.backend.value, patience) as world:
         yield world

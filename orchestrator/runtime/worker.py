@@ -1,5 +1,5 @@
-"""One worker's side, under Ray Train or as an expert host. Ray starts it, tells it its rank and where the workers meet, and
-is not asked again: until the run has ended, or until the next segment."""
+"""A data-parallel worker's side, under Ray Train. Ray starts it, tells it its rank and where the workers meet, and is not asked again
+until the run has ended."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
-    with at_work(ray.get(config["assignment"]), place, rank, size) as stint:
+    secrets = secret_values()
+    with masked_errors(secrets), _at_work(ray.get(config["assignment"]), place, rank, size, secrets) as stint:
         ended = None
         while ended is None:
             ended = stint.advance(sys.maxsize)
@@ -94,40 +95,38 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Stint]:
-    """A worker of a group, from its start to its end. ``place`` is where they meet."""
-    secrets = secret_values()
-    with masked_errors(secrets), _at_work(assignment, place, rank, size, secrets) as stint:
-        yield stint
-
-
-@contextmanager
 def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int, secrets: Secrets) -> Iterator[Stint]:
-    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
-        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    """A worker of a group, from its start to its end. ``place`` is where they meet."""
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
-    from orchestrator.tasks.load import load_task
     from orchestrator.train.run import Stint
     from orchestrator.train.world import joined, tcp_store
 
-    _check_folder(assignment, rank)
-    _speak_into(assignment.run_dir / "logs", rank, secrets)
-    settings = assignment.prepared.resolved.config.parallel
-    work_in(assignment.folder, settings.nccl_debug)
-    prepared = assignment.prepared
-    if prepared.task is None:
-        prepared = replace(prepared, task=load_task(prepared.resolved.config))
-    store = tcp_store(*place, size, rank == 0, settings.collective_timeout)
+    prepared = settled(assignment, rank, secrets)
+    patience = prepared.resolved.config.parallel.patience(hosts=False)
+    store = tcp_store(*place, size, rank == 0, patience)
     log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
-    asked = _stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
+    asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
     backend = prepared.plan.backend.value
     with (
-        _closing(log),
-        joined(store, rank, size, _device(prepared), backend, settings.collective_timeout) as world,
+        closing_log(log),
+        joined(store, rank, size, device_of(prepared), backend, patience) as world,
         Stint(prepared, world, assignment.run_dir, log, asked, assignment.restart) as stint,
     ):
         yield stint
+
+
+def settled(assignment: Assignment, rank: int, secrets: Secrets) -> Prepared:
+    """Make this process the worker of that rank: where it writes, where it stands, and what it is to train."""
+    from orchestrator.tasks.load import load_task
+
+    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
+        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    check_folder(assignment, rank)
+    speak_into(assignment.run_dir / "logs", rank, secrets)
+    prepared = assignment.prepared
+    work_in(assignment.folder, prepared.resolved.config.parallel.nccl_debug)
+    return prepared if prepared.task is not None else replace(prepared, task=load_task(prepared.resolved.config))
 
 
 def work_in(folder: Path, nccl_debug: bool) -> None:
@@ -139,7 +138,7 @@ def work_in(folder: Path, nccl_debug: bool) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _device(prepared: Prepared) -> torch.device:
+def device_of(prepared: Prepared) -> torch.device:
     """From torch, not from what the cluster declares: GPUs without CUDA are CPUs."""
     import torch
 
@@ -147,12 +146,13 @@ def _device(prepared: Prepared) -> torch.device:
         return torch.device("cpu")
     if prepared.plan.strategy.value == "expert_parallel":
         return torch.device("cuda", 0)  # an actor sees its own GPU alone
+
     from ray.train.torch import get_device
 
     return get_device()
 
 
-def _check_folder(assignment: Assignment, rank: int) -> None:
+def check_folder(assignment: Assignment, rank: int) -> None:
     with suppress(OSError):
         if (assignment.run_dir / "logs" / NONCE).read_text(encoding="utf-8") == assignment.nonce:
             return
@@ -172,7 +172,7 @@ def masked_errors(secrets: Secrets) -> Iterator[None]:
         raise
 
 
-def _speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
+def speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
     """What this process says goes to a file of the run, not to the user's screen; without the secrets that it knows."""
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     file = os.open(folder / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -194,7 +194,7 @@ def _network(nccl_debug: bool) -> dict[str, str]:
     return values | ({"NCCL_DEBUG": "INFO"} if nccl_debug else {})
 
 
-def _stop_asked(path: Path) -> Callable[[], bool]:
+def stop_asked(path: Path) -> Callable[[], bool]:
     """Whether the driver wants the run to end, looked up now and then."""
     seen, looked = False, 0.0
 
@@ -209,7 +209,7 @@ def _stop_asked(path: Path) -> Callable[[], bool]:
 
 
 @contextmanager
-def _closing(log: Log) -> Iterator[None]:
+def closing_log(log: Log) -> Iterator[None]:
     try:
         yield
     finally:

@@ -44,6 +44,7 @@ from orchestrator.train.replicate import (
     synchronize_statistics,
 )
 from orchestrator.train.saving import Saver
+from orchestrator.train.snapshots import Copies, put_together
 from orchestrator.train.state import Progress, restore, restore_model
 from orchestrator.train.step import Stepper, built
 from orchestrator.train.stopping import Stopping
@@ -210,13 +211,14 @@ def build_loop(
     log: Log,
     again: bool = False,
     host_of: Sequence[Sequence[int]] | None = None,
+    copies: Copies = (),
 ) -> tuple[Loop, Parts]:
     """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
     parts = build_parts(config, plan, task, world, log.write, host_of)
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
     feed, evaluation = build_feed(plan, task, world, config.run.seed), build_evaluation(config, plan, task, world, parts)
     seed_host(mix(config.run.seed, "run"))  # last of all that draws, and a resumed run puts its own in place of it
-    progress = begin(config, parts, store, world, log, again)
+    progress = recalled(copies, parts, world, log) if copies else begin(config, parts, store, world, log, again)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total = _last_step(config, plan, feed, progress)
@@ -264,6 +266,14 @@ def check_beginning(config: Config) -> None:
         raise UserError(f"--resume {resume}: there is no such folder; give a checkpoint or a run folder, or auto")
     if init_from is not None and not init_from.is_dir():
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
+
+
+def recalled(copies: Copies, parts: Parts, world: World, log: Log) -> Progress:
+    """Where the run begins again: where the hosts' copies of their state were taken."""
+    contents = put_together(copies, world.rank, names_elsewhere(parts.model))
+    progress = restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+    log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
+    return progress
 
 
 def begin(config: Config, parts: Parts, store: CheckpointStore, world: World, log: Log, again: bool = False) -> Progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,8 @@ from orchestrator.train.measuring import (
     update_curve,
 )
 from orchestrator.train.memory import free_cached
-from orchestrator.train.overhead import with_overhead
+from orchestrator.train.overhead import with_overhead, yardstick
+from orchestrator.train.sustained import with_sustained
 from orchestrator.train.timing import Timer
 from orchestrator.train.world import file_store, joined
 
@@ -95,12 +97,20 @@ def _alone(found: Inventory, asked: Asked, tell: Tell) -> Profile:
     device = torch.device("cuda", 0) if asked.on_gpu else torch.device("cpu")
     if not asked.on_gpu:
         torch.set_num_threads(found.cores)
-    made, references = measured_device(found, asked, device, tell)
-    return Profile(1, found.cores, made, None, references)
+    measured = measured_device(found, asked, device, tell)
+    return Profile(1, found.cores, measured.device, None, measured.references, measured.yardstick_s)
 
 
-def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: Tell) -> tuple[Device, tuple[Reference, ...]]:
-    """The device's figures, and the reference steps that those of its host were found from."""
+@dataclass(frozen=True)
+class Measured:
+    """The device's figures, the reference steps that some of them were found from, and how fast the host was meanwhile."""
+
+    device: Device
+    references: tuple[Reference, ...]
+    yardstick_s: tuple[float, ...] = ()
+
+
+def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: Tell) -> Measured:
     timer, sizes = Timer(device, asked.sizes.seconds), asked.sizes
     precisions = precisions_of(found, asked.on_gpu)
     products = {}
@@ -123,13 +133,26 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
         unaligned={precision: unaligned_factors(timer, precision) for precision in precisions} if gpu and sizes != TINY else {},
     )
     tell("the host's overhead per operation")
-    made, references = with_overhead(made, found, device, timer, asked.references)
     if gpu is None:
-        return made, references
+        return Measured(*with_overhead(made, found, device, timer, asked.references))
+    measured = _with_whole_steps(made, found, asked, device, timer, tell)
     del timer  # and what it has measured with
     free_cached(device)
     reserved = float(torch.cuda.memory_allocated(device))  # what is left are workspaces of libraries
-    return replace(made, reserved_bytes=reserved), references
+    return replace(measured, device=replace(measured.device, reserved_bytes=reserved))
+
+
+def _with_whole_steps(made: Device, found: Inventory, asked: Asked, device: torch.device, timer: Timer, tell: Tell) -> Measured:
+    """The figures of a GPU that need whole steps, with the host's speed before these and after."""
+    read = yardstick(made, found, device)
+    before = read()
+    made, references = with_overhead(made, found, device, timer, asked.references)
+    after = read()
+    if asked.sizes != TINY:
+        tell("large steps")
+        made, large = with_sustained(made, found, device)
+        references += large
+    return Measured(made, references, tuple(map(statistics.mean, zip(before, after, strict=True))))
 
 
 def precisions_of(found: Inventory, on_gpu: bool) -> list[str]:
@@ -180,9 +203,9 @@ def work_beside(job: dict[str, Any]) -> None:
         kind: LinkKind = "nvlink" if asked.on_gpu else "shared memory"
         wiring = measured_links(world, kind)
         world.barrier()
-        made, references = measured_device(replace(found, cores=job["threads"]), asked, device, lambda _: world.barrier())
+        measured = measured_device(replace(found, cores=job["threads"]), asked, device, lambda _: world.barrier())
         if rank == 0:
-            profile = Profile(size, job["threads"], made, wiring, references)
+            profile = Profile(size, job["threads"], measured.device, wiring, measured.references, measured.yardstick_s)
             (folder / "profile.json").write_text(json.dumps(asdict(profile)), encoding="utf-8")
 
 

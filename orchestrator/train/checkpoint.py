@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,18})")
 _MEMBER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_REPLACED = ".replaced_"
 
 
 @dataclass(frozen=True)
@@ -54,57 +56,101 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int = 3, mend: bool = True) -> None:
         """``mend`` puts right what a killed save left; one worker's to do."""
-        self.folder, self.keep = folder, keep
-        for path in folder.glob(".replaced_step_*") if mend else ():  # a save over this step was killed between its two renames
-            final = folder / path.name.removeprefix(".replaced_")
+        self.folder, self.keep, self._anchored = folder, keep, False
+        if mend:
+            with suppress(OSError):  # they are found under the names they have, too
+                self._mend()
+
+    def _mend(self) -> None:
+        """A save over a step was killed between its two renames: the older one takes its place again. One killed later: it goes."""
+        for path in self.folder.glob(f"{_REPLACED}step_*"):
+            final = self.folder / path.name.removeprefix(_REPLACED)
             if not final.exists():
                 os.rename(path, final)
+            else:
+                _sync(self.folder)
+                shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, contents: Contents) -> Path:
         """Write a checkpoint. When this returns, it survives the loss of the process and of power."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        final, beside = self.folder / f"step_{step:08d}", self.folder / f".writing_step_{step:08d}"
+        self._make_folder()
+        beside = self.folder / f".writing_{_named(step)}"
         shutil.rmtree(beside, ignore_errors=True)
         try:
             _write_whole(beside, step, contents)
+            return self._publish(beside, step)
         except Exception:  # a full disk, for one: half a checkpoint must not keep it full
             shutil.rmtree(beside, ignore_errors=True)
             raise
-        replaced = self.folder / f".replaced_step_{step:08d}"
-        if final.exists():  # the same step again, after a restart
+
+    def _make_folder(self) -> None:
+        """The folders above may be new too, and a folder whose name was not synced can be lost with all that is in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for above in () if self._anchored else self.folder.resolve().parents:
+            with suppress(OSError):  # not ours, as a rule, and there for long
+                _sync(above)
+        self._anchored = True
+
+    def _publish(self, beside: Path, step: int) -> Path:
+        """Give a written checkpoint its name. Where the same step was saved before a restart, that one makes room, and is there under
+        one name or the other until the new one is safe."""
+        final, replaced = self.folder / _named(step), self.folder / f"{_REPLACED}{_named(step)}"
+        over = final.exists()
+        if over:
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
-        os.rename(beside, final)
+        try:
+            os.rename(beside, final)
+        except OSError:
+            if over:
+                os.rename(replaced, final)
+            raise
         _sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def retain(self, best: int | None) -> None:
-        """Drop all but the newest few and the best one, and what a killed save or removal left behind."""
-        steps = [step for step, _ in self.newest_first()]
-        kept = {*steps[: self.keep], best}
-        for step, path in self.newest_first():
-            if step not in kept:
-                _remove(path)
+        """Drop all but the newest few and the best one, and what a killed save or removal left behind. What cannot be removed now is
+        when the next one is saved."""
+        found = self.newest_first()
+        kept = {*(step for step, _ in found[: self.keep]), best}
+        with suppress(OSError):
+            self._clear()
+            self._remove([path for step, path in found if step not in kept])
+
+    def _remove(self, paths: list[Path]) -> None:
+        """Out of sight first, each in one step, then away: a kill in between leaves no half a checkpoint under a good name. The names
+        are synced before: a loss of power could bring them back, and not all that they held."""
+        for path in paths:
+            os.rename(path, path.with_name(f".removing_{path.name.removeprefix(_REPLACED)}"))
+        if paths:
+            _sync(self.folder)
+            self._clear()
+
+    def _clear(self) -> None:
+        standing = {path for _, path in self.newest_first()}
         for path in self.folder.glob(".*_step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if path not in standing:
+                shutil.rmtree(path, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
         """The run goes on from ``step``: later checkpoints are of a past that is no longer its own, or damaged. They are
         renamed out of the way, so that none of them outlives or outranks what is saved from now on."""
-        for later, path in self.newest_first():
-            if later > step:
-                aside = path.with_name(f"abandoned_{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                os.rename(path, aside)
+        later = [(of, path) for of, path in self.newest_first() if of > step]
+        for of, path in later:
+            aside = self.folder / f"abandoned_{_named(of)}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+        if later:
+            _sync(self.folder)
 
     def newest_first(self) -> list[tuple[int, Path]]:
-        found = [(int(match[1]), path) for path in self._folders() if (match := _NAME.fullmatch(path.name))]
+        """Steps and their folders. One that made room for another which never came stands for its step."""
+        names = {path.name for path in self.folder.iterdir() if path.is_dir()} if self.folder.is_dir() else set[str]()
+        whole = {name for name in names if _NAME.fullmatch(name)}
+        whole |= {name for name in names if name.startswith(_REPLACED) and name.removeprefix(_REPLACED) not in names}
+        found = [(int(match[1]), self.folder / name) for name in whole if (match := _NAME.fullmatch(name.removeprefix(_REPLACED)))]
         return sorted(found, reverse=True)
-
-    def _folders(self) -> Iterator[Path]:
-        if self.folder.is_dir():
-            yield from (path for path in self.folder.iterdir() if path.is_dir())
 
     def newest_good(self) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
         """The newest checkpoint whose every byte is as it was written, and the newer ones that were not."""
@@ -115,6 +161,10 @@ class CheckpointStore:
             except CheckpointDamaged as error:
                 skipped.append(Skipped(path, str(error)))
         return None, skipped
+
+
+def _named(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _write_whole(folder: Path, step: int, contents: Contents) -> None:
@@ -229,11 +279,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    """Out of sight first, in one step, then away: a kill in between leaves no half a checkpoint under a good name."""
-    aside = path.with_name(f".removing_{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)

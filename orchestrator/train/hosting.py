@@ -38,7 +38,8 @@ class Hosted(Replica):
     ) -> None:
         """The model's experts have been placed already. ``buffers`` are the main host's at the beginning of each step."""
         self.world, self._buffers = world, tuple(buffers)
-        self._exchange = Together(Group(world.rank, world.size, world.process_group))
+        assert world.group is not None, "one process has no hosts"
+        self._exchange = Together(world.group)
         super().__init__(model, task, Hosts(self._exchange, chunks))
         self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
         lodged = {id(p) for bank in self._banks for p in bank.parameters()}
@@ -46,7 +47,7 @@ class Hosted(Replica):
         world.broadcast_([tensor.detach() for tensor in [*dense, *shared_buffers(model)]])
         self._dense = [p for p in dense if p.requires_grad]
         self._learned = {id(p) for p in model.parameters()}
-        self._sums = GradientSums(self._dense, Group(world.rank, world.size, world.another()), bucket_mb or _BUCKET_MB)
+        self._sums = GradientSums(self._dense, world.another(), bucket_mb or _BUCKET_MB)
         self.lodged = sum(2 * len(bank.sizes) for bank in self._banks)
 
     def learns(self, parameters: Sequence[Tensor]) -> None:

@@ -18,7 +18,9 @@ from orchestrator.train.data import Feed, Portion
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
 from orchestrator.train.pending import Figures, Pending, fetch
+from orchestrator.train.pulse import Pulse
 from orchestrator.train.saving import Saver
+from orchestrator.train.snapshots import Snapshots
 from orchestrator.train.state import Progress
 from orchestrator.train.step import Stepper
 from orchestrator.train.stopping import Stopping
@@ -65,6 +67,8 @@ class Loop:
     evaluate: Evaluation | None = None
     monitor: Callable[[], dict[str, Any]] | None = None
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    snapshots: Snapshots | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     _pending: list[Pending] = field(default_factory=list)
     _first: int = 0
     _last_saved: int = -1
@@ -81,9 +85,9 @@ class Loop:
             if outcome is not None:
                 return outcome
 
-    def advance(self, steps: int) -> Outcome | None:
+    def advance(self, steps: int, keep: bool = False) -> Outcome | None:
         """Train for so many steps, or to the end: then how it ended. Every way out has flushed its records; the end, unless it
-        is a failure, leaves a checkpoint of the last step."""
+        is a failure, leaves a checkpoint of the last step, and a segment a snapshot of its last one if it is to ``keep`` it."""
         if self._under_way is None:
             self._first = self._last_saved = self.progress.step
             self._window_begun = perf_counter()
@@ -92,6 +96,9 @@ class Loop:
             for _ in range(steps):
                 next(self._under_way)
             self._flush()
+            if keep:
+                self._snapshot()
+            self.pulse.at("rest")
             return None
         except StopIteration as ended:
             outcome: Outcome = ended.value
@@ -133,6 +140,8 @@ class Loop:
                     return self._stopped_early()
                 if cadence.checkpoint_every and progress.step % cadence.checkpoint_every == 0:
                     self._save()
+                if self.snapshots is not None and self.snapshots.due(progress.step):
+                    self._snapshot()
                 if stop:
                     return Outcome("stopped", "interrupted")
                 yield
@@ -157,6 +166,7 @@ class Loop:
         """The steps of the feed, with the wait for each counted as its data phase."""
         while True:
             self.stepper.clock.begin()
+            self.pulse.at("data")
             try:
                 portion = next(steps)
             except StopIteration:
@@ -166,6 +176,7 @@ class Loop:
     def _step(self, portion: Portion) -> bool:
         """One step. Returns whether the run, on all its workers, is to stop after it."""
         progress = self.progress
+        self.pulse.at("first step" if progress.step == self._first else "step", progress.step)
         lr = self.stepper.learner.learning_rate(progress.step)
         totals = self.stepper.run(portion, progress.step, self.stopping.asked())
         seconds = self.stepper.clock.end()
@@ -300,6 +311,7 @@ class Loop:
         """Evaluate, and keep the best."""
         self._flush()
         progress = self.progress
+        self.pulse.at("evaluate")
         result = evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
         value = metric_of(values, self.cadence.metric)
@@ -315,8 +327,17 @@ class Loop:
         if better and (self.cadence.evaluate_every or self.cadence.checkpoint_every):
             self._save()
 
+    def _snapshot(self) -> None:
+        """A copy in memory. What the epoch's sums are missing is fetched first."""
+        if self.snapshots is not None:
+            self.pulse.at("snapshot")
+            self._flush()
+            self.snapshots.take(self.progress)
+            self._window_begun = perf_counter()
+
     def _save(self) -> None:
         """Save, unless this step is saved already."""
+        self.pulse.at("save")
         self._flush()
         if self._last_saved != self.progress.step:
             self.saver.save(self.progress)

@@ -145,14 +145,16 @@ def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
         keys = torch.randint(8, (max(2, size // 18),), device=timer.device).to(torch.uint8)  # in: a byte each; out: it and a place
         return timer(lambda: keys.sort(stable=True))
     width = _width(size, timer.device)
-    arrays = {"plain": 3, "gelu_backward": 3, "reduce": 1}.get(kind, 2)
+    arrays = {"plain": 3, "gelu_backward": 3, "norm_backward": 3, "reduce": 1}.get(kind, 2)
     shape = max(1, size // (arrays * width * dtype.itemsize)), width
     weight, order = torch.ones(width, device=timer.device, dtype=dtype), torch.randperm(shape[0], device=timer.device)
+    mean, deviation = torch.zeros(shape[0], 1, device=timer.device), torch.ones(shape[0], 1, device=timer.device)
     compute: dict[str, Callable[[Tensor, Tensor], Any]] = {
         "plain": lambda x, y: x + y,
         "heavy": lambda x, _: F.gelu(x),
         "gelu_backward": lambda x, y: torch.ops.aten.gelu_backward(y, x),
         "norm": lambda x, _: F.layer_norm(x, (width,), weight, weight),
+        "norm_backward": lambda x, y: torch.ops.aten.native_layer_norm_backward(y, x, [width], mean, deviation, weight, weight, [True] * 3),
         "rows": lambda x, _: x.index_select(0, order),
         "reduce": lambda x, _: x.sum(0),
     }

@@ -20,9 +20,10 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # where their first factor stands
 _KINDS: dict[str, MoveKind] = {
     **dict.fromkeys(["gelu", "silu", "silu_backward", "exp", "sigmoid", "tanh", "pow", "erf"], "heavy"),
-    **dict.fromkeys(["native_layer_norm", "native_layer_norm_backward", "_softmax", "_softmax_backward_data"], "norm"),
+    **dict.fromkeys(["native_layer_norm", "_softmax", "_softmax_backward_data"], "norm"),
+    **dict.fromkeys(["native_layer_norm_backward", "native_batch_norm_backward", "_fused_rms_norm_backward"], "norm_backward"),
     **dict.fromkeys(["_log_softmax", "_log_softmax_backward_data", "logsumexp"], "norm"),
-    **dict.fromkeys(["native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm"], "norm"),
+    **dict.fromkeys(["native_batch_norm", "_fused_rms_norm"], "norm"),
     **dict.fromkeys(["index_select", "index_add_", "index_add", "embedding", "embedding_dense_backward", "gather", "index"], "rows"),
     **dict.fromkeys(["scatter_", "scatter", "scatter_add_", "index_copy_", "index_put_", "index_put", "copy_rows", "sum_rows"], "rows"),
     **dict.fromkeys(["nll_loss_forward", "nll_loss_backward"], "rows"),
@@ -30,6 +31,7 @@ _KINDS: dict[str, MoveKind] = {
     **dict.fromkeys(["sum", "mean", "amax", "norm"], "reduce"),
     "gelu_backward": "gelu_backward",
 }
+_FEW_INDICES = 3072  # up to which torch sums gradients of an embedding in one kernel, without sorting them
 _OURS = "experts"  # the operators that are written in Python
 _FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
@@ -37,10 +39,11 @@ _FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 class Recorder(TorchDispatchMode):
     """Collects the work of what runs inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
+        self._on_gpu = on_gpu
         self._seen: Counter[Any] = Counter()
-        self._operations = self._views = self._launches = 0
+        self._operations = self._views = self._launches = self._sorts = 0
         self._before_wait: Work | None = None
         self._alive = self._peak = 0.0
         self._known: set[int] = set()
@@ -60,7 +63,9 @@ class Recorder(TorchDispatchMode):
         else:
             self._launches += space == _OURS
             self._operations += space != _OURS
-            self._write(name, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], results)
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._sorts += self._on_gpu and _sorts(name, inputs)
+            self._write(name, inputs, results)
         for tensor in results:
             self._watch(tensor)
         return made
@@ -134,6 +139,7 @@ class Recorder(TorchDispatchMode):
             messages=tuple(entry for entry in seen if isinstance(entry, Message)),
             operations=self._operations,
             launches=self._launches,
+            sorts=self._sorts,
             views=self._views,
         )
 
@@ -142,6 +148,10 @@ def _only_looks(func: Any) -> bool:
     """Whether an operation returns its input's memory, unchanged."""
     returns = [entry.alias_info for entry in func._schema.returns]
     return bool(returns) and all(info is not None and not info.is_write for info in returns)
+
+
+def _sorts(name: str, inputs: list[Tensor]) -> bool:
+    return name == "sort" or (name == "embedding_dense_backward" and inputs[1].numel() > _FEW_INDICES)
 
 
 def _product(a: Tensor, b: Tensor) -> Product:

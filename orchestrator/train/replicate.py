@@ -148,7 +148,7 @@ class Replicated(Replica):
             _Whole(self.task, self.model),
             **_no_buffers(),  # pyright: ignore[reportArgumentType] -- ours to do, once a step
             init_sync=False,  # done when the replica was made
-            process_group=self.world.group,
+            process_group=self.world.process_group,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,

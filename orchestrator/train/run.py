@@ -25,7 +25,9 @@ from orchestrator.train.loop import Loop, Outcome
 from orchestrator.train.placing import Hosting, decide_hosting
 from orchestrator.train.probing import find_batch
 from orchestrator.train.profiling import profiling
+from orchestrator.train.pulse import Pulse
 from orchestrator.train.shares import with_shares
+from orchestrator.train.snapshots import Copies, Outbox, Snapshots
 from orchestrator.train.world import World
 from orchestrator.types import VERSION, Choice
 
@@ -42,6 +44,20 @@ class Restart:
     last_step: int
     halvings: int = 0
     """How often the micro-batch was halved because a worker ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a host that can be helped while it lives has beside its loop, and where it is to begin."""
+
+    pulse: Pulse
+    outbox: Outbox
+    epoch: int
+    again: bool = False
+    """Whether the run has begun before."""
+    halvings: int = 0
+    copies: Copies = ()
+    """Of all hosts' state; where there are none, a run that begins again reads its newest checkpoint."""
 
 
 def work(
@@ -62,10 +78,17 @@ class Stint:
     parts: Parts
 
     def __init__(
-        self, prepared: Prepared, world: World, run_dir: Path, log: Log, asked: Callable[[], bool], restart: Restart | None = None
+        self,
+        prepared: Prepared,
+        world: World,
+        run_dir: Path,
+        log: Log,
+        asked: Callable[[], bool],
+        restart: Restart | None = None,
+        live: Live | None = None,
     ) -> None:
         self.prepared, self.world, self.run_dir, self.log = prepared, world, run_dir, log
-        self._asked, self._restart = asked, restart
+        self._asked, self._restart, self._live = asked, restart, live
         self._stack, self._begun = ExitStack(), 0.0
 
     def __enter__(self) -> Self:
@@ -78,11 +101,12 @@ class Stint:
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
-        begun, restart, log = time.time(), self._restart, self.log
+        begun, restart, live, log = time.time(), self._restart, self._live, self.log
+        again = restart is not None or (live is not None and live.again)
         config = self.prepared.resolved.config
         stack.enter_context(machine_settings(config, self.prepared.plan, self.world.device))
         known: dict[str, Any] = {}
-        if config.checkpoint.resume == "auto" or restart:  # one reads for all: over a network drive they may not see the same
+        if config.checkpoint.resume == "auto" or again:  # one reads for all: over a network drive they may not see the same
             known = self.world.agree("plan", planned_before(self.run_dir) if self.world.is_main else None)
         prepared = with_measured_batch(self.prepared, self.world, known, log)
         hosting = self._hosting(prepared, known)
@@ -95,12 +119,14 @@ class Stint:
             write_intentions(
                 prepared, self.run_dir, {"device_speeds": speeds} | (hosting.measured(config.parallel.placement) if hosting else {})
             )
-        self.prepared = prepared = _halved(prepared, restart.halvings if restart else 0)
+        self.prepared = prepared = _halved(prepared, max(restart.halvings if restart else 0, live.halvings if live else 0))
         host_of = hosting.host_of if hosting else None
         self.loop, self.parts = build_loop(
-            config, prepared.plan, prepared.task, self.world, self.run_dir, log, again=restart is not None, host_of=host_of
+            config, prepared.plan, prepared.task, self.world, self.run_dir, log, again, host_of, live.copies if live else ()
         )
         self.loop.stopping.asked = self._asked
+        if live is not None:
+            self._take_copies(live)
         if restart is not None:
             self.loop.after_step = _tells_recovery(restart, self.loop, log, begun)
         log.write("start", **_start_fields(prepared, self.loop))
@@ -108,6 +134,12 @@ class Stint:
             log.write("placement", step=self.loop.progress.step, **hosting.event(prepared.facts))
         self._watch(stack)
         self._begun = perf_counter()
+
+    def _take_copies(self, live: Live) -> None:
+        loop, parts = self.loop, self.parts
+        loop.pulse = live.pulse
+        every = self.prepared.resolved.config.checkpoint.snapshot_every
+        loop.snapshots = Snapshots(every, live.epoch, parts.model, parts.learner.optimizer, parts.precision, self.world, live.outbox)
 
     def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> Hosting | None:
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
@@ -125,10 +157,11 @@ class Stint:
         if config.watch.profile and self.world.is_main:
             loop.after_step = _both(loop.after_step, stack.enter_context(profiling(self.run_dir, self.world.device)))
 
-    def advance(self, steps: int) -> Outcome | None:
-        """Train for so many steps, or to the end: then how it ended. A failure is for the caller to record: it may be mended."""
+    def advance(self, steps: int, keep: bool = False) -> Outcome | None:
+        """Train for so many steps, or to the end: then how it ended. A failure is for the caller to record: it may be mended. A segment
+        that is to ``keep`` where it ends takes a copy of the state there."""
         loop, log = self.loop, self.log
-        outcome = loop.advance(steps)
+        outcome = loop.advance(steps, keep)
         if outcome is None:
             return None
         if loop.monitor is not None and self.prepared.resolved.config.watch.gpu_log_interval:  # a short run has one reading too
@@ -181,7 +214,8 @@ def _tells_recovery(restart: Restart, loop: Loop, log: Log, begun: float) -> Cal
                 step=resumed,
                 lost_steps=max(0, restart.last_step - resumed),
                 detect_seconds=restart.detected_at - restart.failed_at,
-                restart_seconds=begun - restart.detected_at,
+                source="disk",
+                regroup_seconds=begun - restart.detected_at,
                 restore_seconds=restored - begun,
                 total_seconds=time.time() - restart.failed_at,
             )

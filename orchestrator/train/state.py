@@ -53,7 +53,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
         return None
     back_in_parts(model)
     stacked = stacked_names(model)
-    tensors, values, groups = _optimizer_state(model, optimizer, stacked)
+    tensors, values, groups = optimizer_state(model, optimizer, stacked)
     keep = world.is_main or lodged
 
     def wanted(named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -73,7 +73,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
         "progress": asdict(progress),
         "precision": precision.state(),
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "values": values},
-        "random": _random_state(),
+        "random": random_state(),
     }
     return Contents(both, state)
 
@@ -108,7 +108,7 @@ def _split_one(name: str, tensor: Tensor, stacked: Mapping[str, list[str]]) -> d
     return split_experts({name: tensor}, stacked)
 
 
-def _optimizer_state(
+def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, stacked: Mapping[str, list[str]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[dict[str, Any]]]:
     """Tensors by slot and parameter name, other values by ``slot/name`` and expert, and the groups' settings."""
@@ -239,7 +239,7 @@ def _put(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, t
     optimizer.state[parameter][slot] = like(tensor.to(device, copy=True), parameter)
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     """Python's and numpy's generators, for user code in the training process. Torch's is set anew at each step."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

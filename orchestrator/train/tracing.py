@@ -62,7 +62,7 @@ def trace_step(task: Task, micro_batch: int, setting: Setting | None = None) -> 
     with quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
         model = built(task)
         model.train()
-        recorder = Recorder()
+        recorder = Recorder(setting.on_gpu)
         hosts = _share_out(model, setting, recorder)
         for _, layer in moe_layers(model):
             layer.bank._compute = partial(_compute, layer.bank, setting, recorder)  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,21 +8,23 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-_MEET_SECONDS = 0.005
+from experts.group import Group, Lines
+from experts.membership import Left, Membership
+
+_PIECE_BYTES = 2**26  # that a host sends the main one at once
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class World:
     rank: int
     size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     store: Store | None = None
     shares: tuple[float, ...] = ()
     timeout: timedelta | None = None
+    lines: Lines | None = None
+    """Where the group can be left: what forms it, and more like it."""
+    beside: Group | None = None
+    """For what lies in host memory, where the group itself carries only what lies on devices."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -72,7 +78,7 @@ class World:
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all workers, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            self._group_for(tensor).add_up(tensor).wait()
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -80,8 +86,12 @@ class World:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        self._group_for(tensor).largest(tensor).wait()
         return tensor.tolist()
+
+    def _group_for(self, tensor: Tensor) -> Group:
+        assert self.group is not None, "one process has no group"
+        return self.beside if self.beside is not None and tensor.device.type == "cpu" else self.group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of each worker, by rank."""
@@ -94,24 +104,33 @@ class World:
         expanded tensor."""
         if self.size > 1:
             dense = [t.detach() if t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
-            for work in [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in dense]:
-                if work is not None:
-                    work.wait()
+            for work in [self._group_for(tensor).from_first(tensor) for tensor in dense]:
+                work.wait()
             for tensor, sent in zip(tensors, dense, strict=True):
                 if not tensor.is_contiguous() and not torch.equal(tensor, sent):
                     tensor.detach().copy_(sent)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        assert self.group is not None, "one process has no group"
-        return self.group
+        """Torch's own group, for what torch itself spreads over the workers."""
+        assert self.group is not None
+        assert isinstance(self.group.handle, dist.ProcessGroup)
+        return self.group.handle
 
-    def another(self) -> dist.ProcessGroup:
+    def another(self) -> Group:
         """A second group of the same workers, whose messages do not wait for those of the first. All must ask."""
-        group = dist.new_group(timeout=self.timeout)
-        assert isinstance(group, dist.ProcessGroup)
-        _KEPT.append((group, self.store))
-        return group
+        assert self.group is not None, "one process has no group"
+        if self.lines is not None:
+            return self.lines.form("nccl" if self.beside is not None else "gloo")
+        handle = dist.new_group(timeout=self.timeout)
+        assert isinstance(handle, dist.ProcessGroup)
+        _KEPT.append((handle, self.store))
+        return Group(self.rank, self.size, handle)
+
+    @property
+    def life(self) -> Membership:
+        """The membership in the group at hand; one that nobody ends where it cannot be left."""
+        return self.lines.life if self.lines is not None else Membership()
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -119,41 +138,43 @@ class World:
 
     def to_main(self, named: Mapping[str, Tensor], beside: Any, name: str) -> list[tuple[dict[str, Tensor], Any]]:
         """Tensors in host memory and a plain value from each of the others to the main worker, who gets them by rank; nobody
-        else gets any. Each waits for its turn, however long that takes. ``name`` is used once in the life of the group."""
-        if self.is_main:
-            return [self._from(rank, f"{name}/{rank}") for rank in range(1, self.size)]
-        self.meet(f"{name}/{self.rank}")
+        else gets any. One sends at a time, a piece at a time. ``name`` is used once in the life of the group."""
         kinds = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in named.items()]
-        header = torch.frombuffer(bytearray(json.dumps([kinds, beside]).encode()), dtype=torch.uint8)
-        for sent in (torch.tensor([len(header)]), header, *named.values()):
-            if sent.numel():
-                self.process_group.send([_bytes_of(sent.contiguous())], 0, 0).wait()
-        return []
+        found: list[tuple[dict[str, Tensor], Any]] = []
+        for rank in range(1, self.size):
+            mine = self.rank == rank
+            sizes, theirs, plain = self.agree(f"{name}/{rank}", [_sizes(named.values()), kinds, beside] if mine else None)
+            tensors = dict(named) if mine else {}
+            if self.is_main:
+                tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in theirs}
+            flat = [_bytes_of(tensor.contiguous()) for tensor in tensors.values() if tensor.numel()]
+            for number, size in enumerate(sizes):
+                self._to_first(flat[number] if flat else torch.empty(0, dtype=torch.uint8), rank, size)
+            if self.is_main:
+                found.append((tensors, plain))
+        return found
 
-    def _from(self, rank: int, turn: str) -> tuple[dict[str, Tensor], Any]:
-        self.meet(turn)
-
-        def received(tensor: Tensor) -> Tensor:
-            if tensor.numel():
-                self.process_group.recv([_bytes_of(tensor)], rank, 0).wait()
-            return tensor
-
-        length = int(received(torch.zeros(1, dtype=torch.int64)))
-        kinds, beside = json.loads(bytes(received(torch.zeros(length, dtype=torch.uint8)).tolist()))
-        return {name: received(torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in kinds}, beside
+    def _to_first(self, data: Tensor, sender: int, size: int) -> None:
+        """So many bytes of one worker into the main one's ``data``. The others come along, for all take part."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        for begin in range(0, size, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, size - begin)
+            piece = data[begin : begin + count] if self.rank in (0, sender) else empty
+            receives = [count if self.is_main and rank == sender else 0 for rank in range(self.size)]
+            sends = [count if self.rank == sender and rank == 0 else 0 for rank in range(self.size)]
+            sent, received = (piece, empty) if self.rank == sender else (empty, piece)
+            self._group_for(empty).all_to_all(received, sent, receives, sends).wait()
 
     def meet(self, name: str) -> None:
         """Wait for the main worker, however long it takes: what it does for all may outlast the patience of a collective. If
-        it is gone, so is the store, and the others find out. ``name`` is used once in the life of the group."""
+        it is gone, so is the store, or the group is left. ``name`` is used once in the life of the group."""
         if self.size == 1:
             return
-        assert self.store is not None
-        key = f"meet/{name}"
+        store, key = self._store, f"meet/{name}"
         if self.is_main:
-            self.store.set(key, "1")
+            store.set(key, "1")
         else:
-            while not self.store.check([key]):
-                sleep(_MEET_SECONDS)
+            self.life.until(lambda: store.check([key]))
 
     def agree(self, name: str, value: Any) -> Any:
         """A plain value that some workers know and the others don't (None): that of the lowest rank that does. ``name`` is
@@ -163,10 +184,20 @@ class World:
         knows = -self.most([-float(self.rank if value is not None else self.size)])[0]
         if knows == self.size:
             return None
-        assert self.store is not None
+        store, key = self._store, f"agree/{name}"
         if knows == self.rank:
-            self.store.set(f"agree/{name}", json.dumps(value))
-        return json.loads(self.store.get(f"agree/{name}"))
+            store.set(key, json.dumps(value))
+        self.life.until(lambda: store.check([key]))
+        return json.loads(store.get(key))
+
+    @property
+    def _store(self) -> Store:
+        assert self.store is not None, "one process has no store"
+        return self.store
+
+
+def _sizes(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.numel() * tensor.itemsize for tensor in tensors if tensor.numel()]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -186,13 +217,28 @@ def joined(store: Store, rank: int, size: int, device: torch.device, backend: st
         torch.cuda.set_device(device)
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    world = World(rank, size, device, dist.group.WORLD, store, timeout=timedelta(seconds=timeout_s))
-    _KEPT.append((world.group, store))
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    world = World(rank, size, device, Group(rank, size, dist.group.WORLD), store, timeout=timedelta(seconds=timeout_s))
+    _KEPT.append((dist.group.WORLD, store))
     try:
         yield world
         world.barrier()  # the store ends with the main worker, and the others may still ask it
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def lodged(store: Store, name: str, rank: int, size: int, device: torch.device, backend: str, life: Membership) -> Iterator[World]:
+    """The world of hosts that meet at a store of someone else's, for one life of their group, of that ``name``."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    lines = Lines(store, name, rank, size, life)
+    try:
+        group = lines.form(backend)
+        beside = lines.form("gloo") if backend == "nccl" else None
+        yield World(rank, size, device, group, PrefixStore(f"{name}/world", store), lines=lines, beside=beside)
+    finally:
+        lines.close()
 
 
 _SIGNS = ("gloo/", "gloo timed out", "nccl", "connection reset by peer", "connection closed by peer", "broken pipe", "process group")
@@ -204,7 +250,7 @@ _OURS = tuple(str(Path(__file__).resolve().parents[2] / package) for package in 
 def is_communication_error(error: BaseException) -> bool:
     """Whether an error is another worker's silence rather than this one's fault. What a user's own code raises is theirs,
     whatever it says; one that came from another process is judged by its words."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | Left):
         return True
     if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
         return False
@@ -215,6 +261,12 @@ def is_communication_error(error: BaseException) -> bool:
 def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: float) -> Store:
     """The meeting place of workers on any nodes; the main worker keeps it."""
     return TCPStore(address, port, size, is_main, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def open_store(address: str) -> tuple[Store, tuple[str, int]]:
+    """A meeting place for others, kept by this process, and where it is."""
+    store = TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    return store, (address, store.port)
 
 
 def file_store(path: str, size: int) -> Store:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from experts.crossing import Crossing, _cut, kept_choices
 from experts.exchange import Alone, Layout, Meter, Together, UnderWay
-from experts.group import Group
 from experts.hosts import Hosts
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
@@ -193,7 +192,7 @@ def test_what_was_dropped_does_not_travel_and_a_silent_host_sends_nothing() -> N
 def together(rank: int, size: int, store: str, act: Callable[..., Any], *arguments: Any) -> Any:
     with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
-        return act(Together(Group(rank, size, world.group)), *arguments)
+        return act(Together(world.group), *arguments)
 
 
 def layer_on(exchange: Together, host_of: Sequence[int], top_k: int = 2, chunks: int = 1, dtype: torch.dtype = torch.float64) -> MoELayer:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from experts.exchange import Together
-from experts.group import Group
 from experts.hosts import Hosts
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
@@ -87,7 +86,7 @@ def on_host(rank: int, size: int, store: str, case: Case) -> dict[str, Tensor]:
     with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
         layer = make(case)
-        hosts = Hosts(Together(Group(rank, size, world.group)), chunks=case.chunks, silent=rank in case.silent)
+        hosts = Hosts(Together(world.group), chunks=case.chunks, silent=rank in case.silent)
         attach(layer, hosts)
         place(layer, [case.host_of], rank)
         mine_T = places(case)[rank]

@@ -15,7 +15,7 @@ from tests.plan.test_costmodel import device
 LINKS = Wiring(Link("shared memory", 1e-3, 1e9), Link("shared memory", 2e-3, 1e9))
 FOUND = Calibration(
     VERSION, "2026-11-15", "a CPU, 2 cores", 2, 30.0, 0.01,
-    (Profile(1, 2, device(asynchronous=False)), Profile(2, 1, device(asynchronous=False, operation_s=1.0), LINKS)),
+    (Profile(1, 2, device(asynchronous=False), yardstick_s=(1.0, 2.0)), Profile(2, 1, device(asynchronous=False, operation_s=1.0), LINKS)),
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     [
         (lambda text: text[:200], "damaged"),
         (lambda _: "[]", "version None"),
-        (lambda text: text.replace('"version": 1', '"version": 0'), "version 0"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "version 1"),
         (lambda text: text.replace('"cores": 2', '"cores": "two"'), "damaged at cores"),
         (lambda text: text.replace('"profiles"', '"profile"'), "damaged at profiles"),
         (lambda text: text.replace('"name": "a device"', '"name": 3'), r"profiles.0.device.name"),

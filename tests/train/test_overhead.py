@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from experts.load import moe_layers
 from orchestrator.plan.curves import Curve
 from orchestrator.plan.work import Work
 from orchestrator.tasks.load import load_task
-from orchestrator.train.overhead import FORMS, Form, forms_for, host_figures
+from orchestrator.train.overhead import FORMS, Chosen, Form, forms_for, host_figures, yardstick
 from orchestrator.train.stepping import handed_over_seconds
 from orchestrator.train.tracing import Setting, trace_step
 from tests.plan.test_costmodel import device
+from tests.support.plans import machine
 
 GPU = device(products={"bf16": {}, "fp32": {}}, grouped=Curve((32.0, 128.0), (2.0, 1.0)))
 
@@ -33,12 +35,21 @@ def test_a_gpu_computes_in_low_precision_and_dense_models_in_fp32_too() -> None:
 def test_what_the_host_needs_can_be_told_from_the_reference_steps(on_gpu: bool) -> None:
     """Figures that are put in come out, also with errors of one percent in what is measured."""
     works = [work_of(form, on_gpu) for form in (forms_for(GPU) if on_gpu else FORMS)]
-    operation, launch, view, step = truth = (2e-5, 9e-5, 5e-6, 8e-4)
-    seconds = [w.operations * operation + w.launches * launch + w.views * view + step for w in works]
-    assert host_figures(works, seconds) == pytest.approx(truth, rel=1e-6)
+    operation, launch, sort, view, step = truth = (2e-5, 9e-5, 3e-4 if on_gpu else 0.0, 5e-6, 8e-4)
+    seconds = [w.operations * operation + w.launches * launch + w.sorts * sort + w.views * view + step for w in works]
+    assert host_figures(works, seconds) == pytest.approx(truth, rel=1e-6, abs=1e-12)
     noisy = [s * (1 + 0.01 * (-1) ** place) for place, s in enumerate(seconds)]
     found = host_figures(works, noisy)
     assert found[:2] == pytest.approx(truth[:2], rel=0.3)
+
+
+def test_the_yardstick_times_a_dense_step_and_one_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As small as on a CPU, each time with steps that are built anew."""
+    built: list[int] = []
+    monkeypatch.setattr(Chosen, "seconds", lambda _, run, steps: built.append(len(moe_layers(run.model))) or float(steps))
+    read = yardstick(device(asynchronous=False), machine(), torch.device("cpu"))
+    assert read() == read() == (16.0, 16.0)
+    assert built == [0, 2, 0, 2]
 
 
 def test_each_step_is_handed_to_a_device_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

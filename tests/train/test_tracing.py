@@ -90,6 +90,21 @@ def test_what_goes_through_python_of_ours() -> None:
     assert traced(Setting(True, "bf16"), 4, **settings, experts=0).launches == 0
 
 
+def test_what_a_gpu_sorts_for() -> None:
+    """The rows of each MoE layer, and the gradients of an embedding where there are many tokens; on CPUs none are told apart."""
+    settings: dict[str, Any] = {"task": "synthetic", "width": 16, "layers": 3, "context_length": 64}
+    assert traced(Setting(True, "bf16"), 64, **settings).sorts == 3 + 1
+    assert traced(Setting(True, "bf16"), 8, **settings).sorts == 3
+    assert traced(Setting(True, "bf16"), 64, **settings, experts=0).sorts == 1
+    assert traced(Setting(), 64, **settings).sorts == 0
+
+
+def test_norms_and_their_derivatives_are_told_apart() -> None:
+    work = traced(batch=8, task="digits", width=32, layers=2, experts=0)
+    count = {kind: sum(move.times for move in work.moves if move.kind == kind) for kind in ("norm", "norm_backward")}
+    assert count == {"norm": 3 + 2, "norm_backward": 3}  # and a softmax, there and back
+
+
 @pytest.mark.parametrize(
     ("setting", "more", "waits"),
     [

@@ -1,0 +1,95 @@
+"""The same model under plain Ray Train, with its own means against failures (``FailureConfig``, checkpoints by ``ray.train.report``):
+what ``chaos`` compares with. Started as a script; it trains until it is ended.
+
+    python benchmarks/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10]
+
+Writes ``steps.jsonl`` (step, time, pid) from rank 0 and ``worker_<rank>.pid`` into the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from orchestrator.config.settings import Config
+from orchestrator.tasks.digits import Digits
+
+GLOBAL_BATCH = 96
+MODEL: dict[str, Any] = {"width": 32, "layers": 2, "experts": 6, "expert_hidden_size": (32, 48, 32, 64, 32, 48)}
+
+
+def train_loop_per_worker(config: dict[str, Any]) -> None:
+    folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    (folder / f"worker_{rank}.pid").write_text(str(os.getpid()))
+    task = Digits(Config.of(**MODEL))
+    per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
+    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(*task.train_data().tensors), batch_size=per_worker, shuffle=True))
+    model: Any = ray.train.torch.prepare_model(task.build_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = restore(model, optimizer)
+    while True:
+        for batch in loader:
+            loss = task.loss(model, batch)
+            optimizer.zero_grad()
+            (loss.sum / loss.count).backward()
+            optimizer.step()
+            step += 1
+            if rank == 0:
+                with (folder / "steps.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step, "time": time.time(), "pid": os.getpid()}) + "\n")
+            if step % config["checkpoint_every"] == 0:
+                report(step, model, optimizer, rank)
+
+
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        saved = torch.load(Path(folder) / "state.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]
+
+
+def report(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank != 0:
+        ray.train.report({"step": step})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, Path(folder) / "state.pt")
+        ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--checkpoint-every", type=int, default=10)
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    ray.init(address="local", num_cpus=given.workers + 1, include_dashboard=False)  # never a cluster that happens to run here
+    trainer = ray.train.torch.TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={"folder": str(folder), "checkpoint_every": given.checkpoint_every},
+        scaling_config=ray.train.ScalingConfig(num_workers=given.workers),
+        run_config=ray.train.RunConfig(
+            name="plain", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=-1)
+        ),
+    )
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Copies of the hosts' state, while they train: fetched as soon as each is made, owned by the driver, and held in the memory of the node
+where they were made; where there are several nodes, a host on another one keeps a second copy. The set before is let go of only when
+every host's new one has been acknowledged, so there is always one that is whole."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.runtime.seats import SeatPlan, node_answers
+
+
+@dataclass
+class _Set:
+    """The copies of one step, by rank."""
+
+    epoch: int
+    size: int
+    refs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    nodes: dict[int, str | None] = field(default_factory=dict)
+    buddies: dict[int, int] = field(default_factory=dict)
+    """The seat that keeps a second copy, by rank."""
+    acknowledged: list[Any] = field(default_factory=list)
+
+
+class Copies:
+    """The newest whole set of copies, and those that are coming in."""
+
+    def __init__(self, seats: SeatPlan) -> None:
+        self._seats = seats
+        self._members: tuple[int, ...] = ()
+        self._epoch = -1
+        self._asked: dict[Any, tuple[int, Any, Any]] = {}
+        self._coming: dict[int, _Set] = {}
+        self._whole: tuple[int, _Set] | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of the newest whole set; -1 where there is none."""
+        return self._whole[0] if self._whole is not None else -1
+
+    @property
+    def calls(self) -> list[Any]:
+        return list(self._asked)
+
+    def follow(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Fetch the copies of these hosts from now on."""
+        self._epoch, self._members, self._coming = epoch, members, {}
+        asked = {seat for seat, _, actor in self._asked.values() if actor is self._actor(seat)}
+        for seat in members:
+            if seat not in asked:
+                self._ask(seat)
+
+    def forget(self) -> None:
+        """None of them can be used."""
+        self._whole, self._coming = None, {}
+
+    def _actor(self, seat: int) -> Any:
+        with suppress(KeyError):
+            return self._seats.actor(seat)
+
+    def _ask(self, seat: int) -> None:
+        actor = self._seats.actor(seat)
+        header, data = actor.copy.remote()
+        self._asked[header] = seat, data, actor
+
+    def look(self) -> None:
+        """Take in what has come."""
+        if not self._asked:
+            return
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        for header in done:
+            seat, data, actor = self._asked.pop(header)
+            try:
+                told = ray.get(header)
+            except RayError:  # the host is gone
+                continue
+            if actor is self._actor(seat):
+                self._ask(seat)
+            if told.epoch == self._epoch:
+                self._add(told, seat, header, data)
+        self._settle()
+
+    def _add(self, told: Any, seat: int, header: Any, data: Any) -> None:
+        made = self._coming.setdefault(told.step, _Set(told.epoch, told.size))
+        made.refs[told.rank], made.nodes[told.rank] = (header, data), self._seats.node(seat)
+        others = [other for other in self._members if self._seats.node(other) not in (None, made.nodes[told.rank])]
+        if others:
+            made.buddies[told.rank] = others[told.rank % len(others)]
+            keeper = self._seats.actor(made.buddies[told.rank])
+            made.acknowledged.append(keeper.keep.remote((told.epoch, told.rank, told.step), header, data, self.step))
+
+    def _settle(self) -> None:
+        """The newest set that is whole takes the place of all before it."""
+        for step in sorted(self._coming, reverse=True):
+            made = self._coming[step]
+            if len(made.refs) == made.size and not self._open(made):
+                self._whole = step, made
+                self._coming = {later: one for later, one in self._coming.items() if later > step}
+                return
+
+    def _open(self, made: _Set) -> bool:
+        """Whether a second copy is still under way."""
+        return bool(made.acknowledged) and bool(ray.wait(made.acknowledged, num_returns=len(made.acknowledged), timeout=0)[1])
+
+    def references(self) -> tuple[tuple[Any, Any], ...]:
+        """Of the newest whole set: from where they were made, or where that node is gone from who kept them. None where one is lost."""
+        if self._whole is None:
+            return ()
+        step, made = self._whole
+        there = {node: node_answers(node) for node in set(made.nodes.values()) if node is not None}
+        found: list[tuple[Any, Any]] = []
+        for rank, refs in sorted(made.refs.items()):
+            if there.get(made.nodes[rank] or "", True):
+                found.append(refs)
+                continue
+            keeper = self._actor(made.buddies.get(rank, -1))
+            if keeper is None:
+                return ()
+            header, data = keeper.kept.remote((made.epoch, rank, step))
+            found.append((header, data))
+        return tuple(found)

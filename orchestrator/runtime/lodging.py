@@ -1,0 +1,101 @@
+"""An expert host's side: a member of one group after another, each for as long as all its members live. It trains in segments, says what
+it is at from a thread beside, and begins where it is told to: afresh, from copies in memory, or from the newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from orchestrator.plan.hardware import secret_values
+from orchestrator.runtime.worker import STOP, Assignment, closing_log, device_of, masked_errors, settled, stop_asked
+
+if TYPE_CHECKING:
+    from experts.actor_host import Side
+    from orchestrator.record.log import Log
+    from orchestrator.train.folder import Prepared
+    from orchestrator.train.run import Stint
+
+WARM = ("torch", "torch._dynamo", "orchestrator.runtime.lodging", "orchestrator.train.run", "sklearn.datasets", "torch.utils.data")
+"""What a host that stands by has loaded."""
+_STORE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host's place in the group of an epoch, and where it begins."""
+
+    epoch: int
+    seat: int
+    rank: int
+    size: int
+    place: tuple[str, int]
+    """Where the driver keeps the store that they meet at."""
+    again: bool = False
+    halvings: int = 0
+    copies: tuple[tuple[Any, Any], ...] = ()
+    """References to the copies of all hosts' state."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    steps: int
+    keep: bool = False
+
+
+def beat_key(epoch: int, seat: int) -> str:
+    return f"beat/{epoch}/{seat}"
+
+
+class Lodger:
+    """The work of a host in one epoch."""
+
+    def __init__(self, stint: Stint) -> None:
+        self._stint = stint
+
+    def advance(self, segment: Segment) -> tuple[str | None, int]:
+        """How the run ended, if it did, and the steps that are done."""
+        with masked_errors(secret_values()):
+            outcome = self._stint.advance(segment.steps, segment.keep)
+        return outcome.status if outcome is not None else None, self._stint.loop.progress.step
+
+
+@contextmanager
+def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodger]:
+    """A member, from its joining to its leaving."""
+    from orchestrator.record.events import EventLog
+    from orchestrator.record.log import SilentLog
+    from orchestrator.train.pulse import Pulse, beating
+    from orchestrator.train.run import Live, Stint
+    from orchestrator.train.world import lodged, tcp_store
+
+    secrets, life, rank = secret_values(), side.life, member.rank
+    with masked_errors(secrets):
+        prepared = _prepared(side, assignment, member)
+        store, beside = (tcp_store(*member.place, member.size, False, _STORE_SECONDS) for _ in range(2))
+        pulse, key = Pulse(), beat_key(member.epoch, member.seat)
+        with beating(pulse, life, lambda text: beside.set(key, text)):
+            log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
+            asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
+            copies: Any = [(ray.get(header), ray.get(data)) for header, data in member.copies]
+            live = Live(pulse, side.outbox, member.epoch, member.again, member.halvings, copies)
+            device, backend = device_of(prepared), prepared.plan.backend.value
+            with (
+                closing_log(log),
+                lodged(store, f"epoch{member.epoch}", rank, member.size, device, backend, life) as world,
+                Stint(prepared, world, assignment.run_dir, log, asked, live=live) as stint,
+            ):
+                yield Lodger(stint)
+
+
+def _prepared(side: Side, assignment: Assignment, member: Member) -> Prepared:
+    """What is to be trained. A host that has been a member before has the task still, with the data that it has read."""
+    known = side.memory.get("task")
+    if known is not None and assignment.prepared.task is None:
+        assignment = replace(assignment, prepared=replace(assignment.prepared, task=known))
+    prepared = settled(assignment, member.rank, secret_values())
+    side.memory["task"] = prepared.task
+    return prepared

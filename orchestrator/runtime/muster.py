@@ -1,0 +1,61 @@
+"""The members of a group and what they were asked last: who has answered, who has failed, and who is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from orchestrator.runtime.seats import SeatPlan
+
+
+class Muster:
+    """Calls to all members at once."""
+
+    def __init__(self, seats: SeatPlan) -> None:
+        self._seats = seats
+        self.members: tuple[int, ...] = ()
+        self.calls: dict[Any, int] = {}
+        self.answers: dict[int, Any] = {}
+        self.raised: dict[int, BaseException] = {}
+        self.lost: dict[int, str] = {}
+
+    def form(self, members: tuple[int, ...]) -> None:
+        self.members, self.raised, self.lost = members, {}, {}
+
+    def ask(self, call: Callable[[Any, int, int], Any]) -> None:
+        """``call(actor, seat, rank)`` begins what each member is to do."""
+        self.answers = {}
+        self.calls = {call(self._seats.actor(seat), seat, rank): seat for rank, seat in enumerate(self.members)}
+
+    def rank(self, seat: int) -> int:
+        return self.members.index(seat)
+
+    def hear(self) -> None:
+        """Take in the answers that are there."""
+        done = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
+        for call in done:
+            seat = self.calls.pop(call)
+            try:
+                self.answers[seat] = ray.get(call)
+            except RayActorError:
+                self.lost[seat] = f"host {self.rank(seat)} was lost"
+            except Exception as error:
+                self.raised[seat] = error
+
+    def give_up(self, seat: int, why: str) -> None:
+        """A member that does not answer: it is ended, and not waited for."""
+        self.lost[seat] = why
+        self.calls = {call: other for call, other in self.calls.items() if other != seat}
+        self._seats.end(seat)
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.raised or self.lost)
+
+    @property
+    def first(self) -> Any:
+        """What the first member answered."""
+        return self.answers[self.members[0]]

@@ -1,0 +1,80 @@
+"""The pulses of the hosts as the driver sees them: what each said last, and since when it has said nothing, or nothing new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, time
+from typing import Any
+
+from orchestrator.runtime.lodging import beat_key
+from orchestrator.runtime.recovery import Vital
+
+_LOOK_SECONDS = 0.2
+
+
+@dataclass
+class _Pulse:
+    said: str = ""
+    phase: str = "build"
+    step: int = 0
+    progress: int = -1
+    waiting: bool = False
+    heard_at: float = 0.0
+    moved_at: float = 0.0
+    stepped_at: float = 0.0
+
+
+class Vitals:
+    """Reads the pulses of the members of an epoch from the store where the hosts leave them."""
+
+    def __init__(self, store: Any, clock: Callable[[], float] = monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._pulses: dict[int, _Pulse] = {}
+        self._epoch, self._looked = -1, 0.0
+        self.slowest_s = 0.0
+        """The slowest step that was seen."""
+
+    def follow(self, epoch: int, members: tuple[int, ...]) -> None:
+        now = self._clock()
+        self._epoch, self._looked = epoch, now
+        self._pulses = {seat: _Pulse(heard_at=now, moved_at=now, stepped_at=now) for seat in members}
+
+    def look(self, at_once: bool = False) -> bool:
+        """Read them, if it is time to. Returns whether it was."""
+        now = self._clock()
+        if now - self._looked < _LOOK_SECONDS and not at_once:
+            return False
+        self._looked = now
+        for seat, pulse in self._pulses.items():
+            key = beat_key(self._epoch, seat)
+            if self._store.check([key]):
+                self._hear(pulse, self._store.get(key).decode(), now)
+        return True
+
+    def _hear(self, pulse: _Pulse, said: str, now: float) -> None:
+        if said == pulse.said:
+            return
+        phase, step, progress, waiting = json.loads(said.partition(" ")[2])
+        pulse.said, pulse.heard_at, pulse.phase, pulse.waiting = said, now, phase, waiting
+        if progress != pulse.progress:
+            pulse.progress, pulse.moved_at = progress, now
+        if step != pulse.step:
+            if step == pulse.step + 1 and phase == "step":
+                self.slowest_s = max(self.slowest_s, now - pulse.stepped_at)
+            pulse.step, pulse.stepped_at = step, now
+
+    @property
+    def step(self) -> int:
+        """Steps that were done by the host that has come furthest."""
+        return max((pulse.step for pulse in self._pulses.values()), default=0)
+
+    def last_sign(self, seats: frozenset[int], detected: float) -> float:
+        """When the last of these hosts was heard of, as unix seconds; when it was noticed, where none is lost."""
+        heard = [self._clock() - pulse.heard_at for seat, pulse in self._pulses.items() if seat in seats]
+        return min(detected, time() - min(heard)) if heard else detected
+
+    def all(self) -> list[Vital]:
+        now = self._clock()
+        return [Vital(seat, pulse.phase, pulse.waiting, now - pulse.heard_at, now - pulse.moved_at) for seat, pulse in self._pulses.items()]
