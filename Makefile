@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test check slow gpu clean
+.PHONY: train test check slow gpu soak clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -20,6 +20,10 @@ check: $(VENV)/.installed-dev
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
+
+# hosts killed a hundred times over one run, and plain Ray Train beside it; make soak ARGS='--minutes 10 --every 60' for the goodput
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.chaos --plain 5 $(ARGS)
 
 gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -80,6 +80,7 @@ def unused_settings(config: Config, strategy: Strategy, facts: ModelFacts) -> st
             ("gate", parallel.gate, "replicated"),
             ("placement", parallel.placement, "auto"),
             ("exchange_chunks", parallel.exchange_chunks, None),
+            ("spares", parallel.spares, 0),
         )
         if value != default
     ]

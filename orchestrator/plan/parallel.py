@@ -98,33 +98,43 @@ def choose_workers(config: Config, cluster: Cluster, inventory: Inventory) -> Ch
     check_gpu_mode(config, cluster.reachable_gpus, inventory.gpu_error)
     on_gpu, asked = on_gpus(config, cluster), config.parallel.workers
     if asked != "auto":
-        return _workers_asked(asked, cluster, on_gpu, inventory)
+        return _workers_asked(asked, spares_of(config), cluster, on_gpu, inventory)
     if config.device.gpu_mode == "single_gpu":
         return Choice(1, "--gpu-mode single_gpu is one worker")
-    return _all_gpus(cluster) if on_gpu else _cpu_workers(cluster, inventory)
+    return _all_gpus(cluster, spares_of(config)) if on_gpu else _cpu_workers(cluster, inventory)
 
 
-def _workers_asked(asked: int, cluster: Cluster, on_gpu: bool, inventory: Inventory) -> Choice[int]:
-    reason = f"asked for by --workers {asked}"
+def spares_of(config: Config) -> int:
+    """Hosts that stand by, each with a device of its own."""
+    return config.parallel.spares if config.parallel.parallel_strategy == "expert_parallel" else 0
+
+
+def _workers_asked(asked: int, spares: int, cluster: Cluster, on_gpu: bool, inventory: Inventory) -> Choice[int]:
+    reason, given = f"asked for by --workers {asked}", f"--workers {asked}" + (f" with --spares {spares}" if spares else "")
+    needed = asked + spares
     kind, now, most = ("GPUs", cluster.gpus, cluster.reachable_gpus) if on_gpu else ("CPUs", cluster.cpus, cluster.reachable_cpus)
     if not on_gpu and not cluster.joined:
-        if asked * _WORKER_BYTES > inventory.ram_free:
-            need, free = bytes_text(asked * _WORKER_BYTES), bytes_text(inventory.ram_free)
+        if needed * _WORKER_BYTES > inventory.ram_free:
+            need, free = bytes_text(needed * _WORKER_BYTES), bytes_text(inventory.ram_free)
             raise ResourceError(
-                f"--workers {asked} needs {need} of RAM for its processes alone; {free} are free. "
+                f"{given} needs {need} of RAM for its processes alone; {free} are free. "
                 f"Lower --workers: this machine has {inventory.cores} cores"
             )
         return Choice(asked, f"{reason}, on CPUs")
-    if asked > most:
+    if needed > most:
         reach = f" and its autoscaler reaches {most}" if cluster.autoscaling and most > now else ""
         instead = "use --gpu-mode cpu to train on CPUs" if on_gpu and not cluster.joined else "add nodes to the cluster"
-        raise ResourceError(f"--workers {asked} needs {asked} {kind}, one each; {cluster.text(kind)}{reach}. Lower --workers, or {instead}")
-    if asked > now:
+        raise ResourceError(f"{given} needs {needed} {kind}, one each; {cluster.text(kind)}{reach}. Lower --workers, or {instead}")
+    if needed > now:
         return Choice(asked, f"{reason}; {cluster.text(kind)}, and its autoscaler can bring {most}")
     return Choice(asked, f"{reason}; {cluster.text(kind)}")
 
 
-def _all_gpus(cluster: Cluster) -> Choice[int]:
+def _all_gpus(cluster: Cluster, spares: int) -> Choice[int]:
+    if cluster.gpus > spares > 0:
+        return Choice(cluster.gpus - spares, f"one for each GPU but the {spares} of --spares: {cluster.text('GPUs')}")
+    if spares and cluster.gpus:
+        raise ResourceError(f"--spares {spares} leaves no GPU to train on; {cluster.text('GPUs')}. Lower --spares")
     if cluster.gpus:
         return Choice(cluster.gpus, f"one for each GPU: {cluster.text('GPUs')}")
     return Choice(cluster.reachable_gpus, f"no GPU is there yet, and the autoscaler can bring {cluster.reachable_gpus}")

@@ -20,7 +20,7 @@ from orchestrator.masking import mask
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import inventory, secret_values, visible_gpus
 from orchestrator.plan.host import usable_cores
-from orchestrator.plan.parallel import choose_workers
+from orchestrator.plan.parallel import choose_workers, spares_of
 from orchestrator.runtime.authentication import MODE, lock_token, look_again, show_token, warn_if_open
 
 _JOIN_SECONDS = 3  # for a cluster that was named to answer
@@ -149,7 +149,7 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
     not preloaded into its processes: Ray Train has more actors that do without than workers that need it."""
     settings, cores = config.parallel, usable_cores()
     gpus = 0 if config.device.gpu_mode == "cpu" else len(settings.devices) or visible_gpus()
-    workers = settings.workers if isinstance(settings.workers, int) else 0
+    workers = (settings.workers if isinstance(settings.workers, int) else 0) + spares_of(config)
     if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers or workers > 4 * cores:
         here = inventory()  # before a cluster is started for nothing
         choose_workers(config, Cluster.of(here, settings.devices), here)
@@ -159,7 +159,8 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in settings.devices)
     slots = max(workers, cores)
     if not gpus and workers > cores:
-        note(f"{workers} workers on {cores} cores: the cluster started for this run declares {slots} CPU slots")
+        who = "workers and spares" if spares_of(config) else "workers"
+        note(f"{workers} {who} on {cores} cores: the cluster started for this run declares {slots} CPU slots")
     for name, value in _CALM.items():
         os.environ.setdefault(name, value)
     lock_token()
