@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from experts.membership import Left, Membership
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
@@ -17,7 +20,7 @@ from orchestrator.train import replicate
 from orchestrator.train.memory import peak_memory, reset_peak
 from orchestrator.train.precision import Precision
 from orchestrator.train.replicate import synchronize_statistics
-from orchestrator.train.world import World, file_store, joined
+from orchestrator.train.world import World, file_store, joined, lodged
 from tests.support.parts import DoubleDigits, assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps, weights
 from tests.support.ranks import run_ranks
 
@@ -146,8 +149,31 @@ PLACED = ((0, 1, 1, 0, 1), (1, 0, 1, 1, 0))
 
 
 def hosted_losses(rank: int, size: int, store: str, kind: str, chunks: int) -> list[float]:
-    with joined(file_store(store, size), rank, size, GPU, "gloo", 60) as world:
+    """In a group that can be left, as expert hosts are."""
+    with lodged(file_store(store, size), "epoch", rank, size, GPU, "gloo", Membership()) as world:
         return digit_losses(world, 24, kind, chunks)
+
+
+def left_alone(rank: int, size: int, store: str) -> tuple[str, float]:
+    """The second host comes no more; the first leaves, and goes on by itself."""
+    life = Membership()
+    with lodged(file_store(store, size), "first", rank, size, GPU, "gloo", life) as world:
+        world.sum_(torch.ones(4, device=GPU))
+        if rank == 0:
+            threading.Timer(1.0, life.leave).start()
+            try:
+                world.sum_(torch.ones(2**20, device=GPU))
+            except Left as error:
+                torch.cuda.synchronize()
+                return str(error), float(torch.ones(3, device=GPU).sum())
+        else:
+            time.sleep(3.0)
+        return "", 0.0
+
+
+def test_a_host_on_a_gpu_can_leave_its_group() -> None:
+    told = run_ranks(left_alone, 2)
+    assert told == [("the group was left", 3.0), ("", 0.0)]
 
 
 def digit_losses(world: World, micro: int, kind: str, chunks: int = 1) -> list[float]:
