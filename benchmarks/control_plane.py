@@ -32,7 +32,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.hardware import Gpu, Inventory
 from orchestrator.plan.planning import plan
 from orchestrator.record.hosting import placement_of
-from orchestrator.runtime.recovery import Failure, decide
+from orchestrator.runtime.recovery import Failure, Seats, Tally, regroup, worst
 from orchestrator.types import GIB, MIB, seconds_text
 
 SMALLEST, TIMES, EACH = 16, 4, 4  # hosts, hosts of the next size to those before it, experts of a host
@@ -115,15 +115,14 @@ def balancing(size: Size, draw: random.Random) -> dict[str, Stage]:
 
 def recovering(size: Size, draw: random.Random) -> dict[str, Stage]:
     """A host is lost, and every other one tells that it misses it: what to do, and where the experts go."""
-    from orchestrator.runtime.driving import worst
-
     told = [Failure("communication", "workers lost touch with each other") for _ in range(size.hosts - 1)]
     told.insert(size.hosts // 2, Failure("worker", "a worker was lost", size.hosts // 2))
     hosts, experts = kinds_of_hosts(size.hosts - 1, draw)["three kinds"], costs(zipf(size.experts, draw))
 
     def decision() -> object:
-        left = size.hosts - 1
-        return decide(worst(told), failures=1, max_failures=3, workers=size.hosts, slots=left, halvings=0)
+        members = tuple(range(size.hosts))
+        seats = Seats(members, frozenset({size.hosts // 2}))
+        return regroup(worst(told), seats, Tally(failures=1), max_failures=3, patient=False)
 
     return {"recovery: the decision": decision, "recovery: and placing on the hosts left": lambda: (decision(), place(experts, hosts))}
 

@@ -187,7 +187,9 @@ def reference_table(found: Calibration) -> str:
     if not profile.device.asynchronous:
         return said
     factor = f"{profile.device.sustained:.2f} times as long as the sum of their operations by themselves"
-    return said + f"\nOf small steps the host's time is meant, of large ones all of it. Large ones took {factor}, as all are predicted to.\n"
+    return (
+        said + f"\nOf small steps the host's time is meant, of large ones all of it. Large ones took {factor}, as all are predicted to.\n"
+    )
 
 
 def quiet_calibration(on_gpu: bool) -> Calibration:

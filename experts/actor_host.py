@@ -7,11 +7,10 @@ driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
-import importlib
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -82,10 +81,9 @@ class ExpertHost:
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
-    def warm(self, modules: Sequence[str]) -> str:
-        """Import what will be needed. Returns the node that this is."""
-        for name in modules:
-            importlib.import_module(name)
+    def warm(self, rehearse: Callable[..., None], *arguments: Any) -> str:
+        """Get ready: ``rehearse(side, *arguments)``. Returns the node that this is."""
+        rehearse(self._side, *arguments)
         return ray.get_runtime_context().get_node_id()
 
     def meeting_place(self) -> tuple[str, int]:

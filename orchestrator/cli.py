@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -185,16 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _mask_output()
     try:
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
-            sys.stdout.write(USAGE + "\n")
-            return 0 if arguments else 2
-        if arguments[0] == "--version":
-            sys.stdout.write(f"expert-orchestrator {VERSION}\n")
-            return 0
-        verb = VERBS.get(arguments[0])
-        if verb is None:
-            raise UserError(f"unknown verb {arguments[0]!r}{did_you_mean(arguments[0], VERBS)}; verbs are {', '.join(VERBS)}")
-        return verb(arguments[1:])
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain when it ends
+        return 141
     except OrchestratorError as error:
         sys.stderr.write(f"orchestrator: {error}\n")
         return error.exit_code
@@ -206,6 +207,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("orchestrator: interrupted\n")
         return 130
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE + "\n")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        sys.stdout.write(f"expert-orchestrator {VERSION}\n")
+        return 0
+    verb = VERBS.get(arguments[0])
+    if verb is None:
+        raise UserError(f"unknown verb {arguments[0]!r}{did_you_mean(arguments[0], VERBS)}; verbs are {', '.join(VERBS)}")
+    return verb(arguments[1:])
+
+
+def _reader_left() -> bool:
+    """Whether our output goes into a pipe that nobody reads any more, as behind ``| head``. Other broken pipes are bugs."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    return bool(watched.poll(0))
 
 
 def _mask_output() -> None:

@@ -4,6 +4,7 @@ of a cluster that one does not have."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from orchestrator.plan.scaling import (
     Job,
     Row,
     by_kind,
+    given_keys,
     machine_of,
     parse_cluster,
     scaling_rows,
@@ -189,22 +191,43 @@ def show_cluster(resolved: Resolved, text: str, calibration: Path | None, as_jso
     """The predicted scaling table of a cluster."""
     spec = parse_cluster(text)
     with Console(stderr=True).status("tracing the model …"):
-        rows, source = cluster_rows(resolved.config, spec, calibration)
+        job, machine, source = _cluster_job(resolved.config, spec, calibration)
+        rows = scaling_rows(job, machine)
+    notes = [f"predicted from {source}", *_assumed(resolved, given_keys(text), spec, job)]
     if as_json:
-        Console().print_json(json.dumps({"cluster": spec.text(), "source": source, "rows": [row.to_json() for row in rows]}))
+        told = {"cluster": spec.text(), "source": source, "notes": notes[1:], "rows": [row.to_json() for row in rows]}
+        Console().print_json(json.dumps(told))
         return 0
     console = Console() if Console().is_terminal else Console(width=_WIDE)
     for (kind, strategy), group in by_kind(rows).items():
         console.print(_scaling_table(f"{spec.text()}; {strategy.replace('_', ' ')}, {_TITLES[kind]}", group, spec))
-    notes = f"predicted from {source}"
-    if any(row.strategy == "expert_parallel" for row in rows):
-        notes += f"; the busiest device's experts are taken to have {IMBALANCE - 1:.0%} more rows than the mean"
-    console.print(Text(notes), soft_wrap=True)
+    console.print(Text("\n".join(notes)), soft_wrap=True)
     return 0
+
+
+def _assumed(resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, job: Job) -> list[str]:
+    """What the tables take for granted, why they end where they do, and what of the call they do not look at."""
+    notes: list[str] = []
+    if job.experts and spec.devices > 1:
+        notes.append(f"the busiest device's experts are taken to have {IMBALANCE - 1:.0%} more rows than the mean")
+    if 0 < job.experts < spec.devices:
+        notes.append(f"expert parallel has at most {job.experts} devices: there are as many experts, and each device holds one at least")
+    if job.global_batch < spec.devices:
+        notes.append(f"strong scaling has at most {job.global_batch} devices: its global batch has as many samples")
+    if "net" not in given and spec.nodes > 1:
+        notes.append(f"a network of {spec.net_gbit:g} Gbit/s per node is assumed, none was given (net=400gbit)")
+    if resolved.origin("workers") != "default":
+        notes.append(f"--workers {resolved.config.parallel.workers} is not used: there is a row for each number of devices")
+    return notes
 
 
 def cluster_rows(config: Config, spec: ClusterSpec, calibration: Path | None = None) -> tuple[list[Row], str]:
     """The rows of the table, and where the figures of the device come from."""
+    job, machine, source = _cluster_job(config, spec, calibration)
+    return scaling_rows(job, machine), source
+
+
+def _cluster_job(config: Config, spec: ClusterSpec, calibration: Path | None) -> tuple[Job, Machine, str]:
     from orchestrator.tasks.load import load_task
     from orchestrator.train.tracing import experts_of
 
@@ -220,7 +243,7 @@ def cluster_rows(config: Config, spec: ClusterSpec, calibration: Path | None = N
     tf32 = known.capability >= (8, 0) and config.device.tf32 != "off"
     job = Job(work, batch, whole, experts_of(task), getattr(task, "units_per_sample", 1), tf32)
     source = measured[1] if measured else f"data sheet figures of {known.names[0]} and the shares of them that an H200 achieves"
-    return scaling_rows(job, machine), source
+    return job, machine, source
 
 
 def _measured(spec: ClusterSpec, calibration: Path | None) -> tuple[Device, str] | None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.settings import Config
 from orchestrator.config.space import point_flags
 from orchestrator.config.sweep import Sweep, settings_of
-from orchestrator.errors import Interrupted, TrainingFailed, UserError
+from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.hardware import results_folder, secret_values
 from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep
 from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
+    from orchestrator.record.sweep_screen import SweepScreen
     from orchestrator.runtime.sweep import Ground
     from orchestrator.train.folder import Prepared
 
@@ -25,7 +26,6 @@ OWN_SETTINGS = {"resume", "run_dir", "name", "ray_address", "resource_timeout"}
 def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None, quiet: bool) -> SweepRecord:
     """Make the trials that are not made yet, and draw the report."""
     from orchestrator.record.sweep_screen import SweepScreen
-    from orchestrator.report.sweep_page import draw_sweep
     from orchestrator.runtime.sweep import run_sweep
     from orchestrator.train.folder import check_links
     from orchestrator.train.watching import interruptible
@@ -45,6 +45,21 @@ def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRec
     finally:
         screen.close()
         ledger.close()
+    return _concluded(sweep, folder, screen, stopped)
+
+
+def conclude(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
+    """The end of a sweep whose trials are all made already: the report, drawn anew, and how it ended."""
+    from orchestrator.record.sweep_screen import SweepScreen
+
+    screen = SweepScreen(quiet=quiet, objective=sweep.objective)
+    screen.note(f"all {sweep.points} trials of {folder} are made already; the report is drawn anew")
+    return _concluded(sweep, folder, screen, stopped=False)
+
+
+def _concluded(sweep: Sweep, folder: Path, screen: SweepScreen, stopped: bool) -> SweepRecord:
+    from orchestrator.report.sweep_page import draw_sweep
+
     record = read_sweep(folder)
     draw_sweep(folder)
     if stopped:
@@ -52,18 +67,28 @@ def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRec
             f"interrupted after {len(record.rows)} of {sweep.points} trials; go on with: orchestrator sweep --resume {folder}"
         )
     if record.best() is None:
-        raise TrainingFailed(f"none of the {len(record.rows)} trials completed; their reasons are in {folder / 'report.html'}")
+        raise _nothing(record)
     for line in outcome(record):
         screen.note(line)
     return record
+
+
+def _nothing(record: SweepRecord) -> OrchestratorError:
+    """Why a sweep has no result: for want of devices or memory alone, or because trials failed."""
+    wanting = all(row.status in ("infeasible", "out_of_memory") for row in record.rows)
+    told = f"none of the {len(record.rows)} trials completed" + (", for want of devices or memory" if wanting else "")
+    return (ResourceError if wanting else TrainingFailed)(f"{told}; their reasons are in {record.folder / 'report.html'}")
+
+
+def is_made(sweep: Sweep, before: SweepRecord) -> bool:
+    """Whether a sweep that is to go on has all its trials already."""
+    return len(before.rows) >= sweep.points
 
 
 def check_ground(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None) -> None:
     """What would make rows that do not compare, or none at all."""
     if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
         raise UserError("--objective validation_loss needs validation data; the task has none")
-    if prepared.resolved.config.batch.batch_size == "auto":
-        raise UserError("--batch-size auto measures a batch size by itself; sweep over sizes: --sweep batch-size=16..256:x2")
     if before is None:
         return
     now = {"kind": "gpu" if ground.on_gpu else "cpu", "device_name": ground.name, "cores_per_worker": ground.cores}
@@ -95,14 +120,17 @@ def _header(sweep: Sweep, prepared: Prepared, ground: Ground) -> dict[str, Any]:
 
 def outcome(record: SweepRecord) -> list[str]:
     """How a sweep ended, in two lines."""
+    from orchestrator.report.sweep_facts import in_python, train_command, tuned_command
+
     best = record.best()
     assert best is not None
     figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
     if record.objective == "validation_loss":
         figure = f"validation loss {best.validation_loss:.4f}, {figure}"
+    command = train_command(record, best) if in_python(record) else tuned_command(record)
     return [
         f"{len(record.rows)} trials; the best is number {best.trial}: {' '.join(point_flags(best.point))} ({figure})",
-        f"report: {record.folder / 'report.html'}; train with it: orchestrator train --tuned {record.folder}",
+        f"report: {record.folder / 'report.html'}; train with it: {command}",
     ]
 
 

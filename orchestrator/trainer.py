@@ -105,13 +105,13 @@ class Trainer:
         set_environment("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
-    def _prepare(self, found: Inventory, cluster: Cluster | None) -> Prepared:
+    def _prepare(self, found: Inventory, cluster: Cluster | None, task: Task | None = None) -> Prepared:
         from orchestrator.tasks.load import load_task
         from orchestrator.train.facts import model_facts
         from orchestrator.train.folder import Prepared, kept_batch, planned_before, run_before
 
         config = absolute(self.resolved.config, Path.cwd())
-        task = self._given or load_task(config)
+        task = task or self._given or load_task(config)
         device = self._device(config, found, cluster)
         precision = choose_precision(config, found, device).value
         facts = model_facts(task, device, precision)
@@ -181,17 +181,23 @@ class Trainer:
         """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
         came of each trial, and tables and pictures of it, lie in the folder of the sweep."""
         from orchestrator.record.ledger import read_sweep
-        from orchestrator.runtime.session import session
-        from orchestrator.sweeping import carry_out
+        from orchestrator.sweeping import carry_out, conclude, is_made
+        from orchestrator.tasks.load import load_task
 
         before = read_sweep(resume) if resume is not None else None
-        with session(self.resolved.config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
-            from orchestrator.runtime.survey import survey
-            from orchestrator.runtime.sweep import Ground
+        if before is not None and is_made(sweep, before):
+            return conclude(sweep, before.folder, self._quiet)
+        config, found = self.resolved.config, self._look()
+        task = self._given or load_task(absolute(config, Path.cwd()))  # what is wrong with it is told before a cluster starts
+        from orchestrator.runtime.session import session
+        from orchestrator.runtime.survey import survey
+        from orchestrator.runtime.sweep import Ground, check_first
 
-            cluster, node = survey(self._look(), joined)
-            ground = Ground.of(self.resolved.config, sweep.space, node, cluster)
-            return carry_out(sweep, self._prepare(node, cluster), ground, before, self._quiet)
+        check_first(sweep, config, found)
+        with session(config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
+            cluster, node = survey(found, joined)
+            ground = Ground.of(config, sweep.space, node, cluster)
+            return carry_out(sweep, self._prepare(node, cluster, task), ground, before, self._quiet)
 
     async def fit_async(self) -> Result:
         return await asyncio.to_thread(self.fit)

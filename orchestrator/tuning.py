@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from orchestrator.config.reader import Resolved
-from orchestrator.config.settings import Config
-from orchestrator.config.space import Space, parse_space, point_flags, read_space
+from orchestrator.config.reader import Resolved, to_json
+from orchestrator.config.settings import Config, flat_names
+from orchestrator.config.space import Space, parse_space, plain_point, point_flags, read_space
 from orchestrator.config.sweep import Objective, Search, Sweep, restored
 from orchestrator.errors import UserError
 from orchestrator.plan.hardware import results_folder
@@ -18,7 +19,8 @@ from orchestrator.sweeping import OWN_SETTINGS, check_new
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Try settings against each other, and leave tables of how they scale."""
+    """Try settings against each other, and leave tables of how they scale. A sweep that was broken off goes on with --resume FOLDER
+    (its own folder; auto takes the newest), without the other flags: its settings are in the ledger, and trials that are made stand."""
 
     settings: Config
     config: Path | None = None
@@ -28,8 +30,8 @@ class SweepOptions:
     space: Path | None = None
     """The same as a YAML file: a mapping of settings to lists, values or ranges; or a list of points."""
     search: Search | None = None
-    """grid tries every combination; random and optuna try --trials of them, optuna those that promise most. Default: grid, or
-    random where --trials is given."""
+    """grid tries every combination; random and optuna try --trials of them, optuna those that promise most (of ranges by Optuna's own
+    sampler, of lists of values by a model for few trials). Default: grid, or random where --trials is given."""
     trials: int | None = None
     """Trials to be made in all."""
     objective: Objective = "throughput"
@@ -118,6 +120,11 @@ def tuned(folder: Path, resolved: Resolved, devices: Callable[[Config], tuple[st
     record = read_sweep(folder)
     flags = {name for name, origin in resolved.origins.items() if origin.startswith("flag")}
     task = str(record.header.get("task", ""))
+    if task.startswith("python:"):
+        raise UserError(
+            f"--tuned {folder} was swept in Python, over an object that no command line can name ({task}); its report.html has the line of "
+            "Python that trains with the best settings"
+        )
     if "task" in resolved.origins and resolved.config.task != task:
         raise UserError(
             f"--tuned {folder} is a sweep of {task}, and {resolved.config.task} is to be trained; sweep over that one, or leave --tuned out"
@@ -126,22 +133,45 @@ def tuned(folder: Path, resolved: Resolved, devices: Callable[[Config], tuple[st
     base = {"task": task} | (dict(kept) if isinstance(kept, Mapping) else {})
     asked = resolved.config.parallel.workers if "workers" in flags else None
     config = resolved.config.but(**{name: value for name, value in base.items() if name not in flags})
-    row = _best_that_fits(record, *devices(config), asked)
-    taken = {name: value for name, value in {**base, **row.point, "workers": row.workers or 1}.items() if name not in flags}
+    row, passed_over = _best_that_fits(record, *devices(config), asked)
+    offered = {**base, **row.point, "workers": row.workers or 1}
+    taken = {name: value for name, value in offered.items() if name not in flags}
     origins = dict(resolved.origins) | dict.fromkeys(taken, f"sweep {folder.name}, trial {row.trial}")
-    figure = f"{row.samples_per_second:,.0f} samples/s" if row.samples_per_second else f"validation loss {row.validation_loss}"
-    words = f"settings of trial {row.trial} of {folder}: {' '.join(point_flags(row.point))} ({figure})"
-    return Resolved(resolved.config.but(**taken), origins), words
+    made = resolved.config.but(**taken)
+    words = [f"settings of trial {row.trial} of {folder}: {' '.join(point_flags(row.point))} ({_figure(row, record)})"]
+    return Resolved(made, origins), "\n".join([*words, *passed_over, *_differing(resolved, made, offered)])
 
 
-def _best_that_fits(record: SweepRecord, kind: str, count: int, asked: int | str | None) -> Row:
+def _figure(row: Row, record: SweepRecord) -> str:
+    by_loss = record.objective == "validation_loss" or not row.samples_per_second
+    return f"validation loss {row.validation_loss}" if by_loss else f"{row.samples_per_second:,.0f} samples/s"
+
+
+def _differing(resolved: Resolved, made: Config, offered: Mapping[str, Any]) -> list[str]:
+    """Which flags of the user's won over the row, and which settings of the user's file gave way to it."""
+    flat, mine, theirs = flat_names(), to_json(made), to_json(resolved.config)
+    won, gave_way = [], []
+    for name, value in offered.items():
+        section, origin = flat.get(name, ""), resolved.origin(name)
+        used, asked = (tree[section][name] if section else tree[name] for tree in (mine, theirs))
+        if origin.startswith("flag") and used != plain_point({name: value})[name]:
+            won.append(f"{' '.join(point_flags({name: used})) or f'no {name}'} over {value}")
+        elif origin.startswith("file") and used != asked:
+            gave_way.append(f"{name} {asked} ({origin}) to {used}")
+    told = [f"your flags won, so it is not the trial that was measured: {', '.join(won)}"] if won else []
+    return told + ([f"settings of your file gave way: {', '.join(gave_way)}; give them as flags to keep them"] if gave_way else [])
+
+
+def _best_that_fits(record: SweepRecord, kind: str, count: int, asked: int | str | None) -> tuple[Row, list[str]]:
+    """The row, and a line about a better one that was passed over, where there is one."""
     where, cores = record.header.get("kind"), record.header.get("cores_per_worker")
     if where != kind:
         raise UserError(
             f"--tuned {record.folder} was swept on {where}s, and this run has {kind}s: its figures mean nothing here; sweep anew"
         )
     devices = count // cores if kind == "cpu" and isinstance(cores, int) and cores > 0 else count
-    if record.best() is None:
+    best = record.best()
+    if best is None:
         raise UserError(f"--tuned {record.folder}: none of its {len(record.rows)} trials completed; see its report.html")
     wanted = [row for row in record.rows if (row.workers or 1) <= devices and (not isinstance(asked, int) or row.workers == asked)]
     fitting = replace(record, rows=tuple(wanted)).best()
@@ -150,4 +180,8 @@ def _best_that_fits(record: SweepRecord, kind: str, count: int, asked: int | str
         numbers = ", ".join(str(number) for number in tried)
         need = f"--workers {asked}" if isinstance(asked, int) and asked <= devices else f"{devices} device{'s' * (devices != 1)}"
         raise UserError(f"--tuned {record.folder}: its completed trials have {numbers} workers, and none fits {need}; sweep anew")
-    return fitting
+    if fitting is best:
+        return fitting, []
+    here = f"{devices} device{'s are' if devices != 1 else ' is'} here"
+    why = f"--workers {asked} was asked for" if (best.workers or 1) <= devices else here
+    return fitting, [f"passed over trial {best.trial} ({_figure(best, record)}): it has {best.workers or 1} workers, and {why}"]

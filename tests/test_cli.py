@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -358,6 +359,19 @@ def test_every_verb_has_help(call: Call, verb: str):
     if verb in ("train", "plan", "bench"):
         text = told.out.replace("{", " ").replace("|", " ").replace(",", " ")
         assert [name for name in flat_names() if not re.search(rf"--(no-)?{name.replace('_', '-')}\b", text)] == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, unbuffered: str):
+    command = [sys.executable, "-m", "orchestrator", "sweep", "--help"]
+    environment = dict(os.environ) | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(60) == 141
 
 
 def test_help_costs_nothing_heavy(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import control_plane
 from benchmarks.control_plane import Size, growth, main, placing, recovering, sizes
-from orchestrator.runtime.recovery import Again
+from orchestrator.runtime.recovery import Regroup
 
 
 def test_it_runs_at_tiny_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +43,6 @@ def test_what_is_timed_decides() -> None:
     made = [stage() for stage in placing(Size(8, 32), random.Random(0)).values()]
     assert {len(each.host_of) for each in made} == {32}  # pyright: ignore[reportAttributeAccessIssue]
     decided = recovering(Size(8, 32), random.Random(0))["recovery: the decision"]()
-    assert isinstance(decided, Again)
-    assert decided.workers == 7
+    assert isinstance(decided, Regroup)
+    assert decided.members == (0, 1, 2, 3, 5, 6, 7)
     assert "worker was lost" in decided.reason

@@ -109,9 +109,22 @@ def _link(scene: Scene) -> None:
     (scene.newest / "model.safetensors").symlink_to(scene.outside)
 
 
-def _pipe(scene: Scene) -> None:
-    (scene.newest / "model.safetensors").unlink()
-    os.mkfifo(scene.newest / "model.safetensors")
+def pipe_for(name: str) -> Spoil:
+    def spoil(scene: Scene) -> None:
+        (scene.newest / name).unlink()
+        os.mkfifo(scene.newest / name)
+
+    return spoil
+
+
+def _manifest_elsewhere(scene: Scene) -> None:
+    whole = scene.newest / "manifest.json"
+    whole.rename(scene.folder / "other.json")
+    whole.symlink_to(scene.folder / "other.json")
+
+
+def backwards(name: str) -> bytes:
+    return tensors_file({name: {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, b"\0" * 8)
 
 
 OVERLAP = {n: {"dtype": "F32", "shape": [2], "data_offsets": [at, at + 8]} for n, at in (("a", 0), ("b", 4))}
@@ -135,8 +148,39 @@ SKIPPED: dict[str, Spoil] = {
     "a state nested without end": member("state.json", lambda _: DEEP.encode()),
     "a state that is a list": member("state.json", lambda _: b"[]"),
     "a link for a member": _link,
-    "a pipe for a member": _pipe,
+    "a pipe for a member": pipe_for("model.safetensors"),
+    "a pipe for the manifest": pipe_for("manifest.json"),
+    "a link for the manifest": _manifest_elsewhere,
+    "a manifest longer than all": lambda scene: (scene.newest / "manifest.json").write_bytes(b" " * 2**24 + b"{}"),
+    "a header nested without end": member("model.safetensors", lambda _: tensors_file(b'{"a":' + b"[" * 10**6)),
+    "a header that is a list": member("model.safetensors", lambda _: tensors_file(b"[]")),
+    "a tensor that ends before it begins": member("optimizer.safetensors", lambda _: backwards("exp_avg/a")),
+    "a kind of number that is none": member(
+        "model.safetensors", lambda _: tensors_file({"a": {"dtype": "object", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8)
+    ),
+    "a member that is a folder": lambda scene: ((scene.newest / "state.json").unlink(), (scene.newest / "state.json").mkdir()),
 }
+
+
+def test_a_tensor_may_be_called_anything(scene: Scene) -> None:
+    """Names of tensors are no paths: none is written to."""
+    header = {"../../../canary": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    member("model.safetensors", lambda _: tensors_file(header, b"\0" * 8))(scene)
+    code, said = call("train", *RUN, "--run-dir", str(scene.folder), "--max-steps", "5", "--resume", "auto")
+    assert code == 2, said
+    assert "the checkpoint has no" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["step_000000009", "step_٠٠٠٠٠٠٠٩", "step_99999999999999999999", "step_00000009\n", ".removing_step_00000009"]
+)
+def test_a_name_that_we_would_not_write_is_no_checkpoint(scene: Scene, name: str) -> None:
+    shutil.copytree(scene.newest, scene.newest.with_name("step_00000009"))
+    reseal(scene.newest.with_name("step_00000009"))
+    scene.newest.with_name("step_00000009").rename(scene.newest.with_name(name))
+    code, said = call("train", *RUN, "--run-dir", str(scene.folder), "--max-steps", "5", "--resume", "auto")
+    assert code == 0, said
+    assert "resumed at step 4" in said
 
 
 @pytest.mark.timeout(60)
@@ -212,6 +256,64 @@ def test_links_that_lie_in_wait_are_written_over_not_through(scene: Scene) -> No
         (scene.folder / name).symlink_to(scene.outside)
     assert call("report", str(scene.folder))[0] == 0
     assert not (scene.folder / "report.html").is_symlink()
+
+
+ODD: dict[str, Callable[[Path], Any]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", ["events.jsonl", "plan.json", "config.yaml", "summary.json"])
+def test_what_is_no_file_is_not_read(scene: Scene, name: str, kind: str) -> None:
+    """A pipe would be waited for, and a device read, for ever."""
+    (scene.folder / name).unlink()
+    ODD[kind](scene.folder / name)
+    code, said = call("train", *RUN, "--run-dir", str(scene.folder), "--max-steps", "5", "--resume", "auto")
+    assert code == 2, said
+    assert name in said
+    code, said = call("report", str(scene.folder))
+    assert code == (0 if kind == "a link to itself" and name != "events.jsonl" else 2), said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ODD)
+def test_a_ledger_that_is_no_file_is_not_read(scene: Scene, kind: str) -> None:
+    folder = write_sweep(Path("swept"), FakeSweep())
+    (folder / "sweep.jsonl").unlink()
+    ODD[kind](folder / "sweep.jsonl")
+    for argv in (("train", "--tuned", str(folder)), ("sweep", "--resume", str(folder)), ("report", str(folder))):
+        code, said = call(*argv)
+        assert code == 2, said
+
+
+TREES: dict[str, Callable[[Scene], str]] = {
+    "nested without end": lambda _: DEEP,
+    "a tag": lambda scene: f"run: {yaml_bomb(scene.canary)}\n",
+    "aliases of aliases": lambda _: laughs(),
+    "markup": lambda _: json.dumps({"run": {"name": MARK}, "status": MARK, "validation": {MARK: MARK}, "choices": {MARK: [MARK]}}),
+    "kinds mixed up": lambda _: json.dumps({"run": [], "status": {}, "validation": 7, "choices": "x", "hardware": 3, "seconds": "x"}),
+    "a list": lambda _: "[1, 2]",
+    "no text": lambda _: "\udcff",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("name", ["config.yaml", "plan.json", "summary.json"])
+def test_a_report_of_hostile_files(scene: Scene, name: str, kind: str) -> None:
+    """Shown as it is, or refused in words; and a run that goes on writes its own."""
+    (scene.folder / name).write_text(TREES[kind](scene), encoding="utf-8", errors="surrogateescape")
+    code, said = call("report", str(scene.folder))
+    assert code in (0, 2), said
+    assert code == 0 or name in said
+    assert_harmless(scene.folder / "report.html")
+    code, said = call("train", *RUN, "--run-dir", str(scene.folder), "--max-steps", "5", "--resume", "auto")
+    assert code == 0, said
 
 
 def plan_of(change: Callable[[dict[str, Any]], Any]) -> Spoil:
@@ -318,6 +420,7 @@ CONFIGS = {
     "a number without end": (lambda _: f"run: {{epochs: 0x{'f' * 6000}}}\n", "of at most 63"),
     "a task that is a path": (lambda _: 'task: "../../x:Y"\n', "is no name of a task"),
     "no text": (lambda _: "\x00", "is not YAML"),
+    "more text than anyone writes": (lambda _: "#" * 2_000_000 + "\n", "longer than 1,000,000 characters"),
 }
 
 
@@ -418,9 +521,11 @@ def test_a_hostile_ledger_can_be_shown(scene: Scene) -> None:
         {"event": "trial", "trial": -5, "point": {}, "status": "completed", "samples_per_second": -1.0, "phases": {EVIL: EVIL}},
         {"event": "trial", "trial": 7, "point": {"workers": "x"}, "status": "completed", "samples_per_second": 5, "workers": 10**30},
         {"event": "trial", "trial": {}, "point": 5, "status": EVIL},
+        {"event": "trial", "trial": 8, "point": {"batch_size": json.loads("[" * 500 + "]" * 500)}, "status": "completed"},
     ]
     with (folder / "sweep.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write(f'{{"event": "trial", "trial": 9, "point": {DEEP}, "status": "completed"}}\n')
     code, said = call("report", str(folder))
     assert code == 0, said
     assert_harmless(folder / "report.html")

@@ -72,9 +72,21 @@ def test_the_table_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert "host overhead" in shown
 
 
+def test_the_table_says_what_it_assumes_and_where_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--workers", "3", "--cluster", "nodes=2,gpus=4,gpu=l4", "--json"]) == 0
+    told = "; ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "expert parallel has at most 4 devices: there are as many experts" in told
+    assert "a network of 100 Gbit/s per node is assumed" in told
+    assert "--workers 3 is not used" in told
+    assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
+
+
 def test_a_wrong_cluster_is_a_mistake_in_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--cluster", "gpu=h2000"]) == 2
     assert "did you mean 'h200'" in capsys.readouterr().err
+    assert main(["plan", *SMALL, "--cluster", "gpu=h200,gpus=2,gpus=4"]) == 2
+    assert "gpus is given twice, as 2 and as 4" in capsys.readouterr().err
 
 
 def test_a_calibration_of_the_gpu_goes_before_its_data_sheet(tmp_path: Path) -> None:

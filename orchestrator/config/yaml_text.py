@@ -9,6 +9,7 @@ import yaml
 from yaml.composer import ComposerError
 
 MOST_NODES = 100_000
+MOST_CHARACTERS = 1_000_000
 
 
 def safe_content(text: str) -> Any:
@@ -26,7 +27,10 @@ def safe_content(text: str) -> Any:
 
 
 def composed(loader: yaml.SafeLoader) -> yaml.Node | None:
-    """The one document of a text, whose aliases stand for no more than can be looked through, and not for themselves."""
+    """The one document of a text that is no longer, and whose aliases stand for no more, than can be looked through; and not for
+    themselves."""
+    if len(loader.buffer) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it is longer than {MOST_CHARACTERS:,} characters")
     node = loader.get_single_node()
     if node is not None:
         size = _size(node, {}, set())

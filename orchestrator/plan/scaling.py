@@ -43,12 +43,7 @@ class ClusterSpec:
 
 def parse_cluster(text: str) -> ClusterSpec:
     """``nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit``; ``gpu`` alone must be given."""
-    given = dict(_KEYS)
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in _KEYS:
-            raise UserError(f"--cluster: {part!r} is not understood{did_you_mean(key, _KEYS)}; give KEY=VALUE of {', '.join(_KEYS)}")
-        given[key] = value
+    given = _KEYS | given_keys(text)
     if not given["gpu"]:
         raise UserError("--cluster needs to know the GPU: gpu=h200, for one")
     known = known_gpu(given["gpu"])
@@ -63,6 +58,19 @@ def parse_cluster(text: str) -> ClusterSpec:
     if spec.devices > MOST_DEVICES:
         raise UserError(f"--cluster has {spec.nodes} × {spec.gpus} = {spec.devices:,} GPUs; the model is meant for up to {MOST_DEVICES:,}")
     return spec
+
+
+def given_keys(text: str) -> dict[str, str]:
+    """What ``--cluster`` says, key by key."""
+    given: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in _KEYS:
+            raise UserError(f"--cluster: {part!r} is not understood{did_you_mean(key, _KEYS)}; give KEY=VALUE of {', '.join(_KEYS)}")
+        if key in given:
+            raise UserError(f"--cluster: {key} is given twice, as {given[key]} and as {value}; keep one")
+        given[key] = value
+    return given
 
 
 def _count(name: str, value: str) -> int:

@@ -110,8 +110,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All whole lines of the file, in order. Lines that are not JSON objects are skipped."""
-    if not path.exists():
+    """All whole lines of the file, in order; none where there is no file. Lines that are not JSON objects are skipped."""
+    if not path.is_file():
         return []
     return [event for line in path.read_bytes().split(b"\n") if (event := parse(line)) is not None]
 

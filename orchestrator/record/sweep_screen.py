@@ -106,7 +106,9 @@ def ranked(rows: Iterable[Row], objective: str) -> list[Row]:
 
 def trial_line(row: Row, total: int) -> str:
     """A trial in one line: 'trial 3 of 24  completed  batch_size 64  1,234 samples/s ± 2.1%  3.4 GiB  6.4 s'."""
-    figures = [f"{speed_text(row)} samples/s" if row.measured else "", f"validation loss {_loss(row)}" if _loss(row) else "", _memory(row)]
+    brief = " (measured too briefly for an interval)" if _is_brief(row) else ""
+    speed = f"{speed_text(row)} samples/s{brief}" if row.measured else ""
+    figures = [speed, f"validation loss {_loss(row)}" if _loss(row) else "", _memory(row)]
     parts = [f"trial {row.trial} of {total}", row.status.replace("_", " "), point_text(row.point), *figures, _took(row.seconds), row.reason]
     return "  ".join(part for part in parts if part)
 
@@ -128,11 +130,16 @@ def value_text(value: Any) -> str:
 
 
 def speed_text(row: Row) -> str:
-    """'1,234 ± 2.1%'."""
+    """'1,234 ± 2.1%'; '1,234 ± ?' where it was measured too briefly for an interval."""
     if not row.measured or row.samples_per_second is None:
         return ""
     speed = f"{row.samples_per_second:,.0f}" if row.samples_per_second >= 100 else f"{row.samples_per_second:.3g}"
-    return speed + (f" ± {100 * row.interval:.1f}%" if row.interval is not None else "")
+    return speed + (" ± ?" if _is_brief(row) else f" ± {100 * (row.interval or 0):.1f}%")
+
+
+def _is_brief(row: Row) -> bool:
+    """Whether a trial was measured too briefly for an interval."""
+    return row.interval is None or not math.isfinite(row.interval)
 
 
 def _loss(row: Row) -> str:
@@ -161,7 +168,7 @@ def _clean(text: str, encoding: str) -> str:
 
 
 class SweepScreen:
-    """Shows a sweep as it goes. ``rows`` are trials of an earlier sitting; ``quiet`` shows nothing at all."""
+    """Shows a sweep as it goes. ``rows`` are trials of an earlier start of it; ``quiet`` shows nothing at all."""
 
     def __init__(
         self, console: Console | None = None, quiet: bool = False, objective: str = "throughput", rows: Sequence[Row] = ()
@@ -190,6 +197,8 @@ class SweepScreen:
     def trial_started(self, number: int, point: Mapping[str, Any]) -> None:
         with self._lock:
             self._running[number] = Running(number, dict(point))
+        if not self._is_live:  # who reads along in a pipe or a log is not left without a word
+            self._say(f"trial {number} of {self._total}  started  {point_text(point)}")
 
     def trial_done(self, row: Row) -> None:
         with self._lock:

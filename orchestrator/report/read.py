@@ -236,6 +236,8 @@ def _tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """The object a file holds; empty when there is no file."""
     if not path.exists():
         return {}
+    if not path.is_file():
+        raise UserError(f"{path} is no file; a report reads what a run wrote.\nMove it away: the report does without it.")
     try:
         tree = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError covers broken JSON and broken UTF-8

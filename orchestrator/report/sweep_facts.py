@@ -116,8 +116,10 @@ def spent(record: SweepRecord) -> float:
 
 
 def space_text(record: SweepRecord) -> str:
-    """'precision (fp32,bf16) × batch (16,64)'."""
-    space = record.header.get("space")
+    """'precision (fp32,bf16) × batch (16,64)', or '24 points of precision, batch' where just these were listed."""
+    space, points = record.header.get("space"), record.header.get("points")
+    if isinstance(points, list):
+        return f"{plural(len(points), 'listed point', 'listed points')} of {', '.join(map(in_words, setting_names(record)))}"
     domains: Mapping[str, Any] = space if isinstance(space, dict) else {}
     parts = [
         f"{in_words(name)} ({one_line(str(domains[name]), 60)})" if name in domains else in_words(name) for name in setting_names(record)
@@ -151,19 +153,27 @@ def sentence(record: SweepRecord) -> str:
     return (
         f"Task {task} on {hardware_text(record)}: swept {space_text(record)} by {search} search for the best {objective_name(record)}; "
         f"{trials_text(record)}: {counts_text(record.rows)}. Throughput is measured after warm-up, which is left out; "
-        "± is half the width of its 95% confidence interval."
+        "± is half the width of its 95% confidence interval (none where a trial was too short for one)."
     )
 
 
 def train_command(record: SweepRecord, row: Row) -> str:
-    """The command that trains with a row's settings: those given to the sweep, and over them the trial's own."""
+    """The command that trains with a row's settings: those given to the sweep, and over them the trial's own. Objects of a Python
+    program have no name that a command line could give; there it is a line of Python."""
     given = record.header.get("settings")
     settings = (dict(given) if isinstance(given, dict) else {}) | dict(row.point)
     known = {name: value for name, value in settings.items() if name in setting_types() and name not in _OF_THE_SWEEP}
     devices = devices_of(row)
     if devices is not None and known.get("workers") in (None, "auto"):
         known["workers"] = devices
+    if in_python(record):
+        return f"Trainer(…, config=Config.of({', '.join(f'{name}={value!r}' for name, value in known.items())})).fit()"
     return shlex.join(["orchestrator", "train", "--task", str(record.header.get("task") or "digits"), *point_flags(known)])
+
+
+def in_python(record: SweepRecord) -> bool:
+    """Whether the task was an object of a Python program."""
+    return str(record.header.get("task")).startswith("python:")
 
 
 def tuned_command(record: SweepRecord) -> str:

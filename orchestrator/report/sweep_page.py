@@ -19,6 +19,7 @@ from orchestrator.report.sweep_facts import (
     counts_text,
     hardware_text,
     hours_text,
+    in_python,
     objective_name,
     one_line,
     sentence,
@@ -104,7 +105,7 @@ def _best_tiles(record: SweepRecord) -> list[Tile]:
     if best is None:
         return []
     interval, loss = interval_of(best), finite(best.validation_loss)
-    spread = f"± {100 * interval:.1f}%" if interval is not None else "interval unknown"
+    spread = f"± {100 * interval:.1f}%" if interval is not None else "measured too briefly for an interval"
     rate = [("best samples / s" if record.objective == "throughput" else "samples / s of the best", speed_text(speed_of(best)), spread)]
     found = [("best validation loss", f"{loss:.4g}", "")] if record.objective == "validation_loss" and loss is not None else []
     settings = setting_text(best, swept(record)) or f"on {plural(devices_of(best) or 1, 'device', 'devices')}"
@@ -133,10 +134,9 @@ def _commands(record: SweepRecord) -> str:
     best = next(iter(ranked(record)), None)
     if best is None:
         return ""
-    shown = [
-        ("Train with the best setting", train_command(record, best)),
-        ("or with the best that fits the devices at hand", tuned_command(record)),
-    ]
+    shown = [("Train with the best setting", train_command(record, best))]
+    if not in_python(record):
+        shown.append(("or with the best that fits the devices at hand", tuned_command(record)))
     return (
         '<div class="card note t-info">'
         + "".join(f'<div class="label">{esc(told)}</div><code class="command">{_unbroken(command)}</code>' for told, command in shown)

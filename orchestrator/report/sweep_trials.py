@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.record.ledger import STATUSES, Row, SweepRecord
@@ -112,6 +112,8 @@ class _Column:
     value: Callable[[Row], Any] | None = None
     first: str = "ascending"
     figure: bool = True
+    measured: bool = False
+    """Whether it is a dash in the row of a trial that was not measured."""
 
 
 def trials_table(record: SweepRecord) -> str:
@@ -140,9 +142,10 @@ def _columns(record: SweepRecord) -> list[_Column]:
         _number("step", lambda row: row.step_seconds, seconds_text),
         _number("memory", lambda row: row.peak_memory_bytes, lambda value: _memory(value)),
         _number("whole run", lambda row: predicted_hours(record, row), hours_text),
-        _number("cost", lambda row: row.seconds or None, seconds_text),
     ]
-    return [_number("#", lambda row: row.trial, lambda value: f"{value:g}"), _STATUS, *settings, *devices, *figures, *_reason(record)]
+    cost = _number("cost", lambda row: row.seconds or None, seconds_text)
+    number = _number("#", lambda row: row.trial, lambda value: f"{value:g}")
+    return [number, _STATUS, *settings, *devices, *(replace(column, measured=True) for column in figures), cost]
 
 
 def _memory(value: float) -> str:
@@ -150,10 +153,6 @@ def _memory(value: float) -> str:
 
 
 _STATUS = _Column("status", lambda row: WORDS[row.status], lambda row: STATUSES.index(row.status), figure=False)
-
-
-def _reason(record: SweepRecord) -> list[_Column]:
-    return [_Column("reason", lambda row: one_line(row.reason), figure=False)] if any(row.reason for row in record.rows) else []
 
 
 def _setting(name: str, record: SweepRecord) -> _Column:
@@ -183,14 +182,25 @@ def _any_loss(record: SweepRecord) -> bool:
 
 
 def _trial(row: Row, columns: Sequence[_Column], best: bool) -> str:
-    return f"<tr{_BEST if best else ''}>{''.join(_trial_cell(row, column) for column in columns)}</tr>"
+    blank = bool(row.reason) and all(column.value is None or column.value(row) == "" for column in columns if column.measured)
+    cells = _with_reason(row, columns) if blank else "".join(_trial_cell(row, column) for column in columns)
+    return f"<tr{_BEST if best else ''}>{cells}</tr>"
 
 
 def _trial_cell(row: Row, column: _Column) -> str:
     text, value = column.text(row), column.value(row) if column.value else column.text(row)
-    shown = f'<span class="end-of t-{TONES[row.status]}">{esc(text)}</span>' if column is _STATUS else esc(text)
-    look = _class(column.figure) or (' class="wrap"' if column.name == "reason" else "")
-    return f'<td{look} data-value="{esc(value)}">{shown}</td>'
+    about = f' title="{esc(one_line(row.reason))}"' if row.reason else ""
+    shown = f'<span class="end-of t-{TONES[row.status]}"{about}>{esc(text)}</span>' if column is _STATUS else esc(text)
+    return f'<td{_class(column.figure)} data-value="{esc(value)}">{shown}</td>'
+
+
+def _with_reason(row: Row, columns: Sequence[_Column]) -> str:
+    """A trial that was not measured: why, across the columns of its figures, where it has room and is seen. The cells that it covers
+    stay, hidden: columns are sorted by the number of a cell."""
+    covered = [column for column in columns if column.measured]
+    why = f'<td class="wrap" colspan="{len(covered)}" data-value="">{esc(one_line(row.reason))}</td>'
+    hidden = why + '<td hidden data-value=""></td>' * (len(covered) - 1)
+    return "".join(hidden if column is covered[0] else "" if column.measured else _trial_cell(row, column) for column in columns)
 
 
 def _class(figure: bool) -> str:

@@ -13,6 +13,7 @@ from orchestrator.report.sweep_facts import (
     PHASES,
     WORDS,
     hours_text,
+    in_python,
     in_words,
     one_line,
     other_swept,
@@ -108,7 +109,11 @@ def _best(record: SweepRecord) -> list[str]:
     table = [_table(scaling_names(record), [scaling_cells(record, group, point) for point in group.points])] if group.points else []
     parts = ["## Best setting of each number of devices", *told, *table]
     for devices, row in best.items():
-        parts += [f"{STAR} {devices} {'device' if devices == 1 else 'devices'} (trial {row.trial}):", _code(train_command(record, row))]
+        language = "python" if in_python(record) else "sh"
+        parts += [f"{STAR} {devices} {'device' if devices == 1 else 'devices'} (trial {row.trial}):"]
+        parts += [_code(train_command(record, row), language)]
+    if in_python(record):
+        return parts
     return [*parts, "Or the best of them all that fits the devices at hand:", _code(tuned_command(record))]
 
 
@@ -176,9 +181,9 @@ def escaped(text: str, most: int = 300) -> str:
     return _MARKUP.sub(r"\\\1", one_line(text, most))
 
 
-def _code(command: str) -> str:
+def _code(command: str, language: str = "sh") -> str:
     """A block that nothing in it can close."""
     clean = "".join(character if character.isprintable() else " " for character in command)
     longest = max((len(run) for run in re.findall(r"`+", clean)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{clean}\n{fence}"
+    return f"{fence}{language}\n{clean}\n{fence}"

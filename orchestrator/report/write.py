@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from orchestrator.errors import UserError
+
 
 def write_whole(path: Path, data: str | bytes) -> Path:
     """Writes beside the file, then renames over it. What was there before stays until the new one is complete."""
@@ -17,8 +19,10 @@ def write_whole(path: Path, data: str | bytes) -> Path:
         with beside.open("xb") as file:  # never through a link that lies in wait under that name
             file.write(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
         beside.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             beside.unlink()
+        if isinstance(error, IsADirectoryError):
+            raise UserError(f"{path} is a folder, and a file is to be written there; move it away") from None
         raise
     return path

@@ -42,12 +42,14 @@ class Accounts:
         record is lost, perhaps in the middle of a line."""
         if torn:
             mend_events(self._path)
-        self._log.write("failure", kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False)
         self.changes(reason, workers, step, times)
+        self._log.write("failure", kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False)
 
     def changes(self, reason: str, workers: int, step: int, times: tuple[float, float]) -> None:
         """The run is about to go on otherwise. Where the failure before was not mended yet, its costs are part of this one's."""
         self._attempts += 1
+        if self._open is not None and self._open.stepped_at:
+            self.close()
         before = self._open
         self._open = Trouble(self._attempts, reason, workers, step, *times)
         if before is not None and not before.stepped_at:

@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 import grpc
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.exceptions import AuthenticationError
 
 from orchestrator.errors import ResourceError
 from orchestrator.runtime.variables import set_variables, variable
@@ -29,11 +30,13 @@ def lock_token() -> None:
     would make one that everybody can."""
     if variable(MODE).lower() == "disabled":
         return  # the user's wish; told once the cluster is there
-    path = _token_path()
-    if not variable("RAY_AUTH_TOKEN") and not variable("RAY_AUTH_TOKEN_PATH"):
+    path, named = _token_path(), variable("RAY_AUTH_TOKEN_PATH")
+    if not variable("RAY_AUTH_TOKEN") and not named:
         _make(path)
     _keep_private(path)
     _turn_on()
+    if named and not _has_token():
+        raise ResourceError(f"RAY_AUTH_TOKEN_PATH is {named}, which holds no token; unset it, and one is made in ~/.ray/auth_token")
 
 
 def _token_path() -> Path:
@@ -67,6 +70,14 @@ def _turn_on() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+def _has_token() -> bool:
+    """Whether Ray would find one, wherever it looks."""
+    try:
+        return AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    except AuthenticationError:  # a file is named, and there is none, or it is empty
+        return False
+
+
 def look_again() -> None:
     """Have Ray read the mode anew: it did so when it was imported, and not since."""
     Config.initialize("")
@@ -77,7 +88,7 @@ def show_token(address: str) -> None:
     that is named. ResourceError where there is none to show."""
     if variable(MODE) or not asks_for_token(address):
         return
-    if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if not _has_token():
         raise ResourceError(
             f"the Ray cluster at {address} asks for a token, and there is none here; put that of its head (there: 'ray get-auth-token') "
             "into ~/.ray/auth_token, readable by you alone, or name a file by RAY_AUTH_TOKEN_PATH"

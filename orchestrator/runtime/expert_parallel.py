@@ -67,7 +67,7 @@ class Hosts:
         self._deadline = perf_counter() + config.parallel.resource_timeout
         self._sent = ray.put(assignment)
         self._store, self._place = open_store(ray.util.get_node_ip_address())
-        self._seats = SeatPlan(hosts + config.parallel.spares, gpu)
+        self._seats = SeatPlan(hosts + config.parallel.spares, gpu, self._sent)
         self._vitals, self._copies, self._muster = Vitals(self._store), Copies(self._seats), Muster(self._seats)
         self._accounts = Accounts(log, assignment.run_dir)
         self._state: State = Starting()
@@ -100,7 +100,7 @@ class Hosts:
             ready, coming = self._seats.look()
             self._tell(HostsReady(ready, coming))
             time.sleep(_PAUSE_SECONDS)
-        elif perf_counter() > self._deadline:
+        if isinstance(self._state, Starting) and perf_counter() > self._deadline:
             what = "GPUs" if self._gpu else "CPUs"
             self._tell(OutOfTime(f"{self._seats.count} {what} for the hosts of experts were not to be had in time"))
 

@@ -4,14 +4,14 @@ it is at from a thread beside, and begins where it is told to: afresh, from copi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from orchestrator.plan.hardware import secret_values
-from orchestrator.runtime.worker import STOP, Assignment, closing_log, device_of, masked_errors, settled, stop_asked
+from orchestrator.runtime.worker import STOP, Assignment, closing_log, device_of, masked_errors, settled, stop_asked, work_in
 
 if TYPE_CHECKING:
     from experts.actor_host import Side
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from orchestrator.train.folder import Prepared
     from orchestrator.train.run import Stint
 
-WARM = ("torch", "torch._dynamo", "orchestrator.runtime.lodging", "orchestrator.train.run", "sklearn.datasets", "torch.utils.data")
-"""What a host that stands by has loaded."""
 _STORE_SECONDS = 60
 
 
@@ -44,6 +42,22 @@ class Member:
 class Segment:
     steps: int
     keep: bool = False
+
+
+def rehearse(side: Side, assignment: Assignment) -> None:
+    """Load all that a member needs, so that who stands by can step in at once: torch, with what it imports late, and the task. What is
+    wrong with a task is told when it is to be trained."""
+    import torch._dynamo  # noqa: F401 -- what the first optimizer of a process imports
+
+    import orchestrator.record.monitor
+    import orchestrator.train.run  # noqa: F401
+    from orchestrator.tasks.load import load_task
+
+    work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug)
+    if assignment.prepared.task is None:
+        with suppress(Exception):
+            side.memory["task"] = task = load_task(assignment.prepared.resolved.config)
+            task.train_data()
 
 
 def beat_key(epoch: int, seat: int) -> str:

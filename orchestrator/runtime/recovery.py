@@ -151,6 +151,7 @@ class Vital:
 _LIMITS = {"step": 1, "rest": 1, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
 """What a phase may take, in multiples of what a step may."""
 _SLOW = 3  # times as long as the slowest step so far
+_SILENT = 0.95  # of a limit: who says nothing is found out before it is over
 
 
 def limit_s(phase: str, patience_s: float, slowest_s: float = 0.0) -> float:
@@ -162,11 +163,12 @@ def stuck(vitals: Iterable[Vital], patience_s: float, slowest_s: float = 0.0) ->
     """Hosts that are frozen, out of reach, or at the same thing for too long. Who waits for others is not to blame, unless all do."""
     known = tuple(vitals)
     limits = {vital.seat: limit_s(vital.phase, patience_s, slowest_s) for vital in known}
-    found = tuple(
-        vital
-        for vital in known
-        if vital.silent_s > limits[vital.seat] or (vital.still_s > limits[vital.seat] and not vital.waiting and vital.phase != "rest")
-    )
+
+    def over(vital: Vital) -> bool:
+        still = vital.still_s > limits[vital.seat] and not vital.waiting and vital.phase != "rest"
+        return still or vital.silent_s > _SILENT * limits[vital.seat]
+
+    found = tuple(filter(over, known))
     if not found and known and all(vital.waiting and vital.still_s > limits[vital.seat] for vital in known):
         return known
     return found

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import Point, Range, Space, Values, point_key
+from orchestrator.config.space import MOST_POINTS, Point, Range, Space, Values, point_key
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import Row
+from orchestrator.runtime.surrogate import Surrogate
 
 _TRIES = 200  # suggestions in a row that bring nothing new, before a search is over
 
@@ -42,14 +43,21 @@ class Listed:
         pass
 
 
+def needed_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise UserError("--search optuna needs Optuna: pip install 'expert-orchestrator[optuna]'; or use --search random") from None
+    return optuna
+
+
 class Optuna:
-    """Points that Optuna thinks are worth a trial, from what came of those before. ``first`` are tried before it has a say."""
+    """Points that are worth a trial, by what came of those before: those that Optuna's sampler suggests where the space has ranges;
+    of lists of values, those that our own model puts into its queue, because Optuna's samplers suggest points of small spaces again and
+    again and learn little from few trials. ``first`` are tried before either has a say."""
 
     def __init__(self, space: Space, seed: int, first: Iterable[Point]) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise UserError("--search optuna needs Optuna: pip install 'expert-orchestrator[optuna]'; or use --search random") from None
+        optuna = needed_optuna()
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna, self._space = optuna, space
         self._distributions = {name: self._distribution(domain) for name, domain in space.domains.items()}
@@ -57,8 +65,9 @@ class Optuna:
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._asked: dict[str, list[Any]] = {}
         self._worst: float | None = None
-        for point in first:
-            self._study.enqueue_trial(self._encoded(point))
+        self._first = list(first)
+        small = space.listed and space.size <= MOST_POINTS
+        self._model = _Modelled(space, seed) if small else None
 
     def _distribution(self, domain: Values | Range) -> Any:
         kinds = self._optuna.distributions
@@ -73,13 +82,22 @@ class Optuna:
         return {n: d.values.index(point[n]) if isinstance(d := domains[n], Values) else point[n] for n in domains}
 
     def ask(self) -> Point | None:
+        wanted = self._first.pop(0) if self._first else self._model.next() if self._model else None
+        if wanted is None and self._model:
+            return None
+        if wanted is not None:
+            self._study.enqueue_trial(self._encoded(wanted))
         trial = self._study.ask(self._distributions)
         domains = self._space.domains
         point = {n: d.values[trial.params[n]] if isinstance(d := domains[n], Values) else trial.params[n] for n in domains}
         self._asked.setdefault(point_key(point), []).append(trial)
+        if self._model:
+            self._model.asked(point)
         return point
 
     def tell(self, point: Point, score: float | None) -> None:
+        if self._model:
+            self._model.tell(point, score)
         if score is not None:
             self._worst = score if self._worst is None else min(self._worst, score)
         value = self._worst if score is None else score  # what failed is no better than the worst
@@ -91,6 +109,30 @@ class Optuna:
                 self._study.add_trial(
                     self._optuna.trial.create_trial(params=self._encoded(point), distributions=self._distributions, value=value)
                 )
+
+
+class _Modelled:
+    """A finite space, what came of its points, and the model that is asked for the next."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._points = space.grid()
+        self._number = {point_key(point): number for number, point in enumerate(self._points)}
+        self._surrogate = Surrogate(space, seed)
+        self._scores: dict[int, float | None] = {}
+        self._waiting: set[int] = set()
+
+    def next(self) -> Point | None:
+        found = self._surrogate.best(self._scores, self._waiting)
+        return None if found is None else self._points[found]
+
+    def asked(self, point: Point) -> None:
+        self._waiting.add(self._number[point_key(point)])
+
+    def tell(self, point: Point, score: float | None) -> None:
+        number = self._number.get(point_key(point))
+        if number is not None:  # a ledger may hold points of another space
+            self._waiting.discard(number)
+            self._scores[number] = score
 
 
 class Points(Searcher):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError
 from ray.util import remove_placement_group
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from experts.actor_host import ExpertHost
-from orchestrator.runtime.lodging import WARM
+from orchestrator.runtime.lodging import rehearse
 from orchestrator.runtime.session import answers
 
 
@@ -28,8 +28,9 @@ class _Seat:
 class SeatPlan:
     """The seats of a run, by number. Where a host is lost another is started on its seat; it is ready once it has loaded what it needs."""
 
-    def __init__(self, count: int, gpu: bool) -> None:
-        self.count, self._gpu = count, gpu
+    def __init__(self, count: int, gpu: bool, assignment: Any) -> None:
+        """``assignment`` is a reference to what the hosts are to train."""
+        self.count, self._gpu, self._sent = count, gpu, assignment
         self._group = placement_group([{"GPU": 1.0} if gpu else {"CPU": 1.0}] * count, strategy="PACK" if gpu else "SPREAD")
         self._seats: dict[int, _Seat] = {}
         self._homes: dict[int, str] = {}
@@ -48,7 +49,7 @@ class SeatPlan:
         actor = ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
             num_cpus=0 if self._gpu else 1, num_gpus=1 if self._gpu else 0, scheduling_strategy=where, max_restarts=0
         ).remote()
-        self._seats[number] = _Seat(actor, actor.warm.remote(WARM))
+        self._seats[number] = _Seat(actor, actor.warm.remote(rehearse, self._sent))
 
     def end(self, number: int) -> None:
         seat = self._seats.pop(number, None)
@@ -76,7 +77,7 @@ class SeatPlan:
             if seat.warm in done and seat.node is None:
                 try:
                     seat.node = self._homes[number] = str(ray.get(seat.warm))
-                except RayError:
+                except RayActorError:
                     self.start(number)
         ready = tuple(number for number, seat in sorted(self._seats.items()) if seat.node is not None)
         return ready, tuple(number for number in sorted(self._seats) if number not in ready)

@@ -28,7 +28,7 @@ from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
 from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import Point, Space, Values, point_key
+from orchestrator.config.space import MOST_POINTS, Point, Space, Values, point_key
 from orchestrator.config.sweep import Sweep, workers_asked
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.masking import mask
@@ -38,7 +38,8 @@ from orchestrator.plan.parallel import check_cpu, choose_backend, choose_strateg
 from orchestrator.plan.planning import Plan
 from orchestrator.record.ledger import Ledger, Row, as_row
 from orchestrator.record.sweep_screen import SweepScreen
-from orchestrator.runtime.searching import Listed, Optuna, Points, Source
+from orchestrator.runtime.searching import Listed, Optuna, Points, Source, needed_optuna
+from orchestrator.runtime.session import cluster_runs
 from orchestrator.runtime.trial import Common, Trial
 from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.folder import Prepared
@@ -79,6 +80,15 @@ class Ground:
     def name(self) -> str:
         return self.inventory.gpus[0].name if self.on_gpu else self.inventory.cpu_name
 
+    def why_not(self, config: Config, point: Point) -> str:
+        """Why the devices are not enough for a trial; empty where they are, whatever else is wrong with it."""
+        with suppress(UserError):
+            try:
+                self.workers(config.but(**point))
+            except ResourceError as error:
+                return _line(error)
+        return ""
+
     def workers(self, config: Config) -> int:
         """How many workers a trial has. ResourceError where they are not to be had."""
         count = 1
@@ -98,6 +108,22 @@ def _left_open(config: Config, space: Space, inventory: Inventory, cluster: Clus
     tried = [config.but(parallel_strategy=one) for one in strategies.values] if isinstance(strategies, Values) else [config]
     alone = [choose_strategy(one, inventory, cluster.joined).value == "single" for one in tried]
     return [1 if single else choose_workers(one, cluster, inventory).value for one, single in zip(tried, alone, strict=True)]
+
+
+def check_first(sweep: Sweep, config: Config, found: Inventory) -> None:
+    """What can be told before a cluster is started: where one is made of this machine, whether any point can be had of it."""
+    if config.batch.batch_size == "auto" and "batch_size" not in sweep.space.domains:
+        raise UserError("--batch-size auto measures a batch size by itself; sweep over sizes: --sweep batch-size=16..256:x2")
+    if sweep.search == "optuna":
+        needed_optuna()
+    if not sweep.space.listed or sweep.space.size > MOST_POINTS or cluster_runs(config):
+        return
+    here = Cluster.of(found, config.parallel.devices)
+    asked = config.parallel.workers if isinstance(config.parallel.workers, int) else 0
+    declared = tuple(replace(node, cpus=max(node.cpus, asked)) for node in here.nodes)  # as a cluster of our own declares its slots
+    ground, points = Ground.of(config, sweep.space, found, replace(here, nodes=declared)), sweep.space.grid()
+    if all(ground.why_not(config, point) for point in points):
+        raise ResourceError(f"none of the {len(points)} points can be tried here; the first: {ground.why_not(config, points[0])}")
 
 
 def run_sweep(
@@ -121,7 +147,7 @@ def run_sweep(
             return Row(0, point, "failed", _line(error))
 
     points = Points(
-        _source(sweep, config, prepared.plan, done, needs), done, sweep.points, lambda row: row.score(sweep.objective), needs, record
+        source_of(sweep, config, prepared.plan, done, needs), done, sweep.points, lambda row: row.score(sweep.objective), needs, record
     )
     common = Common(
         config,
@@ -143,11 +169,13 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _source(sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], needs: Callable[[Point], int | Row]) -> Source:
-    """Points that cannot be tried come first, to be told at once; then trials with the same number of workers follow one another:
-    workers are kept from one to the next."""
+def source_of(sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], needs: Callable[[Point], int | Row]) -> Source:
+    """A list of points in its own order. Of a grid or of draws, points that cannot be tried come first, to be told at once; then
+    trials with the same number of workers follow one another: workers are kept from one to the next."""
     if sweep.search == "optuna":
         return Optuna(sweep.space, config.run.seed, [] if done else [planned_point(sweep.space, config, plan)])
+    if sweep.search == "grid" and sweep.space.given:
+        return Listed(sweep.space.given)
     points = sweep.space.grid() if sweep.search == "grid" else list(islice(sweep.space.draws(config.run.seed), sweep.points))
     wanted = {point_key(point): needs(point) for point in points[: sweep.points]}
 

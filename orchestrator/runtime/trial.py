@@ -3,6 +3,7 @@ and what they imported are kept from trial to trial; they live in the trial's ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from experts.actor_host import ExpertHost
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.record.ledger import Row
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _GRACE_SECONDS = 2.0  # for the others to fail too, once one has
 _RENEW_AFTER = 40  # trials that a group of workers is kept for: each leaves the sockets of its process group open
+_OF_THE_BATCH = {"batch_size", "accumulation_steps", "global_batch_size", "workers"}
 _FACTS: dict[str, Any] = {}
 """Facts of models that this process has traced; trials of a sweep differ in few settings that matter to them."""
 
@@ -89,7 +91,7 @@ class Trial(Trainable):
         except _Failed as failure:
             row = Row(self._number, self._point, failure.status, failure.reason, self._took(), workers=self._workers)
             return _report(row, self._common, done=True)
-        row = _row(Row(self._number, self._point, "completed", "", self._took(), workers=self._workers), measured, facts)
+        row = measured_row(Row(self._number, self._point, "completed", "", self._took(), workers=self._workers), measured, facts)
         if measured.done:
             self._gang.close()
             self._trials += 1
@@ -102,9 +104,11 @@ class Trial(Trainable):
         self._gang.end()
 
 
-def _row(row: Row, measured: Measured, facts: dict[str, Any]) -> Row:
+def measured_row(row: Row, measured: Measured, facts: dict[str, Any]) -> Row:
     names = ("samples_per_second", "interval", "units_per_second", "step_seconds", "steps", "peak_memory_bytes", "phases", "train_loss")
     figures = {name: getattr(measured, name) for name in (*names, "validation_loss")}
+    if not math.isfinite(measured.interval):  # of a single block of steps there is none
+        figures["interval"] = None
     return replace(row, start_seconds=max(0.0, row.seconds - measured.seconds), **figures, **facts)
 
 
@@ -253,6 +257,7 @@ def _trial_work(common: Common, point: Point, place: tuple[str, int], rank: int,
     work_in(common.folder, config.parallel.nccl_debug)
     task = common.task or load_task(config)
     plan, facts = _planned(common, config, task)
+    check_batch(config, point, size, facts.samples)
     with _world(config, plan, place, rank, size) as world:
         limits = Limits(common.seconds, plan.total_steps.value if common.objective == "validation_loss" else None)
         with measurement(config, plan, facts, task, world, limits) as measuring:
@@ -279,6 +284,16 @@ def _planned(common: Common, config: Config, task: Any) -> tuple[Plan, ModelFact
     if common.steps is not None:
         made = replace(made, total_steps=Choice(common.steps, "--trial-steps"))
     return made, facts
+
+
+def check_batch(config: Config, point: Point, workers: int, samples: int) -> None:
+    """A step of more samples than there are is cut, as ``train`` cuts it, and would be another trial than its row says."""
+    asked, parts = config.batch.batch_size, config.batch.accumulation_steps or 1
+    whole = config.batch.global_batch_size or (asked * parts * workers if isinstance(asked, int) else 0)
+    if whole > samples and point.keys() & _OF_THE_BATCH:
+        made = f"--batch-size {asked} × --accumulation-steps {parts} × {workers} workers"
+        named = "--global-batch-size" if config.batch.global_batch_size else made
+        raise UserError(f"a step of {whole:,} samples ({named}) is more than the {samples:,} that the data has; try smaller ones")
 
 
 @contextmanager

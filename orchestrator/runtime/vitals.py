@@ -60,6 +60,8 @@ class Vitals:
         pulse.said, pulse.heard_at, pulse.phase, pulse.waiting = said, now, phase, waiting
         if progress != pulse.progress:
             pulse.progress, pulse.moved_at = progress, now
+        if phase not in ("step", "data"):  # what lies between two steps is none, nor is the first
+            pulse.stepped_at = now
         if step != pulse.step:
             if step == pulse.step + 1 and phase == "step":
                 self.slowest_s = max(self.slowest_s, now - pulse.stepped_at)

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.masking import masked
+from orchestrator.plan.hardware import secret_values
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,18})")
 _MEMBER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _REPLACED = ".replaced_"
+_LONGEST_MANIFEST = 2**24
 
 
 @dataclass(frozen=True)
@@ -147,10 +151,10 @@ class CheckpointStore:
     def newest_first(self) -> list[tuple[int, Path]]:
         """Steps and their folders. One that made room for another which never came stands for its step."""
         names = {path.name for path in self.folder.iterdir() if path.is_dir()} if self.folder.is_dir() else set[str]()
-        whole = {name for name in names if _NAME.fullmatch(name)}
-        whole |= {name for name in names if name.startswith(_REPLACED) and name.removeprefix(_REPLACED) not in names}
-        found = [(int(match[1]), self.folder / name) for name in whole if (match := _NAME.fullmatch(name.removeprefix(_REPLACED)))]
-        return sorted(found, reverse=True)
+        whole = [name for name in names if name.startswith("step_")]
+        whole += [name for name in names if name.startswith(_REPLACED) and name.removeprefix(_REPLACED) not in names]
+        steps = {name: _step_of(name.removeprefix(_REPLACED)) for name in whole}
+        return sorted(((step, self.folder / name) for name, step in steps.items() if step is not None), reverse=True)
 
     def newest_good(self) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
         """The newest checkpoint whose every byte is as it was written, and the newer ones that were not."""
@@ -167,11 +171,17 @@ def _named(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def _step_of(name: str) -> int | None:
+    """The step that a folder's name says; None where we would not write it so."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and _named(int(match[1])) == name else None
+
+
 def _write_whole(folder: Path, step: int, contents: Contents) -> None:
     folder.mkdir()
     for stem, tensors in contents.tensors.items():
         save_file(dict(tensors), folder / f"{stem}.safetensors")
-    _write_json(folder / "state.json", dict(contents.state))
+    _write_json(folder / "state.json", masked(dict(contents.state), secret_values()))  # metrics have names of anyone's making
     files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
     _write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     for path in folder.iterdir():
@@ -226,7 +236,8 @@ _KEY = {"size": "bytes", "sha256": "sha256"}
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        data = (path / MANIFEST).read_bytes()
+        with _opened(path / MANIFEST) as file:
+            data = file.read(_LONGEST_MANIFEST)
         manifest = json.loads(data)
         names = manifest["files"]
         sound = all(_MEMBER.fullmatch(name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items())
@@ -259,18 +270,22 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _describe(path: Path, expected: int | None = None) -> dict[str, Any]:
-    """Size and hash of a file; of one that has not the ``expected`` size its size alone. Links lead elsewhere, and a pipe or a device
-    has no end: neither is a file of a checkpoint."""
-    if path.is_symlink():
-        raise OSError("it is a link")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
-        size = status.st_size
+    """Size and hash of a file; of one that has not the ``expected`` size its size alone."""
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         whole = expected is None or size == expected
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if whole else ""}
+
+
+def _opened(path: Path) -> BufferedReader:
+    """A file of a checkpoint. Links lead elsewhere, and a pipe or a device has no end: neither is one."""
+    if path.is_symlink():
+        raise OSError("it is a link")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is no regular file")
+    return file
 
 
 def _sync(path: Path) -> None:

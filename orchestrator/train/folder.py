@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,9 +44,9 @@ class Prepared:
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     """The folder of the run, made and writable. A folder that holds a run already is continued only when asked for."""
     run_dir = config.run.run_dir or _named(config, name, results)
+    check_links(run_dir)
     if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
         raise UserError(f"{run_dir} holds a run already; continue it with --resume auto, or choose another --run-dir or --name")
-    check_links(run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         mark = run_dir / ".writable"
@@ -57,21 +58,31 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder that was handed to us with links in it which lead out of it: we would write elsewhere."""
-    inside = folder.resolve()
+    """Refuse a folder that was handed to us with links in it which lead out of it: we would write elsewhere. So with pipes and
+    devices, which have no end, and with folders in the place of files."""
+    inside = os.path.realpath(folder)
     for place in (folder, folder / "checkpoints", folder / "logs"):
         for path in place.iterdir() if place.is_dir() else ():
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            target = Path(os.path.realpath(path))
+            if path.is_symlink() and not (target.is_relative_to(inside) and target.exists()):
                 raise UserError(
-                    f"{path} is a link to {path.resolve()}, outside the folder; a run writes into its own folder alone. "
+                    f"{path} is a link to {target}, outside the folder or not there; a run writes into its own folder alone. "
                     "Remove the link, or give another --run-dir (which may be a link itself)"
                 )
+            if path.exists() and not path.is_file() and (not path.is_dir() or path.suffix in _SUFFIXES):
+                raise UserError(f"{path} is no file, and no folder of a run; remove it, or give another --run-dir")
+
+
+_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 
 
 def run_before(config: Config, name: str | None, results: Path) -> Path | None:
     """The folder of the run that is to be continued, if there is one."""
     run_dir = (config.run.run_dir or _named(config, name, results)) if config.checkpoint.resume == "auto" else None
-    return run_dir if run_dir is not None and run_dir.is_dir() else None
+    if run_dir is None or not run_dir.is_dir():
+        return None
+    check_links(run_dir)
+    return run_dir
 
 
 def task_name(config: Config) -> str:

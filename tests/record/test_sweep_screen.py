@@ -47,11 +47,18 @@ def test_piped_output_is_a_line_for_each_trial(tmp_path) -> None:
     screen.close()
     lines = out.getvalue().splitlines()
     assert ESCAPE not in out.getvalue()
-    assert len(lines) == len(rows)
-    assert lines[0].startswith(
+    assert len(lines) == 2 * len(rows)
+    assert lines[0] == "trial 1 of 36  started  precision fp32, batch_size 16, accumulation_steps 1, workers 1"
+    assert lines[1].startswith(
         "trial 1 of 36  completed  precision fp32, batch_size 16, accumulation_steps 1, workers 1  1,546 ± 1.1% samples/s"
     )
-    assert lines[1].endswith(MIXED.reason)
+    assert lines[3].endswith(MIXED.reason)
+
+
+def test_a_trial_too_short_for_an_interval_says_so() -> None:
+    screen, out = piped(width=200)
+    played(screen, [Row(1, {"batch_size": 8}, "completed", samples_per_second=1234.0, interval=None)])
+    assert "1,234 ± ? samples/s (measured too briefly for an interval)" in out.getvalue()
 
 
 def test_the_terminal_has_the_best_rows_and_those_under_way(tmp_path) -> None:

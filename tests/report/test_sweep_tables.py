@@ -4,12 +4,14 @@ import csv
 import io
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from orchestrator.config.reader import read_flags
 from orchestrator.record.ledger import Row, SweepRecord
 from orchestrator.report.sweep_facts import in_words, sentence, series_label, swept, train_command, value_text
+from orchestrator.report.sweep_page import sweep_page
 from orchestrator.report.sweep_tables import groups, scaling_csv, sweep_csv
 from orchestrator.report.sweep_words import scaling_md
 from tests.support.fake_sweep import EVIL, EXPERTS, HOSTILE, MIXED, NOTHING, SINGLE, STRONG, SWEEPS, FakeSweep, made
@@ -172,3 +174,21 @@ def test_labels_name_what_sets_series_apart(tmp_path) -> None:
 def test_values_are_short(value, text) -> None:
     assert value_text(value) == text
     assert in_words("accumulation_steps") == "accumulation"
+
+
+def test_a_list_of_points_is_no_product(tmp_path) -> None:
+    record = made(tmp_path, MIXED)
+    assert "swept precision (fp32,bf16) × batch (16,64,256)" in sentence(record)
+    listed = replace(record, header=dict(record.header) | {"points": [dict(row.point) for row in record.rows]})
+    assert "swept 36 listed points of precision, batch, accumulation, devices by grid search" in sentence(listed)
+
+
+def test_objects_of_a_program_are_trained_by_a_line_of_python(tmp_path) -> None:
+    record = made(tmp_path, FakeSweep(task="python:Net"))
+    best = record.best()
+    assert best is not None
+    settings = ", ".join(f"{name}={value!r}" for name, value in {"epochs": 3, **best.point}.items())
+    assert train_command(record, best) == f"Trainer(…, config=Config.of({settings})).fit()"
+    for text in (scaling_md(record), sweep_page(record)):
+        assert "--tuned" not in text
+        assert "Trainer(…, config=Config.of(" in text

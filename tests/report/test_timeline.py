@@ -36,7 +36,7 @@ def test_a_recovery_is_told_with_its_parts(tmp_path):
     assert rows["failure"].tone == "warn"  # it did not end the run
     assert rows["recovery"].text == (
         "recovered in 12.3 s on 2 workers instead of 3 at step 20, 7 steps repeated "
-        "(detect 1.23 s, restart 9.84 s, restore 1.23 s); a worker was lost"
+        "(detect 1.23 s, regroup 9.84 s, restore 1.23 s); a worker was lost"
     )
     assert rows["recovery"].step == 20
     assert rows["checkpoint"].text.endswith("(2.3 MiB, 50 ms, 5 ms of it held up the training)")

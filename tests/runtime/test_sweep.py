@@ -16,12 +16,15 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.config.space import parse_space
+from orchestrator.config.space import Point, Space, parse_space, points_space
+from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster as Planned
 from orchestrator.plan.cluster import Node
 from orchestrator.record.ledger import LEDGER, Ledger, Row, read_sweep
-from orchestrator.runtime.sweep import Ground, planned_point
+from orchestrator.runtime.sweep import Ground, planned_point, source_of
+from orchestrator.runtime.trial import check_batch, measured_row
+from orchestrator.train.trial import Measured
 from orchestrator.trainer import Trainer
 from orchestrator.tuning import tuned
 from tests.support.cluster import Cluster
@@ -50,33 +53,34 @@ def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int)
         time.sleep(0.02)
 
 
+POINTS = [{"workers": 1, "batch_size": 25}, {"workers": 9}, {"workers": 1, "top_k": 5}, {"workers": 1, "batch_size": 2000}, {"workers": 2}]
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_killed_and_resumed(shared_cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    space = ["--sweep", "batch-size=10,25", "workers=1,2,9", "top-k=1,5"]
-    killed = started(shared_cluster, tmp_path, *SIZES, *space, "--trial-seconds", "0.5", "--run-dir", str(folder))
+    (tmp_path / "points.yaml").write_text(json.dumps([{"workers": 1, "batch_size": 10}, *POINTS]))
+    begun = ["--space", "points.yaml", "--trial-seconds", "0.5", "--run-dir", str(folder), "--concurrent", "1"]
+    killed = started(shared_cluster, tmp_path, *SIZES, *begun)
     wait_for_completed(killed, folder, 1)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     before = (folder / LEDGER).read_text()
-    stood = rows_of(folder)
-    assert 1 <= sum(row.status == "completed" for row in stood) < 4
+    assert len(rows_of(folder)) < 6
     output = finish(started(shared_cluster, tmp_path, "--resume", str(folder)))
     assert (folder / LEDGER).read_text().startswith(before)  # what was done stands
     rows = rows_of(folder)
-    assert len(rows) == 12
-    assert [(row.point["workers"], row.point["top_k"]) for row in rows if row.status == "infeasible"] == [(9, 1)] * 2
-    assert all("9 workers" in row.reason or "--workers 9" in row.reason for row in rows if row.status == "infeasible")
-    assert sum(row.status == "failed" for row in rows) == 6
-    assert all("top_k is 5 but there are only 3 experts" in row.reason for row in rows if row.status == "failed")
-    completed = [row for row in rows if row.status == "completed"]
-    assert sorted((row.workers, row.batch_size) for row in completed) == [(1, 10), (1, 25), (2, 10), (2, 25)]
-    assert {row.strategy for row in completed} == {"data_parallel"}
-    assert "train with it" in output
+    assert [row.point for row in rows[1:]] == POINTS  # in the order of the list
+    assert [row.status for row in rows] == ["completed", "completed", "infeasible", "failed", "failed", "completed"]
+    for row, said in zip(rows[2:5], ("9", "top_k is 5 but there are only 3 experts", "more than the 1,437"), strict=True):
+        assert said in row.reason
+    assert [(row.workers, row.strategy) for row in rows if row.status == "completed"][-1] == (2, "data_parallel")
+    assert "train with it: orchestrator train --tuned" in output
+    assert "trial 6 of 6  started  workers 2" in output
     assert not any(word in output for word in ("Traceback", "WARNING", "ray.tune"))
     made = {path.name for path in folder.iterdir()}
-    assert {"sweep.csv", "scaling.md", "scaling.csv", "scaling.png", "heatmap.png", "parallel_coordinates.png", "report.html"} <= made
+    assert {"sweep.csv", "scaling.md", "scaling.csv", "scaling.png", "parallel_coordinates.png", "report.html"} <= made
     assert actors(shared_cluster) == []
 
 
@@ -192,9 +196,26 @@ def test_tuned_takes_the_best_row_that_fits_and_flags_win(tmp_path: Path) -> Non
         )
         assert "settings of trial" in words
     flags = Resolved(Config.of(workers=2, width=32), {"workers": "flag --workers", "width": "flag --width"})
-    found, _ = tuned(folder, flags, lambda _: ("cpu", 8))
+    found, words = tuned(folder, flags, lambda _: ("cpu", 8))
     assert (found.config.parallel.workers, found.config.batch.batch_size, found.config.model.width) == (2, 16, 32)
     assert found.origins["batch_size"] == "sweep s, trial 2"
+    assert "passed over trial 3 (8 samples/s): it has 8 workers, and --workers 2 was asked for" in words
+    assert "your flags won, so it is not the trial that was measured: --width 32 over 8" in words
+
+
+def test_tuned_tells_what_was_passed_over_and_what_gave_way(tmp_path: Path) -> None:
+    folder = swept(tmp_path / "s", *ROWS)
+    given = Resolved(Config.of(batch_size=2, width=8), {"batch_size": "file x.yaml:3", "width": "file x.yaml:4"})
+    found, words = tuned(folder, given, lambda _: ("cpu", 1))
+    assert found.config.batch.batch_size == 8
+    assert words.splitlines()[1:] == [
+        "passed over trial 3 (8 samples/s): it has 8 workers, and 1 device is here",
+        "settings of your file gave way: batch_size 2 (file x.yaml:3) to 8; give them as flags to keep them",
+    ]
+    _, words = tuned(folder, Resolved(Config(), {}), lambda _: ("cpu", 8))
+    assert len(words.splitlines()) == 1
+    with pytest.raises(UserError, match="swept in Python"):
+        tuned(swept(tmp_path / "own", *ROWS, task="python:Net"), Resolved(Config(), {}), lambda _: ("cpu", 8))
 
 
 @pytest.mark.parametrize(
@@ -242,8 +263,99 @@ def test_a_search_begins_at_the_plan() -> None:
         (["--resume", "nowhere"], "holds no sweep"),
         (["--resume", "nowhere", "--sweep", "batch-size=1,2", "--task", "text"], "leave out --sweep, --task"),
         (["--sweep", "batch-size=1,2", "--space", "x.yaml"], "were both given"),
+        (["--sweep", "batch-size=1,2", "--task", "nowhere:Thing"], "there is no module 'nowhere'"),
+        (["--sweep", "width=8,16", "--batch-size", "auto"], "--batch-size auto measures a batch size by itself"),
     ],
 )
-def test_mistakes_cost_no_cluster(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_cost_no_cluster(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.runtime.session.session", no_cluster)
     assert main(["sweep", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def no_cluster(*arguments: Any) -> Any:
+    raise AssertionError("a cluster was started")
+
+
+def test_a_sweep_that_cannot_be_had_costs_no_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.runtime.session.session", no_cluster)
+    asked = ["sweep", "--gpu-mode", "cpu", "--ray-address", "local", "--sweep", "batch-size=8,16"]
+    assert main([*asked, "workers=500,600"]) == 3
+    assert "none of the 4 points can be tried here; the first: --workers 500 needs" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="a cluster was started"):
+        main([*asked, "workers=500,1"])
+
+
+def made_before(folder: Path, *rows: Row) -> Path:
+    """A sweep over four batch sizes, of which these trials were made."""
+    folder.mkdir()
+    ledger = Ledger(folder)
+    ledger.begin(
+        {"task": "digits", "settings": {}, "kind": "cpu", "cores_per_worker": 1} | Sweep(parse_space(["workers=1,2,3,4"])).header()
+    )
+    for row in rows:
+        ledger.add(row)
+    ledger.close()
+    return folder
+
+
+def test_a_finished_sweep_is_drawn_again_without_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.runtime.session.session", no_cluster)
+    rows = [Row(n, {"workers": n}, "completed", workers=n, samples_per_second=float(n), interval=0.01) for n in (1, 2, 3, 4)]
+    folder = made_before(tmp_path / "done", *rows)
+    assert main(["sweep", "--resume", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "are made already" in shown
+    assert "the best is number 4" in shown
+    assert (folder / "report.html").is_file()
+    with pytest.raises(AssertionError, match="a cluster was started"):
+        main(["sweep", "--resume", str(made_before(tmp_path / "open", *rows[:3]))])
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("infeasible", 3, "for want of devices or memory"),
+        ("out_of_memory", 3, "for want of"),
+        ("failed", 4, "none of the 4 trials completed;"),
+    ],
+)
+def test_a_sweep_without_a_result_says_whose_fault_it_is(
+    last: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(n, {"workers": n}, "infeasible" if n < 4 else last, "16 GPUs were asked for") for n in (1, 2, 3, 4)]
+    assert main(["sweep", "--resume", str(made_before(tmp_path / "sweep", *rows))]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_list_of_points_keeps_its_order() -> None:
+    listed = [{"workers": workers, "batch_size": batch} for workers, batch in ((2, 8), (1, 16), (9, 8), (1, 8), (2, 16))]
+    plan = Trainer(config=Config()).prepare().plan
+
+    def order(space: Space) -> list[Point]:
+        needs = lambda point: Row(0, point, "infeasible") if point["workers"] == 9 else point["workers"]  # noqa: E731
+        source = source_of(Sweep(space), Config(), plan, (), needs)
+        return list(iter(source.ask, None))
+
+    assert order(points_space(listed, "points.yaml")) == listed
+    assert [point["workers"] for point in order(parse_space(["workers=2,9,1", "batch-size=8,16"]))] == [9, 9, 1, 1, 2, 2]
+
+
+def test_a_step_of_more_samples_than_there_are_is_refused_where_it_is_swept() -> None:
+    asked = Config.of(batch_size=64, accumulation_steps=4)
+    check_batch(asked, {"batch_size": 64}, 2, samples=512)
+    with pytest.raises(UserError, match=r"a step of 512 samples .* is more than the 511 that the data has"):
+        check_batch(asked, {"batch_size": 64}, 2, samples=511)
+    with pytest.raises(UserError, match=r"1,000 samples \(--global-batch-size\)"):
+        check_batch(Config.of(global_batch_size=1000), {"global_batch_size": 1000}, 1, samples=511)
+    check_batch(asked, {"precision": "fp32"}, 2, samples=511)  # cut alike in all trials, as train cuts it
+
+
+def test_a_single_block_of_steps_has_no_interval() -> None:
+    for interval, kept in ((float("inf"), None), (0.02, 0.02)):
+        found = Measured(True, 100.0, interval, 100.0, 0.1, 3, 0.3, 0, {}, 1.0)
+        assert measured_row(Row(1, {}, "completed"), found, {}).interval == kept

@@ -68,7 +68,7 @@ def _kept(saves: tuple[tuple[int, int | None], ...]) -> tuple[Steps, ...]:
     kept: list[set[int]] = [set()]
     for step, best in saves:
         there = kept[-1] | {step}
-        kept.append({*sorted(there)[-KEEP:], *({best} & there)})
+        kept.append({*sorted(there)[-KEEP:], *(old for old in there if old == best)})
     return tuple(frozenset(steps) for steps in kept)
 
 

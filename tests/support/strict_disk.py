@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tests.support.crashing import Operation
+from tests.support.watched_disk import Operation
 
 
 @dataclass
@@ -113,10 +112,3 @@ def _spoilt(node: _Node, luck: float, generator: random.Random) -> bytes:
     """Bytes that were not synced: those of before, none, zeros, or half of them."""
     forms = [node.safe_data, b"", bytes(len(node.data)), node.data[: len(node.data) // 2]]
     return node.safe_data if luck == 0 else generator.choice(forms)
-
-
-def after_power_loss(before: Path, trace: Iterable[Operation], into: Path, luck: float, seed: int) -> None:
-    disk = StrictDisk(before)
-    for operation in trace:
-        disk.apply(operation)
-    disk.lose_power(into, luck, random.Random(seed))

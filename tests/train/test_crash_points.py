@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from orchestrator.train.checkpoint import CheckpointStore, verify
-from tests.support.crashing import Crash, Crashes, Fate, Mortals, Operation
+from tests.support.crashing import Crash, Crashes, Mortals
 from tests.support.saves import KEEP, STORIES, Story, checkpoints, contents
 from tests.support.strict_disk import StrictDisk
+from tests.support.watched_disk import Disk, Fate, Operation
 
 BY_NAME = {story.script: story for story in STORIES}
 LUCK = (0.0, 1.0, 0.5, 0.5, 0.2, 0.8)
@@ -90,8 +91,6 @@ def check_killed(crash: Crash, story: Story) -> None:
 
 
 def test_what_stands_in_for_safetensors_writes_the_same_bytes(tmp_path: Path) -> None:
-    from tests.support.crashing import Disk
-
     tensors = {"w": torch.randn(7, 3), "n": torch.tensor(3)}
     save_file(tensors, tmp_path / "theirs")
     Disk(tmp_path / "disk", -1, Fate(), syncs=False).save_tensors(tensors, tmp_path / "ours")
@@ -185,7 +184,7 @@ def check_full(crash: Crash, story: Story) -> None:
     promised = {*story.promises[0], *crash.told}
     if story.script == "resumed" and crash.told:
         promised = set(crash.told)  # it had put the later ones away
-    wanted = set(sorted(promised | present)[-KEEP:]) | ({story.best} & promised)
+    wanted = set(sorted(promised | present)[-KEEP:]) | {step for step in promised if step == story.best}
     assert wanted <= present, f"there: {sorted(present)}; wanted: {sorted(wanted)}"
     store = CheckpointStore(at, keep=KEEP)
     for _, path in store.newest_first():

@@ -56,7 +56,7 @@ def test_large_steps_are_far_from_what_a_host_limits(large: Large) -> None:
 def test_large_steps_are_run_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiny ones, on a CPU."""
     monkeypatch.setattr(module, "LARGE", (Large(16, 8, "fp32", 1, 32, 64), Large(16, 8, "bf16", 1, 32, 64)))
-    made = device(products=device().products | {"tf32": device().products["fp32"]})
+    made = device(products={**device().products, "tf32": device().products["fp32"]})
     found, references = with_sustained(made, machine(gpu()), torch.device("cpu"))
     (reference,) = references  # the device computes in fp32 alone
     assert reference.fitted_s == pytest.approx(reference.measured_s)

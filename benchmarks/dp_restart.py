@@ -1,0 +1,185 @@
+"""Data-parallel training that loses a worker: where the seconds go from the kill to the next step, part by part.
+
+    python -m benchmarks.dp_restart [--kills 3] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
+
+One run on the digits, on a Ray of its own. A worker is killed (SIGKILL, by the number in ``logs/worker_<rank>.pid``) some steps
+after every restart. The moments come from the run's own events, from the files that workers write when they begin, and from the
+births of Ray's processes; a part whose process was there before the kill costs nothing and is shown as a dash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.ray_start import LONGEST_S, started, tail
+from benchmarks.support import header, markdown_table, write_result
+from orchestrator.record.events import of_kind, read_events
+from orchestrator.types import MIB
+
+STEPS_BETWEEN = 45  # of one life of the workers: past two checkpoints, and warm
+PARTS = {
+    "told": "killed → the driver knows (Ray notices, ends the group, `fit` returns)",
+    "decided": "→ decided what to do (slots counted, failure written)",
+    "begun": "→ both workers run our code (controller, placement group, processes, imports)",
+    "met": "→ met, the group is formed",
+    "restored": "→ model built, checkpoint read",
+    "stepped": "→ first step done",
+}
+BIRTHS = {"controller": "of it: decided → controller's process is born", "worker": "of it: decided → last worker's process is born"}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of one kill and what came of it, in unix seconds."""
+
+    killed: float
+    told: float
+    decided: float
+    begun: float
+    met: float
+    restored: float
+    stepped: float
+    lost_steps: int
+    controller: float
+    worker: float
+
+    def parts(self) -> dict[str, float]:
+        names = ["killed", *PARTS]
+        return {after: getattr(self, after) - getattr(self, before) for before, after in zip(names, names[1:], strict=False)}
+
+    def total(self) -> float:
+        return self.stepped - self.killed
+
+
+def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
+    flags = {
+        "--parallel-strategy": "data_parallel", "--task": "digits", "--ray-address": "local", "--epochs": "1000000",
+        "--workers": arguments.workers, "--checkpoint-every": arguments.checkpoint_every, "--max-failures": arguments.kills + 1,
+        "--run-dir": run_dir,
+    }  # fmt: skip
+    return [sys.executable, "-m", "orchestrator", "train", "--deterministic", *(str(part) for flag in flags.items() for part in flag)]
+
+
+def measured(arguments: argparse.Namespace, folder: Path) -> tuple[list[Moments], list[int]]:
+    """Every kill's moments, and what the processes of the run held in memory before each."""
+    run_dir = folder / "run"
+    with started(command(arguments, run_dir), folder) as process:
+        found, held = [], []
+        for _ in range(arguments.kills):
+            wait_for(process, folder, lambda: _warm(run_dir))
+            held.append(resident(process))
+            found.append(one_kill(process, folder, arguments))
+            print(f"{found[-1].total():.2f} s: { {name: round(seconds, 2) for name, seconds in found[-1].parts().items()} }", flush=True)
+        process.send_signal(signal.SIGINT)
+        process.wait(LONGEST_S)
+    return found, held
+
+
+def one_kill(process: subprocess.Popen[bytes], folder: Path, arguments: argparse.Namespace) -> Moments:
+    run_dir = folder / "run"
+    before = len(of_kind(read_events(run_dir / "events.jsonl"), "recovery"))
+    pid = int((run_dir / "logs" / f"worker_{arguments.rank}.pid").read_text())
+    if process.pid not in [parent.pid for parent in psutil.Process(pid).parents()] and os.getsid(pid) != process.pid:
+        raise RuntimeError(f"{pid} is no process of the run: not killed")
+    os.kill(pid, signal.SIGKILL)
+    killed = time.time()
+    wait_for(process, folder, lambda: len(of_kind(read_events(run_dir / "events.jsonl"), "recovery")) > before)
+    return moments(run_dir, killed, process, arguments.workers)
+
+
+def moments(run_dir: Path, killed: float, process: subprocess.Popen[bytes], workers: int) -> Moments:
+    events = read_events(run_dir / "events.jsonl")
+    told, failure = of_kind(events, "recovery")[-1], of_kind(events, "failure")[-1]
+    detected = told["time"] - told["total_seconds"] + told["detect_seconds"]
+    met = detected + told["regroup_seconds"]
+    files = [run_dir / "logs" / f"worker_{rank}.pid" for rank in range(workers)]
+    births = [psutil.Process(int(file.read_text())).create_time() for file in files]
+    controllers = [other.create_time() for other in offspring(process) if other.name().startswith("ray::Train")]
+    return Moments(
+        killed, detected, failure["time"], max(file.stat().st_mtime for file in files), met, met + told["restore_seconds"],
+        told["time"], told["lost_steps"], max(controllers, default=0.0), max(births),
+    )  # fmt: skip
+
+
+def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [other for other in psutil.process_iter() if _of(other, process.pid)]
+
+
+def _of(other: psutil.Process, root: int) -> bool:
+    try:
+        return os.getsid(other.pid) == root or root in [parent.pid for parent in other.parents()]
+    except (OSError, psutil.Error):
+        return False
+
+
+def resident(process: subprocess.Popen[bytes]) -> int:
+    total = 0
+    for other in offspring(process):
+        try:
+            total += other.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total
+
+
+def _warm(run_dir: Path) -> bool:
+    """Enough steps since the workers last began."""
+    steps = 0
+    for event in read_events(run_dir / "events.jsonl"):
+        steps = 0 if event["event"] == "failure" else steps + (event["event"] == "step")
+    return steps >= STEPS_BETWEEN
+
+
+def wait_for(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not until():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run came to nothing:\n{tail(folder)}")
+        time.sleep(0.05)
+
+
+def table(found: Sequence[Moments], held: Sequence[int]) -> str:
+    rows: list[list[object]] = []
+    for name, label in PARTS.items():
+        rows.append([label, spread([one.parts()[name] for one in found])])
+        if name == "begun":
+            rows += [[words, spread([getattr(one, birth) - one.decided for one in found])] for birth, words in BIRTHS.items()]
+    rows.append(["**killed → first step done**", f"**{spread([one.total() for one in found])}**"])
+    rows.append(["steps lost, to be done again", spread([float(one.lost_steps) for one in found])])
+    rows.append(["memory of all processes of the run before a kill, MiB (shared pages once)", f"{statistics.median(held) / MIB:.0f}"])
+    return markdown_table([f"seconds, median of {len(found)} (range)", ""], rows)
+
+
+def spread(values: Sequence[float]) -> str:
+    return "–" if max(values) < 0 else f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--checkpoint-every", type=int, default=20)
+    parser.add_argument("--rank", type=int, default=1, help="whom to kill")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="dp-restart-") as name:
+        found, held = measured(arguments, Path(name))
+    text = header("A data-parallel worker is killed", arguments) + table(found, held)
+    print(text)
+    write_result(arguments.out, text)
+
+
+if __name__ == "__main__":
+    main()
