@@ -7,6 +7,8 @@
 The soak is compared with the same run left in peace: losses and weights to the last bit, each sample once per epoch, and nothing
 left behind. A kill's cost is the time until the next step is done; the plain peer's is measured from its own log of steps.
 Kills in the phase "anywhere" and "recovery" come from outside, by the clock; the others from inside the process, at that moment.
+Hosts sleep a little in each step (``--pace``), in peace as under fire: steps that fill all cores would measure how long a crowded
+machine takes to start a process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from statistics import mean
 
 import psutil
 
-from benchmarks.chaos_table import Cost, by_phase, by_rank, costs, goodput, kept, recovery_table, spread_table
+from benchmarks.chaos_table import Cost, by_gap, by_phase, by_rank, costs, goodput, kept, recovery_table, spread_table
 from benchmarks.ray_start import started as plain_started
 from benchmarks.ray_start import tail
 from benchmarks.support import header, markdown_table, write_result
@@ -34,6 +36,7 @@ from orchestrator.types import MIB
 from tests.support.aftermath import told, wrong_counts, wrong_samples, wrong_steps
 from tests.support.chaos import ROOT, SAMPLES, Ended, Job, disturbed
 from tests.support.faults import Post, Schedule, kills_every, random_kills
+from tests.support.watching import Held
 
 FIRST, REST = 20, 40  # steps before the first kill, and after the last
 LONGEST_S = 3600.0
@@ -65,7 +68,7 @@ def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, li
 
 
 def job_of(arguments: argparse.Namespace, steps: int) -> Job:
-    return Job(steps, arguments.hosts, arguments.spares, arguments.snapshot_every, arguments.checkpoint_every)
+    return Job(steps, arguments.hosts, arguments.spares, arguments.snapshot_every, arguments.checkpoint_every, pace=arguments.pace)
 
 
 def seconds_per_step(calm: Ended) -> float:
@@ -83,10 +86,10 @@ def plain_steps(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.exists() else []
 
 
-def plain_kills(folder: Path, ranks: Sequence[int], workers: int) -> list[tuple[float, float]]:
+def plain_kills(folder: Path, ranks: Sequence[int], workers: int, pace: float) -> list[tuple[float, float]]:
     """Seconds from each kill of a rank to the next step done, and to the first step that is new."""
     folder.mkdir(parents=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / "plain_chaos.py"), str(folder), "--workers", str(workers)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "plain_chaos.py"), str(folder), "--workers", str(workers), "--pace", str(pace)]
     found: list[tuple[float, float]] = []
     with plain_started(command, folder) as process:
         for rank in ranks:
@@ -131,6 +134,7 @@ def report(arguments: argparse.Namespace, ended: Ended, wrong: Sequence[str], pl
         "## Goodput\n\n" + goodput_table(ended, found, arguments.every, plain),
         "## By phase\n\n" + by_phase(found),
         "## By victim\n\n" + by_rank(found),
+        "## By the time since the kill before\n\n" + by_gap(found),
         "## What processes hold\n\n" + holdings(ended),
         "## Every kill\n\n" + recovery_table(found),
     ]
@@ -158,14 +162,18 @@ def goodput_table(ended: Ended, found: Sequence[Cost], every: float, plain: Sequ
 
 
 def holdings(ended: Ended) -> str:
-    """The longest lives, with what they held once settled and at the end."""
-    moments = [one.time for one in ended.fired]
+    """Those that lived through most kills, with what they held once they had been through one, and at the end."""
     rows = [
-        ["driver" if one.pid == ended.watch.root else f"process {one.pid}", f"{one.seconds:.0f}", one.lived_through(moments)]
-        + [f"{before:.0f} → {after:.0f}" for before, after in (one.files, one.threads, tuple(size / MIB for size in one.resident))]
-        for one in ended.watch.growth()[:LIVES]
+        ["driver" if one.pid == ended.watch.root else f"host {one.pid}", f"{one.seconds:.0f}", one.faults]
+        + [f"{before:.0f} → {after:.0f}" for before, after in _pairs(one)]
+        for one in ended.watch.held([one.time for one in ended.fired])[:LIVES]
     ]
     return markdown_table(["who", "seconds", "kills lived through", "files", "threads", "MiB"], rows)
+
+
+def _pairs(one: Held) -> list[tuple[float, float]]:
+    first, last = one.first, one.last
+    return [(first.files, last.files), (first.threads, last.threads), (first.resident / MIB, last.resident / MIB)]
 
 
 def say(words: str) -> None:
@@ -181,7 +189,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--plain", type=int, default=0, help="kills of the plain peer")
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--spares", type=int, default=1)
-    parser.add_argument("--steps-per-kill", type=int, default=30)
+    parser.add_argument("--steps-per-kill", type=int, default=60)
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds that a host sleeps in each step, as if a GPU worked for it")
     parser.add_argument("--snapshot-every", type=int, default=10)
     parser.add_argument("--checkpoint-every", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary one")
@@ -192,7 +201,8 @@ def parsed() -> argparse.Namespace:
 def measured(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]]:
     ended, wrong = by_the_clock(arguments, folder) if arguments.minutes else soak(arguments, folder)
     ranks = [one.rank for one in ended.fired if one.rank is not None] or [1]
-    plain = plain_kills(folder / "plain", (ranks * arguments.plain)[: arguments.plain], arguments.hosts) if arguments.plain else []
+    killed = (ranks * arguments.plain)[: arguments.plain]
+    plain = plain_kills(folder / "plain", killed, arguments.hosts, arguments.pace) if killed else []
     return report(arguments, ended, wrong, plain), wrong
 
 

@@ -13,6 +13,7 @@ from orchestrator.record.events import Event, of_kind
 from tests.support.faults import Fired
 
 STRAGGLERS = 3  # steps that may still be recorded between a kill and the moment it is noticed
+GAPS = (1, 5, 15)  # seconds
 PARTS = ("detect_seconds", "regroup_seconds", "restore_seconds", "replay_seconds", "total_seconds")
 
 
@@ -127,6 +128,18 @@ def by_phase(found: Sequence[Cost]) -> str:
 
 def by_rank(found: Sequence[Cost]) -> str:
     return _grouped(found, lambda cost: f"rank {cost.fired.rank}", "victim")
+
+
+def by_gap(found: Sequence[Cost]) -> str:
+    """Soon after another kill there is no spare yet: its place is taken when another process has been started."""
+    times = [cost.fired.time for cost in found]
+    gaps = {cost.fired: at - before for cost, at, before in zip(found[1:], times[1:], times, strict=False)}
+
+    def key(cost: Cost) -> str:
+        gap = gaps.get(cost.fired)
+        return "first" if gap is None else next((f"under {limit} s" for limit in GAPS if gap < limit), f"{GAPS[-1]} s and more")
+
+    return _grouped(found, key, "since the kill before")
 
 
 def _grouped(found: Sequence[Cost], key: Callable[[Cost], str], title: str) -> str:

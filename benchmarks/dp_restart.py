@@ -1,9 +1,9 @@
 """Data-parallel training that loses a worker: where the seconds go from the kill to the next step, part by part.
 
-    python -m benchmarks.dp_restart [--kills 3] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
+    python -m benchmarks.dp_restart [--kills 3] [--life 15] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
 
-One run on the digits, on a Ray of its own. A worker is killed (SIGKILL, by the number in ``logs/worker_<rank>.pid``) some steps
-after every restart. The moments come from the run's own events, from the files that workers write when they begin, and from the
+One run on the digits, on a Ray of its own. A worker is killed (SIGKILL, by the number in ``logs/worker_<rank>.pid``) ``--life``
+seconds after every start of the workers. The moments come from the run's own events, from the files that workers write when they begin, and from the
 births of Ray's processes; a part whose process was there before the kill costs nothing and is shown as a dash.
 """
 
@@ -28,7 +28,7 @@ from benchmarks.support import header, markdown_table, write_result
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.types import MIB
 
-STEPS_BETWEEN = 45  # of one life of the workers: past two checkpoints, and warm
+STEPS = 45  # of one life of the workers at least: past two checkpoints
 PARTS = {
     "told": "killed → the driver knows (Ray notices, ends the group, `fit` returns)",
     "decided": "→ decided what to do (slots counted, failure written)",
@@ -78,7 +78,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> tuple[list[Moments]
     with started(command(arguments, run_dir), folder) as process:
         found, held = [], []
         for _ in range(arguments.kills):
-            wait_for(process, folder, lambda: _warm(run_dir))
+            wait_for(process, folder, lambda: _lived(run_dir, arguments.life))
             held.append(resident(process))
             found.append(one_kill(process, folder, arguments))
             print(f"{found[-1].total():.2f} s: { {name: round(seconds, 2) for name, seconds in found[-1].parts().items()} }", flush=True)
@@ -134,12 +134,13 @@ def resident(process: subprocess.Popen[bytes]) -> int:
     return total
 
 
-def _warm(run_dir: Path) -> bool:
-    """Enough steps since the workers last began."""
-    steps = 0
+def _lived(run_dir: Path, seconds: float) -> bool:
+    """Whether the workers have been at work for so long since they last began."""
+    times: list[float] = []
     for event in read_events(run_dir / "events.jsonl"):
-        steps = 0 if event["event"] == "failure" else steps + (event["event"] == "step")
-    return steps >= STEPS_BETWEEN
+        if event["event"] in ("failure", "step"):
+            times = [] if event["event"] == "failure" else [*times, event["time"]] if len(times) < STEPS else times
+    return len(times) >= STEPS and time.time() - times[0] > seconds
 
 
 def wait_for(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], bool]) -> None:
@@ -147,7 +148,7 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, until: Callable[[],
     while not until():
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the run came to nothing:\n{tail(folder)}")
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def table(found: Sequence[Moments], held: Sequence[int]) -> str:
@@ -169,6 +170,7 @@ def spread(values: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--life", type=float, default=15.0, help="seconds of work before each kill")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=20)
     parser.add_argument("--rank", type=int, default=1, help="whom to kill")

@@ -1,7 +1,7 @@
 """The same model under plain Ray Train, with its own means against failures (``FailureConfig``, checkpoints by ``ray.train.report``):
 what ``chaos`` compares with. Started as a script; it trains until it is ended.
 
-    python benchmarks/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10]
+    python benchmarks/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10] [--pace 0.05]
 
 Writes ``steps.jsonl`` (step, time, pid) from rank 0 and ``worker_<rank>.pid`` into the folder.
 """
@@ -40,6 +40,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     step = restore(model, optimizer)
     while True:
         for batch in loader:
+            time.sleep(config["pace"])
             loss = task.loss(model, batch)
             optimizer.zero_grad()
             (loss.sum / loss.count).backward()
@@ -77,12 +78,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--checkpoint-every", type=int, default=10)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep in each step")
     given = parser.parse_args()
     folder = given.folder.resolve()
     ray.init(address="local", num_cpus=given.workers + 1, include_dashboard=False)  # never a cluster that happens to run here
     trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"folder": str(folder), "checkpoint_every": given.checkpoint_every},
+        train_loop_config={"folder": str(folder), "checkpoint_every": given.checkpoint_every, "pace": given.pace},
         scaling_config=ray.train.ScalingConfig(num_workers=given.workers),
         run_config=ray.train.RunConfig(
             name="plain", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=-1)

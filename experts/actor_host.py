@@ -1,7 +1,7 @@
 """A host of experts as a Ray actor: it owns one device and runs what it is handed, in segments. It knows nothing of training:
 that comes with the function it is given. Between segments the driver may look after it; within one, no Ray call is made.
 
-Beside the thread that works there are two more, so that a host can be told to leave its group while it waits for the others, and
+Beside the thread that works there are others, so that a host can be told to leave its group while it waits for the others, and
 copies of its state can be fetched while it goes on. A copy is the return value of a call, not an object that the host puts: the
 driver owns it, and it outlives the host."""
 
@@ -69,7 +69,7 @@ class Side:
     memory: dict[str, Any] = field(default_factory=dict)
 
 
-@ray.remote(concurrency_groups={"side": 1, "copies": 1})  # pyright: ignore[reportCallIssue]
+@ray.remote(concurrency_groups={"side": 1, "copies": 1, "kept": 1})  # pyright: ignore[reportCallIssue]
 class ExpertHost:
     """One host. It works at one thing at a time; what it has imported stays for the next."""
 
@@ -135,14 +135,14 @@ class ExpertHost:
         """The next copy of this host's state: what it holds, and the bytes."""
         return self._side.outbox.fetch()
 
-    @ray.method(concurrency_group="side")
+    @ray.method(concurrency_group="kept")
     def keep(self, key: tuple[int, int, int], header: Any, data: Any, oldest: int) -> None:
         """Keep a copy of another host's, in this process's own memory, by epoch, rank and step; those of steps before the ``oldest``
         are let go of."""
         self._kept = {known: kept for known, kept in self._kept.items() if known[2] >= oldest}
         self._kept[key] = header, data.copy()
 
-    @ray.method(concurrency_group="side", num_returns=2)
+    @ray.method(concurrency_group="kept", num_returns=2)
     def kept(self, key: tuple[int, int, int]) -> tuple[Any, Any]:
         """The copy that is kept of another host."""
         return self._kept[key]

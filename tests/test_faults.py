@@ -291,11 +291,14 @@ def test_shared_memory_that_stays_is_found() -> None:
 
 
 def test_files_that_pile_up_are_found(tmp_path: Path) -> None:
-    watch = Watch(1, tmp_path)
-    watch.readings = {7: [Reading(float(t), 20 + t, 5, 0) for t in range(60)], 8: [Reading(float(t), 20, 5, 0) for t in range(60)]}
-    moments = [10.0, 20.0, 30.0, 40.0]
-    assert leaking(watch, moments) == ["process 7 had 28 files and 78 after 4 faults"]
-    assert leaking(watch, []) == []
+    """A host that loads more until it has been through one fault is no leak; one that keeps a file of every fault is."""
+    watch, moments = Watch(1, tmp_path), [10.0 * number for number in range(1, 10)]
+    watch.member_since = {7: 5.0, 8: 5.0}
+    grows = [Reading(float(t), 20 + 2 * (t // 10), 5, 0) for t in range(100)]
+    settles = [Reading(float(t), 20 + 3 * min(t, 12), 5, 0) for t in range(100)]
+    watch.readings = {7: grows, 8: settles, 9: grows}
+    assert leaking(watch, moments) == ["host process 7 had 22 files after one fault and 38 after 9"]
+    assert leaking(watch, moments[:1]) == [], "nothing to compare"
 
 
 # --- the table

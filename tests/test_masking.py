@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.config.reader import Resolved, dump, read_file
@@ -20,6 +22,7 @@ from orchestrator.record.cleaning import copy_masked
 from orchestrator.record.events import EventLog, read_events
 from orchestrator.record.ledger import LEDGER, Ledger, Row
 from orchestrator.record.screen import Screen
+from orchestrator.train.checkpoint import CheckpointStore, Contents, load
 from tests.support.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in, leaky_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,14 +31,19 @@ SECRETS = secrets_of(ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
-    "name", ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PGPASSWORD", "my_secret", "AWS_ACCESS_KEY_ID", "KEY"]
+    "name",
+    [
+        *("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PGPASSWORD", "my_secret", "AWS_ACCESS_KEY_ID", "KEY", "RAY_AUTH_TOKEN"),
+        *("OPENAI_API_KEY_2", "GITHUB_TOKEN_PROD", "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "SECRET_KEY_BASE"),
+    ],
 )
 def test_values_of_telling_names_are_secrets(name: str) -> None:
     assert secrets_of({name: "correct-horse"}) == ("correct-horse",)
 
 
 @pytest.mark.parametrize(
-    "name", ["PWD", "HOME", "MONKEYS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES"]
+    "name",
+    ["PWD", "HOME", "MONKEYS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "CUDA_VISIBLE_DEVICES", "MAX_TOKEN_COUNT"],
 )
 def test_values_of_other_names_are_not(name: str) -> None:
     assert secrets_of({name: "correct-horse"}) == ()
@@ -60,6 +68,9 @@ def test_a_password_in_an_address_of_the_environment_is_a_secret_by_itself() -> 
         ("https://h/?token=abc", "https://h/?token=***"),
         ("https://host:8265/a@b", "https://host:8265/a@b"),
         ("http://me@host/x", "http://me@host/x"),
+        ("Protocol=https;AccountName=me;AccountKey=abc/d+e==;Suffix=x", "Protocol=https;AccountName=me;AccountKey=***;Suffix=x"),
+        ("{'Authorization': 'Bearer abc.def', 'x': 1}", "{'Authorization': 'Bearer ***', 'x': 1}"),
+        ("authorization: Basic bWU6eA==", "authorization: Basic ***"),
         ("loss = 3 ? key: value & more", "loss = 3 ? key: value & more"),
     ],
 )
@@ -120,6 +131,45 @@ def test_an_error_keeps_its_class_and_loses_its_secrets() -> None:
     assert caught.__cause__.args == (MASK,)
 
 
+def test_what_an_error_shows_beside_its_words_is_masked() -> None:
+    failed = subprocess.CalledProcessError(1, ["git", "clone", URL], output=CANARIES[0].encode(), stderr=CANARIES[1])
+    missing = FileNotFoundError(2, "No such file or directory", f"/data/{CANARIES[2]}")
+    missing.add_note(f"tried {CANARIES[3]}")
+    group = ExceptionGroup(f"both of {CANARIES[4]}", [failed, missing])
+    mask_error(group, SECRETS)
+    shown = "".join(traceback.format_exception(group))
+    assert_none_in(shown + str(failed.cmd) + str(failed.output) + str(failed.stderr) + str(group.args))
+    assert "No such file or directory: '/data/***'" in shown
+    assert "returned non-zero exit status 1" in shown
+    assert (missing.errno, failed.returncode) == (2, 1)
+
+
+def test_what_is_no_text_in_an_error_stays() -> None:
+    array, inner = np.ones(2), object()
+    error = ValueError(array, 7, (inner, CANARIES[0]))
+    error.more = array  # pyright: ignore[reportAttributeAccessIssue]
+    mask_error(error, SECRETS)
+    assert error.args[0] is array
+    assert error.args[1:] == (7, (inner, MASK))
+
+
+def test_bytes_beneath_a_stream_are_masked_too() -> None:
+    under = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    stream = MaskedStream(under, SECRETS)
+    stream.buffer.write(f"{CANARIES[4]} \xff".encode())
+    stream.buffer.flush()
+    assert under.buffer.getvalue() == f"{MASK} \xff".encode()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_checkpoint_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    state = {"progress": {"step": 3, "validation": dict.fromkeys(CANARIES, 1.5)}, "text": URL}
+    path = CheckpointStore(tmp_path).save(3, Contents({"model": {}}, state))
+    assert_none_in(tmp_path)
+    assert load(path).state["progress"] == {"step": 3, "validation": {MASK: 1.5}}
+
+
 def test_a_stream_masks_and_is_the_stream() -> None:
     under = io.StringIO()
     stream = MaskedStream(under, SECRETS)
@@ -168,7 +218,8 @@ def test_every_record_is_opened_with_the_secrets() -> None:
 
 
 def test_a_run_that_tells_everything_leaves_no_secret(tmp_path: Path) -> None:
-    """Printed, warned of, in a metric's name, in a setting, in the error that ends it: not one is found afterwards."""
+    """Printed, warned of, in a metric's name, in a setting, in the error that ends it: not one is found afterwards, nor in the
+    checkpoints."""
     leaky_task(tmp_path, raises=True)
     argv = [
         "--task",
@@ -181,6 +232,10 @@ def test_a_run_that_tells_everything_leaves_no_secret(tmp_path: Path) -> None:
         "30",
         "--log-every",
         "1",
+        "--checkpoint-every",
+        "4",
+        "--evaluate-every",
+        "2",
         "--gpu-mode",
         "cpu",
         *SIZES,
@@ -200,5 +255,6 @@ def test_a_run_that_tells_everything_leaves_no_secret(tmp_path: Path) -> None:
     assert {"config.yaml", "plan.json", "events.jsonl", "report.html", "summary.json", "tensorboard"} <= {p.name for p in run.iterdir()}
     assert "cannot log in" in (run / "report.html").read_text()
     assert MASK in (run / "config.yaml").read_text()
+    assert MASK in (run / "checkpoints" / "step_00000004" / "state.json").read_text()
     assert_none_in(run)
     assert_none_in(done.stdout + done.stderr)

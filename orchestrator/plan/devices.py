@@ -40,6 +40,7 @@ class Host:
     about: str
     operation_s: float
     launch_s: float
+    sort_s: float
     view_s: float
     tensor_s: float
     step_s: float
@@ -70,6 +71,8 @@ class Achieved:
     unaligned: Mapping[str, Mapping[str, float]]
     """By precision and layout."""
     grouped: Rows
+    sustained: float
+    """How many times as long all of that takes within a step."""
     kernel_s: float
     host: Host
     reserved_mib: float
@@ -148,9 +151,11 @@ def device_of(name: str) -> Device:
         unaligned={precision: achieved.unaligned[precision] for precision in known.peak_tflops},
         operation_s=host.operation_s,
         launch_s=host.launch_s,
+        sort_s=host.sort_s,
         view_s=host.view_s,
         tensor_s=host.tensor_s,
         step_s=host.step_s,
+        sustained=achieved.sustained,
         reserved_bytes=achieved.reserved_mib * MIB,
     )
 

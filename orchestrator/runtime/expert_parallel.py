@@ -107,7 +107,9 @@ class Hosts:
     def _attend(self, seconds: float) -> None:
         """Look after the members: their calls, their copies, their pulses."""
         muster = self._muster
-        ray.wait([*muster.calls, *self._copies.calls], num_returns=1, timeout=seconds)
+        under_way = [*muster.calls, *self._copies.calls]
+        if under_way:
+            ray.wait(under_way, num_returns=1, timeout=seconds)
         self._copies.look()
         muster.hear()
         self._check_pulses()

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.runtime.seats import SeatPlan
+
+
+def _device_is_gone(error: BaseException) -> bool:
+    """After an error of CUDA's own, but for one of memory, nothing works in that process any more."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return not isinstance(cause, OrchestratorError) and "CUDA error" in str(cause)
 
 
 class Muster:
@@ -43,7 +50,10 @@ class Muster:
             except RayActorError:
                 self.lost[seat] = f"host {self.rank(seat)} was lost"
             except Exception as error:
-                self.raised[seat] = error
+                if _device_is_gone(error):
+                    self.give_up(seat, f"host {self.rank(seat)} lost its device: {next(iter(str(error).splitlines()), '')}")
+                else:
+                    self.raised[seat] = error
 
     def give_up(self, seat: int, why: str) -> None:
         """A member that does not answer: it is ended, and not waited for."""

@@ -148,10 +148,11 @@ class Vital:
     still_s: float
 
 
-_LIMITS = {"step": 1, "rest": 1, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
+_LIMITS = {"step": 1, "rest": 1, "join": 6, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
 """What a phase may take, in multiples of what a step may."""
 _SLOW = 3  # times as long as the slowest step so far
 _SILENT = 0.95  # of a limit: who says nothing is found out before it is over
+_QUIET = 3  # times what a step may take: for so long a host may say nothing at all, busy or not, once it has begun to
 
 
 def limit_s(phase: str, patience_s: float, slowest_s: float = 0.0) -> float:
@@ -166,7 +167,8 @@ def stuck(vitals: Iterable[Vital], patience_s: float, slowest_s: float = 0.0) ->
 
     def over(vital: Vital) -> bool:
         still = vital.still_s > limits[vital.seat] and not vital.waiting and vital.phase != "rest"
-        return still or vital.silent_s > _SILENT * limits[vital.seat]
+        quiet = min(limits[vital.seat], _QUIET * patience_s) if vital.phase != "join" else limits[vital.seat]
+        return still or vital.silent_s > _SILENT * quiet
 
     found = tuple(filter(over, known))
     if not found and known and all(vital.waiting and vital.still_s > limits[vital.seat] for vital in known):

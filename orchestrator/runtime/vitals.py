@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.2
 @dataclass
 class _Pulse:
     said: str = ""
-    phase: str = "build"
+    phase: str = "join"
     step: int = 0
     progress: int = -1
     waiting: bool = False

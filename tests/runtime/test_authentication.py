@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -102,6 +103,20 @@ def test_others_are_not(monkeypatch: pytest.MonkeyPatch, answer: bool | None) ->
 def test_no_token_for_a_cluster_that_asks_for_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "asks_for_token", lambda _: True)
     with pytest.raises(ResourceError, match="asks for a token, and there is none here"):
+        authentication.show_token(ADDRESS)
+
+
+@pytest.mark.parametrize("content", [None, "", " \n"])
+def test_a_file_that_is_named_and_holds_no_token_is_told(home: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    path = home / "mine"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.setattr(authentication, "asks_for_token", lambda _: True)
+    with pytest.raises(ResourceError, match=r"RAY_AUTH_TOKEN_PATH is .*mine, which holds no token"):
+        authentication.lock_token()
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    with pytest.raises(ResourceError, match="there is none here"):
         authentication.show_token(ADDRESS)
 
 
@@ -208,14 +223,60 @@ def test_an_open_cluster_is_joined_with_a_warning(tmp_path: Path) -> None:
     assert "joined None" in done.stdout
 
 
+KNOCK = """
+import json, os, sys, urllib.error, urllib.request
+import psutil
+from orchestrator.config.settings import Config
+from orchestrator.runtime.session import session
+
+def post(host, port, path, headers):
+    body = json.dumps({"entrypoint": f"touch {sys.argv[1]}"}).encode()
+    asked = urllib.request.Request(f"http://{host}:{port}{path}", data=body, headers={"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(asked, timeout=3) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError as error:
+        return type(error).__name__
+
+def all_doors():
+    here = psutil.Process()
+    for process in [here, *here.children(recursive=True)]:
+        for connection in process.net_connections("tcp"):
+            if connection.status == "LISTEN":
+                yield connection.laddr.ip, connection.laddr.port
+
+with session(Config.of(ray_address="local"), print):
+    doors = sorted(set(all_doors()))
+    token = open(os.path.expanduser("~/.ray/auth_token")).read().strip()
+    paths = ("/api/jobs/", "/api/job_agent/jobs/")
+    said = [(ip, port, path, guess, post("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port, path, headers))
+            for ip, port in doors for path in paths
+            for guess, headers in ((None, {}), ("wrong", {"Authorization": "Bearer " + "f" * 64}))]
+    mine = {"Authorization": f"Bearer {token}"}
+    known = [post("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port, paths[1], mine) for ip, port in doors]
+print("SAID", json.dumps([doors, said, known]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_cluster_of_ours_makes_a_private_token(tmp_path: Path) -> None:
-    """For a user without one. Nothing in it takes jobs over HTTP: it has no dashboard."""
+@pytest.mark.timeout(600)
+def test_a_cluster_of_ours_is_locked_at_every_port(tmp_path: Path) -> None:
+    """For a user without a token one is made, private; there is no dashboard; and at whichever port a stranger posts a job, it is not
+    taken. Whoever has the token is let in at one of them, so that the refusals mean something."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    done = join("local", environment)
-    assert done.stdout.split("\n")[:2] == ["started token", "left None"], done.stdout + done.stderr
+    command = [sys.executable, "-c", KNOCK, str(tmp_path / "canary")]
+    done = subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500)
     assert mode(tmp_path / ".ray" / "auth_token") == 0o600
+    doors, said, known = json.loads(done.stdout.partition("SAID")[2] or "null") or pytest.fail(done.stdout + done.stderr)
+    assert len(doors) > 3
+    refused = {401, 403}
+    assert {status for *_, status in said} & refused
+    assert not [entry for entry in said if isinstance(entry[-1], int) and entry[-1] not in refused | {404, 405, 415}]
+    assert any(isinstance(status, int) and status not in refused | {404, 405, 415} for status in known), known
+    assert not (tmp_path / "canary").exists()
 
 
 LOOK = """
@@ -235,7 +296,7 @@ print("SEEN", json.dumps(seen))
 @pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
 def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that prints all secrets, has a program print some, and fails with them: none in the run folder, in what the driver says,
-    or in what the cluster knows of the job."""
+    in what the cluster knows of the job, or in Ray's own logs. Nor is the cluster's token."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     leaky_task(tmp_path, raises=True, past=True)
@@ -246,6 +307,8 @@ def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monke
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         look = [sys.executable, "-c", LOOK, here.address, f"http://127.0.0.1:{here.dashboard}"]
         seen = subprocess.run(look, env=environment, capture_output=True, text=True, timeout=120)
+        shutil.copytree(here.folder / "session_latest" / "logs", tmp_path / "ray")
+        token = Path(here.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
     assert done.returncode == 2, done.stdout + done.stderr
     assert "cannot log in" in done.stderr
     log = (tmp_path / "run" / "logs" / "worker_0.log").read_text()
@@ -255,3 +318,6 @@ def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monke
     assert_none_in(tmp_path / "run")
     assert_none_in(done.stdout + done.stderr)
     assert_none_in(seen.stdout.partition("SEEN")[2])
+    assert_none_in(tmp_path / "ray")
+    written = [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [text for text in (done.stdout, done.stderr, seen.stdout, *written) if token in text]

@@ -25,6 +25,7 @@ assert len(CANARIES) == 10
 
 _TASK = """
 import os, sys, warnings
+from dataclasses import replace
 from orchestrator.tasks.synthetic import Synthetic
 
 NAMES = {names!r}
@@ -41,13 +42,14 @@ class Leaky(Synthetic):
         self.steps = 0
 
     def loss(self, model, batch):
-        self.steps += next(iter(model.parameters())).device.type != "meta"
+        self.steps += model.training and next(iter(model.parameters())).device.type != "meta"
         if {past} and "worker_" in os.readlink("/proc/self/fd/1"):
             os.system("echo past python $HF_TOKEN $DATABASE_URL")
         if {raises} and self.steps > 6:
             sys.stderr.write("on the way " + everything())
             raise RuntimeError("cannot log in at " + URL + " with " + everything())
-        return super().loss(model, batch)
+        made = super().loss(model, batch)
+        return replace(made, metrics={{**made.metrics, **{{os.environ[name]: made.sum.detach() for name in NAMES}}}})
 """
 
 

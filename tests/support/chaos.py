@@ -49,6 +49,8 @@ class Job:
     collective_timeout: int = 10
     extra: tuple[str, ...] = ()
     here: Cluster | None = None
+    pace: float = 0.0
+    """Seconds that a host sleeps in each step: as if a GPU worked for it, and the cores were free."""
 
     def command(self, run_dir: Path) -> list[str]:
         live = known("--spares", str(self.spares), "--snapshot-every", str(self.snapshot_every))
@@ -102,7 +104,7 @@ def started(job: Job, run_dir: Path, *extra: str) -> Iterator[subprocess.Popen[b
 def disturbed(job: Job, run_dir: Path, schedule: Schedule, *extra: str, timeout: float = 600) -> Ended:
     """Run to the end under a schedule; an empty one leaves it in peace. TimeoutError where it does not end."""
     post, memory = Post.beside(run_dir), shared_memory()
-    post.lay_out(schedule)
+    post.lay_out(schedule, job.pace)
     with started(job, run_dir, *extra) as process:
         roots = frozenset({process.pid, *(node.pid for node in (job.here.nodes if job.here else []))})
         with Watch(process.pid, run_dir) as watch, Injector(run_dir, schedule, job.hosts, process.pid, roots, job.here):

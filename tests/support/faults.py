@@ -175,14 +175,20 @@ class Post:
     def beside(cls, run_dir: Path) -> Post:
         return cls(run_dir.with_name(f"{run_dir.name}.chaos"))
 
-    def lay_out(self, schedule: Schedule) -> None:
+    def lay_out(self, schedule: Schedule, pace: float = 0.0) -> None:
+        """``pace``: seconds that each host sleeps in a step."""
         (self.folder / "fired").mkdir(parents=True, exist_ok=True)
+        (self.folder / "pace").write_text(str(pace), encoding="utf-8")
         (self.folder / "seen").mkdir(exist_ok=True)
         (self.folder / "faults.json").write_text(schedule.to_json(), encoding="utf-8")
 
     def schedule(self) -> Schedule:
         path = self.folder / "faults.json"
         return Schedule.from_json(path.read_text(encoding="utf-8")) if path.exists() else Schedule()
+
+    def pace(self) -> float:
+        path = self.folder / "pace"
+        return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
 
     def claim(self, number: int, fault: Fault, rank: int | None, pid: int, step: int) -> bool:
         """Say that a fault is about to happen to a rank; False where it has happened already."""

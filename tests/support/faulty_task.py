@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from time import time
+from time import sleep, time
 from typing import Any, TextIO
 
 import torch
@@ -38,6 +38,7 @@ class Agent:
     run_dir: Path
     post: Post
     waiting: list[tuple[int, Fault]]
+    pace: float = 0.0
     step: int = 0
     attempt: int = 0
     exchanges: int = 0
@@ -48,7 +49,8 @@ class Agent:
     @classmethod
     def of(cls, run_dir: Path) -> Agent:
         post = Post.beside(run_dir)
-        return cls(run_dir, post, [(number, fault) for number, fault in enumerate(post.schedule().faults) if fault.when.inside])
+        inside = [(number, fault) for number, fault in enumerate(post.schedule().faults) if fault.when.inside]
+        return cls(run_dir, post, inside, post.pace())
 
     def begins(self, step: int) -> None:
         """Of a step the loop asks twice: before it, and before the weights change."""
@@ -194,5 +196,6 @@ class Faulty(Digits):
             if not moe_layers(model)[0][1].hosts.silent:  # samples that stand in for none count for nothing
                 self.agent.saw(ids[0].tolist())
             self.agent.at("forward")
+            sleep(self.agent.pace)
             self.agent.watch_backward(model.blocks[-1].norm.weight)
         return super().loss(model, (images, labels))

@@ -8,14 +8,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Self
 
 import psutil
 
 _LOOK_SECONDS = 0.25
-_SETTLED_SECONDS = 5.0  # of a process's life, before what it holds is counted
-_AT_ONCE = 4  # readings that one figure is the median of: a recovery holds more for a moment
+_FREE = 4.0  # that anyone may hold more of: a recovery may be under way
+_PER_FAULT = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,25 @@ class Reading:
     resident: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a process held before the second fault that it lived through, when it had been through one, and at the end."""
+
+    pid: int
+    seconds: float
+    faults: int
+    first: Reading
+    last: Reading
+
+
 @dataclass
 class Watch:
-    """``root`` is the driver. Hosts on a cluster that runs already are no children of it: they are known by the run's pid files."""
+    """``root`` is the driver. Hosts are known by the run's pid files: on a cluster that runs already they are no children of it."""
 
     root: int
     run_dir: Path
     readings: dict[int, list[Reading]] = field(default_factory=dict)
+    member_since: dict[int, float] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -58,41 +69,24 @@ class Watch:
             pids |= {child.pid for child in psutil.Process(self.root).children(recursive=True)}
         for path in self.run_dir.glob("logs/worker_*.pid"):
             with suppress(OSError, ValueError):
-                pids.add(int(path.read_text(encoding="utf-8")))
+                pid = int(path.read_text(encoding="utf-8"))
+                pids.add(pid)
+                self.member_since.setdefault(pid, time.time())
         return pids
 
-    def growth(self) -> list[Growth]:
-        """Of each process that lived long enough, what it held when it had settled and at the end; longest life first."""
-        found = [Growth.of(pid, many) for pid, many in self.readings.items()]
-        return sorted((one for one in found if one is not None), key=lambda one: -one.seconds)
+    def held(self, moments: list[float]) -> list[Held]:
+        """Of the driver and of each host that lived through two faults or more; most faults first."""
+        since = {self.root: 0.0, **self.member_since}
+        found = [_held(pid, self.readings.get(pid, []), sorted(moment for moment in moments if moment > since[pid])) for pid in since]
+        return sorted((one for one in found if one is not None), key=lambda one: -one.faults)
 
 
-@dataclass(frozen=True)
-class Growth:
-    pid: int
-    seconds: float
-    began: float
-    ended: float
-    files: tuple[float, float]
-    threads: tuple[float, float]
-    resident: tuple[float, float]
-
-    @classmethod
-    def of(cls, pid: int, readings: list[Reading]) -> Growth | None:
-        settled = [one for one in readings if one.time > readings[0].time + _SETTLED_SECONDS]
-        if len(settled) < 2 * _AT_ONCE:
-            return None
-        first, last = settled[:_AT_ONCE], settled[-_AT_ONCE:]
-
-        def both(name: str) -> tuple[float, float]:
-            return median(getattr(one, name) for one in first), median(getattr(one, name) for one in last)
-
-        begun, ended = readings[0].time, readings[-1].time
-        return cls(pid, ended - begun, begun, ended, both("files"), both("threads"), both("resident"))
-
-    def lived_through(self, moments: list[float]) -> int:
-        """How many of the moments lie within what was measured."""
-        return sum(self.began + _SETTLED_SECONDS < moment < self.ended for moment in moments)
+def _held(pid: int, readings: list[Reading], moments: list[float]) -> Held | None:
+    lived = [moment for moment in moments if readings and moment < readings[-1].time]
+    before = [one for one in readings if len(lived) > 1 and lived[0] < one.time < lived[1]]
+    if not before:
+        return None
+    return Held(pid, readings[-1].time - readings[0].time, len(lived), before[-1], readings[-1])
 
 
 def reading(pid: int) -> Reading:
@@ -100,13 +94,13 @@ def reading(pid: int) -> Reading:
     return Reading(time.time(), len(os.listdir(f"/proc/{pid}/fd")), process.num_threads(), process.memory_info().rss)
 
 
-def leaking(watch: Watch, moments: list[float], spare: float = 6.0) -> list[str]:
-    """Processes that hold more with every fault they live through: files or threads. ``spare`` are allowed to anyone."""
+def leaking(watch: Watch, moments: list[float]) -> list[str]:
+    """Processes that hold more with every fault they live through: files or threads."""
     wrong: list[str] = []
-    for one in watch.growth():
-        lived = one.lived_through(moments)
+    for one in watch.held(moments):
         for name in ("files", "threads"):
-            before, after = getattr(one, name)
-            if lived >= 2 and after - before > spare + 0.25 * lived:
-                wrong.append(f"process {one.pid} had {before:.0f} {name} and {after:.0f} after {lived} faults")
+            before, after = getattr(one.first, name), getattr(one.last, name)
+            if after - before > _FREE + _PER_FAULT * one.faults:
+                who = "the driver" if one.pid == watch.root else f"host process {one.pid}"
+                wrong.append(f"{who} had {before} {name} after one fault and {after} after {one.faults}")
     return wrong

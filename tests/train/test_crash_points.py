@@ -181,9 +181,7 @@ def check_full(crash: Crash, story: Story) -> None:
     _, skipped = CheckpointStore(at, mend=False).newest_good()
     assert not skipped
     present = {step for step, _ in CheckpointStore(at, mend=False).newest_first()}
-    promised = {*story.promises[0], *crash.told}
-    if story.script == "resumed" and crash.told:
-        promised = set(crash.told)  # it had put the later ones away
+    promised = {*story.lasting, *crash.told}
     wanted = set(sorted(promised | present)[-KEEP:]) | {step for step in promised if step == story.best}
     assert wanted <= present, f"there: {sorted(present)}; wanted: {sorted(wanted)}"
     store = CheckpointStore(at, keep=KEEP)
