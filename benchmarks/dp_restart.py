@@ -3,8 +3,8 @@
     python -m benchmarks.dp_restart [--kills 3] [--life 15] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
 
 One run on the digits, on a Ray of its own. A worker is killed (SIGKILL, by the number in ``logs/worker_<rank>.pid``) ``--life``
-seconds after every start of the workers. The moments come from the run's own events, from the files that workers write when they begin, and from the
-births of Ray's processes; a part whose process was there before the kill costs nothing and is shown as a dash.
+seconds after every start of the workers. The moments come from the run's own events, from the files that workers write when they
+begin, and from the births of Ray's processes: one that was there before the decision costs nothing and is shown as a dash.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,7 @@ class Moments:
 
     def parts(self) -> dict[str, float]:
         names = ["killed", *PARTS]
-        return {after: getattr(self, after) - getattr(self, before) for before, after in zip(names, names[1:], strict=False)}
+        return {after: getattr(self, after) - getattr(self, before) for before, after in pairwise(names)}
 
     def total(self) -> float:
         return self.stepped - self.killed
@@ -156,7 +157,7 @@ def table(found: Sequence[Moments], held: Sequence[int]) -> str:
     for name, label in PARTS.items():
         rows.append([label, spread([one.parts()[name] for one in found])])
         if name == "begun":
-            rows += [[words, spread([getattr(one, birth) - one.decided for one in found])] for birth, words in BIRTHS.items()]
+            rows.extend([words, spread([getattr(one, birth) - one.decided for one in found])] for birth, words in BIRTHS.items())
     rows.append(["**killed → first step done**", f"**{spread([one.total() for one in found])}**"])
     rows.append(["steps lost, to be done again", spread([float(one.lost_steps) for one in found])])
     rows.append(["memory of all processes of the run before a kill, MiB (shared pages once)", f"{statistics.median(held) / MIB:.0f}"])

@@ -174,6 +174,7 @@ LOADS = {"torch.load", "np.load", "numpy.load", "joblib.load", "pd.read_pickle",
 YAMLS = {"yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "yaml.Loader", "yaml.FullLoader", "yaml.UnsafeLoader"}
 IMPORTERS = {
     "orchestrator": "hands on names of a fixed list",
+    "orchestrator.runtime.successors": "modules whose names stand there",
     "orchestrator.train.compiling": "a module of torch whose name stands there",
     "orchestrator.tasks.load": "a task of one's own is named by the user, on the command line or in a config",
 }

@@ -291,8 +291,10 @@ def test_a_ledger_that_is_no_file_is_not_read(scene: Scene, kind: str) -> None:
         assert code == 2, said
 
 
+DEEP_ENOUGH = "[" * 150 + "]" * 150  # that a reader takes it, and those who show it do not
 TREES: dict[str, Callable[[Scene], str]] = {
     "nested without end": lambda _: DEEP,
+    "nested deep enough": lambda _: f'{{"choices": {{"batch_size": {{"value": {DEEP_ENOUGH}}}}}, "status": {DEEP_ENOUGH}}}',
     "a tag": lambda scene: f"run: {yaml_bomb(scene.canary)}\n",
     "aliases of aliases": lambda _: laughs(),
     "markup": lambda _: json.dumps({"run": {"name": MARK}, "status": MARK, "validation": {MARK: MARK}, "choices": {MARK: [MARK]}}),
@@ -360,6 +362,7 @@ EVENTS: dict[str, list[Any]] = {
         {"event": "resume", "skipped": "x"},
     ],
     "paths": [{"event": "checkpoint", "step": 5, "path": "../../x"}, {"event": "resume", "step": 5, "path": "/etc/passwd"}],
+    "nested deep enough": [f'{{"event": "{kind}", "step": 5, "message": {"[" * 400}{"]" * 400}}}' for kind in ("warning", "start", "load")],
     "no JSON": [DEEP, "\x00\xff", "null", '{"event":5}', '{"event":"step","step":' + "9" * 5000 + "}", '{"event":"step","step":1e999}'],
 }
 

@@ -122,7 +122,17 @@ def parse(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    ours = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if ours and (line.count(b"[") + line.count(b"{") <= _DEEPEST or shallow(event)) else None
+
+
+_DEEPEST = 32
+
+
+def shallow(value: Any, deepest: int = _DEEPEST) -> bool:
+    """Whether a tree of plain values is one that those who show it can go through. What is written has a handful of levels."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return deepest > 0 and all(shallow(part, deepest - 1) for part in inner if isinstance(part, dict | list))
 
 
 def present(events: Iterable[Event]) -> list[Event]:

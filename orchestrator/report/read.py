@@ -18,7 +18,7 @@ import yaml
 
 from orchestrator.config.yaml_text import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event, by_step, of_kind, read_events, sittings
+from orchestrator.record.events import Event, by_step, of_kind, read_events, shallow, sittings
 
 T = TypeVar("T")
 
@@ -240,6 +240,8 @@ def _tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         raise UserError(f"{path} is no file; a report reads what a run wrote.\nMove it away: the report does without it.")
     try:
         tree = parse(path.read_text(encoding="utf-8"))
+        if not shallow(tree):
+            raise ValueError("it is nested too deeply")
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError covers broken JSON and broken UTF-8
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be read: {reason}\nMend the file, or move it away: the report does without it.") from None

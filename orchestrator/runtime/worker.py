@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-import ray.train
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.context import get_train_context  # the public one imports all of Tune first
 
 from orchestrator.errors import UserError
 from orchestrator.masking import MaskedStream, Secrets, mask_error
 from orchestrator.plan.hardware import secret_values
+from orchestrator.runtime.successors import leave_successors
 from orchestrator.runtime.variables import set_variables, variable
 
 # Ray Train's controller reads this file too, and has no use for torch: what only a worker needs is imported when it works.
@@ -56,6 +57,10 @@ class _Place(Backend):
         address, port = worker_group.execute_single(0, _free_place)
         worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
+        if backend_config.again:
+            leave_successors(2)  # the next controller, and an actor of Ray Train's for its reports
+
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         pass
 
@@ -65,6 +70,8 @@ class Meeting(BackendConfig):
     """Brings workers together without waiting for them. Ray Train's own would form the group before the workers run."""
 
     backend: str = "gloo"
+    again: bool = True
+    """Whether there may be another group after this one."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -83,11 +90,13 @@ def _free_place() -> tuple[str, int]:
 def worker(config: dict[str, Any]) -> dict[str, Any]:
     """A data-parallel worker's whole life, under Ray Train. What it returns reaches the driver from rank 0; what it raises, from
     any."""
-    context = ray.train.get_context()
+    context = get_train_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
     secrets = secret_values()
     with masked_errors(secrets), _at_work(ray.get(config["assignment"]), place, rank, size, secrets) as stint:
+        if stint.prepared.resolved.config.parallel.max_failures:
+            leave_successors()
         ended = None
         while ended is None:
             ended = stint.advance(sys.maxsize)

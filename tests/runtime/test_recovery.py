@@ -243,19 +243,28 @@ def test_a_rest_is_no_standing_still_but_silence_is() -> None:
     assert seats_of(vital(0, "rest", silent=10.5, still=500.0)) == [0]
 
 
-@pytest.mark.parametrize(
-    ("phase", "times"),
-    [("step", 1), ("rest", 1), ("data", 6), ("snapshot", 6), ("evaluate", 12), ("first step", 60), ("build", 60), ("save", 60)],
-)
-def test_long_phases_take_long(phase: str, times: int) -> None:
-    assert limit_s(phase, 10.0) == 10.0 * times
-    assert seats_of(vital(0, phase, silent=9.0 * times)) == []
-    assert seats_of(vital(0, phase, silent=10.0 * times + 0.1)) == [0]
+LONG = {"step": 1, "rest": 1, "join": 6, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
 
 
-def test_a_host_that_is_silent_in_a_long_phase_is_found_by_that_phases_limit() -> None:
-    assert seats_of(vital(0, "evaluate", silent=108.0, still=108.0), vital(1, waiting=True, still=108.0)) == []
-    assert seats_of(vital(0, "evaluate", silent=121.0, still=121.0), vital(1, waiting=True, still=121.0)) == [0]
+@pytest.mark.parametrize("phase", LONG)
+def test_long_phases_take_long(phase: str) -> None:
+    limit = 10.0 * LONG[phase]
+    assert limit_s(phase, 10.0) == limit
+    assert seats_of(vital(0, phase, still=limit)) == []
+    assert seats_of(vital(0, phase, still=limit + 0.1)) == ([0] if phase != "rest" else [])
+
+
+@pytest.mark.parametrize("phase", [phase for phase in LONG if phase != "join"])
+def test_no_phase_is_so_long_that_a_host_says_nothing(phase: str) -> None:
+    """It speaks from beside its work: three times what a step may take is long enough, whatever it is busy with."""
+    quiet = min(10.0 * LONG[phase], 30.0)
+    assert seats_of(vital(0, phase, silent=0.9 * quiet, still=0.9 * quiet), vital(1, waiting=True, still=quiet)) == []
+    assert seats_of(vital(0, phase, silent=quiet, still=quiet), vital(1, waiting=True, still=quiet)) == [0]
+
+
+def test_who_has_not_begun_to_speak_has_the_time_to() -> None:
+    assert seats_of(vital(0, "join", silent=50.0, still=50.0)) == []
+    assert seats_of(vital(0, "join", silent=60.0, still=60.0)) == [0]
 
 
 def test_slow_steps_raise_the_limit() -> None:

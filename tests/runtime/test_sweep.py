@@ -73,7 +73,7 @@ def test_killed_and_resumed(shared_cluster: Cluster, tmp_path: Path) -> None:
     rows = rows_of(folder)
     assert [row.point for row in rows[1:]] == POINTS  # in the order of the list
     assert [row.status for row in rows] == ["completed", "completed", "infeasible", "failed", "failed", "completed"]
-    for row, said in zip(rows[2:5], ("9", "top_k is 5 but there are only 3 experts", "more than the 1,437"), strict=True):
+    for row, said in zip(rows[2:5], ("9", "top_k is 5 but there are only 3 experts", "more than the 1,438"), strict=True):
         assert said in row.reason
     assert [(row.workers, row.strategy) for row in rows if row.status == "completed"][-1] == (2, "data_parallel")
     assert "train with it: orchestrator train --tuned" in output

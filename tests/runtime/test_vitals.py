@@ -53,10 +53,10 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_hosts_that_have_said_nothing_are_building(scene: Scene) -> None:
+def test_hosts_that_have_said_nothing_are_joining(scene: Scene) -> None:
     scene.at(107.0)
     assert [vital.seat for vital in scene.vitals.all()] == [4, 0, 2]
-    assert {scene.of(seat) for seat in (0, 2, 4)} == {("build", False, 7.0, 7.0)}
+    assert {scene.of(seat) for seat in (0, 2, 4)} == {("join", False, 7.0, 7.0)}
     assert scene.vitals.step == 0
 
 
@@ -65,7 +65,7 @@ def test_what_a_host_said_last(scene: Scene) -> None:
     scene.at(101.0)
     scene.at(103.0)
     assert scene.of(2) == ("evaluate", True, 2.0, 2.0)
-    assert scene.of(0) == ("build", False, 3.0, 3.0)
+    assert scene.of(0) == ("join", False, 3.0, 3.0)
 
 
 def test_a_beat_is_a_sign_of_life_and_not_of_progress(scene: Scene) -> None:
@@ -84,7 +84,7 @@ def test_the_same_beat_again_is_no_sign_of_life(scene: Scene) -> None:
     for second in (101.0, 105.0, 111.5):
         scene.at(second)
     assert scene.of(2) == ("step", False, 10.5, 10.5)
-    assert [vital.seat for vital in stuck(scene.vitals.all(), 10.0)] == [2], "the others are building still, which may take minutes"
+    assert [vital.seat for vital in stuck(scene.vitals.all(), 10.0)] == [2], "the others have not begun to speak, for which there is time"
 
 
 def test_the_store_is_not_asked_all_the_time(scene: Scene) -> None:
@@ -107,7 +107,7 @@ def test_a_new_epoch_knows_nothing_of_the_one_before(scene: Scene) -> None:
     scene.says(2, "step", 9, 33)  # of a host that has not heard of it yet
     scene.at(111.0)
     assert [vital.seat for vital in scene.vitals.all()] == [2, 5]
-    assert scene.of(2) == ("build", False, 1.0, 1.0)
+    assert scene.of(2) == ("join", False, 1.0, 1.0)
     assert scene.vitals.step == 0
     scene.says(2, "first step", 8, 2, epoch=4)
     scene.at(112.0)

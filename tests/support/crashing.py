@@ -78,8 +78,13 @@ class Crashes:
         (crash,) = self.of([Fate()])
         return crash
 
-    def points(self) -> list[int]:
-        return list(range(sum(operation.kind != "told" for operation in self.undisturbed().trace)))
+    def points(self, after: int = 0) -> list[int]:
+        """The operations of the script by number; those ``after`` so many words of it."""
+        told, words = [], 0
+        for operation in self.undisturbed().trace:
+            words += operation.kind == "told"
+            told += [words] if operation.kind != "told" else []
+        return [number for number, heard in enumerate(told) if heard >= after]
 
     def of(self, fates: Iterable[Fate]) -> Iterator[Crash]:
         """Each in turn, in the same folder."""

@@ -88,8 +88,8 @@ def test_the_last_word_tells_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_last_word_comes_after_an_error_too() -> None:
     heard, pulse = Heard(), Pulse()
+    pulse.at("step", 5)
     with pytest.raises(ValueError, match="of the loop"), beating(pulse, Membership(), heard):
-        pulse.at("step", 5)
         raise ValueError("of the loop")
     assert heard.told(-1)[:2] == ["step", 5]
     assert pulses() == []
