@@ -1,10 +1,10 @@
 """Data-parallel training that loses a worker: where the seconds go from the kill to the next step, part by part.
 
-    python -m benchmarks.dp_restart [--kills 3] [--life 15] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
+    python -m benchmarks.dp_restart [--kills 3] [--life 30] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
 
 One run on the digits, on a Ray of its own. A worker is killed (SIGKILL, by the number in ``logs/worker_<rank>.pid``) ``--life``
 seconds after every start of the workers. The moments come from the run's own events, from the files that workers write when they
-begin, and from the births of Ray's processes: one that was there before the decision costs nothing and is shown as a dash.
+begin, and from the births of their processes: those that were there before the decision cost nothing, which is shown as a dash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "restored": "→ model built, checkpoint read",
     "stepped": "→ first step done",
 }
-BIRTHS = {"controller": "of it: decided → controller's process is born", "worker": "of it: decided → last worker's process is born"}
+BIRTH = "of it: decided → last worker's process is born"
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Moments:
     restored: float
     stepped: float
     lost_steps: int
-    controller: float
-    worker: float
+    born: float
 
     def parts(self) -> dict[str, float]:
         names = ["killed", *PARTS]
@@ -97,20 +96,19 @@ def one_kill(process: subprocess.Popen[bytes], folder: Path, arguments: argparse
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
     wait_for(process, folder, lambda: len(of_kind(read_events(run_dir / "events.jsonl"), "recovery")) > before)
-    return moments(run_dir, killed, process, arguments.workers)
+    return moments(run_dir, killed, arguments.workers)
 
 
-def moments(run_dir: Path, killed: float, process: subprocess.Popen[bytes], workers: int) -> Moments:
+def moments(run_dir: Path, killed: float, workers: int) -> Moments:
     events = read_events(run_dir / "events.jsonl")
     told, failure = of_kind(events, "recovery")[-1], of_kind(events, "failure")[-1]
     detected = told["time"] - told["total_seconds"] + told["detect_seconds"]
     met = detected + told["regroup_seconds"]
     files = [run_dir / "logs" / f"worker_{rank}.pid" for rank in range(workers)]
     births = [psutil.Process(int(file.read_text())).create_time() for file in files]
-    controllers = [other.create_time() for other in offspring(process) if other.name().startswith("ray::Train")]
     return Moments(
         killed, detected, failure["time"], max(file.stat().st_mtime for file in files), met, met + told["restore_seconds"],
-        told["time"], told["lost_steps"], max(controllers, default=0.0), max(births),
+        told["time"], told["lost_steps"], max(births),
     )  # fmt: skip
 
 
@@ -157,7 +155,7 @@ def table(found: Sequence[Moments], held: Sequence[int]) -> str:
     for name, label in PARTS.items():
         rows.append([label, spread([one.parts()[name] for one in found])])
         if name == "begun":
-            rows.extend([words, spread([getattr(one, birth) - one.decided for one in found])] for birth, words in BIRTHS.items())
+            rows.append([BIRTH, spread([max(0.0, one.born - one.decided) for one in found])])
     rows.append(["**killed → first step done**", f"**{spread([one.total() for one in found])}**"])
     rows.append(["steps lost, to be done again", spread([float(one.lost_steps) for one in found])])
     rows.append(["memory of all processes of the run before a kill, MiB (shared pages once)", f"{statistics.median(held) / MIB:.0f}"])
@@ -165,13 +163,13 @@ def table(found: Sequence[Moments], held: Sequence[int]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    return "–" if max(values) < 0 else f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+    return "–" if max(values) == 0 else f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--life", type=float, default=15.0, help="seconds of work before each kill")
+    parser.add_argument("--life", type=float, default=30.0, help="seconds of work before each kill")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=20)
     parser.add_argument("--rank", type=int, default=1, help="whom to kill")

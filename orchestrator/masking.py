@@ -85,7 +85,8 @@ def masked(value: Any, secrets: Secrets = ()) -> Any:
 
 
 def mask_error(error: BaseException, secrets: Secrets) -> None:
-    """What an error says, and what those say that led to it, masked in place: it keeps its class and its traceback."""
+    """What an error says, and what those say that led to it, masked in place: it keeps its class and its traceback. The
+    title of a group of errors cannot be changed."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -15,6 +15,7 @@ def copy_masked(source: Path, target: Path, secrets: Secrets) -> None:
     if source == target and not _holds_any(source, secrets):
         return
     beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    beside.unlink(missing_ok=True)
     try:
         with _opened(source) as read, beside.open("x", encoding="utf-8", errors="surrogateescape", newline="") as write:
             write.writelines(mask(line, secrets) for line in read)

@@ -67,7 +67,7 @@ class Hosts:
         self._deadline = perf_counter() + config.parallel.resource_timeout
         self._sent = ray.put(assignment)
         self._store, self._place = open_store(ray.util.get_node_ip_address())
-        self._seats = SeatPlan(hosts + config.parallel.spares, gpu, self._sent)
+        self._seats = SeatPlan(hosts + config.parallel.spares, gpu, self._sent, self._place)
         self._vitals, self._copies, self._muster = Vitals(self._store), Copies(self._seats), Muster(self._seats)
         self._accounts = Accounts(log, assignment.run_dir)
         self._state: State = Starting()

@@ -44,7 +44,24 @@ class Segment:
     keep: bool = False
 
 
-def rehearse(side: Side, assignment: Assignment) -> None:
+def _clients(side: Side, place: tuple[str, int]) -> tuple[Any, Any]:
+    """Two ways to the driver's store: one for the group, one for the pulse, which must not wait for it. They are kept from one
+    membership to the next: to open one may take seconds where names of hosts are looked up."""
+    from orchestrator.train.world import tcp_store
+
+    found = [side.memory.pop(name, None) or tcp_store(*place, 1, False, _STORE_SECONDS) for name in ("store", "pulse store")]
+    side.memory["pulse store"] = found[1]
+    return found[0], found[1]
+
+
+@contextmanager
+def _kept_client(side: Side, store: Any) -> Iterator[None]:
+    """A client is used again once a group has formed by it: a forming that was left holds on to its own."""
+    side.memory["store"] = store
+    yield
+
+
+def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None:
     """Load all that a member needs, so that who stands by can step in at once: torch, with what it imports late, and the task. What is
     wrong with a task is told when it is to be trained."""
     import torch._dynamo  # noqa: F401 -- what the first optimizer of a process imports
@@ -54,6 +71,7 @@ def rehearse(side: Side, assignment: Assignment) -> None:
     from orchestrator.tasks.load import load_task
 
     work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug)
+    side.memory["store"], side.memory["pulse store"] = _clients(side, place)
     if assignment.prepared.task is None:
         with suppress(Exception):
             side.memory["task"] = task = load_task(assignment.prepared.resolved.config)
@@ -84,12 +102,12 @@ def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodge
     from orchestrator.record.log import SilentLog
     from orchestrator.train.pulse import Pulse, beating
     from orchestrator.train.run import Live, Stint
-    from orchestrator.train.world import lodged, tcp_store
+    from orchestrator.train.world import lodged
 
     secrets, life, rank = secret_values(), side.life, member.rank
     with masked_errors(secrets):
         prepared = _prepared(side, assignment, member)
-        store, beside = (tcp_store(*member.place, member.size, False, _STORE_SECONDS) for _ in range(2))
+        store, beside = _clients(side, member.place)
         pulse, key = Pulse(), beat_key(member.epoch, member.seat)
         with beating(pulse, life, lambda text: beside.set(key, text)):
             log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
@@ -100,6 +118,7 @@ def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodge
             with (
                 closing_log(log),
                 lodged(store, f"epoch{member.epoch}", rank, member.size, device, backend, life) as world,
+                _kept_client(side, store),
                 Stint(prepared, world, assignment.run_dir, log, asked, live=live) as stint,
             ):
                 yield Lodger(stint)

@@ -28,9 +28,9 @@ class _Seat:
 class SeatPlan:
     """The seats of a run, by number. Where a host is lost another is started on its seat; it is ready once it has loaded what it needs."""
 
-    def __init__(self, count: int, gpu: bool, assignment: Any) -> None:
-        """``assignment`` is a reference to what the hosts are to train."""
-        self.count, self._gpu, self._sent = count, gpu, assignment
+    def __init__(self, count: int, gpu: bool, assignment: Any, place: tuple[str, int]) -> None:
+        """``assignment`` is a reference to what the hosts are to train, ``place`` where they meet."""
+        self.count, self._gpu, self._sent, self._place = count, gpu, assignment, place
         self._group = placement_group([{"GPU": 1.0} if gpu else {"CPU": 1.0}] * count, strategy="PACK" if gpu else "SPREAD")
         self._seats: dict[int, _Seat] = {}
         self._homes: dict[int, str] = {}
@@ -49,7 +49,7 @@ class SeatPlan:
         actor = ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
             num_cpus=0 if self._gpu else 1, num_gpus=1 if self._gpu else 0, scheduling_strategy=where, max_restarts=0
         ).remote()
-        self._seats[number] = _Seat(actor, actor.warm.remote(rehearse, self._sent))
+        self._seats[number] = _Seat(actor, actor.warm.remote(rehearse, self._sent, self._place))
 
     def end(self, number: int) -> None:
         seat = self._seats.pop(number, None)

@@ -64,9 +64,12 @@ class Ground:
         on_gpu = on_gpus(config, cluster) and bool(inventory.gpus)
         if on_gpu:  # trials side by side share a node's cores, one part for each of its GPUs
             return cls(inventory, cluster, True, max(1, inventory.cores // max(1, *(node.gpus for node in cluster.nodes))))
-        possible = [count for count in workers_asked(space, config) if count <= cluster.cpus] or _left_open(
-            config, space, inventory, cluster
-        )
+        possible = [count for count in workers_asked(space, config) if count <= cluster.cpus]
+        if not possible:
+            possible = _left_open(config, space, inventory, cluster)
+        elif any("workers" not in point for point in space.given):  # some points of a list leave it to the rest of the settings
+            with suppress(ResourceError):
+                possible += _left_open(config, space, inventory, cluster)
         with_cpus = [node for node in cluster.nodes if node.cpus] or list(cluster.nodes)
         each = -(-max(possible) // len(with_cpus))  # they are spread over the nodes
         largest = max(node.cpus for node in with_cpus)

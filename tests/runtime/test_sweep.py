@@ -53,34 +53,34 @@ def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int)
         time.sleep(0.02)
 
 
-POINTS = [{"workers": 1, "batch_size": 25}, {"workers": 9}, {"workers": 1, "top_k": 5}, {"workers": 1, "batch_size": 2000}, {"workers": 2}]
+POINTS: list[dict[str, Any]] = [{"batch_size": 25}, {"workers": 9}, {"top_k": 5}, {"batch_size": 2000}]
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_killed_and_resumed(shared_cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    (tmp_path / "points.yaml").write_text(json.dumps([{"workers": 1, "batch_size": 10}, *POINTS]))
-    begun = ["--space", "points.yaml", "--trial-seconds", "0.5", "--run-dir", str(folder), "--concurrent", "1"]
-    killed = started(shared_cluster, tmp_path, *SIZES, *begun)
+    (tmp_path / "points.yaml").write_text(json.dumps([{"batch_size": 10}, *POINTS]))
+    begun = ["--space", "points.yaml", "--workers", "2", "--trial-seconds", "0.5", "--run-dir", str(folder)]
+    killed = started(shared_cluster, tmp_path, *SIZES, *begun, "--concurrent", "1")
     wait_for_completed(killed, folder, 1)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     before = (folder / LEDGER).read_text()
-    assert len(rows_of(folder)) < 6
-    output = finish(started(shared_cluster, tmp_path, "--resume", str(folder)))
+    assert len(rows_of(folder)) < 5
+    output = finish(started(shared_cluster, tmp_path, "--resume", str(folder), "--concurrent", "1"))
     assert (folder / LEDGER).read_text().startswith(before)  # what was done stands
     rows = rows_of(folder)
     assert [row.point for row in rows[1:]] == POINTS  # in the order of the list
-    assert [row.status for row in rows] == ["completed", "completed", "infeasible", "failed", "failed", "completed"]
+    assert [row.status for row in rows] == ["completed", "completed", "infeasible", "failed", "failed"]
     for row, said in zip(rows[2:5], ("9", "top_k is 5 but there are only 3 experts", "more than the 1,438"), strict=True):
         assert said in row.reason
-    assert [(row.workers, row.strategy) for row in rows if row.status == "completed"][-1] == (2, "data_parallel")
+    assert [(row.workers, row.strategy, row.global_batch_size) for row in rows[:2]] == [(2, "data_parallel", n) for n in (20, 50)]
     assert "train with it: orchestrator train --tuned" in output
-    assert "trial 6 of 6  started  workers 2" in output
+    assert "trial 2 of 5  started  batch_size 25" in output
     assert not any(word in output for word in ("Traceback", "WARNING", "ray.tune"))
     made = {path.name for path in folder.iterdir()}
-    assert {"sweep.csv", "scaling.md", "scaling.csv", "scaling.png", "parallel_coordinates.png", "report.html"} <= made
+    assert {"sweep.csv", "scaling.md", "scaling.csv", "parallel_coordinates.png", "report.html"} <= made
     assert actors(shared_cluster) == []
 
 
@@ -167,6 +167,11 @@ def test_workers_left_to_the_plan_can_be_had() -> None:
     one = Planned((Node("here", 1, 0, 2),), joined=True)
     ground = Ground.of(Config(), parse_space(["workers=1,2"]), machine(cores=2), one)
     assert (ground.cores, ground.devices, ground.workers(Config.of(workers=1))) == (1, 1, 1)
+    listed = points_space([{"workers": 1}, {"batch_size": 8}], "points.yaml")
+    for asked in (Config.of(workers=2), Config.of(parallel_strategy="data_parallel")):
+        ground = Ground.of(asked, listed, machine(cores=2), here)
+        assert (ground.cores, ground.workers(asked.but(batch_size=8))) == (1, 2)
+    assert Ground.of(Config.of(workers=64), listed, machine(cores=2), here).cores == 2
     uneven = Planned(tuple(Node(f"n{n}", 3, 0, 3) for n in range(3)), joined=True)
     ground = Ground.of(Config(), parse_space(["workers=1,3"]), machine(cores=3), uneven)
     assert (ground.cores, ground.devices) == (3, 3)
