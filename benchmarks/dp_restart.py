@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,6 +54,8 @@ class Moments:
     restored: float
     stepped: float
     lost_steps: int
+    step_ms: float
+    """A step of the life that was ended, once warm."""
     born: float
 
     def parts(self) -> dict[str, float]:
@@ -108,8 +111,16 @@ def moments(run_dir: Path, killed: float, workers: int) -> Moments:
     births = [psutil.Process(int(file.read_text())).create_time() for file in files]
     return Moments(
         killed, detected, failure["time"], max(file.stat().st_mtime for file in files), met, met + told["restore_seconds"],
-        told["time"], told["lost_steps"], max(births),
+        told["time"], told["lost_steps"], step_ms(events), max(births),
     )  # fmt: skip
+
+
+def step_ms(events: Sequence[dict[str, Any]]) -> float:
+    """The last quarter of the steps before the last failure: neither start nor successors are at work beside them."""
+    ends = [number for number, event in enumerate(events) if event["event"] == "failure"]
+    begin = ends[-2] if len(ends) > 1 else 0
+    taken = [event["seconds"] for event in events[begin : ends[-1]] if event["event"] == "step"]
+    return 1000 * statistics.median(taken[-(len(taken) // 4 or 1) :])
 
 
 def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -157,6 +168,7 @@ def table(found: Sequence[Moments], held: Sequence[int]) -> str:
         if name == "begun":
             rows.append([BIRTH, spread([max(0.0, one.born - one.decided) for one in found])])
     rows.append(["**killed → first step done**", f"**{spread([one.total() for one in found])}**"])
+    rows.append(["a step before the kill, ms", spread([one.step_ms for one in found])])
     rows.append(["steps lost, to be done again", spread([float(one.lost_steps) for one in found])])
     rows.append(["memory of all processes of the run before a kill, MiB (shared pages once)", f"{statistics.median(held) / MIB:.0f}"])
     return markdown_table([f"seconds, median of {len(found)} (range)", ""], rows)

@@ -21,6 +21,7 @@ def _group(item: pytest.Item) -> str:
     return "ray" if starts_ray or item.path.stem == "test_readme" else str(item.path)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))

@@ -20,6 +20,7 @@ from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest  # pyrigh
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 
 from orchestrator.plan.host import usable_memory
+from orchestrator.runtime.variables import setting
 from orchestrator.types import GIB
 
 _CONTROLLER = ("ray.train.v2._internal.execution.controller", "ray.train.v2.api.data_parallel_trainer", "orchestrator.runtime.worker")
@@ -57,12 +58,15 @@ def _hook(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def importing(names: tuple[str, ...], package: str) -> Callable[[], None]:
-    """Imports what can be imported; ours only if it is this very one, and not another of the same name."""
+    """Imports what can be imported; ours only if it is this very one, and not another of the same name. Ray gives an actor one thread
+    of OpenMP for each of its CPUs, but after that: torch looks once, when it is imported."""
+    set_threads = setting({"OMP_NUM_THREADS": "1"})
 
     def prepare() -> None:  # sent as it is, by value: a process that does not find our code must start all the same
         import importlib
         from importlib.util import find_spec
 
+        set_threads()
         for name in names:
             try:
                 found = find_spec("orchestrator") if name.startswith("orchestrator.") else None

@@ -224,7 +224,7 @@ def test_an_open_cluster_is_joined_with_a_warning(tmp_path: Path) -> None:
 
 
 KNOCK = """
-import json, os, sys, urllib.error, urllib.request
+import http.client, json, os, sys, urllib.error, urllib.request
 import psutil
 from orchestrator.config.settings import Config
 from orchestrator.runtime.session import session
@@ -237,7 +237,7 @@ def post(host, port, path, headers):
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # other protocols
         return type(error).__name__
 
 def all_doors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def test_what_cannot_be_imported_is_passed_over(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "broken_module.py").write_text("raise OSError('a library is missing')")
     (tmp_path / "sound_module.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     importing(("no.such.module", "broken_module", "sound_module"), PACKAGE)()
     assert "sound_module" in sys.modules
     del sys.modules["sound_module"]
@@ -34,9 +36,22 @@ def test_what_cannot_be_imported_is_passed_over(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(("package", "ours"), [(PACKAGE, True), ("/elsewhere/orchestrator/__init__.py", False)])
 def test_another_package_of_our_name_is_left_alone(package: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(importlib, "import_module", asked.append)
     importing(("torch", "orchestrator.train.run"), package)()
     assert asked == ["torch", *["orchestrator.train.run"] * ours]
+
+
+def test_threads_are_counted_before_torch_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One each, as Ray gives to an actor of one CPU; what the node's owner has set, stays."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(importlib, "import_module", lambda _: seen.append(os.environ.get("OMP_NUM_THREADS")))
+    for set_before, expected in ((None, "1"), ("5", "5")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if set_before:
+            monkeypatch.setenv("OMP_NUM_THREADS", set_before)
+        importing(("torch",), PACKAGE)()
+        assert seen.pop() == expected
 
 
 def test_a_process_without_our_code_can_prepare_itself(tmp_path: Path) -> None:
