@@ -11,7 +11,7 @@ train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

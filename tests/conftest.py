@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +17,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _group(item: pytest.Item) -> str:
+_WITH_RAY = {"authentication", "chaos", "copies", "data_parallel", "expert_parallel", "readme", "successors", "sweep"}
+
+
+def _group(file: str) -> str:
     """Tests that start Ray run one after another, beside all the others; those of one file together."""
-    starts_ray = item.get_closest_marker("ray") is not None or "shared_cluster" in getattr(item, "fixturenames", ())
-    return "ray" if starts_ray or item.path.stem == "test_readme" else str(item.path)
+    return "ray" if Path(file).stem.removeprefix("test_") in _WITH_RAY else file
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _group(item) != "ray")  # the longest way first
+    items.sort(key=lambda item: _group(str(item.path)) != "ray")  # the longest way first
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.split("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -280,7 +280,8 @@ def test_a_process_that_stays_is_found(monkeypatch: pytest.MonkeyPatch, sleepers
     assert aftermath.left_processes([sleepers[0]]) == []
 
 
-def test_shared_memory_that_stays_is_found() -> None:
+def test_shared_memory_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aftermath, "_GRACE_SECONDS", 0.2)
     before, name = aftermath.shared_memory(), f"left-by-a-test-{os.getpid()}"
     path = Path("/dev/shm", name)
     path.write_bytes(b"x")

@@ -166,16 +166,21 @@ def shared_memory() -> set[str]:
 
 
 def left_memory(before: set[str]) -> list[str]:
-    """Shared memory that is new and that no process has open: others on the machine may have some of their own."""
-    new = shared_memory() - before
-    if not new:
-        return []
+    """Shared memory that is new, stays, and that no process has open: others on the machine may have some of their own."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (left := shared_memory() - before) and (left := left - _mapped()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"shared memory {name} is left" for name in sorted(left)]
+
+
+def _mapped() -> set[str]:
+    """Names of the shared memory that processes have open."""
     used: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             mapped = (line.partition("/dev/shm/")[2] for line in maps.read_text(errors="replace").splitlines())
             used |= {name.removesuffix(" (deleted)") for name in mapped if name}
-    return [f"shared memory {name} is left" for name in sorted(new - used)]
+    return used
 
 
 _LOOK = """
