@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._raylet import AuthenticationTokenLoader
 
 from orchestrator.errors import ResourceError
 from orchestrator.runtime import authentication
@@ -34,9 +35,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAY_AUTH_MODE", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(authentication, "look_again", lambda: None)
+    AuthenticationTokenLoader.instance().reset_cache()  # Ray remembers the token that it has read
     old = os.umask(0)  # the worst case: whatever is made without a mode is open to all
     yield tmp_path
     os.umask(old)
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def mode(path: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 
 _LOOK_SECONDS = 0.25
-_FREE = 4.0  # that anyone may hold more of: a recovery may be under way
+_FREE = 10.0  # that anyone may hold more of: a group that was left is let go of in its own time
 _PER_FAULT = 0.5
 
 
