@@ -36,7 +36,6 @@ from orchestrator.types import MIB
 from tests.support.aftermath import told, wrong_counts, wrong_samples, wrong_steps
 from tests.support.chaos import ROOT, SAMPLES, Ended, Job, disturbed
 from tests.support.faults import Post, Schedule, kills_every, random_kills
-from tests.support.watching import Held
 
 FIRST, REST = 20, 40  # steps before the first kill, and after the last
 LONGEST_S = 3600.0
@@ -45,7 +44,7 @@ PLAIN_LONGEST_S = 240.0
 LIVES = 6
 
 
-def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, list[str]]:
+def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, list[str]]:
     """The run under random kills, and what is wrong with it against the same one left in peace."""
     steps = FIRST + REST + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
@@ -53,10 +52,10 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, list[str]]
     say(f"left in peace: {steps} steps, {seconds_per_step(calm) * 1000:.1f} ms each; {calm.left or 'nothing left behind'}")
     schedule = random_kills(arguments.seed, arguments.kills, hosts=arguments.hosts, first=FIRST, last=steps - REST)
     ended = disturbed(job, folder / "soak", schedule, timeout=LONGEST_S)
-    return ended, [*calm.left, *ended.wrong(calm, steps)]
+    return calm, ended, [*calm.left, *ended.wrong(calm, steps)]
 
 
-def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, list[str]]:
+def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, list[str]]:
     """The run for about so many minutes, with a kill every so many seconds."""
     calm = disturbed(job_of(arguments, 400), folder / "calm", Schedule(), timeout=LONGEST_S)
     steps = round(60 * arguments.minutes / seconds_per_step(calm))
@@ -64,7 +63,8 @@ def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, li
     ended = disturbed(job_of(arguments, steps), folder / "clock", schedule, timeout=LONGEST_S)
     checks = [wrong_steps(ended.events, steps), wrong_counts(ended.events, SAMPLES)]
     checks.append(wrong_samples(ended.events, Post.beside(ended.run_dir), SAMPLES))
-    return ended, [*(word for check in checks for word in check), *ended.left, *([f"code {ended.code}"] if ended.code else [])]
+    words = [*(word for check in checks for word in check), *ended.left, *ended.leaking(calm)]
+    return calm, ended, [*words, *([f"code {ended.code}"] if ended.code else [])]
 
 
 def job_of(arguments: argparse.Namespace, steps: int) -> Job:
@@ -125,7 +125,7 @@ def wait(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], boo
 # --- what is printed
 
 
-def report(arguments: argparse.Namespace, ended: Ended, wrong: Sequence[str], plain: Sequence[tuple[float, float]]) -> str:
+def report(arguments: argparse.Namespace, calm: Ended, ended: Ended, wrong: Sequence[str], plain: Sequence[tuple[float, float]]) -> str:
     found = costs(ended.fired, ended.events)
     parts = [
         header("Expert hosts, killed", arguments),
@@ -135,7 +135,7 @@ def report(arguments: argparse.Namespace, ended: Ended, wrong: Sequence[str], pl
         "## By phase\n\n" + by_phase(found),
         "## By victim\n\n" + by_rank(found),
         "## By the time since the kill before\n\n" + by_gap(found),
-        "## What processes hold\n\n" + holdings(ended),
+        "## What processes hold\n\n" + holdings(calm, ended),
         "## Every kill\n\n" + recovery_table(found),
     ]
     return "\n".join(parts)
@@ -161,19 +161,15 @@ def goodput_table(ended: Ended, found: Sequence[Cost], every: float, plain: Sequ
     return markdown_table(["goodput", "part"], [[name, "–" if part is None else f"{part:.3f}"] for name, part in rows])
 
 
-def holdings(ended: Ended) -> str:
-    """Those that lived through most kills, with what they held once they had been through one, and at the end."""
-    rows = [
-        ["driver" if one.pid == ended.watch.root else f"host {one.pid}", f"{one.seconds:.0f}", one.faults]
-        + [f"{before:.0f} → {after:.0f}" for before, after in _pairs(one)]
-        for one in ended.watch.held([one.time for one in ended.fired])[:LIVES]
-    ]
+def holdings(calm: Ended, ended: Ended) -> str:
+    """Those that lived through most kills, with the most that such a process held in the run left in peace, and what it held at the end."""
+    rows: list[list[object]] = []
+    for one in ended.watch.held([one.time for one in ended.fired])[:LIVES]:
+        driver, last = one.pid == ended.watch.root, one.last
+        files, threads, resident = (calm.watch.most(what, driver) for what in ("files", "threads", "resident"))
+        held = [f"{files} → {last.files}", f"{threads} → {last.threads}", f"{resident / MIB:.0f} → {last.resident / MIB:.0f}"]
+        rows.append(["driver" if driver else f"host {one.pid}", f"{one.seconds:.0f}", one.faults, *held])
     return markdown_table(["who", "seconds", "kills lived through", "files", "threads", "MiB"], rows)
-
-
-def _pairs(one: Held) -> list[tuple[float, float]]:
-    first, last = one.first, one.last
-    return [(first.files, last.files), (first.threads, last.threads), (first.resident / MIB, last.resident / MIB)]
 
 
 def say(words: str) -> None:
@@ -199,11 +195,11 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]]:
-    ended, wrong = by_the_clock(arguments, folder) if arguments.minutes else soak(arguments, folder)
+    calm, ended, wrong = by_the_clock(arguments, folder) if arguments.minutes else soak(arguments, folder)
     ranks = [one.rank for one in ended.fired if one.rank is not None] or [1]
     killed = (ranks * arguments.plain)[: arguments.plain]
     plain = plain_kills(folder / "plain", killed, arguments.hosts, arguments.pace) if killed else []
-    return report(arguments, ended, wrong, plain), wrong
+    return report(arguments, calm, ended, wrong, plain), wrong
 
 
 def main() -> None:

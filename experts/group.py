@@ -21,6 +21,7 @@ from experts.membership import Left, Membership
 
 _A_LITTLE = timedelta(milliseconds=100)
 _NEVER = timedelta(days=30)  # who has waited too long is decided from outside
+_TO_CONNECT = timedelta(seconds=60)  # for hosts that are all there: after it, what connects in vain is let go of
 _STILL = "Operation timed out"  # what gloo says of work that is still under way
 
 
@@ -105,6 +106,9 @@ class Lines:
     def form(self, backend: str = "gloo") -> Group:
         """One more group of the same hosts, whose messages do not wait for those of the others. All must ask."""
         place = PrefixStore(f"{self.name}/{len(self._formed)}", self.store)
+        place.set(f"here/{self.rank}", "")
+        everyone = [f"here/{rank}" for rank in range(self.size)]
+        self.life.until(lambda: place.check(everyone))  # what connects cannot be left: nobody begins before all are there
         found: list[Any] = []
 
         def make() -> None:
@@ -131,7 +135,9 @@ class Lines:
 
 def _made(backend: str, store: Store, rank: int, size: int) -> Backend:
     if backend == "gloo":
-        return ProcessGroupGloo(store, rank, size, _NEVER)
+        made = ProcessGroupGloo(store, rank, size, _TO_CONNECT)
+        made._set_default_timeout(_NEVER)
+        return made
     from torch.distributed import ProcessGroupNCCL
 
     return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())

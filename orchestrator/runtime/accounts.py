@@ -58,9 +58,9 @@ class Accounts:
 
     @property
     def to_replay(self) -> int:
-        """Steps that are to be done again, for the account to be closed; 0 where none is open."""
+        """Steps that are still to be done again once the first is done, for the account to be closed; 0 where none is open."""
         trouble = self._open
-        return max(1, trouble.last_step - trouble.resumed) if trouble is not None else 0
+        return max(1, trouble.last_step - trouble.resumed - 1) if trouble is not None else 0
 
     def regrouped(self, workers: int, source: str) -> None:
         if self._open is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from orchestrator.runtime.seats import SeatPlan, node_answers
 
@@ -24,7 +24,8 @@ class _Set:
     nodes: dict[int, str | None] = field(default_factory=dict)
     buddies: dict[int, int] = field(default_factory=dict)
     """The seat that keeps a second copy, by rank."""
-    acknowledged: list[Any] = field(default_factory=list)
+    acknowledged: dict[int, Any] = field(default_factory=dict)
+    """Calls that end when it is kept, by rank."""
 
 
 class Copies:
@@ -33,6 +34,8 @@ class Copies:
     def __init__(self, seats: SeatPlan) -> None:
         self._seats = seats
         self._members: tuple[int, ...] = ()
+        self.gone: set[int] = set()
+        """Members that turned out to be dead."""
         self._epoch = -1
         self._asked: dict[Any, tuple[int, Any, Any]] = {}
         self._coming: dict[int, _Set] = {}
@@ -49,7 +52,7 @@ class Copies:
 
     def follow(self, epoch: int, members: tuple[int, ...]) -> None:
         """Fetch the copies of these hosts from now on."""
-        self._epoch, self._members, self._coming = epoch, members, {}
+        self._epoch, self._members, self._coming, self.gone = epoch, members, {}, set()
         asked = {seat for seat, _, actor in self._asked.values() if actor is self._actor(seat)}
         for seat in members:
             if seat not in asked:
@@ -77,7 +80,9 @@ class Copies:
             seat, data, actor = self._asked.pop(header)
             try:
                 told = ray.get(header)
-            except RayError:  # the host is gone
+            except RayError:
+                if actor is self._actor(seat) and seat in self._members:
+                    self.gone.add(seat)
                 continue
             if actor is self._actor(seat):
                 self._ask(seat)
@@ -92,7 +97,7 @@ class Copies:
         if others:
             made.buddies[told.rank] = others[told.rank % len(others)]
             keeper = self._seats.actor(made.buddies[told.rank])
-            made.acknowledged.append(keeper.keep.remote((told.epoch, told.rank, told.step), header, data, self.step))
+            made.acknowledged[told.rank] = keeper.keep.remote((told.epoch, told.rank, told.step), header, data, self.step)
 
     def _settle(self) -> None:
         """The newest set that is whole takes the place of all before it."""
@@ -104,8 +109,19 @@ class Copies:
                 return
 
     def _open(self, made: _Set) -> bool:
-        """Whether a second copy is still under way."""
-        return bool(made.acknowledged) and bool(ray.wait(made.acknowledged, num_returns=len(made.acknowledged), timeout=0)[1])
+        """Whether a second copy is still under way, or can no longer be made because the first is lost. Where its keeper died, the
+        first one is there still: that is one loss, and the set stands it."""
+        for rank, call in list(made.acknowledged.items()):
+            if not ray.wait([call], timeout=0)[0]:
+                return True
+            try:
+                ray.get(call)
+            except RayActorError:
+                made.buddies.pop(rank)
+                made.acknowledged.pop(rank)
+            except RayError:
+                return True
+        return False
 
     def references(self) -> tuple[tuple[Any, Any], ...]:
         """Of the newest whole set: from where they were made, or where that node is gone from who kept them. None where one is lost."""

@@ -112,6 +112,8 @@ class Hosts:
             ray.wait(under_way, num_returns=1, timeout=seconds)
         self._copies.look()
         muster.hear()
+        for seat in self._copies.gone - muster.lost.keys():  # who died after its last answer
+            muster.give_up(seat, f"host {muster.rank(seat)} was lost")
         self._check_pulses()
         if isinstance(self._state, Leaving):
             if not muster.calls:

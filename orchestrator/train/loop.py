@@ -140,8 +140,10 @@ class Loop:
                     return self._stopped_early()
                 if cadence.checkpoint_every and progress.step % cadence.checkpoint_every == 0:
                     self._save()
-                if self.snapshots is not None and self.snapshots.due(progress.step):
-                    self._snapshot()
+                if self.snapshots is not None:
+                    self.snapshots.prepare()
+                    if self.snapshots.due(progress.step):
+                        self._snapshot()
                 if stop:
                     return Outcome("stopped", "interrupted")
                 yield

@@ -3,6 +3,7 @@ after a failure without a look at the disk. The main host's holds the dense part
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
@@ -78,10 +79,26 @@ class Snapshots:
         self.every, self._epoch, self._outbox, self._world = every, epoch, outbox, world
         self._model, self._optimizer, self._precision = model, optimizer, precision
         self._room: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._making: threading.Thread | None = None
         self._last = -1
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
+
+    def prepare(self) -> None:
+        """Begin to make the rooms, beside the steps: memory that a GPU can write to takes half a second for each GB. To be called after
+        a step: an optimizer has nothing before its first."""
+        if self._making is None and self.every > 0 and self._world.device.type == "cuda":
+            size = _offsets([tensor for _, _, tensor, _ in self._state()[0]])[1]
+            self._making = threading.Thread(target=self._make_rooms, args=(size,), name="rooms", daemon=True)
+            self._making.start()
+
+    def _make_rooms(self, size: int) -> None:
+        for number in range(len(self._room)):
+            self._room[number] = self._made(size)
+
+    def _made(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
 
     def take(self, progress: Progress) -> None:
         """Copy what is needed to go on from here, unless this step is copied already."""
@@ -117,9 +134,11 @@ class Snapshots:
 
     def _next_room(self, size: int) -> Tensor:
         """Of the two rooms the one whose copy has been handed on longest."""
+        if self._making is not None:
+            self._making.join()
         self._room.reverse()
         if self._room[0].numel() < size:
-            self._room[0] = torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+            self._room[0] = self._made(size)
         return self._room[0]
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import experts.group as module
 from experts.group import Group, Lines
 from experts.membership import Left, Membership
 from orchestrator.train.world import is_communication_error, open_store, tcp_store
@@ -48,7 +50,7 @@ class Host:
         self.rank, self.life = rank, Membership()
 
     def join(self, name: str, rank: int, size: int, anew: bool = False) -> Lines:
-        """``anew``: with another way to the store, for who forms a group in vain keeps the one it has busy for ever."""
+        """``anew``: with another way to the store, for a peer that dies while they connect keeps the one it has busy for a minute."""
         self.life = Membership()
         threading.Thread(target=self._watch, args=(name, self.life), daemon=True).start()
         return Lines(tcp_store(*self._place, 1, False, 60) if anew else self.store, name, rank, size, self.life)
@@ -188,7 +190,7 @@ def forms_in_vain(rank: int, size: int, _: str, place: Place, lives: int) -> dic
     if rank == size - 1:
         return {}
     for life in range(lives):
-        lines = host.join(f"vain-{life}", rank, size, anew=True)
+        lines = host.join(f"vain-{life}", rank, size)
         with pytest.raises(Left):
             lines.form()
         lines.close()
@@ -219,9 +221,26 @@ def test_a_group_that_never_formed_is_left() -> None:
         assert found["after"] == [3.0] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="a group that never forms keeps its thread and its way to the store for 30 days")
 def test_what_formed_in_vain_is_let_go_of() -> None:
     assert [found["forming"] for found in left_while_forming(3)] == [0, 0]
+
+
+def waits_for_long(rank: int, size: int, _: str, place: Place) -> list[float]:
+    """Longer than the hosts have to connect."""
+    module._TO_CONNECT = timedelta(seconds=1)
+    host = Host(place, rank)
+    lines = host.join("only", rank, size)
+    group = lines.form()
+    if rank == 1:
+        time.sleep(2.5)
+    found = summed(group, NUMBER)[:2]
+    lines.close()
+    return found
+
+
+def test_a_group_that_stands_waits_for_as_long_as_it_takes() -> None:
+    with meeting_place() as (_, place):
+        assert run_ranks(waits_for_long, 2, place) == [[3.0, 3.0]] * 2
 
 
 def dies_while_forming(rank: int, size: int, _: str, place: Place) -> list[float]:
@@ -347,7 +366,7 @@ def alone(rank: int, size: int, _: str, place: Place) -> list[Any]:
 
 def test_a_group_of_one() -> None:
     with meeting_place() as (_, place):
-        assert run_ranks(alone, 1, place) == [[1.0, 1.0, 1.0, 2.0, False]], "formed, and summed: two answers"
+        assert run_ranks(alone, 1, place) == [[1.0, 1.0, 1.0, 3.0, False]], "all there, formed, and summed: three answers"
 
 
 # Membership

@@ -242,6 +242,30 @@ def test_a_buddy_keeps_what_lies_on_a_node_that_is_gone(seats: Seats) -> None:
     assert copies.references() == (), "where the buddy is gone too there is none"
 
 
+def test_a_set_stands_the_loss_of_a_keeper_but_not_of_a_first_copy(seats: Seats) -> None:
+    seats.nodes = (seats.nodes[0], "another node")
+    seats.start(0, 1)
+    join(seats, 0, 0, 1)
+    copies = Copies(seats)  # pyright: ignore[reportArgumentType]
+    copies.follow(0, (0, 1))
+    do(seats, "put", 1, 0, 1)
+    until(copies, lambda: copies.step == 1)
+    made = copies._whole[1]  # pyright: ignore[reportOptionalSubscript]
+    assert made.buddies == {0: 1, 1: 0}
+    made.acknowledged[1] = seats.actor(0).kept.remote((9, 9, 9))[0]  # fails as a second copy does whose first is lost
+    ray.wait([made.acknowledged[1]])
+    assert copies._open(made), "it never becomes whole: the set before it is kept"
+    made.acknowledged.pop(1)
+    gone(seats.actor(1))
+    made.acknowledged[0] = seats.actor(1).keep.remote((0, 0, 1), *made.refs[0], 0)
+    ray.wait([made.acknowledged[0]])
+    assert not copies._open(made)
+    assert made.buddies == {1: 0}
+    until(copies, lambda: copies.gone == {1})  # that its host is dead is known though nobody asked it anything
+    copies.follow(1, (0,))
+    assert copies.gone == set()
+
+
 def test_a_buddy_lets_go_of_what_is_old(one: Seats) -> None:
     host, data = one.actor(0), np.zeros(LARGE, np.uint8)
     for step in (10, 20, 30):

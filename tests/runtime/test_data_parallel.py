@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 def test_a_killed_worker_costs_some_steps_and_nothing_else(shared_cluster: Cluster, tmp_path: Path) -> None:
     """The run joins a cluster, loses a worker to ``kill -9``, begins again from its checkpoint, and its losses are those of
     one process that was never disturbed. The cluster is left as it was found."""
-    run_dir, length = tmp_path / "run", ["--max-steps", "400", "--epochs", "100", "--checkpoint-every", "10"]
+    run_dir, length = tmp_path / "run", ["--max-steps", "120", "--epochs", "100", "--checkpoint-every", "10"]
     process = start(shared_cluster, run_dir, *length, "--workers", "2")
     wait_for_steps(process, run_dir, 40)
     kill_worker(run_dir, 1)

@@ -21,7 +21,7 @@ from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster as Planned
 from orchestrator.plan.cluster import Node
-from orchestrator.record.ledger import LEDGER, Ledger, Row, read_sweep
+from orchestrator.record.ledger import LEDGER, Ledger, Row, holds_sweep, read_sweep
 from orchestrator.runtime.sweep import Ground, planned_point, source_of
 from orchestrator.runtime.trial import check_batch, measured_row
 from orchestrator.train.trial import Measured
@@ -42,7 +42,7 @@ def started(here: Cluster, folder: Path, *arguments: str) -> subprocess.Popen[st
 
 
 def rows_of(folder: Path) -> list[Row]:
-    return list(read_sweep(folder).rows) if (folder / LEDGER).exists() else []
+    return list(read_sweep(folder).rows) if holds_sweep(folder) else []
 
 
 def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int) -> None:

@@ -82,7 +82,10 @@ class Ended:
         """What is wrong with it, against the undisturbed one: nothing, if it shrugged all faults off."""
         if self.code:
             return [f"ended with code {self.code}: {self.output[-2000:]}"]
-        return [*wrong_run(self.run_dir, calm.run_dir, steps, SAMPLES), *self.left]
+        return [*wrong_run(self.run_dir, calm.run_dir, steps, SAMPLES), *self.left, *self.leaking(calm)]
+
+    def leaking(self, calm: Ended) -> list[str]:
+        return leaking(self.watch, calm.watch, [one.time for one in self.fired])
 
 
 @contextmanager
@@ -113,7 +116,7 @@ def disturbed(job: Job, run_dir: Path, schedule: Schedule, *extra: str, timeout:
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"{run_dir} did not end within {timeout} s:\n{output_of(run_dir)[-3000:]}") from None
     fired = post.fired()
-    left = [*left_processes(watch.readings), *left_memory(memory), *leaking(watch, [one.time for one in fired])]
+    left = [*left_processes(watch.readings), *left_memory(memory)]
     left += left_in(job.here) if job.here else []
     return Ended(run_dir, process.returncode, output_of(run_dir), read_events(run_dir / "events.jsonl"), fired, left, watch)
 

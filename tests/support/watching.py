@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 
 _LOOK_SECONDS = 0.25
-_FREE = 10.0  # that anyone may hold more of: a group that was left is let go of in its own time
+_FREE = 10.0  # that anyone may hold more of: ways to the store are kept, and a group that was left is let go of in its own time
 _PER_FAULT = 0.5
 
 
@@ -27,12 +27,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process held before the second fault that it lived through, when it had been through one, and at the end."""
+    """What a process held at the end, having lived through so many faults."""
 
     pid: int
     seconds: float
     faults: int
-    first: Reading
     last: Reading
 
 
@@ -75,18 +74,19 @@ class Watch:
         return pids
 
     def held(self, moments: list[float]) -> list[Held]:
-        """Of the driver and of each host that lived through two faults or more; most faults first."""
+        """Of the driver and of each host; most faults first."""
         since = {self.root: 0.0, **self.member_since}
-        found = [_held(pid, self.readings.get(pid, []), sorted(moment for moment in moments if moment > since[pid])) for pid in since]
-        return sorted((one for one in found if one is not None), key=lambda one: -one.faults)
+        found = [(pid, start, self.readings[pid]) for pid, start in since.items() if self.readings.get(pid)]
+        held = [
+            Held(pid, seen[-1].time - seen[0].time, sum(start < moment < seen[-1].time for moment in moments), seen[-1])
+            for pid, start, seen in found
+        ]
+        return sorted(held, key=lambda one: -one.faults)
 
-
-def _held(pid: int, readings: list[Reading], moments: list[float]) -> Held | None:
-    lived = [moment for moment in moments if readings and moment < readings[-1].time]
-    before = [one for one in readings if len(lived) > 1 and lived[0] < one.time < lived[1]]
-    if not before:
-        return None
-    return Held(pid, readings[-1].time - readings[0].time, len(lived), before[-1], readings[-1])
+    def most(self, what: str, driver: bool) -> int:
+        """The most files, threads or bytes that the driver, or any one host, held at any time."""
+        pids = {self.root} if driver else self.member_since.keys() - {self.root}
+        return max((getattr(one, what) for pid in pids for one in self.readings.get(pid, [])), default=0)
 
 
 def reading(pid: int) -> Reading:
@@ -94,13 +94,15 @@ def reading(pid: int) -> Reading:
     return Reading(time.time(), len(os.listdir(f"/proc/{pid}/fd")), process.num_threads(), process.memory_info().rss)
 
 
-def leaking(watch: Watch, moments: list[float]) -> list[str]:
-    """Processes that hold more with every fault they live through: files or threads."""
+def leaking(watch: Watch, calm: Watch, moments: list[float]) -> list[str]:
+    """Processes that hold more, of files or threads, than such a process ever did in the run that was left in peace, and than the faults
+    it lived through excuse."""
     wrong: list[str] = []
     for one in watch.held(moments):
-        for name in ("files", "threads"):
-            before, after = getattr(one.first, name), getattr(one.last, name)
-            if after - before > _FREE + _PER_FAULT * one.faults:
-                who = "the driver" if one.pid == watch.root else f"host process {one.pid}"
-                wrong.append(f"{who} had {before} {name} after one fault and {after} after {one.faults}")
+        driver = one.pid == watch.root
+        for what in ("files", "threads"):
+            usual, last = calm.most(what, driver), getattr(one.last, what)
+            if last - usual > _FREE + _PER_FAULT * one.faults:
+                who = "the driver" if driver else f"host process {one.pid}"
+                wrong.append(f"{who} had {last} {what} after {one.faults} faults, where {usual} are usual")
     return wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -374,6 +375,28 @@ def test_growing_state_gets_larger_rooms(parts: Any) -> None:
     assert sizes[0] < sizes[1] == sizes[2]
     found = put_together(shelf.held[2:], 0, set())
     assert torch.equal(found.tensors["optimizer"]["exp_avg/weight"], torch.full((40, 40), 0.19))
+
+
+def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, str]] = []
+
+    def make(self: Snapshots, size: int) -> torch.Tensor:
+        made.append((size, threading.current_thread().name))
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(Snapshots, "_made", make)
+    snapshots = snapping(4, parts, replace(World.alone(), device=torch.device("cuda", 0)), Shelf())
+    for _ in range(3):
+        snapshots.prepare()
+    size = 4 * 1600 + 3 * 64  # the bias has 160 bytes
+    assert {snapshots._next_room(size).data_ptr() for _ in range(4)} == {room.data_ptr() for room in snapshots._room}
+    assert made == [(size, "rooms")] * 2, "both in the thread, once"
+    for other in (
+        snapping(0, parts, replace(World.alone(), device=torch.device("cuda", 0)), Shelf()),
+        snapping(4, parts, World.alone(), Shelf()),
+    ):
+        other.prepare()
+        assert other._making is None, "none is due, or memory is had at once"
 
 
 def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[Copies, Contents]) -> None:
