@@ -59,6 +59,7 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
     from torch import nn
 
     from orchestrator.train.precision import Precision
+    from orchestrator.train.rooms import Rooms
     from orchestrator.train.snapshots import Snapshots
     from orchestrator.train.state import Progress
     from orchestrator.train.world import World
@@ -72,7 +73,7 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    snapshots = Snapshots(1, 0, model, optimizer, Precision("fp32", device), World.alone(device), side.outbox)
+    snapshots = Snapshots(1, 0, model, optimizer, Precision("fp32", device), World.alone(device), side.outbox, Rooms(device))
 
     def busy() -> float:
         """Seconds of a piece of work, as a step is."""
@@ -88,7 +89,7 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
             usual = [busy() for _ in range(10)]
             begun, beside = perf_counter(), []
             snapshots.prepare()
-            while perf_counter() - begun < (20.0 if device.type == "cuda" else 0.5):
+            while perf_counter() - begun < (12.0 if device.type == "cuda" else 0.5):
                 beside.append(busy())
             stalls = []
             for step in range(1, rounds + 1):

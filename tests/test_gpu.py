@@ -13,6 +13,7 @@ from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.tasks.load import load_task
 from orchestrator.train.assemble import build_feed, build_parts, build_stepper, machine_settings
 from orchestrator.train.memory import peak_memory, reset_peak
+from orchestrator.train.rooms import Rooms
 from orchestrator.train.world import World
 from orchestrator.trainer import Trainer
 from tests.support.parts import Events, assert_gradients_equal, gradients
@@ -148,3 +149,17 @@ def test_data_that_is_read_sample_by_sample_is_pinned_and_moved() -> None:
 def test_load_task_on_gpu_traces_for_cuda() -> None:
     prepared = Trainer(task=load_task(Config.of(**MOE)), config=Config.of(**MOE), quiet=True).prepare()
     assert prepared.facts.method.startswith("traced for cuda in bf16")
+
+
+def test_the_memory_of_copies_is_pinned_and_grows() -> None:
+    rooms, data = Rooms(torch.device("cuda", 0)), torch.arange(10_000_000, device="cuda", dtype=torch.int32)
+    rooms.prepare(4096)
+    small = rooms.next(4096)
+    rooms.prepare(data.nbytes)
+    for room in (rooms.next(data.nbytes), rooms.next(data.nbytes)):
+        assert room.is_pinned()
+        room.view(torch.int32).copy_(data, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(room.view(torch.int32), data.cpu())
+    assert not small.is_pinned()
+    assert small.sum() == 0, "it can be read still"

@@ -101,6 +101,7 @@ def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodge
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.train.pulse import Pulse, beating
+    from orchestrator.train.rooms import Rooms
     from orchestrator.train.run import Live, Stint
     from orchestrator.train.world import lodged
 
@@ -113,8 +114,9 @@ def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodge
             log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
             asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
             copies: Any = [(ray.get(header), ray.get(data)) for header, data in member.copies]
-            live = Live(pulse, side.outbox, member.epoch, member.again, member.halvings, copies)
             device, backend = device_of(prepared), prepared.plan.backend.value
+            rooms = side.memory.setdefault("rooms", Rooms(device))
+            live = Live(pulse, side.outbox, rooms, member.epoch, member.again, member.halvings, copies)
             with (
                 closing_log(log),
                 lodged(store, f"epoch{member.epoch}", rank, member.size, device, backend, life) as world,

@@ -26,6 +26,7 @@ from orchestrator.train.placing import Hosting, decide_hosting
 from orchestrator.train.probing import find_batch
 from orchestrator.train.profiling import profiling
 from orchestrator.train.pulse import Pulse
+from orchestrator.train.rooms import Rooms
 from orchestrator.train.shares import with_shares
 from orchestrator.train.snapshots import Copies, Outbox, Snapshots
 from orchestrator.train.world import World
@@ -52,6 +53,7 @@ class Live:
 
     pulse: Pulse
     outbox: Outbox
+    rooms: Rooms
     epoch: int
     again: bool = False
     """Whether the run has begun before."""
@@ -139,7 +141,8 @@ class Stint:
         loop, parts = self.loop, self.parts
         loop.pulse = live.pulse
         every = self.prepared.resolved.config.checkpoint.snapshot_every
-        loop.snapshots = Snapshots(every, live.epoch, parts.model, parts.learner.optimizer, parts.precision, self.world, live.outbox)
+        taken = parts.model, parts.learner.optimizer, parts.precision
+        loop.snapshots = Snapshots(every, live.epoch, *taken, self.world, live.outbox, live.rooms)
 
     def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> Hosting | None:
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:

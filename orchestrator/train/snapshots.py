@@ -3,7 +3,6 @@ after a failure without a look at the disk. The main host's holds the dense part
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from experts.expert_state import stacked_names
 from experts.membership import Membership
 from orchestrator.train.checkpoint import Contents
 from orchestrator.train.precision import Precision
+from orchestrator.train.rooms import Rooms
 from orchestrator.train.state import Progress, model_tensors, optimizer_state, random_state
 from orchestrator.train.world import World
 
@@ -63,8 +63,7 @@ Copies = Sequence[tuple[Header, Bytes]]
 
 
 class Snapshots:
-    """Takes copies every so many steps. All hosts take theirs after the same steps. There are two rooms: one is filled while the
-    other's copy is fetched."""
+    """Takes copies every so many steps. All hosts take theirs after the same steps."""
 
     def __init__(
         self,
@@ -75,30 +74,20 @@ class Snapshots:
         precision: Precision,
         world: World,
         outbox: Outbox,
+        rooms: Rooms,
     ) -> None:
         self.every, self._epoch, self._outbox, self._world = every, epoch, outbox, world
         self._model, self._optimizer, self._precision = model, optimizer, precision
-        self._room: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._making: threading.Thread | None = None
-        self._last = -1
+        self._rooms, self._last, self._prepared = rooms, -1, False
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
 
     def prepare(self) -> None:
-        """Begin to make the rooms, beside the steps: memory that a GPU can write to takes half a second for each GB. To be called after
-        a step: an optimizer has nothing before its first."""
-        if self._making is None and self.every > 0 and self._world.device.type == "cuda":
-            size = _offsets([tensor for _, _, tensor, _ in self._state()[0]])[1]
-            self._making = threading.Thread(target=self._make_rooms, args=(size,), name="rooms", daemon=True)
-            self._making.start()
-
-    def _make_rooms(self, size: int) -> None:
-        for number in range(len(self._room)):
-            self._room[number] = self._made(size)
-
-    def _made(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+        """After a step: what copies need is known now, for an optimizer has nothing before its first."""
+        if not self._prepared and self.every > 0:
+            self._prepared = True
+            self._rooms.prepare(_offsets([tensor for _, _, tensor, _ in self._state()[0]])[1])
 
     def take(self, progress: Progress) -> None:
         """Copy what is needed to go on from here, unless this step is copied already."""
@@ -108,7 +97,7 @@ class Snapshots:
         self._outbox.make_room(self._world.life)
         tensors, values, groups = self._state()
         offsets, size = _offsets([tensor for _, _, tensor, _ in tensors])
-        room = self._next_room(size)
+        room = self._rooms.next(size)
         for (_, _, tensor, _), offset in zip(tensors, offsets, strict=True):
             _place(room, offset, tensor).copy_(tensor, non_blocking=True)
         if self._world.device.type == "cuda":
@@ -131,15 +120,6 @@ class Snapshots:
         named += [("optimizer", f"{slot}/{name}", name, tensor) for slot, of_slot in slots.items() for name, tensor in of_slot.items()]
         kept = [(kind, key, tensor, stacked.get(name)) for kind, key, name, tensor in named if self._world.is_main or name in stacked]
         return kept, values, groups
-
-    def _next_room(self, size: int) -> Tensor:
-        """Of the two rooms the one whose copy has been handed on longest."""
-        if self._making is not None:
-            self._making.join()
-        self._room.reverse()
-        if self._room[0].numel() < size:
-            self._room[0] = self._made(size)
-        return self._room[0]
 
 
 def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

@@ -20,6 +20,7 @@ from orchestrator.config.settings import Config
 from orchestrator.train.checkpoint import Contents
 from orchestrator.train.optim import build_adamw
 from orchestrator.train.precision import Precision
+from orchestrator.train.rooms import Rooms
 from orchestrator.train.snapshots import Bytes, Copies, Header, Snapshots, put_together
 from orchestrator.train.state import Progress, capture, restore
 from orchestrator.train.world import World, file_store, joined
@@ -27,6 +28,7 @@ from tests.support.parts import make_stepper, mean_loss, run_steps
 from tests.support.ranks import run_ranks
 from tests.support.tiny import Tiny
 
+CPU = torch.device("cpu")
 SIZES = (3, 9, 3, 5, 9, 2, 4)
 TASK = Tiny((SIZES, SIZES))
 HOST_OF = ((0, 1, 1, 2, 1, 0, 1), (2, 2, 0, 1, 0, 0, 2))
@@ -68,7 +70,7 @@ def snapped(rank: int, size: int, store: str, task: Tiny, host_of: Any) -> tuple
         model, optimizer, precision = trained(world, task, host_of)
         seeded(rank)
         shelf = Shelf()
-        Snapshots(2, 5, model, optimizer, precision, world, shelf).take(PROGRESS)
+        Snapshots(2, 5, model, optimizer, precision, world, shelf, Rooms(CPU)).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, precision, PROGRESS, world)
 
 
@@ -214,7 +216,7 @@ def low_precision(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].float() + 1e-6
         shelf = Shelf()
-        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf).take(PROGRESS)
+        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf, Rooms(CPU)).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, stepper.precision, PROGRESS, world)
 
 
@@ -248,7 +250,7 @@ def with_values(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes],
         run_steps(stepper, feed, 2)
         shelf = Shelf()
         model, optimizer = stepper.replica.model, stepper.learner.optimizer
-        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf).take(PROGRESS)
+        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf, Rooms(CPU)).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, stepper.precision, PROGRESS, world)
 
 
@@ -283,7 +285,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Precision]:
 
 def snapping(every: int, parts: Any, world: World, outbox: Any) -> Snapshots:
     model, optimizer, precision = parts
-    return Snapshots(every, 0, model, optimizer, precision, world, outbox)
+    return Snapshots(every, 0, model, optimizer, precision, world, outbox, Rooms(CPU))
 
 
 def step_to(model: nn.Module, value: float) -> None:
@@ -365,7 +367,7 @@ def test_growing_state_gets_larger_rooms(parts: Any) -> None:
     """An optimizer has nothing before its first step."""
     model, precision = parts[0], parts[2]
     optimizer, shelf = torch.optim.AdamW(model.parameters()), Shelf()
-    snapshots = Snapshots(1, 0, model, optimizer, precision, World.alone(), shelf)
+    snapshots = Snapshots(1, 0, model, optimizer, precision, World.alone(), shelf, Rooms(CPU))
     for step in range(3):
         snapshots.take(Progress(step=step))
         model.weight.grad = torch.ones_like(model.weight)
@@ -380,23 +382,24 @@ def test_growing_state_gets_larger_rooms(parts: Any) -> None:
 def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, str]] = []
 
-    def make(self: Snapshots, size: int) -> torch.Tensor:
+    def make(self: Rooms, size: int) -> Tensor:
         made.append((size, threading.current_thread().name))
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(Snapshots, "_made", make)
-    snapshots = snapping(4, parts, replace(World.alone(), device=torch.device("cuda", 0)), Shelf())
-    for _ in range(3):
-        snapshots.prepare()
-    size = 4 * 1600 + 3 * 64  # the bias has 160 bytes
-    assert {snapshots._next_room(size).data_ptr() for _ in range(4)} == {room.data_ptr() for room in snapshots._room}
+    monkeypatch.setattr(Rooms, "_made", make)
+    rooms, size = Rooms(torch.device("cuda", 0)), 4 * 1600 + 3 * 64  # the bias has 160 bytes
+    model, optimizer, precision = parts
+    for _ in range(2):  # one membership after another
+        snapshots = Snapshots(4, 0, model, optimizer, precision, World.alone(), Shelf(), rooms)
+        for _ in range(3):
+            snapshots.prepare()
+        assert len({rooms.next(size).data_ptr() for _ in range(4)}) == 2
     assert made == [(size, "rooms")] * 2, "both in the thread, once"
-    for other in (
-        snapping(0, parts, replace(World.alone(), device=torch.device("cuda", 0)), Shelf()),
-        snapping(4, parts, World.alone(), Shelf()),
-    ):
-        other.prepare()
-        assert other._making is None, "none is due, or memory is had at once"
+    Snapshots(0, 0, model, optimizer, precision, World.alone(), Shelf(), other := Rooms(torch.device("cuda", 0))).prepare()
+    assert other._making is None, "no copy is ever due"
+    rooms = Rooms(CPU)
+    rooms.prepare(100)
+    assert (rooms._making, rooms.next(100).numel(), len(made)) == (None, 100, 3)
 
 
 def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[Copies, Contents]) -> None:
