@@ -7,7 +7,7 @@
 The soak is compared with the same run left in peace: losses and weights to the last bit, each sample once per epoch, and nothing
 left behind. A kill's cost is the time until the next step is done; the plain peer's is measured from its own log of steps.
 Kills in the phase "anywhere" and "recovery" come from outside, by the clock; the others from inside the process, at that moment.
-Hosts sleep a little in each step (``--pace``), in peace as under fire: steps that fill all cores would measure how long a crowded
+Hosts sleep a little in each step of a run under fire (``--pace``): steps that fill all cores would measure how long a crowded
 machine takes to start a process.
 """
 
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -48,7 +49,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, lis
     """The run under random kills, and what is wrong with it against the same one left in peace."""
     steps = FIRST + REST + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
-    calm = disturbed(job, folder / "calm", Schedule(), timeout=LONGEST_S)
+    calm = disturbed(replace(job, pace=0.0), folder / "calm", Schedule(), timeout=LONGEST_S)
     say(f"left in peace: {steps} steps, {seconds_per_step(calm) * 1000:.1f} ms each; {calm.left or 'nothing left behind'}")
     schedule = random_kills(arguments.seed, arguments.kills, hosts=arguments.hosts, first=FIRST, last=steps - REST)
     ended = disturbed(job, folder / "soak", schedule, timeout=LONGEST_S)

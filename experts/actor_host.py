@@ -7,6 +7,7 @@ driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -69,7 +70,7 @@ class Side:
     memory: dict[str, Any] = field(default_factory=dict)
 
 
-@ray.remote(concurrency_groups={"side": 1, "copies": 1, "kept": 1})  # pyright: ignore[reportCallIssue]
+@ray.remote(concurrency_groups={"side": 1, "copies": 1, "kept": 1, "life": 1})  # pyright: ignore[reportCallIssue]
 class ExpertHost:
     """One host. It works at one thing at a time; what it has imported stays for the next."""
 
@@ -81,10 +82,15 @@ class ExpertHost:
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
-    def warm(self, rehearse: Callable[..., None], *arguments: Any) -> str:
-        """Get ready: ``rehearse(side, *arguments)``. Returns the node that this is."""
+    def warm(self, rehearse: Callable[..., None], *arguments: Any) -> tuple[str, int]:
+        """Get ready: ``rehearse(side, *arguments)``. Returns the node and the process that this is."""
         rehearse(self._side, *arguments)
-        return ray.get_runtime_context().get_node_id()
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Ends with the host, and not before: whoever asked knows when it dies."""
+        threading.Event().wait()
 
     def meeting_place(self) -> tuple[str, int]:
         """An address and a free port at which the hosts can meet."""

@@ -110,6 +110,7 @@ class Together:
         begun = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
         table = received.tolist()
+        self.group.check()
         self.meter.seconds += perf_counter() - begun
         for host, row in enumerate(table):
             if row[: len(header)] != header:

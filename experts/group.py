@@ -40,16 +40,23 @@ class _Waiting:
 
     def wait(self) -> None:
         self.life.waiting = True
-        while True:
-            try:
-                self.work.wait(_A_LITTLE)
-                break
-            except RuntimeError as error:
-                self.life.check()  # before the error: hosts that leave close their connections
-                if _STILL not in str(error):
-                    raise
-        self.life.waiting = False
+        try:
+            while not self._done():
+                pass
+        finally:
+            self.life.waiting = False
         self.life.answers += 1
+
+    def _done(self) -> bool:
+        """Whether it was done within a little while."""
+        try:
+            self.work.wait(_A_LITTLE)
+        except RuntimeError as error:
+            self.life.check()  # before the error: hosts that leave close their connections
+            if _STILL not in str(error):
+                raise
+            return False
+        return True
 
 
 @dataclass
@@ -60,6 +67,11 @@ class Group:
     size: int
     handle: ProcessGroup | Backend | None
     life: Membership | None = None
+
+    def check(self) -> None:
+        """To be called when the host has waited for the device: an abort ends that too, and leaves figures that are none."""
+        if self.life is not None:
+            self.life.check()
 
     def all_to_all(self, received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int]) -> Work:
         """Rows to each host and from each, as many as the lists say. Both tensors are contiguous and live until it is done."""
@@ -102,6 +114,9 @@ class Lines:
     size: int
     life: Membership
     _formed: list[Group] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    connecting: bool = False
+    """Whether the store is in use by a thread that connects, perhaps in vain."""
 
     def form(self, backend: str = "gloo") -> Group:
         """One more group of the same hosts, whose messages do not wait for those of the others. All must ask."""
@@ -116,12 +131,16 @@ class Lines:
                 found.append(_made(backend, place, self.rank, self.size))
             except Exception as error:
                 found.append(error)
+            self.connecting = False
 
+        self.connecting = True
         threading.Thread(target=make, name="forming", daemon=True).start()
         self.life.until(lambda: bool(found))
         if isinstance(found[0], Exception):
             raise found[0]
         self._formed.append(Group(self.rank, self.size, found[0], self.life))
+        if backend != "gloo":
+            threading.Thread(target=_abort_in_time, args=(found[0], self.life, self._over), name="aborting", daemon=True).start()
         return self._formed[-1]
 
     def close(self) -> None:
@@ -130,6 +149,7 @@ class Lines:
         for group in self._formed:
             group.handle = None
         self._formed = []
+        self._over.set()
         threading.Thread(target=_let_go, args=(handles,), name="leaving", daemon=True).start()
 
 
@@ -144,7 +164,11 @@ def _made(backend: str, store: Store, rank: int, size: int) -> Backend:
 
 
 def _let_go(handles: list[Any]) -> None:
-    for handle in handles:
-        if not isinstance(handle, ProcessGroupGloo):
-            handle.abort()
     handles.clear()
+
+
+def _abort_in_time(handle: Any, life: Membership, over: threading.Event) -> None:
+    """NCCL's kernels wait on the device, and the host for the device: an abort releases both, as soon as the group is left."""
+    while not life.left and not over.wait(_A_LITTLE.total_seconds()):
+        pass
+    handle.abort()

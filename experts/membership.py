@@ -38,8 +38,10 @@ class Membership:
     def until(self, there: Callable[[], bool]) -> None:
         """Wait until something is there, however long it takes, or until the group is left."""
         self.waiting = True
-        while not there():
-            self.check()
-            sleep(_LOOK_SECONDS)
-        self.waiting = False
+        try:
+            while not there():
+                self.check()
+                sleep(_LOOK_SECONDS)
+        finally:
+            self.waiting = False
         self.answers += 1

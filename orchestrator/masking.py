@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from html import escape
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
 
 Secrets = tuple[str, ...]
@@ -23,8 +23,8 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 # scheme://user:password@host, or with one slash, as a path is written; a password may hold anything but what ends the part of an
-# address before its host
-_ADDRESS = re.compile(r"(?P<begin>[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s/:@'\"<>]*:)(?P<password>[^\s/@'\"<>]+)(?=@)")
+# address before its host, and so an @ too: the last one ends it
+_ADDRESS = re.compile(r"(?P<begin>[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s/:@'\"<>]*:)(?P<password>[^\s/'\"<>]+)(?=@)")
 # ?token=…&x-amz-signature=… of an address, and ;AccountKey=… of what databases and stores are opened with
 _QUERY = re.compile(
     r"(?P<begin>[?&;](?:[A-Za-z0-9_.-]*(?:password|passwd|secret|token|(?:api|access|account)_?key|signature|credential)|key|sig|pwd)=)"
@@ -41,8 +41,27 @@ def secrets_of(environment: Mapping[str, str]) -> Secrets:
         if _NAMES.fullmatch(name) and name != "PWD":
             found |= {value, value.strip()}
         found |= {unquote(match["password"]) for match in _ADDRESS.finditer(value)}
-    forms = {form for value in found for form in _forms(value)}
-    return tuple(sorted((form for form in forms if len(form) >= _SHORTEST), key=lambda form: (-len(form), form)))
+    return together(form for value in found for form in _forms(value))
+
+
+def together(*several: Iterable[str]) -> Secrets:
+    """All of them, the longest first."""
+    forms = {form for forms in several for form in forms if len(form) >= _SHORTEST}
+    return tuple(sorted(forms, key=lambda form: (-len(form), form)))
+
+
+def held_in(tree: Any, secrets: Secrets) -> Secrets:
+    """Those of the secrets that the texts of a tree hold, in all their forms. Whoever is given the tree has them already."""
+    text = "\n".join(_texts(tree))
+    return together(form for secret in secrets if secret in text for form in _forms(secret))
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for inner in (*tree, *tree.values()) if isinstance(tree, Mapping) else tree:
+            yield from _texts(inner)
 
 
 def _forms(value: str) -> set[str]:
@@ -68,19 +87,20 @@ def mask(text: str, secrets: Secrets = ()) -> str:
         text = _ADDRESS.sub(rf"\g<begin>{MASK}", text)
     if "=" in text and ("?" in text or "&" in text or ";" in text):
         text = _QUERY.sub(rf"\g<begin>{MASK}", text)
-    if "uthorization" in text:
+    if "authorization" in text.lower():
         text = _HEADER.sub(rf"\g<begin>{MASK}", text)
     return text
 
 
-def masked(value: Any, secrets: Secrets = ()) -> Any:
-    """A tree of plain values with its texts masked, its keys too. Numbers stay what they are."""
+def masked(value: Any, secrets: Secrets = (), keys: bool = True) -> Any:
+    """A tree of plain values with its texts masked; its ``keys`` too, where they are not names of our own, which a secret may be
+    part of. Numbers stay what they are."""
     if isinstance(value, str):
         return mask(value, secrets)
     if isinstance(value, Mapping):
-        return {masked(key, secrets): masked(inner, secrets) for key, inner in value.items()}
+        return {masked(key, secrets) if keys else key: masked(inner, secrets, keys) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(inner, secrets) for inner in value]
+        return [masked(inner, secrets, keys) for inner in value]
     return value
 
 
@@ -140,6 +160,11 @@ class MaskedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def hiding(stream: TextIO, secrets: Secrets) -> TextIO:
+    """The stream, masked; one that is already stays as it is."""
+    return stream if isinstance(stream, MaskedStream) else cast(TextIO, MaskedStream(stream, secrets))
 
 
 class _MaskedBytes:

@@ -34,7 +34,8 @@ def carry_out(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRec
     folder = before.folder if before else _new_folder(prepared.resolved.config)
     check_links(folder)
     done = before.rows if before else ()
-    ledger, screen = Ledger(folder, secret_values()), SweepScreen(quiet=quiet, objective=sweep.objective, rows=done)
+    secrets = secret_values()
+    ledger, screen = Ledger(folder, secrets), SweepScreen(quiet=quiet, objective=sweep.objective, rows=done, secrets=secrets)
     screen.begin(sweep.points, len(done))
     try:
         if before is None:
@@ -52,7 +53,7 @@ def conclude(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
     """The end of a sweep whose trials are all made already: the report, drawn anew, and how it ended."""
     from orchestrator.record.sweep_screen import SweepScreen
 
-    screen = SweepScreen(quiet=quiet, objective=sweep.objective)
+    screen = SweepScreen(quiet=quiet, objective=sweep.objective, secrets=secret_values())
     screen.note(f"all {sweep.points} trials of {folder} are made already; the report is drawn anew")
     return _concluded(sweep, folder, screen, stopped=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 from orchestrator.config.reader import Resolved, to_json
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.space import Space, parse_space, plain_point, point_flags, read_space
-from orchestrator.config.sweep import Objective, Search, Sweep, restored
+from orchestrator.config.sweep import Objective, Search, Sweep, as_mapping, flat_values, restored
 from orchestrator.errors import UserError
+from orchestrator.masking import MASK
 from orchestrator.plan.hardware import results_folder
-from orchestrator.record.ledger import Row, SweepRecord, read_sweep
+from orchestrator.record.ledger import Row, SweepRecord, holds_sweep, read_sweep
 from orchestrator.sweeping import OWN_SETTINGS, check_new
 
 
@@ -56,7 +57,7 @@ def sweep(options: SweepOptions, resolved: Resolved) -> int:
         check_new(resolved.config)
         Trainer(config=resolved).sweep(asked)
     else:
-        _check_resumed(options, resolved)
+        _check_resumed(options, resolved, hidden_settings(read_sweep(folder)) if holds_sweep(folder) else frozenset())
         resume_sweep(folder, resolved, options.concurrent)
     return 0
 
@@ -89,12 +90,13 @@ def _resumed(config: Config) -> Path | None:
     return found[-1]
 
 
-def _check_resumed(options: SweepOptions, resolved: Resolved) -> None:
-    """A sweep goes on with the settings it was begun with: rows of others would not compare."""
+def _check_resumed(options: SweepOptions, resolved: Resolved, hidden: Set[str]) -> None:
+    """A sweep goes on with the settings it was begun with: rows of others would not compare. Those that the ledger keeps masked are
+    given again."""
     plain = SweepOptions(settings=options.settings)
     changed = [name for name in ("sweep", "space", "search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
                if getattr(options, name) != getattr(plain, name)]  # fmt: skip
-    changed += [name for name, origin in resolved.origins.items() if name not in OWN_SETTINGS and origin != "default"]
+    changed += [name for name, origin in resolved.origins.items() if name not in OWN_SETTINGS | hidden and origin != "default"]
     if changed:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
         raise UserError(f"a resumed sweep goes on with the settings it was begun with; leave out {flags}, or begin another sweep")
@@ -105,10 +107,29 @@ def resume_sweep(folder: Path, resolved: Resolved, concurrent: int | None) -> Sw
     from orchestrator.trainer import Trainer
 
     record = read_sweep(folder)
-    settings = record.header.get("settings")
-    config = restored(settings if isinstance(settings, Mapping) else {})
-    config = config.but(ray_address=resolved.config.parallel.ray_address, resource_timeout=resolved.config.parallel.resource_timeout)
+    kept, hidden = as_mapping(record.header.get("settings")), hidden_settings(record)
+    check_given(hidden, folder, resolved)
+    again = flat_values(resolved.config)
+    given = {name: again[name] for name in (*hidden, "ray_address", "resource_timeout")}
+    config = restored({name: value for name, value in kept.items() if name not in hidden}).but(**given)
     return Trainer(config=config).sweep(Sweep.of_header(record.header, concurrent), resume=folder)
+
+
+def hidden_settings(record: SweepRecord) -> Set[str]:
+    """The settings that the ledger keeps without the secrets in them."""
+    return _hidden(as_mapping(record.header.get("settings")))
+
+
+def _hidden(settings: Mapping[str, Any]) -> Set[str]:
+    return {name for name, value in settings.items() if name in flat_names() and MASK in str(value)}
+
+
+def check_given(hidden: Iterable[str], folder: Path, resolved: Resolved) -> None:
+    """A mask is no value: what it stands for must be given again."""
+    missing = [name for name in sorted(hidden) if not resolved.origin(name).startswith("flag")]
+    if missing:
+        flag = missing[0].replace("_", "-")
+        raise UserError(f"the ledger of {folder} keeps {missing[0]} without the secret in it; give it again, as --{flag} VALUE")
 
 
 # --- the best row, for train
@@ -129,13 +150,13 @@ def tuned(folder: Path, resolved: Resolved, devices: Callable[[Config], tuple[st
         raise UserError(
             f"--tuned {folder} is a sweep of {task}, and {resolved.config.task} is to be trained; sweep over that one, or leave --tuned out"
         )
-    kept = record.header.get("settings")
-    base = {"task": task} | (dict(kept) if isinstance(kept, Mapping) else {})
+    base = {"task": task, **as_mapping(record.header.get("settings"))}
     asked = resolved.config.parallel.workers if "workers" in flags else None
     config = resolved.config.but(**{name: value for name, value in base.items() if name not in flags})
     row, passed_over = _best_that_fits(record, *devices(config), asked)
     offered = {**base, **row.point, "workers": row.workers or 1}
     taken = {name: value for name, value in offered.items() if name not in flags}
+    check_given(_hidden(taken), folder, resolved)
     origins = dict(resolved.origins) | dict.fromkeys(taken, f"sweep {folder.name}, trial {row.trial}")
     made = resolved.config.but(**taken)
     words = [f"settings of trial {row.trial} of {folder}: {' '.join(point_flags(row.point))} ({_figure(row, record)})"]

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-_WITH_RAY = {"authentication", "chaos", "copies", "data_parallel", "expert_parallel", "readme", "successors", "sweep"}
+_WITH_RAY = {"authentication", "chaos", "copies", "data_parallel", "expert_parallel", "readme", "seats", "successors", "sweep"}
 
 
 def _group(file: str) -> str:

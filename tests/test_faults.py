@@ -295,11 +295,11 @@ def test_files_that_pile_up_are_found(tmp_path: Path) -> None:
     """A host that comes late and loads what all have is no leak; one that keeps a file of every fault is."""
     calm, watch, moments = Watch(1, tmp_path), Watch(2, tmp_path), [10.0 * number for number in range(1, 10)]
     calm.member_since = {5: 5.0}
-    calm.readings = {1: [Reading(1.0, 9, 3, 0)], 5: [Reading(1.0, 20, 5, 0), Reading(2.0, 25, 5, 0), Reading(3.0, 19, 5, 0)]}
+    calm.readings = {1: [Reading(1.0, 9, 3, 9)], 5: [Reading(1.0, 20, 5, 9), Reading(2.0, 25, 5, 9), Reading(3.0, 19, 5, 9)]}
     watch.member_since = {7: 5.0, 8: 55.0}
-    grows = [Reading(float(t), 20 + 2 * t // 8, 5, 0) for t in range(100)]
-    settles = [Reading(float(t), 20 + 3 * min(t, 4), 5, 0) for t in range(100)]
-    watch.readings = {2: [Reading(1.0, 9, 23, 0)], 7: grows, 8: settles, 9: grows}
+    grows = [Reading(float(t), 20 + 2 * t // 8, 5, 9) for t in range(100)]
+    settles = [Reading(float(t), 20 + 3 * min(t, 4), 5, 9) for t in range(100)]
+    watch.readings = {2: [Reading(1.0, 9, 23, 9), Reading(2.0, 0, 1, 0)], 7: grows, 8: settles, 9: grows}
     assert [(one.pid, one.faults) for one in watch.held(moments)] == [(7, 9), (8, 4), (2, 0)]
     assert leaking(watch, calm, moments) == [
         "host process 7 had 44 files after 9 faults, where 25 are usual",

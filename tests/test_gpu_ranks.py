@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from experts.group import Lines
 from experts.membership import Left, Membership
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
@@ -150,14 +151,14 @@ PLACED = ((0, 1, 1, 0, 1), (1, 0, 1, 1, 0))
 
 def hosted_losses(rank: int, size: int, store: str, kind: str, chunks: int) -> list[float]:
     """In a group that can be left, as expert hosts are."""
-    with lodged(file_store(store, size), "epoch", rank, size, GPU, "gloo", Membership()) as world:
+    with lodged(Lines(file_store(store, size), "epoch", rank, size, Membership()), GPU, "gloo") as world:
         return digit_losses(world, 24, kind, chunks)
 
 
 def left_alone(rank: int, size: int, store: str) -> tuple[str, float]:
     """The second host comes no more; the first leaves, and goes on by itself."""
     life = Membership()
-    with lodged(file_store(store, size), "first", rank, size, GPU, "gloo", life) as world:
+    with lodged(Lines(file_store(store, size), "first", rank, size, life), GPU, "gloo") as world:
         world.sum_(torch.ones(4, device=GPU))
         if rank == 0:
             threading.Timer(1.0, life.leave).start()

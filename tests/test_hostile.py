@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.cli import main
+from orchestrator.config.space import parse_space
+from orchestrator.config.sweep import Sweep
+from orchestrator.masking import MASK
+from tests.support.changes import changes
 from tests.support.fake_sweep import EVIL, FakeSweep, write_sweep
-from tests.support.forging import edit_json, laughs, pickled, reseal, tensors_file, yaml_bomb
+from tests.support.forging import edit_json, edit_tensors, laughs, pickled, reseal, tensors_file, yaml_bomb
 
 SMALL = ("--task", "synthetic", "--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "32")
 RUN = (*SMALL, "--gpu-mode", "cpu", "--trackers", "--no-monitor-gpu", "--batch-size", "8", "--epochs", "50", "--checkpoint-every", "2")
@@ -65,14 +70,17 @@ def scene(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     made = Scene(work / "run", tmp_path / "outside.safetensors", tmp_path / "canary")
     shutil.copytree(good, made.folder)
     monkeypatch.setattr("orchestrator.report.page.draw_all", lambda *_: [])  # most of the time of a short run
     shutil.copy(made.newest / "model.safetensors", made.outside)
     before = _outside(tmp_path)
-    yield made
+    with changes() as changed:
+        yield made
     assert not made.canary.exists(), "something was executed"
     assert _outside(tmp_path) == before, "something was written outside the folder"
+    assert not [path for path in changed if not path.is_relative_to(tmp_path)], "something was written elsewhere"
 
 
 def _outside(root: Path) -> dict[str, str]:
@@ -98,6 +106,28 @@ def state(change: Callable[[dict[str, Any]], Any]) -> Spoil:
         reseal(scene.newest)
 
     return spoil
+
+
+def tensors(name: str, change: Callable[[dict[str, Any]], Any]) -> Spoil:
+    def spoil(scene: Scene) -> None:
+        edit_tensors(scene.newest / name, change)
+        reseal(scene.newest)
+
+    return spoil
+
+
+def every(slot: str, make: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
+    """What an optimizer keeps of all parameters under one name, made into something else; None leaves it out."""
+
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        made = {key: make(tensor) if key.startswith(f"{slot}/") else tensor for key, tensor in tensors.items()}
+        return {key: tensor for key, tensor in made.items() if tensor is not None}
+
+    return change
+
+
+def one_of(tensors: dict[str, Any], ending: str) -> str:
+    return next(key for key in sorted(tensors) if key.endswith(ending))
 
 
 def manifest(change: Callable[[dict[str, Any]], Any]) -> Spoil:
@@ -193,6 +223,7 @@ def test_a_hostile_checkpoint_is_passed_over_and_told(scene: Scene, name: str) -
     assert "resumed at step 2" in said
 
 
+KEPT = "exp_avg/blocks.0.attention.out.bias"
 REFUSED: dict[str, Spoil] = {
     "no progress": state(lambda s: s.pop("progress")),
     "progress of another kind": state(lambda s: s["progress"].update(step="x")),
@@ -203,6 +234,16 @@ REFUSED: dict[str, Spoil] = {
     "an optimizer of another kind": state(lambda s: s.update(optimizer=7)),
     "an optimizer of another model": state(lambda s: s["optimizer"].update(values={"lr/nothing": 3})),
     "no weights": lambda scene: ((scene.newest / "model.safetensors").unlink(), reseal(scene.newest)),
+    "an expert of another size": tensors("model.safetensors", lambda t: t.update({one_of(t, ".0.up"): torch.zeros(3, 3)})),
+    "moments of another shape": tensors("optimizer.safetensors", every("exp_avg", lambda tensor: tensor[..., :1].clone())),
+    "moments of another kind": tensors("optimizer.safetensors", every("exp_avg_sq", lambda tensor: tensor.to(torch.int8))),
+    "moments of one expert of another shape": tensors("optimizer.safetensors", lambda t: t.update({one_of(t, ".0.up"): torch.zeros(2)})),
+    "no moments": tensors("optimizer.safetensors", every("exp_avg", lambda _: None)),
+    "moments of one parameter missing": tensors("optimizer.safetensors", lambda t: {key: t[key] for key in t if key != KEPT}),
+    "counters that are tables": tensors("optimizer.safetensors", every("step", lambda _: torch.zeros(2, 2))),
+    "moments that nothing knows": tensors("optimizer.safetensors", lambda t: t.update({f"x{key}": t[key].clone() for key in list(t)})),
+    "a text for a moment": state(lambda s: s["optimizer"]["values"].update({KEPT: "x"})),
+    "a list for a moment": state(lambda s: s["optimizer"]["values"].update({KEPT: [1, 2]})),
 }
 
 
@@ -232,7 +273,15 @@ LINKS = {
     "logs": lambda scene: scene.folder / "logs",
     "a checkpoint": lambda scene: scene.newest,
     "checkpoints": lambda scene: scene.folder / "checkpoints",
+    "tensorboard": lambda scene: scene.folder / "tensorboard",
+    "mlflow's database": lambda scene: made_folder(scene.folder / "mlflow") / "mlflow.db",
+    "wandb's newest run": lambda scene: made_folder(scene.folder / "wandb") / "latest-run",
 }
+
+
+def made_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -248,6 +297,14 @@ def test_a_folder_whose_links_lead_out_is_not_written_to(scene: Scene, name: str
     assert _outside(scene.outside.parent) == before
     path.unlink()
     shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+
+def test_links_that_a_tracker_leaves_are_no_harm(scene: Scene) -> None:
+    """Also where what they lead to has been cleared away."""
+    made_folder(scene.folder / "wandb")
+    (scene.folder / "wandb" / "latest-run").symlink_to("offline-run-1")
+    code, said = call("train", *RUN, "--run-dir", str(scene.folder), "--max-steps", "5", "--resume", "auto")
+    assert code == 0, said
 
 
 def test_links_that_lie_in_wait_are_written_over_not_through(scene: Scene) -> None:
@@ -424,6 +481,11 @@ CONFIGS = {
     "a task that is a path": (lambda _: 'task: "../../x:Y"\n', "is no name of a task"),
     "no text": (lambda _: "\x00", "is not YAML"),
     "more text than anyone writes": (lambda _: "#" * 2_000_000 + "\n", "longer than 1,000,000 characters"),
+    "a cluster of a stranger's": (lambda _: "parallel: {ray_address: 'evil.example:6379'}\n", "give --ray-address evil.example:6379 if"),
+    "a cluster of a stranger's, merged in": (
+        lambda _: "parallel: {<<: {ray_address: '127.0.0.1:6379', workers: 2}}\n",
+        "which cluster a run joins, and shows your token to, is yours to say",
+    ),
 }
 
 
@@ -509,6 +571,58 @@ def test_a_ledger_does_not_say_where_a_run_goes(scene: Scene, setting: str, verb
     assert f"sets {setting}" in said
 
 
+def header_of(**changes: Any) -> dict[str, Any]:
+    return {"task": "synthetic", "kind": "cpu", "settings": {}} | Sweep(parse_space(["batch-size=4,8"])).header() | changes
+
+
+def domains(**given: Any) -> dict[str, Any]:
+    return header_of(domains=given, search="random", trials=3)
+
+
+def learning_rates(**changes: Any) -> dict[str, Any]:
+    return domains(learning_rate={"low": 1e-4, "high": 1e-2, "log": True, "integer": False} | changes)
+
+
+LEDGERS: dict[str, dict[str, Any]] = {
+    "a range that is upside down": learning_rates(low=1.0),
+    "a range without end": learning_rates(high=float("inf")),
+    "a range below nothing": learning_rates(low=-1.0),
+    "a range of words": learning_rates(low="a", high="b"),
+    "a range of lists": learning_rates(low=[1], high=[2]),
+    "a range with more to it": learning_rates(__class__="x"),
+    "a range of whole numbers without end": domains(batch_size={"low": 1, "high": float("inf"), "log": False, "integer": True}),
+    "a range of another kind": domains(precision={"low": 1, "high": 2, "log": False, "integer": True}),
+    "no values": domains(batch_size=[]),
+    "values of another kind": domains(batch_size=7),
+    "values that nothing knows": domains(batch_size=["x"]),
+    "domains of another kind": header_of(domains=[1, 2]),
+    "points of another kind": header_of(points=[1, 2]),
+    "points that are no list": header_of(points=7),
+    "trials without end": learning_rates() | {"trials": 10**12},
+    "trials of another kind": learning_rates() | {"trials": "x"},
+    "part of a trial": learning_rates() | {"trials": 2.5},
+    "a search that nothing knows": learning_rates() | {"search": "x"},
+    "an objective that nothing knows": header_of(objective="x"),
+    "seconds without end": header_of(trial_seconds=float("inf")),
+    "seconds of another kind": header_of(trial_seconds=[]),
+    "steps below nothing": header_of(objective="validation_loss", trial_steps=-5),
+    "settings of another kind": header_of(settings={"epochs": "x"}),
+    "settings out of range": header_of(settings={"epochs": -1}),
+    "a mask for a setting": header_of(settings={"data_dir": f"/data/{MASK}"}),
+    "masks for values": header_of(domains={"data_dir": [f"/data/{MASK}", "/data"]}),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", LEDGERS)
+def test_a_hostile_ledger_is_not_gone_on_with(scene: Scene, name: str) -> None:
+    Path("swept").mkdir()
+    line = json.dumps({"event": "sweep", "time": 1.0, **LEDGERS[name]})
+    (Path("swept") / "sweep.jsonl").write_text(line + "\n")
+    code, said = call("sweep", "--resume", "swept", "--ray-address", "local")
+    assert code == 2, said
+
+
 @pytest.mark.parametrize("settings", [{"__class__": "x"}, {"../x": 1}, {EVIL: 1}], ids=["dunder", "path", "markup"])
 def test_a_ledger_names_known_settings_alone(scene: Scene, settings: dict[str, Any]) -> None:
     folder = write_sweep(Path("swept"), FakeSweep(gpu=False, settings=settings))
@@ -524,6 +638,9 @@ def test_a_hostile_ledger_can_be_shown(scene: Scene) -> None:
         {"event": "trial", "trial": -5, "point": {}, "status": "completed", "samples_per_second": -1.0, "phases": {EVIL: EVIL}},
         {"event": "trial", "trial": 7, "point": {"workers": "x"}, "status": "completed", "samples_per_second": 5, "workers": 10**30},
         {"event": "trial", "trial": {}, "point": 5, "status": EVIL},
+        {"event": "trial", "trial": True, "point": {}, "status": "completed"},
+        {"event": "trial", "trial": 10**400, "point": {}, "status": "completed"},
+        {"event": "trial", "trial": 11, "point": {"workers": 1}, "status": "completed", "validation_loss": 10**400, "workers": 10**400},
         {"event": "trial", "trial": 8, "point": {"batch_size": json.loads("[" * 500 + "]" * 500)}, "status": "completed"},
     ]
     with (folder / "sweep.jsonl").open("a", encoding="utf-8") as file:

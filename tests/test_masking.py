@@ -14,15 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from orchestrator.config.reader import Resolved, dump, read_file
+from orchestrator.cli import TrainOptions
+from orchestrator.config.reader import Resolved, dump, read_file, read_flags
 from orchestrator.config.settings import Config
-from orchestrator.masking import MASK, MaskedStream, mask, mask_error, masked, secrets_of
+from orchestrator.masking import MASK, MaskedStream, held_in, hiding, mask, mask_error, masked, secrets_of, together
 from orchestrator.record.cleaning import copy_masked
 from orchestrator.record.events import EventLog, read_events
-from orchestrator.record.ledger import LEDGER, Ledger, Row
+from orchestrator.record.ledger import LEDGER, Ledger, Row, read_sweep
 from orchestrator.record.screen import Screen
 from orchestrator.train.checkpoint import CheckpointStore, Contents, load
+from orchestrator.train.folder import planned_before, write_intentions
+from orchestrator.train.precision import Precision
+from orchestrator.train.state import Progress, capture, restore
+from orchestrator.train.world import World
+from orchestrator.trainer import Trainer
 from tests.support.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in, leaky_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +70,8 @@ def test_a_password_in_an_address_of_the_environment_is_a_secret_by_itself() -> 
     ("text", "expected"),
     [
         ("see s3://me:hunter2hunter2@host/x now", "see s3://me:***@host/x now"),
+        ("postgres://me:p@ssw0rd@db/x and s3://a:b@h/c", "postgres://me:***@db/x and s3://a:***@h/c"),
+        ("postgres://me:p@ss@w0rd@db,redis://:x@y@h", "postgres://me:***@db,redis://:***@h"),
         (str(Path("s3://me:geheim@host/x")), "s3:/me:***@host/x"),
         ("redis://:geheim@h:6379", "redis://:***@h:6379"),
         ("https://h/x?a=1&X-Amz-Signature=abc&b=2", "https://h/x?a=1&X-Amz-Signature=***&b=2"),
@@ -71,11 +81,33 @@ def test_a_password_in_an_address_of_the_environment_is_a_secret_by_itself() -> 
         ("Protocol=https;AccountName=me;AccountKey=abc/d+e==;Suffix=x", "Protocol=https;AccountName=me;AccountKey=***;Suffix=x"),
         ("{'Authorization': 'Bearer abc.def', 'x': 1}", "{'Authorization': 'Bearer ***', 'x': 1}"),
         ("authorization: Basic bWU6eA==", "authorization: Basic ***"),
+        ("PROXY-AUTHORIZATION: BEARER abc.def", "PROXY-AUTHORIZATION: BEARER ***"),
+        ("HTTP_aUTHORIZATION='Token abc'", "HTTP_aUTHORIZATION='Token ***'"),
         ("loss = 3 ? key: value & more", "loss = 3 ? key: value & more"),
     ],
 )
 def test_addresses(text: str, expected: str) -> None:
     assert mask(text) == expected
+
+
+@pytest.mark.parametrize(
+    "piece", ["a:/b:", "a:/b:c@", "a://", "?a.b-c_", "&token", "authorization: ", "x@", "a:/:@", ":", "http://u:p@h@"], ids=repr
+)
+@pytest.mark.timeout(30)
+def test_a_long_line_is_gone_through_once(piece: str) -> None:
+    """Not again from each of its letters, which would take hours."""
+    mask(piece * (1_000_000 // len(piece)), SECRETS)
+
+
+def test_secrets_that_a_tree_holds_are_told_in_all_their_forms() -> None:
+    tree = {"data": {"data_dir": f"/data/{CANARIES[3]}", "n": 3}, "origins": [f"file {CANARIES[0]}:3", None]}
+    held = held_in(tree, SECRETS)
+    assert set(held) == set(secrets_of({"A_KEY": CANARIES[0], "B_KEY": CANARIES[3]}))
+    assert held_in({"data_dir": "/plain"}, SECRETS) == ()
+
+
+def test_secrets_of_two_environments_are_one_list() -> None:
+    assert together(("abcdefgh",), ("abcdefghi", "abcdefgh")) == ("abcdefghi", "abcdefgh")
 
 
 def test_the_longer_secret_goes_first() -> None:
@@ -93,11 +125,45 @@ def test_a_record_holds_no_secret_and_stays_whole(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     log = EventLog(tmp_path / "events.jsonl", [seen.append], SECRETS)
     for number, canary in enumerate(CANARIES):
-        log.write("warning", kind=canary, message=f'"{canary}" and {URL}', step=number, more={canary: [canary]})
+        log.write("warning", kind=canary, message=f'"{canary}" and {URL}', step=number, more={"a": [canary]}, metrics={canary: 0.5})
     log.close()
     assert_none_in(tmp_path)
     assert_none_in(json.dumps(seen))
     assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == list(range(len(CANARIES)))
+
+
+WORDS = {
+    "SORT_KEY": "position",
+    "GROUP_KEY": "samples",
+    "PARTITION_KEY": "progress",
+    "STEP_TOKEN": "weight",
+    "A_SECRET": "optimizer",
+    "B_SECRET": "evaluate",
+    "C_SECRET": "settings",
+    "D_SECRET": "batch_size",
+    "E_SECRET": "choices",
+}
+"""Values that are parts of names of ours."""
+
+
+def test_a_word_that_is_a_secret_leaves_our_own_names_alone(tmp_path: Path) -> None:
+    secrets = secrets_of(WORDS)
+    log = EventLog(tmp_path / "events.jsonl", secrets=secrets)
+    log.write("evaluate", step=3, samples=8, position=2, metrics={"weight": 1.5}, memory={"samples": 3}, note="sort by position")
+    log.close()
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"], event["samples"], event["position"]) == ("evaluate", 3, 8, 2)
+    assert (event["metrics"], event["memory"], event["note"]) == ({MASK: 1.5}, {"samples": 3}, f"sort by {MASK}")
+
+
+def test_a_word_that_is_a_secret_spoils_no_ledger(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, secrets_of(WORDS))
+    ledger.begin({"settings": {"batch_size": 4}})
+    ledger.add(Row(1, {"batch_size": 4}, "failed", "no position"))
+    ledger.close()
+    record = read_sweep(tmp_path)
+    assert record.header["settings"] == record.rows[0].point == {"batch_size": 4}
+    assert record.rows[0].reason == f"no {MASK}"
 
 
 def test_a_ledger_holds_no_secret(tmp_path: Path) -> None:
@@ -161,13 +227,70 @@ def test_bytes_beneath_a_stream_are_masked_too() -> None:
     assert under.buffer.getvalue() == f"{MASK} \xff".encode()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_checkpoint_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def learning() -> tuple[nn.Linear, torch.optim.Optimizer, Precision]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer, Precision("fp32", torch.device("cpu"))
+
+
+def saved(folder: Path, parts: Any, progress: Progress) -> Contents:
+    model, optimizer, precision = parts
+    contents = capture(model, optimizer, precision, progress, World.alone())
+    assert contents is not None
+    return load(CheckpointStore(folder).save(progress.step, contents))
+
+
+def test_a_checkpoint_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: Any) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    state = {"progress": {"step": 3, "validation": dict.fromkeys(CANARIES, 1.5)}, "text": URL}
-    path = CheckpointStore(tmp_path).save(3, Contents({"model": {}}, state))
+    found = saved(tmp_path, learning, Progress(step=3, validation=dict.fromkeys(CANARIES, 1.5)))
     assert_none_in(tmp_path)
-    assert load(path).state["progress"] == {"step": 3, "validation": {MASK: 1.5}}
+    assert found.state["progress"]["validation"] == {MASK: 1.5}
+
+
+def test_a_word_that_is_a_secret_spoils_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: Any) -> None:
+    for name, value in WORDS.items():
+        monkeypatch.setenv(name, value)
+    was = Progress(step=3, position=5, samples=40, validation={"loss": 0.5})
+    assert restore(saved(tmp_path, learning, was), *learning) == was
+
+
+def test_a_word_that_is_a_secret_spoils_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was chosen is found again when the run goes on."""
+    for name, value in WORDS.items():
+        monkeypatch.setenv(name, value)
+    argv = ["--task", "synthetic", *SIZES, "--gpu-mode", "cpu", "--run-dir", str(tmp_path / "run")]
+    prepared = Trainer(config=read_flags(TrainOptions, argv, "orchestrator train")[1]).prepare()
+    (tmp_path / "run").mkdir()
+    write_intentions(prepared, tmp_path / "run", {})
+    assert planned_before(tmp_path / "run")["batch_size"] == 8
+
+
+def test_secrets_of_who_asks_are_masked_where_they_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node whose environment has none of them."""
+    with monkeypatch.context() as here:
+        for name, value in ENVIRONMENT.items():
+            here.setenv(name, value)
+        argv = ["--task", "synthetic", *SIZES, "--gpu-mode", "cpu", "--data-dir", f"/data/{CANARIES[3]}", "--run-dir", "/r/" + CANARIES[4]]
+        prepared = Trainer(config=read_flags(TrainOptions, argv, "orchestrator train")[1]).prepare().with_secrets()
+    assert set(prepared.secrets) == set(secrets_of({"A_KEY": CANARIES[3], "B_KEY": CANARIES[4]})), "those that it holds, and no others"
+    write_intentions(prepared, tmp_path, {})
+    log = EventLog(tmp_path / "events.jsonl", secrets=prepared.hidden)
+    log.write("warning", kind="data", message=f"nothing in /data/{CANARIES[3]}")
+    log.close()
+    assert_none_in(tmp_path)
+    assert f"/data/{MASK}" in (tmp_path / "config.yaml").read_text()
+
+
+def test_what_a_process_says_is_masked_once() -> None:
+    under = io.StringIO()
+    stream = hiding(under, SECRETS)
+    assert hiding(stream, ()) is stream
+    print(CANARIES[0], file=stream)
+    assert under.getvalue() == f"{MASK}\n"
 
 
 def test_a_stream_masks_and_is_the_stream() -> None:
@@ -211,7 +334,7 @@ def test_every_record_is_opened_with_the_secrets() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / "orchestrator").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("EventLog", "Ledger", "write_file")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("EventLog", "Ledger", "write_file", "SweepScreen")
         if "secret" not in ast.unparse(node)
     ]
     assert not bare

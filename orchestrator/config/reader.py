@@ -18,7 +18,7 @@ from orchestrator.config.checks import Switch
 from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
-from orchestrator.config.yaml_text import composed
+from orchestrator.config.yaml_text import MOST_CHARACTERS, composed
 from orchestrator.errors import UserError
 from orchestrator.masking import Secrets, mask, masked
 
@@ -43,7 +43,8 @@ class Resolved:
 def read_file(path: Path) -> Resolved:
     """The config of a YAML file; what it leaves out is default."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror or error}; give the path of a YAML file to --config") from None
     except UnicodeDecodeError:
@@ -193,7 +194,19 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
     config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
     given = {_setting_of(token): f"flag {token.partition('=')[0]}" for token in argv if token.startswith("--")}
     origins = dict(base.origins) | {name: text for name, text in given.items() if name in flat_names()}
-    return result, Resolved(config, origins)
+    resolved = Resolved(config, origins)
+    _check_cluster(resolved)
+    return result, resolved
+
+
+def _check_cluster(resolved: Resolved) -> None:
+    """A run shows the user's token to the cluster that it joins: which one that is, a file of someone else's does not say."""
+    address, origin = resolved.config.parallel.ray_address, resolved.origin("ray_address")
+    if origin.startswith("file") and address not in ("auto", "local"):
+        raise UserError(
+            f"{origin.removeprefix('file ')}: ray_address is {address!r}; a file may say auto or local, and which cluster a run joins, and "
+            f"shows your token to, is yours to say: give --ray-address {address} if you know it"
+        )
 
 
 def _lists_apart(argv: Sequence[str]) -> Iterator[str]:

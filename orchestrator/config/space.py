@@ -17,7 +17,7 @@ import yaml
 from orchestrator.config import spellings
 from orchestrator.config.settings import Config, did_you_mean, flat_names, setting_types
 from orchestrator.config.values import as_declared
-from orchestrator.config.yaml_text import safe_content
+from orchestrator.config.yaml_text import MOST_CHARACTERS, safe_content
 from orchestrator.errors import UserError
 
 Point = Mapping[str, Any]
@@ -109,8 +109,9 @@ class Space:
         made: dict[str, Domain] = {}
         for given, domain in domains.items():
             name = _setting(given, "the ledger")
-            values = None if isinstance(domain, Mapping) else tuple(_value(name, value, "the ledger") for value in domain)
-            made[name] = Range(**domain) if values is None else Values(values)
+            # a range is checked as its text would be: a ledger may say anything
+            written = Range(**domain).text() if isinstance(domain, Mapping) else list(domain)
+            made[name] = _domain(name, written, "the ledger")
         return cls(made)
 
     def grid(self) -> list[Point]:
@@ -173,7 +174,8 @@ def read_space(path: Path) -> Space:
     """The space of a YAML file: each setting with a list of values, one value, or a text as for --sweep; or a list of points, each
     a mapping of settings to values."""
     try:
-        content = safe_content(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            content = safe_content(file.read(MOST_CHARACTERS + 1))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the space {path}: {getattr(error, 'strerror', None) or error}; give a YAML file to --space") from None
     except yaml.YAMLError as error:

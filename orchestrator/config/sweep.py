@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import Space, Values, plain_point, points_space
+from orchestrator.config.space import MOST_POINTS, Space, Values, plain_point, points_space
+from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
+from orchestrator.masking import MASK
 
 Search = Literal["grid", "random", "optuna"]
 Objective = Literal["throughput", "validation_loss"]
@@ -34,6 +36,8 @@ class Sweep:
         for name, value in (("--trials", self.trials), ("--trial-steps", self.trial_steps), ("--concurrent", self.concurrent)):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
+        if self.search != "grid" and (self.trials or 0) > MOST_POINTS:
+            raise UserError(f"--trials is {self.trials:,}; at most {MOST_POINTS:,} are made")
         if not 0 < self.trial_seconds < 1e6:
             raise UserError(f"--trial-seconds is {self.trial_seconds}; it must be positive and finite")
         if self.search != "grid" and self.trials is None:
@@ -70,24 +74,35 @@ class Sweep:
     @classmethod
     def of_header(cls, header: Mapping[str, Any], concurrent: int | None) -> Sweep:
         """The sweep that a ledger was begun for."""
+        hidden = [name for name, domain in as_mapping(header.get("domains")).items() if MASK in str(domain)]
+        if hidden:
+            raise UserError(f"the ledger keeps the values of {hidden[0]} without the secrets in them; begin the sweep anew")
         try:
             space = points_space(header["points"], "the ledger") if "points" in header else Space.of_json(header["domains"])
             names = ("search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
-            return cls(space, concurrent=concurrent, **{name: header[name] for name in names})
-        except (KeyError, TypeError, AttributeError) as error:
+            hints = get_type_hints(cls)
+            return cls(space, concurrent=concurrent, **{name: as_declared(name, hints[name], header[name]) for name in names})
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise UserError(f"the ledger does not say what was to be swept ({error!r}); begin the sweep anew") from None
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Of a ledger: empty where it holds something else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """The settings that differ from their defaults, by flat name, as JSON has them."""
+    plain = flat_values(Config())
+    return {name: value for name, value in flat_values(config).items() if value != plain[name]}
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """Every setting by its flat name, as JSON has it."""
     from orchestrator.config.reader import to_json
 
-    given, plain = to_json(config), to_json(Config())
-    flat = {
-        name: (given[section][name], plain[section][name]) if section else (given[name], plain[name])
-        for name, section in flat_names().items()
-    }
-    return {name: value for name, (value, default) in flat.items() if value != default}
+    tree = to_json(config)
+    return {name: tree[section][name] if section else tree[name] for name, section in flat_names().items()}
 
 
 def workers_asked(space: Space, config: Config) -> list[int]:

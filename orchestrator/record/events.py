@@ -81,7 +81,9 @@ class EventLog:
         line = encode(event)
         if mask(line, self._secrets) == line:
             return line, event
-        clean = masked(event, self._secrets)
+        # names of events and of fields are ours, and read again: a secret that is a word may be part of one. Those of metrics are not
+        clean = {name: masked(value, self._secrets, keys=name == "metrics") for name, value in event.items()}
+        clean["event"] = event["event"]
         return encode(clean), clean
 
     def close(self) -> None:
@@ -113,7 +115,8 @@ def read_events(path: Path) -> list[Event]:
     """All whole lines of the file, in order; none where there is no file. Lines that are not JSON objects are skipped."""
     if not path.is_file():
         return []
-    return [event for line in path.read_bytes().split(b"\n") if (event := parse(line)) is not None]
+    with path.open("rb") as lines:
+        return [event for line in lines if (event := parse(line)) is not None]
 
 
 def parse(line: bytes) -> Event | None:
@@ -190,7 +193,7 @@ def mend_events(path: Path) -> None:
     """Cut off the torn line of a writer that was killed."""
     if not path.exists():
         return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
-        os.truncate(path, whole)
+    with path.open("rb") as file:
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        if whole != file.tell():
+            os.truncate(path, whole)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -121,7 +122,7 @@ def holds_sweep(folder: Path) -> bool:
 def as_row(event: Event) -> Row | None:
     """The row of a line; None for one that is no trial of ours. Fields that it does not know are left out, and so are values
     of another kind than the field's: a damaged figure is no figure."""
-    if not isinstance(event.get("trial"), int) or not isinstance(event.get("point"), dict) or event.get("status") not in STATUSES:
+    if not _is(event.get("trial"), "int") or not isinstance(event.get("point"), dict) or event.get("status") not in STATUSES:
         return None
     known = {f.name: str(f.type) for f in fields(Row)}
     return Row(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
@@ -132,7 +133,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), 
 
 def _is(value: Any, declared: str) -> bool:
     kinds = next(kinds for start, kinds in _KINDS.items() if declared.startswith(start))
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    endless = isinstance(value, int | float) and not abs(value) <= sys.float_info.max
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)) and not endless
 
 
 class Ledger:

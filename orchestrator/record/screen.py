@@ -169,14 +169,15 @@ class Screen:
             self._trouble(f"resumed at step {event.get('step')} from {event.get('path')}")
 
     def _placement(self, event: Event) -> None:
-        if event.get("sentence"):
+        same = self._recovering and "(as before)" in str(event.get("sentence"))
+        if event.get("sentence") and not same:
             self._line(str(event["sentence"]), style="dim")
 
     def _failure(self, event: Event) -> None:
         if event.get("final"):  # the last one is told by whoever called
             return
         self._recovering = True
-        self._trouble(failure_text(event) + (": restarting" if event.get("rank") is not None else ""))
+        self._trouble(f"{failure_text(event)} ...")
 
     def _recovery(self, event: Event) -> None:
         self._recovering = False

@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.space import plain_point
+from orchestrator.masking import Secrets, mask, masked
 from orchestrator.record.ledger import STATUSES, Row, SweepRecord
 from orchestrator.record.scalars import number
 from orchestrator.types import bytes_text, seconds_text
@@ -168,16 +170,21 @@ def _clean(text: str, encoding: str) -> str:
 
 
 class SweepScreen:
-    """Shows a sweep as it goes. ``rows`` are trials of an earlier start of it; ``quiet`` shows nothing at all."""
+    """Shows a sweep as it goes, without ``secrets``. ``rows`` are trials of an earlier start of it; ``quiet`` shows nothing at all."""
 
     def __init__(
-        self, console: Console | None = None, quiet: bool = False, objective: str = "throughput", rows: Sequence[Row] = ()
+        self,
+        console: Console | None = None,
+        quiet: bool = False,
+        objective: str = "throughput",
+        rows: Sequence[Row] = (),
+        secrets: Secrets = (),
     ) -> None:
         from rich.console import Console
 
         self._console = console or Console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._quiet, self._objective = quiet, objective
+        self._quiet, self._objective, self._secrets = quiet, objective, secrets
         self._rows = {row.trial: row for row in rows}
         self._running: dict[int, Running] = {}
         self._total, self._earlier = 0, 0
@@ -195,12 +202,14 @@ class SweepScreen:
             self.note(f"{done} of {total} trials are done already")
 
     def trial_started(self, number: int, point: Mapping[str, Any]) -> None:
+        point = self._shown(point)
         with self._lock:
-            self._running[number] = Running(number, dict(point))
+            self._running[number] = Running(number, point)
         if not self._is_live:  # who reads along in a pipe or a log is not left without a word
             self._say(f"trial {number} of {self._total}  started  {point_text(point)}")
 
     def trial_done(self, row: Row) -> None:
+        row = replace(row, point=self._shown(row.point), reason=mask(row.reason, self._secrets))
         with self._lock:
             self._running.pop(row.trial, None)
             self._rows[row.trial] = row
@@ -211,7 +220,10 @@ class SweepScreen:
 
     def note(self, text: str) -> None:
         """A line about something that takes a while."""
-        self._say(text)
+        self._say(mask(text, self._secrets))
+
+    def _shown(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        return masked(plain_point(point), self._secrets, keys=False)
 
     def close(self) -> None:
         """Leaves the table as it stands and gives the terminal back. May be called again."""

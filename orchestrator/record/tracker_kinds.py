@@ -68,7 +68,8 @@ class WeightsAndBiases:
 
         # Its messages and its capture of the console would break up the progress bar; without a limit, wandb's own hook at
         # the end of the process would wait for a lost network for ever (what was not sent stays in the folder for 'wandb sync').
-        settings = wandb.Settings(silent=True, console="off", finish_timeout=60)
+        # The command line, git's addresses and what was changed since the last commit may hold secrets: W&B would upload them.
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=60, x_disable_meta=True, disable_git=True)
         # Without an API key wandb would ask for one on the terminal, from this thread, in the middle of the training.
         if wandb.setup(settings).settings.mode in ("online", "run", "shared") and not wandb.login(prompt=False):
             raise UserError("the tracker wandb found no API key. Run 'wandb login' first, or set WANDB_MODE=offline to log to files alone.")

@@ -11,14 +11,10 @@ LONGEST = 160  # characters of a cause; the whole of it is in events.jsonl
 
 
 def failure_text(event: Event) -> str:
-    """'worker 1 lost at step 40 (killed)', or 'failure (kind): message' where no worker is known."""
-    kind, message = str(event.get("kind") or "failure"), str(event.get("message") or "")
-    if event.get("rank") is None:
-        return f"failure ({kind}): {message}"
-    first = next(iter(message.splitlines()), "")[:LONGEST]
-    cause = f"{kind}: {first}" if first and first != kind else kind
-    at = "" if event.get("step") is None else f" at step {event['step']}"
-    return f"worker {event['rank']} lost{at} ({cause})"
+    """'step 40: host 1 was lost'."""
+    first = next(iter(str(event.get("message") or "").splitlines()), "")[:LONGEST]
+    at = "" if event.get("step") is None else f"step {event['step']}: "
+    return at + (first or str(event.get("kind") or "failure"))
 
 
 def recovery_text(event: Event) -> str:

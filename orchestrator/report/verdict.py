@@ -204,17 +204,22 @@ def _summing(record: RunRecord) -> Verdict | None:
     return Verdict("communication", (evidence,), tuple(advice))
 
 
+_CAUSES = {"worker": "losing a worker", "memory": "running out of memory", "communication": "losing touch", "fault": "an error"}
+
+
 def _recovery(record: RunRecord) -> Verdict | None:
     share = shares(wall_seconds(record)).get("recovery", 0.0)
     if share < RECOVERY_SHARE:
         return None
     spent, times = wall_seconds(record)["recovery"], len(record.recoveries)
-    reasons = list(dict.fromkeys(str(event["kind"]) for event in record.of("failure") if event.get("kind")))
+    kinds = dict.fromkeys(str(event["kind"]) for event in record.of("failure") if event.get("kind"))
+    reasons = [_CAUSES.get(kind, kind) for kind in kinds]
     cause = f" after {', '.join(reasons[:3])}" if reasons else ""
     advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
     if record.replayed_steps:
         rare = record.replayed_steps // times
-        advice.append(f"--checkpoint-every {max(1, rare // 2)}: {plural(record.replayed_steps, 'step was', 'steps were')} done twice")
+        flag = "--snapshot-every" if any(event.get("source") == "memory" for event in record.recoveries) else "--checkpoint-every"
+        advice.append(f"{flag} {max(1, rare // 2)}: {plural(record.replayed_steps, 'step was', 'steps were')} done twice")
     return Verdict(
         "recovery",
         (f"{share:.0%} of the run was spent on {plural(times, 'recovery', 'recoveries')} ({seconds_text(spent / times)} each){cause}",),

@@ -110,12 +110,23 @@ def warn_if_open(address: str, note: Callable[[str], None]) -> None:
 
 def asks_for_token(address: str) -> bool | None:
     """Whether the head at HOST:PORT turns away who shows no token; None where it says neither."""
-    options = [("grpc.enable_http_proxy", 0)]
-    with grpc.insecure_channel(address, options=options) as channel:
+    with suppress(OSError, RuntimeError), _channel(address) as channel:  # without its certificates Ray says what is wrong with them
         try:
             head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             head.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ASK_SECONDS)  # pyright: ignore[reportAttributeAccessIssue]
         except grpc.RpcError as error:
             code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
             return True if code == grpc.StatusCode.UNAUTHENTICATED else None
-    return False
+        return False
+    return None
+
+
+def _channel(address: str) -> grpc.Channel:
+    """To a head, without a token: Ray's own would show it."""
+    options = [("grpc.enable_http_proxy", 0)]
+    if variable("RAY_USE_TLS").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address, options=options)
+    from ray._common.tls_utils import load_certs_from_env
+
+    chain, key, root = load_certs_from_env()
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, chain), options=options)

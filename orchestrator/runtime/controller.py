@@ -200,7 +200,7 @@ def after(state: State, happening: Happening, terms: Terms) -> tuple[State, tupl
             return _after_failure(state, happening, terms)
         case Waiting(), HostsReady():
             return _waited(state, happening, terms)
-        case Closing(status=status), AllClosed() | Broken():
+        case Closing(status=status), AllClosed():
             return Over(status), ()
         case _:
             return state, ()

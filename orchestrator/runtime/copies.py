@@ -4,14 +4,16 @@ every host's new one has been acknowledged, so there is always one that is whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from orchestrator.runtime.seats import SeatPlan, node_answers
+from orchestrator.runtime.session import first_line
 
 
 @dataclass
@@ -26,17 +28,19 @@ class _Set:
     """The seat that keeps a second copy, by rank."""
     acknowledged: dict[int, Any] = field(default_factory=dict)
     """Calls that end when it is kept, by rank."""
+    lost: bool = False
+    """Whether a first copy is gone before there was a second."""
 
 
 class Copies:
     """The newest whole set of copies, and those that are coming in."""
 
-    def __init__(self, seats: SeatPlan) -> None:
-        self._seats = seats
+    def __init__(self, seats: SeatPlan, warn: Callable[[str], None]) -> None:
+        self._seats, self._warn = seats, warn
         self._members: tuple[int, ...] = ()
         self.gone: set[int] = set()
         """Members that turned out to be dead."""
-        self._epoch = -1
+        self._epoch, self._dropped = -1, set[int]()
         self._asked: dict[Any, tuple[int, Any, Any]] = {}
         self._coming: dict[int, _Set] = {}
         self._whole: tuple[int, _Set] | None = None
@@ -53,6 +57,7 @@ class Copies:
     def follow(self, epoch: int, members: tuple[int, ...]) -> None:
         """Fetch the copies of these hosts from now on."""
         self._epoch, self._members, self._coming, self.gone = epoch, members, {}, set()
+        self._dropped = set()
         asked = {seat for seat, _, actor in self._asked.values() if actor is self._actor(seat)}
         for seat in members:
             if seat not in asked:
@@ -100,27 +105,37 @@ class Copies:
             made.acknowledged[told.rank] = keeper.keep.remote((told.epoch, told.rank, told.step), header, data, self.step)
 
     def _settle(self) -> None:
-        """The newest set that is whole takes the place of all before it."""
+        """The newest set that is whole takes the place of all before it. One that can never be is let go of."""
         for step in sorted(self._coming, reverse=True):
             made = self._coming[step]
             if len(made.refs) == made.size and not self._open(made):
                 self._whole = step, made
                 self._coming = {later: one for later, one in self._coming.items() if later > step}
                 return
+        self._dropped |= {step for step, made in self._coming.items() if made.lost}
+        self._coming = {step: made for step, made in self._coming.items() if not made.lost}
+
+    def expects(self, step: int) -> bool:
+        """Whether the set of that step may still become whole."""
+        return self.step < step and step not in self._dropped
 
     def _open(self, made: _Set) -> bool:
-        """Whether a second copy is still under way, or can no longer be made because the first is lost. Where its keeper died, the
-        first one is there still: that is one loss, and the set stands it."""
+        """Whether a second copy is still under way, or can no longer be made because the first is lost. Where its keeper died or has
+        no room, the first one is there still: that is one loss, and the set stands it."""
         for rank, call in list(made.acknowledged.items()):
             if not ray.wait([call], timeout=0)[0]:
                 return True
             try:
                 ray.get(call)
-            except RayActorError:
+            except RayError as error:
+                met = error.cause if isinstance(error, RayTaskError) else error
+                if isinstance(met, ObjectLostError):
+                    made.lost = True
+                    return True
                 made.buddies.pop(rank)
                 made.acknowledged.pop(rank)
-            except RayError:
-                return True
+                if not isinstance(met, RayActorError):
+                    self._warn(f"a second copy of host {rank}'s state could not be kept on another node: {first_line(met)}")
         return False
 
     def references(self) -> tuple[tuple[Any, Any], ...]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from orchestrator.config.reader import to_json
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, TaskFailed, TrainingFailed
-from orchestrator.masking import Secrets, masked
+from orchestrator.masking import Secrets, mask, masked
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import secret_values
 from orchestrator.plan.parallel import on_gpus
@@ -170,14 +170,14 @@ class _Driver:
         log.close()
         self.follower.poll()
         alive = events[-1]["time"] if events else detected  # the last sign of life
-        return Restart(attempt, choice.reason, alive, detected, workers, last, choice.halvings)
+        return Restart(attempt, mask(choice.reason, secret_values()), alive, detected, workers, last, choice.halvings)
 
 
 def _assignment(prepared: Prepared, run_dir: Path, restart: Restart | None) -> Assignment:
     config = prepared.resolved.config
     named = config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:"))
     sent = replace(prepared, task=None) if named else prepared  # pyright: ignore[reportArgumentType] -- loaded by name over there
-    return Assignment(sent, run_dir, Path.cwd(), (run_dir / "logs" / NONCE).read_text(encoding="utf-8"), restart)
+    return Assignment(sent.with_secrets(), run_dir, Path.cwd(), (run_dir / "logs" / NONCE).read_text(encoding="utf-8"), restart)
 
 
 def failure_of_worker(rank: int, error: BaseException, lost: bool = False, mended: bool = False) -> Failure:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime.accounts import Accounts
 from orchestrator.runtime.controller import (
@@ -46,6 +47,7 @@ from orchestrator.runtime.lodging import Member, Segment, lodger
 from orchestrator.runtime.muster import Muster
 from orchestrator.runtime.recovery import Failure, Seats, limit_s, stuck, worst
 from orchestrator.runtime.seats import SeatPlan
+from orchestrator.runtime.successors import for_host
 from orchestrator.runtime.vitals import Vitals
 from orchestrator.runtime.worker import Assignment
 from orchestrator.train.world import open_store
@@ -64,16 +66,20 @@ class Hosts:
         self._gpu, self._run_dir = gpu, assignment.run_dir
         self._terms = Terms(hosts, config.parallel.max_failures, grows=config.checkpoint.snapshot_every > 0)
         self._patience = config.parallel.patience(hosts=True)
-        self._deadline = perf_counter() + config.parallel.resource_timeout
+        self._timeout, self._log = config.parallel.resource_timeout, log
+        self._deadline = perf_counter() + self._timeout
         self._sent = ray.put(assignment)
         self._store, self._place = open_store(ray.util.get_node_ip_address())
-        self._seats = SeatPlan(hosts + config.parallel.spares, gpu, self._sent, self._place)
-        self._vitals, self._copies, self._muster = Vitals(self._store), Copies(self._seats), Muster(self._seats)
+        variables = for_host(config.task) if config.parallel.max_failures else {}
+        self._seats = SeatPlan(hosts + config.parallel.spares, gpu, self._sent, self._place, variables)
+        self._vitals, self._muster = Vitals(self._store), Muster(self._seats)
+        self._copies = Copies(self._seats, self._warn)
         self._accounts = Accounts(log, assignment.run_dir)
         self._state: State = Starting()
         self._steps, self._begun, self._since, self._detected = _FIRST_SEGMENT, 0.0, 0.0, 0.0
         self._error: BaseException | None = None
         self._trained = False
+        self._proven: tuple[int, ...] = ()
         self._failed: tuple[Failure, int, tuple[float, float]] | None = None
 
     def wait(self, seconds: float) -> Ended | None:
@@ -83,8 +89,9 @@ class Hosts:
             case Waiting():
                 time.sleep(_PAUSE_SECONDS)
                 ready, coming = self._seats.look()
-                patient = perf_counter() - self._since < _START_SECONDS
-                self._tell(HostsReady(ready, self._seats.startable(coming), patient))
+                waited = perf_counter() - self._since
+                hopeful = self._seats.startable(coming) if waited < self._timeout else ()
+                self._tell(HostsReady(ready, hopeful, patient=waited < _START_SECONDS))
             case Over(status=status, failure=failure, given_up=given_up):
                 return Ended(status, failure, self._error, given_up)
             case _:
@@ -92,14 +99,21 @@ class Hosts:
         return None
 
     def close(self) -> None:
-        self._accounts.close()
-        self._seats.close()
+        try:
+            self._accounts.close()
+        finally:
+            self._seats.close()
 
     def _start(self, seconds: float) -> None:
         if self._seats.reserve(seconds):
             ready, coming = self._seats.look()
             self._tell(HostsReady(ready, coming))
             time.sleep(_PAUSE_SECONDS)
+        if isinstance(self._state, Starting) and isinstance(self._seats.error, OrchestratorError):
+            raise self._seats.error
+        if isinstance(self._state, Starting) and self._seats.count - len(self._seats.given_up) < self._terms.wanted:
+            lost = f"{len(self._seats.given_up)} of {self._seats.count} hosts could not be started: {self._seats.complaint}"
+            self._tell(OutOfTime(f"{lost}; Ray's logs may tell more. Is there memory enough?"))
         if isinstance(self._state, Starting) and perf_counter() > self._deadline:
             what = "GPUs" if self._gpu else "CPUs"
             self._tell(OutOfTime(f"{self._seats.count} {what} for the hosts of experts were not to be had in time"))
@@ -118,26 +132,39 @@ class Hosts:
         if isinstance(self._state, Leaving):
             if not muster.calls:
                 self._all_apart()
+        elif isinstance(self._state, Closing):
+            if not muster.calls or perf_counter() - self._begun > limit_s("join", self._patience):
+                self._tell(AllClosed())
+        elif isinstance(self._state, Training) and muster.first is not None and muster.first[0] is not None:
+            self._end(muster.first)
         elif muster.broken:
             self._detected = time.time()
             self._tell(Broken())
         elif not muster.calls:
             self._all_answered()
 
+    def _end(self, first: tuple[str, int]) -> None:
+        """The main host has done all, and recorded it: what happens to the others now changes nothing. They have a moment to end."""
+        if not self._muster.calls or self._muster.broken:
+            status, step = first
+            self._accounts.stepped(step)
+            self._tell(RunEnded(status))
+
     def _check_pulses(self) -> None:
         """Members that stand still for too long count as lost, and are ended."""
         if not self._vitals.look() or isinstance(self._state, Closing):
             return
-        asked = set(self._muster.calls.values())
+        asked = set(self._muster.calls.values()) or set(self._muster.members) - self._muster.lost.keys()
         vitals = [vital for vital in self._vitals.all() if vital.seat in asked]
         found = stuck(vitals, self._patience, self._vitals.slowest_s)
-        if found and all(vital.waiting and vital.silent_s < self._patience for vital in found):
+        leaving = isinstance(self._state, Leaving)
+        if found and not leaving and all(vital.waiting and vital.silent_s < self._patience for vital in found):
             self._muster.raised[found[0].seat] = RuntimeError("gloo timed out: all hosts wait for each other")
             return
         for vital in found:
             limit = limit_s(vital.phase, self._patience, self._vitals.slowest_s)
             rank = self._muster.rank(vital.seat)
-            self._muster.give_up(vital.seat, f"host {rank} was stuck for over {limit:g} s (in phase: {vital.phase})")
+            self._muster.give_up(vital.seat, f"host {rank} was stuck for over {limit:g} s (in phase: {vital.phase})", frozen=True)
 
     def _all_answered(self) -> None:
         match self._state:
@@ -145,32 +172,46 @@ class Hosts:
                 self._accounts.restored()
                 self._tell(AllJoined())
             case Training(keeping=keeping):
-                status, step = self._muster.first
-                if keeping and status is None and self._copies.step != step:
+                _, step = self._muster.first
+                if keeping and self._copies.expects(step):
                     return  # until all copies of the segment's end are there
                 self._accounts.stepped(step)
-                self._tell(RunEnded(status) if status is not None else SegmentDone(self._seats.look()[0]))
-            case Closing():
-                self._tell(AllClosed())
+                ready, _ = self._seats.look(busy=self._muster.members)
+                kept = not keeping or (self._copies.step == step and bool(self._copies.references()))
+                self._tell(SegmentDone(ready if kept else ()))
             case _:
                 pass
 
     def _all_apart(self) -> None:
         """Each member has stopped, failed or is lost: it is decided how to go on."""
         self._vitals.look(at_once=True)
-        muster, step, joining = self._muster, self._vitals.step, not self._trained
+        muster, joining = self._muster, not self._trained
+        step = max(self._vitals.step, self._failed[1] if joining and self._failed is not None else 0)  # who only joins has made none
+        if joining:
+            self._drop_unfit()
         failures = self._failures(joining)
         failure, failed_at = worst(failures), self._vitals.last_sign(frozenset(muster.lost), self._detected)
         if joining and failure.kind == "fault":  # what was to be restored may be at fault
             self._copies.forget()
         for seat in muster.lost:
             self._seats.end(seat)
+        self._proven = tuple(seat for seat in self._proven if seat not in muster.lost)
         self._since = perf_counter()
         ready, coming = self._seats.look()
         seats = Seats(muster.members, frozenset(muster.lost), ready, (*self._seats.startable(muster.lost), *coming))
         self._error = self._error_of(failure)
         self._failed = failure, step, (failed_at, self._detected)
         self._tell(Apart(failures, seats, step))
+
+    def _drop_unfit(self) -> None:
+        """A newcomer that cannot join, on a node without the data, say, is lost; those who have trained already are not to blame."""
+        for seat, error in list(self._muster.raised.items()):
+            rank = self._muster.rank(seat)
+            failure = failure_of_worker(rank, _cause(error))
+            if self._proven and seat not in self._proven and failure.kind in ("error", "fault"):
+                self._muster.raised.pop(seat)
+                self._muster.give_up(seat, f"host {rank} could not join: {failure.message}")
+                self._seats.rule_out(seat, _cause(error))
 
     def _failures(self, joining: bool) -> tuple[Failure, ...]:
         muster = self._muster
@@ -191,7 +232,7 @@ class Hosts:
     def _do(self, command: Command) -> None:
         match command:
             case Replace(seats=seats):
-                for seat in sorted(seats):
+                for seat in sorted(seats - self._seats.given_up):
                     self._seats.start(seat)
             case Join():
                 self._join(command)
@@ -202,6 +243,7 @@ class Hosts:
                     if seat not in self._muster.lost:
                         self._seats.actor(seat).leave.remote(epoch)
             case Close():
+                self._begun = perf_counter()
                 self._muster.ask(lambda actor, *_: actor.close.remote())
 
     def _join(self, command: Join) -> None:
@@ -234,12 +276,17 @@ class Hosts:
             took = max(1e-3, now - self._begun)
             self._steps = max(1, min(4 * self._steps, round(self._steps * _SEGMENT_SECONDS / took)))
         steps = self._steps if not replay else replay if self._trained else 1
-        self._trained, self._begun = True, now
+        self._trained, self._begun, self._proven = True, now, self._muster.members
         self._muster.ask(lambda actor, *_: actor.advance.remote(Segment(steps, keep)))
 
     def _saved_step(self) -> int:
-        """The step of the newest checkpoint; -1 where there is none."""
-        return max((event["step"] for event in of_kind(read_events(self._run_dir / "events.jsonl"), "checkpoint")), default=-1)
+        """The step of the newest checkpoint; -1 where there is none. Of those that were told of, some may have been set aside."""
+        told = of_kind(read_events(self._run_dir / "events.jsonl"), "checkpoint")
+        there = [event for event in told if (self._run_dir / str(event.get("path"))).is_dir()]
+        return max((event["step"] for event in there if isinstance(event.get("step"), int)), default=-1)
+
+    def _warn(self, message: str) -> None:
+        self._log.write("warning", kind="copies", message=message)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from orchestrator.plan.hardware import secret_values
-from orchestrator.runtime.worker import STOP, Assignment, closing_log, device_of, masked_errors, settled, stop_asked, work_in
+from orchestrator.runtime.successors import leave_successors
+from orchestrator.runtime.worker import STOP, Assignment, check_folder, closing_log, device_of, masked_errors, settled, stop_asked, work_in
 
 if TYPE_CHECKING:
     from experts.actor_host import Side
+    from experts.group import Lines
     from orchestrator.record.log import Log
     from orchestrator.train.folder import Prepared
     from orchestrator.train.run import Stint
@@ -49,16 +50,28 @@ def _clients(side: Side, place: tuple[str, int]) -> tuple[Any, Any]:
     membership to the next: to open one may take seconds where names of hosts are looked up."""
     from orchestrator.train.world import tcp_store
 
-    found = [side.memory.pop(name, None) or tcp_store(*place, 1, False, _STORE_SECONDS) for name in ("store", "pulse store")]
-    side.memory["pulse store"] = found[1]
-    return found[0], found[1]
+    for name in ("store", "pulse store"):
+        if name not in side.memory:
+            side.memory[name] = tcp_store(*place, 1, False, _STORE_SECONDS)
+    return side.memory["store"], side.memory["pulse store"]
 
 
 @contextmanager
-def _kept_client(side: Side, store: Any) -> Iterator[None]:
-    """A client is used again once a group has formed by it: a forming that was left holds on to its own."""
-    side.memory["store"] = store
-    yield
+def _kept_client(side: Side, lines: Lines) -> Iterator[None]:
+    """A client is used again, unless a thread that connects in vain holds on to it, or its connection is broken."""
+    try:
+        yield
+    finally:
+        if lines.connecting or not _answers(lines.store):
+            side.memory.pop("store", None)
+
+
+def _answers(store: Any) -> bool:
+    try:
+        store.check(["anything"])
+    except Exception:
+        return False
+    return True
 
 
 def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None:
@@ -70,12 +83,18 @@ def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None
     import orchestrator.train.run  # noqa: F401
     from orchestrator.tasks.load import load_task
 
-    work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug)
-    side.memory["store"], side.memory["pulse store"] = _clients(side, place)
+    check_folder(assignment, "a host")
+    work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug, assignment.prepared.hidden)
+    _clients(side, place)
     if assignment.prepared.task is None:
         with suppress(Exception):
             side.memory["task"] = task = load_task(assignment.prepared.resolved.config)
             task.train_data()
+
+
+def succeed(side: Side) -> None:  # noqa: ARG001
+    """Ask this node for a process that is ready when the next host is needed."""
+    leave_successors()
 
 
 def beat_key(epoch: int, seat: int) -> str:
@@ -90,7 +109,7 @@ class Lodger:
 
     def advance(self, segment: Segment) -> tuple[str | None, int]:
         """How the run ended, if it did, and the steps that are done."""
-        with masked_errors(secret_values()):
+        with masked_errors(self._stint.prepared.hidden):
             outcome = self._stint.advance(segment.steps, segment.keep)
         return outcome.status if outcome is not None else None, self._stint.loop.progress.step
 
@@ -98,31 +117,46 @@ class Lodger:
 @contextmanager
 def lodger(side: Side, assignment: Assignment, member: Member) -> Iterator[Lodger]:
     """A member, from its joining to its leaving."""
+    from experts.group import Lines
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
+    from orchestrator.train.memory import free_cached
     from orchestrator.train.pulse import Pulse, beating
     from orchestrator.train.rooms import Rooms
     from orchestrator.train.run import Live, Stint
     from orchestrator.train.world import lodged
 
-    secrets, life, rank = secret_values(), side.life, member.rank
+    secrets, life, rank = assignment.prepared.hidden, side.life, member.rank
     with masked_errors(secrets):
         prepared = _prepared(side, assignment, member)
         store, beside = _clients(side, member.place)
         pulse, key = Pulse(), beat_key(member.epoch, member.seat)
-        with beating(pulse, life, lambda text: beside.set(key, text)):
+
+        def beat(text: str) -> None:
+            try:
+                beside.set(key, text)
+            except Exception:  # a way that is broken is not taken again
+                side.memory.pop("pulse store", None)
+                raise
+
+        with beating(pulse, life, beat):
             log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
             asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
             copies: Any = [(ray.get(header), ray.get(data)) for header, data in member.copies]
+            member = replace(member, copies=())
             device, backend = device_of(prepared), prepared.plan.backend.value
+            if member.again and device.type == "cuda":  # what the last membership held must be gone before there is more
+                free_cached(device)
             rooms = side.memory.setdefault("rooms", Rooms(device))
+            lines = Lines(store, f"epoch{member.epoch}", rank, member.size, life)
             live = Live(pulse, side.outbox, rooms, member.epoch, member.again, member.halvings, copies)
             with (
                 closing_log(log),
-                lodged(store, f"epoch{member.epoch}", rank, member.size, device, backend, life) as world,
-                _kept_client(side, store),
+                _kept_client(side, lines),
+                lodged(lines, device, backend) as world,
                 Stint(prepared, world, assignment.run_dir, log, asked, live=live) as stint,
             ):
+                copies.clear()  # what they held is restored: they need not stay in memory
                 yield Lodger(stint)
 
 
@@ -131,6 +165,6 @@ def _prepared(side: Side, assignment: Assignment, member: Member) -> Prepared:
     known = side.memory.get("task")
     if known is not None and assignment.prepared.task is None:
         assignment = replace(assignment, prepared=replace(assignment.prepared, task=known))
-    prepared = settled(assignment, member.rank, secret_values())
+    prepared = settled(assignment, member.rank)
     side.memory["task"] = prepared.task
     return prepared

@@ -35,7 +35,8 @@ class Muster:
     def ask(self, call: Callable[[Any, int, int], Any]) -> None:
         """``call(actor, seat, rank)`` begins what each member is to do."""
         self.answers = {}
-        self.calls = {call(self._seats.actor(seat), seat, rank): seat for rank, seat in enumerate(self.members)}
+        there = [(seat, rank) for rank, seat in enumerate(self.members) if seat not in self.lost]
+        self.calls = {call(self._seats.actor(seat), seat, rank): seat for seat, rank in there}
 
     def rank(self, seat: int) -> int:
         return self.members.index(seat)
@@ -47,19 +48,19 @@ class Muster:
             seat = self.calls.pop(call)
             try:
                 self.answers[seat] = ray.get(call)
-            except RayActorError:
-                self.lost[seat] = f"host {self.rank(seat)} was lost"
             except Exception as error:
-                if _device_is_gone(error):
+                if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):  # its own death, not one it met
+                    self.lost[seat] = f"host {self.rank(seat)} was lost"
+                elif _device_is_gone(error):
                     self.give_up(seat, f"host {self.rank(seat)} lost its device: {next(iter(str(error).splitlines()), '')}")
                 else:
                     self.raised[seat] = error
 
-    def give_up(self, seat: int, why: str) -> None:
-        """A member that does not answer: it is ended, and not waited for."""
+    def give_up(self, seat: int, why: str, frozen: bool = False) -> None:
+        """A member that does not answer, or is of no use: it is ended, and not waited for."""
         self.lost[seat] = why
         self.calls = {call: other for call, other in self.calls.items() if other != seat}
-        self._seats.end(seat)
+        self._seats.end(seat, frozen)
 
     @property
     def broken(self) -> bool:
@@ -67,5 +68,5 @@ class Muster:
 
     @property
     def first(self) -> Any:
-        """What the first member answered."""
-        return self.answers[self.members[0]]
+        """What the first member answered; None where it has not."""
+        return self.answers.get(self.members[0])

@@ -115,7 +115,7 @@ def regroup(
     failure: Failure, seats: Seats, tally: Tally, *, max_failures: int, repeated: bool = False, patient: bool = True
 ) -> Regroup | Wait | GiveUp:
     """How expert hosts go on after a failure that ``tally`` counts already. ``repeated``: the same step failed before in a way that
-    nobody knows. ``patient``: hosts that are being started are worth waiting for."""
+    nobody knows. ``patient``: hosts that are being started are worth waiting for, though others could go on without them."""
     end = _hopeless(failure, tally.failures, max_failures)
     if end is not None:
         return end
@@ -126,7 +126,7 @@ def regroup(
     taken = dict(zip(missing, ready, strict=False))
     left = tuple(taken.get(seat, seat) for seat in seats.members if seat in taken or seat not in seats.lost)
     short = len(seats.members) - len(left)
-    if short and seats.coming and patient:
+    if short and seats.coming and (patient or not left):
         return Wait(f"{failure.message}; waiting for {short} host{'s' * (short > 1)} to take over")
     if not left:
         return GiveUp(f"{failure.message}; no host is left to go on with")

@@ -105,7 +105,7 @@ class Optuna:
         for trial in asked:  # the same may have been suggested again while it was being tried
             self._study.tell(trial, value, state=None if value is not None else self._optuna.trial.TrialState.FAIL)
         if not asked and value is not None:  # of an earlier start of the sweep
-            with suppress(ValueError):
+            with suppress(ValueError, KeyError, TypeError):  # a ledger may hold points of another space
                 self._study.add_trial(
                     self._optuna.trial.create_trial(params=self._encoded(point), distributions=self._distributions, value=value)
                 )

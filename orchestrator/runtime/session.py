@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._private.services import find_bootstrap_address
 
 from orchestrator.config.settings import Config
@@ -44,6 +45,7 @@ _SHORT = {
 }
 
 
+_DEATHS = "A worker died or was killed while executing a task by an unexpected system error."
 _CALM = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -58,7 +60,8 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     try:
         joined = True if not ours else _enter(config, note)
         warn_if_open(ray.get_runtime_context().gcs_address, note)
-        yield joined
+        with _in_a_line():
+            yield joined
     finally:
         if ours:
             ray.shutdown()
@@ -69,6 +72,22 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
                 os.environ.pop(name, None)
         if ours:
             look_again()
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """Ray prints half a page for every process that dies; what becomes of the run is told in a line, by us."""
+    plain: Any = ray_worker.print_to_stdstream
+
+    def heard(data: dict[str, Any], *rest: Any, **named: Any) -> None:
+        if not any(str(line).startswith(_DEATHS) for line in data["lines"]):
+            plain(data, *rest, **named)
+
+    ray_worker.print_to_stdstream = heard
+    try:
+        yield
+    finally:
+        ray_worker.print_to_stdstream = plain
 
 
 def _waiting(collective_timeout: int) -> dict[str, str]:

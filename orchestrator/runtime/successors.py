@@ -30,6 +30,7 @@ _WORKER = (
     "torch._dynamo",
     "orchestrator.train.run",
 )
+_HOST = ("torch._dynamo", "orchestrator.train.run", "orchestrator.record.monitor", "orchestrator.runtime.lodging")
 _TASKS = {"digits": ("sklearn.datasets", "orchestrator.tasks.digits"), "text": ("orchestrator.tasks.text",)}
 _KEPT_SECONDS = 6 * 3600  # Ray would end an idle process after a second; with the job, it ends them all
 _ASK_SECONDS = 10
@@ -45,6 +46,11 @@ def for_controller() -> dict[str, str]:
 def for_worker(task: str) -> dict[str, str]:
     """The same for a worker that trains the task of that name."""
     return _hook((*_WORKER, *_TASKS.get(task, ())))
+
+
+def for_host(task: str) -> dict[str, str]:
+    """The same for a host of experts."""
+    return _hook((*_HOST, *_TASKS.get(task, ())))
 
 
 def _hook(names: tuple[str, ...]) -> dict[str, str]:

@@ -22,6 +22,7 @@ _SPREAD = 1.5  # of the logits of their correlations
 _NOISE = (0.02, 0.3)  # of a trial, as a part of how far scores lie apart
 _TRUST = 2  # trials that the spread of all scores counts for, beside what each guess makes of them
 _CANDIDATES = 2000  # points that are looked at in a large space
+_TRIED = 256  # trials that are learnt from: memory grows with their square
 
 
 class Surrogate:
@@ -47,6 +48,7 @@ class Surrogate:
         if not left.size:
             return None
         left = self._chance.permutation(left)[:_CANDIDATES]
+        scores = _telling(scores)
         tried = [*scores, *waiting]
         if not tried:
             return int(left[0])
@@ -81,6 +83,15 @@ class Surrogate:
         """How far points lie apart in each setting, from 0 to 1."""
         difference_SRC = np.abs(self._at[rows][:, None] - self._at[columns][None]).transpose(2, 0, 1)
         return np.where(self._words_S[:, None, None], difference_SRC > 0, difference_SRC)
+
+
+def _telling(scores: Mapping[int, float | None]) -> Mapping[int, float | None]:
+    """Of many trials the latest, and the best of those before."""
+    if len(scores) <= _TRIED:
+        return scores
+    told, half = list(scores.items()), _TRIED // 2
+    best = sorted(told[:-half], key=lambda entry: -math.inf if entry[1] is None else entry[1], reverse=True)[:half]
+    return dict([*best, *told[-half:]])
 
 
 def _ordered(values: Sequence[Any]) -> bool:

@@ -24,14 +24,16 @@ from ray.tune import (
     with_parameters,
     with_resources,
 )
+from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
+from orchestrator.config.reader import to_json
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.space import MOST_POINTS, Point, Space, Values, point_key
 from orchestrator.config.sweep import Sweep, workers_asked
 from orchestrator.errors import ResourceError, UserError
-from orchestrator.masking import mask
+from orchestrator.masking import held_in, mask
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.plan.parallel import check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
@@ -46,6 +48,7 @@ from orchestrator.train.folder import Prepared
 
 _SLICES = 8  # parts of a trial after which it may be stopped early
 _HALVING = 2
+_REASON = 300  # characters of why a trial failed
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def run_sweep(
     secrets = secret_values()
 
     def record(row: Row) -> None:
-        row = replace(row, reason=mask(row.reason, secrets))
+        row = replace(row, reason=mask(row.reason, secrets)[:_REASON])  # in this order: half a secret would not be known for one
         ledger.add(row)
         screen.trial_done(row)
 
@@ -164,12 +167,13 @@ def run_sweep(
         sweep.trial_steps,
         _SLICES if sweep.asha else 1,
         None if config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:")) else prepared.task,
+        held_in([to_json(config), sweep.space.to_json(), *sweep.space.given], secrets),
     )
     _fit(sweep, ground, common, points, _Recorder(points, record, screen, asked), asked)
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())
 
 
 def source_of(sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], needs: Callable[[Point], int | Row]) -> Source:
@@ -223,6 +227,9 @@ def _fit(sweep: Sweep, ground: Ground, common: Common, points: Points, recorder:
     logger = logging.getLogger("ray.tune")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # what becomes of a trial is told by its row
+    handed_on = class_cache.ENV_VARS_TO_PROPAGATE
+    # Tune would write keys of AWS into the description of every actor that leads a trial, for all who may look at the cluster
+    class_cache.ENV_VARS_TO_PROPAGATE = {name for name in handed_on if not name.startswith("AWS_")}
     try:
         Tuner(
             with_resources(with_parameters(Trial, common=common), resources),
@@ -248,6 +255,7 @@ def _fit(sweep: Sweep, ground: Ground, common: Common, points: Points, recorder:
         ).fit()
     finally:
         logger.setLevel(level)
+        class_cache.ENV_VARS_TO_PROPAGATE = handed_on
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -275,6 +283,14 @@ class _Asked(_Kept, Stopper):
         return self._asked()
 
 
+def trial_error(trial: Any) -> str:
+    """The last line of what Tune has written down of a trial's error; empty where it has nothing."""
+    with suppress(OSError, TypeError, AttributeError):
+        lines = Path(trial.error_file).read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
 class _Recorder(_Kept, Callback):
     """Writes down what came of each trial, as soon as it is known."""
 
@@ -296,9 +312,9 @@ class _Recorder(_Kept, Callback):
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:  # noqa: ARG002
         if self._asked():
             return
-        lines = [line for line in (trial.get_error_msg() if hasattr(trial, "get_error_msg") else "").splitlines() if line.strip()]
-        reason = lines[-1][:300] if lines else "the process that led the trial was lost"
-        self._told(trial, Row(trial.config["trial"], trial.config["point"], "failed", reason, workers=trial.config["workers"]))
+        config, told = trial.config, trial_error(trial)
+        reason = f"the process that led the trial was lost{f': {told}' if told else ''}"
+        self._told(trial, Row(config["trial"], config["point"], "failed", reason, workers=config["workers"]))
 
     def _told(self, trial: Any, row: Row) -> None:
         self._record(row)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from experts.actor_host import ExpertHost
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.masking import Secrets, together
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.record.ledger import Row
@@ -58,6 +59,12 @@ class Common:
     """Parts that a trial is run in; after each it may be stopped, others being better."""
     task: Any = None
     """A task that cannot be loaded by its name."""
+    secrets: Secrets = field(default=(), repr=False)
+    """Of the driver's environment, those that the settings hold."""
+
+    @property
+    def hidden(self) -> Secrets:
+        return together(self.secrets, secret_values())
 
 
 # --- the leader
@@ -72,7 +79,8 @@ class Trial(Trainable):
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        if self._trials % _RENEW_AFTER == _RENEW_AFTER - 1:
+        self._trials += 1
+        if self._trials % _RENEW_AFTER == 0:
             self._gang.end()
         self._begin(new_config)
         return True
@@ -94,7 +102,6 @@ class Trial(Trainable):
         row = measured_row(Row(self._number, self._point, "completed", "", self._took(), workers=self._workers), measured, facts)
         if measured.done:
             self._gang.close()
-            self._trials += 1
         return _report(row, self._common, measured.done)
 
     def _took(self) -> float:
@@ -241,7 +248,7 @@ def trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, 
     """A worker of a trial, from its start to its end."""
     from orchestrator.runtime.worker import masked_errors
 
-    with masked_errors(secret_values()), _trial_work(common, point, place, rank, size) as measuring:
+    with masked_errors(common.hidden), _trial_work(common, point, place, rank, size) as measuring:
         yield measuring
 
 
@@ -254,7 +261,7 @@ def _trial_work(common: Common, point: Point, place: tuple[str, int], rank: int,
     from orchestrator.train.trial import Limits, measurement
 
     config = common.config.but(**point)
-    work_in(common.folder, config.parallel.nccl_debug)
+    work_in(common.folder, config.parallel.nccl_debug, common.hidden)
     task = common.task or load_task(config)
     plan, facts = _planned(common, config, task)
     check_batch(config, point, size, facts.samples)

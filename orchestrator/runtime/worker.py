@@ -19,7 +19,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.context import get_train_context  # the public one imports all of Tune first
 
 from orchestrator.errors import UserError
-from orchestrator.masking import MaskedStream, Secrets, mask_error
+from orchestrator.masking import Secrets, hiding, mask_error
 from orchestrator.plan.hardware import secret_values
 from orchestrator.runtime.successors import leave_successors
 from orchestrator.runtime.variables import set_variables, variable
@@ -93,8 +93,9 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
     context = get_train_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
-    secrets = secret_values()
-    with masked_errors(secrets), _at_work(ray.get(config["assignment"]), place, rank, size, secrets) as stint:
+    with masked_errors(secret_values()):
+        assignment: Assignment = ray.get(config["assignment"])
+    with masked_errors(assignment.prepared.hidden), _at_work(assignment, place, rank, size) as stint:
         if stint.prepared.resolved.config.parallel.max_failures:
             leave_successors()
         ended = None
@@ -104,17 +105,17 @@ def worker(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int, secrets: Secrets) -> Iterator[Stint]:
+def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: int) -> Iterator[Stint]:
     """A worker of a group, from its start to its end. ``place`` is where they meet."""
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.train.run import Stint
     from orchestrator.train.world import joined, tcp_store
 
-    prepared = settled(assignment, rank, secrets)
+    prepared = settled(assignment, rank)
     patience = prepared.resolved.config.parallel.patience(hosts=False)
     store = tcp_store(*place, size, rank == 0, patience)
-    log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
+    log: Log = EventLog(assignment.run_dir / "events.jsonl", secrets=prepared.hidden) if rank == 0 else SilentLog()
     asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
     backend = prepared.plan.backend.value
     with (
@@ -125,21 +126,23 @@ def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: in
         yield stint
 
 
-def settled(assignment: Assignment, rank: int, secrets: Secrets) -> Prepared:
+def settled(assignment: Assignment, rank: int) -> Prepared:
     """Make this process the worker of that rank: where it writes, where it stands, and what it is to train."""
     from orchestrator.tasks.load import load_task
 
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    check_folder(assignment, rank)
-    speak_into(assignment.run_dir / "logs", rank, secrets)
+    check_folder(assignment, f"worker {rank}")
     prepared = assignment.prepared
-    work_in(assignment.folder, prepared.resolved.config.parallel.nccl_debug)
+    speak_into(assignment.run_dir / "logs", rank, prepared.hidden)
+    work_in(assignment.folder, prepared.resolved.config.parallel.nccl_debug, prepared.hidden)
     return prepared if prepared.task is not None else replace(prepared, task=load_task(prepared.resolved.config))
 
 
-def work_in(folder: Path, nccl_debug: bool) -> None:
-    """Where the user is, so that relative paths of their code mean the same; a node may not have it."""
+def work_in(folder: Path, nccl_debug: bool, secrets: Secrets) -> None:
+    """Where the user is, so that relative paths of their code mean the same; a node may not have it. What their code says is masked
+    from here on, wherever it goes: to Ray's own logs, unless it was told otherwise."""
+    sys.stdout, sys.stderr = (hiding(stream, secrets) for stream in (sys.stdout, sys.stderr))
     set_variables(_network(nccl_debug))
     with suppress(OSError):
         os.chdir(folder)
@@ -161,12 +164,12 @@ def device_of(prepared: Prepared) -> torch.device:
     return get_device()
 
 
-def check_folder(assignment: Assignment, rank: int) -> None:
+def check_folder(assignment: Assignment, who: str) -> None:
     with suppress(OSError):
         if (assignment.run_dir / "logs" / NONCE).read_text(encoding="utf-8") == assignment.nonce:
             return
     raise UserError(
-        f"worker {rank} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "
+        f"{who} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "
         "give a --run-dir on a drive that all nodes share"
     )
 
@@ -191,7 +194,7 @@ def speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
         os.dup2(file, number)
     os.close(file)
     opened = [os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace") for number in (1, 2)]
-    sys.stdout, sys.stderr = (MaskedStream(stream, secrets) for stream in opened)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout, sys.stderr = (hiding(stream, secrets) for stream in opened)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
 
 

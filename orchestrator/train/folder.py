@@ -7,15 +7,16 @@ import math
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from orchestrator.config.keeping import Tracker
 from orchestrator.config.reader import Resolved, to_json, write_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import UserError
-from orchestrator.masking import masked
+from orchestrator.masking import Secrets, held_in, masked, together
 from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.hardware import Inventory, secret_values
@@ -39,6 +40,17 @@ class Prepared:
     plan: Plan
     cluster: Cluster | None = None
     in_cluster: bool = False
+    secrets: Secrets = field(default=(), repr=False)
+    """Of whoever asked for the run: the node of a worker need not have them in its environment."""
+
+    def with_secrets(self) -> Prepared:
+        """To be sent to others, with those secrets of this environment that they are handed anyway: in its own settings and reasons."""
+        return replace(self, secrets=held_in(plan_json(self), secret_values()))
+
+    @property
+    def hidden(self) -> Secrets:
+        """What is masked in all that the run says: secrets of who asked for it, and of where its worker is."""
+        return together(self.secrets, secret_values())
 
 
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
@@ -60,11 +72,12 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
 def check_links(folder: Path) -> None:
     """Refuse a folder that was handed to us with links in it which lead out of it: we would write elsewhere. So with pipes and
     devices, which have no end, and with folders in the place of files."""
-    inside = os.path.realpath(folder)
-    for place in (folder, folder / "checkpoints", folder / "logs"):
+    inside, trackers = os.path.realpath(folder), [folder / name for name in get_args(Tracker)]
+    for place in (folder, folder / "checkpoints", folder / "logs", *trackers):
         for path in place.iterdir() if place.is_dir() else ():
             target = Path(os.path.realpath(path))
-            if path.is_symlink() and not (target.is_relative_to(inside) and target.exists()):
+            there = target.exists() or place in trackers  # they leave links of their own to what may be gone by now
+            if path.is_symlink() and not (target.is_relative_to(inside) and there):
                 raise UserError(
                     f"{path} is a link to {target}, outside the folder or not there; a run writes into its own folder alone. "
                     "Remove the link, or give another --run-dir (which may be a link itself)"
@@ -106,9 +119,9 @@ def _named(config: Config, name: str | None, results: Path) -> Path:
 
 def write_intentions(prepared: Prepared, run_dir: Path, measured: dict[str, Any]) -> None:
     """``config.yaml`` and ``plan.json``, without secrets."""
-    secrets = secret_values()
+    secrets = prepared.hidden
     write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
-    write_json(run_dir / "plan.json", masked(plan_json(prepared) | {"measured": measured}, secrets))
+    write_json(run_dir / "plan.json", masked(plan_json(prepared) | {"measured": measured}, secrets, keys=False))
 
 
 def plan_json(prepared: Prepared) -> dict[str, Any]:

@@ -127,7 +127,9 @@ class Loop:
             self._out_of_patience()
             return Outcome("completed", f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on")
         # an epoch's checkpoint is written before its evaluation: a run killed in between evaluates now
-        if progress.step and progress.position == 0 and not cadence.evaluate_every and self._out_of_patience():
+        evaluated = progress.validation.get("step") == progress.step
+        at_the_end = progress.position == 0 and not cadence.evaluate_every
+        if progress.step and (evaluated or at_the_end) and self._out_of_patience():
             return self._stopped_early()
         while progress.epoch < cadence.epochs:
             self._begin_epoch()
@@ -156,8 +158,11 @@ class Loop:
         return Outcome("completed", f"no better {self.cadence.metric} in {self.cadence.patience} evaluations")
 
     def close(self) -> None:
-        """End what lives beside the loop: loader processes, the checkpoint's thread, and the compiler's log."""
+        """End what lives beside the loop: loader processes, the checkpoint's thread, and the compiler's log. The steps under way hold
+        the model: it goes with them."""
+        self.pulse.at("save")
         self.saver.close()
+        self._under_way = None
         self.feed.close()
         if self.evaluate is not None:
             self.evaluate.feed.close()
@@ -203,6 +208,7 @@ class Loop:
             return
         pending, self._pending = self._pending, []
         fetched = fetch(pending)
+        self.stepper.world.life.check()
         if self.stepper.world.device.type != "cpu":  # the host ran ahead: only now has it waited for the device
             mean = (perf_counter() - self._window_begun) / len(pending)
             pending = [replace(entry, seconds=mean) for entry in pending]

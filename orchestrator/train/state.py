@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from experts.expert_state import join_experts, lives_on_hosts, names_elsewhere, split_experts, stacked_names
 from orchestrator.errors import UserError
+from orchestrator.masking import masked
+from orchestrator.plan.hardware import secret_values
 from orchestrator.train.checkpoint import Contents
 from orchestrator.train.precision import Precision
 from orchestrator.train.replicate import back_in_parts, is_sharded, like, put, whole
@@ -69,8 +71,10 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, precision: Preci
         _bring_together(both, values, {piece for pieces in stacked.values() for piece in pieces}, world, progress.step)
     if not world.is_main:
         return None
+    # of all that it holds, metrics alone have names of anyone's making; the others are read again by the names they have
+    metrics = masked(progress.validation, secret_values())
     state = {
-        "progress": asdict(progress),
+        "progress": asdict(progress) | {"validation": metrics},
         "precision": precision.state(),
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "values": values},
         "random": random_state(),
@@ -189,6 +193,8 @@ def _joined(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], wha
         raise UserError(
             f"{what} has no {error.args[0]}; the model has that expert: give the number of experts it was trained with"
         ) from None
+    except RuntimeError as error:
+        raise UserError(f"{what} has experts of other sizes than the model: give the sizes it was trained with ({error})") from None
 
 
 def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -209,10 +215,33 @@ def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.op
     stack_of = {piece: name for name, pieces in stacked_names(model).items() for piece in pieces}
     for key, value in saved["values"].items():
         slot, _, name = key.partition("/")
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise TypeError(f"{key} is a {type(value).__name__}")
         if name not in elsewhere:
             optimizer.state[parameters[stack_of.get(name) or name]][slot] = value
+    _check_slots(optimizer, parameters)
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         group |= {k: v for k, v in settings.items() if k in ("lr", "initial_lr")}
+
+
+_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
+_SLOTS: Mapping[type, Set[str]] = {torch.optim.AdamW: _ADAM, torch.optim.Adam: _ADAM, torch.optim.SGD: frozenset({"momentum_buffer"})}
+"""What torch's usual optimizers keep of a parameter: counters, and tensors like it. Of others too little is known."""
+
+
+def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """What is restored, before the first step stumbles over it."""
+    known = _SLOTS.get(type(optimizer))
+    for name, parameter in parameters.items():
+        slots = optimizer.state.get(parameter)
+        if known is None or not slots:
+            continue
+        if slots.keys() - {"max_exp_avg_sq"} != known:
+            raise ValueError(f"the optimizer keeps {', '.join(sorted(known))} of {name}, not {', '.join(sorted(slots))}")
+        for slot, value in slots.items():
+            wanted = ((), value.dtype) if slot == "step" else (tuple(parameter.shape), parameter.dtype)
+            if (tuple(value.shape), value.dtype) != wanted:
+                raise ValueError(f"{slot} of {name} is {value.dtype} of shape {tuple(value.shape)}")
 
 
 def _joined_slot(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,8 @@ class World:
     """Where the group can be left: what forms it, and more like it."""
     beside: Group | None = None
     """For what lies in host memory, where the group itself carries only what lies on devices."""
+    spoken: list[str] = field(default_factory=list, compare=False)
+    """Keys in the store that this worker has set for all to read."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -185,8 +187,11 @@ class World:
         if knows == self.size:
             return None
         store, key = self._store, f"agree/{name}"
+        while self.spoken:  # all have come this far: what was agreed on before has been read
+            store.delete_key(self.spoken.pop())
         if knows == self.rank:
             store.set(key, json.dumps(value))
+            self.spoken.append(key)
         self.life.until(lambda: store.check([key]))
         return json.loads(store.get(key))
 
@@ -228,15 +233,15 @@ def joined(store: Store, rank: int, size: int, device: torch.device, backend: st
 
 
 @contextmanager
-def lodged(store: Store, name: str, rank: int, size: int, device: torch.device, backend: str, life: Membership) -> Iterator[World]:
-    """The world of hosts that meet at a store of someone else's, for one life of their group, of that ``name``."""
+def lodged(lines: Lines, device: torch.device, backend: str) -> Iterator[World]:
+    """The world of hosts that meet at a store of someone else's, for one life of their group."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    lines = Lines(store, name, rank, size, life)
     try:
         group = lines.form(backend)
         beside = lines.form("gloo") if backend == "nccl" else None
-        yield World(rank, size, device, group, PrefixStore(f"{name}/world", store), lines=lines, beside=beside)
+        store = PrefixStore(f"{lines.name}/world", lines.store)
+        yield World(lines.rank, lines.size, device, group, store, lines=lines, beside=beside)
     finally:
         lines.close()
 

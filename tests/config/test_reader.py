@@ -399,6 +399,24 @@ def test_flags_understand_both_dashes_and_win_over_the_file(scratch: Path):
     )
 
 
+def test_a_file_does_not_say_which_cluster_is_joined(scratch: Path):
+    """The user's token is shown to it. What a flag says is the user's own word, also where a file says the same."""
+    scratch.write_text("parallel:\n  ray_address: head.example:6379\n")
+    told = refused("--config", str(scratch))
+    assert told.startswith("cfg.yaml:2: ray_address is 'head.example:6379'")
+    assert told.endswith("give --ray-address head.example:6379 if you know it")
+    for address in ("head.example:6379", "local"):
+        assert flags("--config", str(scratch), "--ray-address", address).config.parallel.ray_address == address
+    for address in ("auto", "local"):
+        scratch.write_text(f"parallel:\n  ray_address: {address}\n")
+        assert flags("--config", str(scratch)).config.parallel.ray_address == address
+
+
+def test_a_file_is_read_no_further_than_it_may_go(tmp_path: Path):
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    assert "is not YAML" in refused("--config", str(tmp_path / "endless"))
+
+
 @pytest.mark.parametrize(("argv", "expected"), [
     (["--expert-hidden-size", "8", "16"], {"expert_hidden_size": (8, 16)}),
     (["--devices", "0,2"], {"devices": (0, 2)}),

@@ -161,6 +161,7 @@ def test_a_sweep_is_checked_and_kept() -> None:
     mistakes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"search": "random"}, "give --trials"),
         ({"trials": 0}, "--trials is 0"),
+        ({"search": "random", "trials": 10**9}, "at most 10,000 are made"),
         ({"trial_seconds": math.inf}, "positive and finite"),
         ({"trial_steps": 5}, "is for --objective validation_loss"),
         ({"objective": "validation_loss", "trial_seconds": 3.0}, "is for --objective throughput"),

@@ -157,10 +157,10 @@ def test_an_evaluation_that_is_not_the_best() -> None:
 
 TROUBLE = [
     ({"event": "warning", "kind": "disk", "message": "the disk is slow"}, "warning: the disk is slow"),
-    ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "failure (worker): rank 1 died"),
+    ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "rank 1 died ..."),
     (
-        {"event": "failure", "kind": "killed", "message": "", "rank": 1, "step": 40, "final": False},
-        "worker 1 lost at step 40 (killed): restarting",
+        {"event": "failure", "kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40, "final": False},
+        "step 40: host 1 was lost ...",
     ),
     (
         {"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5},
@@ -194,7 +194,7 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     screen, out = piped()
     screen(start(100))
     screen(step(40))
-    screen({"event": "failure", "kind": "killed", "rank": 1, "step": 40, "final": False})
+    screen({"event": "failure", "kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40, "final": False})
     screen(start(100, first=35))
     screen({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []})
     screen({"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5})
@@ -203,7 +203,7 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     told = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
     assert told == [
         "epoch 1  step 40/100",
-        "worker 1 lost at step 40 (killed): restarting",
+        "step 40: host 1 was lost ...",
         "recovered in 12.3 s on 2 workers at step 35, 5 steps repeated",
         "epoch 1  step 36/100",
     ]

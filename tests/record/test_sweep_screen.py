@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -171,3 +172,18 @@ def test_running_trials_beyond_the_room_are_counted() -> None:
     shown = drawn(live_table([], running, 30))
     assert "19 running" in shown
     assert "batch_size 7" not in shown
+
+
+def test_no_secret_is_shown() -> None:
+    """Of what trials are tried with, of why they fail, and of what is told beside."""
+    for make in (piped, terminal):
+        screen, out = make(width=200, secrets=("hunter2hunter2",))
+        screen.begin(2, 0)
+        screen.note("data in /data/hunter2hunter2")
+        screen.trial_started(1, {"data_dir": Path("/data/hunter2hunter2"), "batch_size": 4})
+        shown = drawn(screen.table())
+        screen.trial_done(Row(1, {"data_dir": "/data/hunter2hunter2", "batch_size": 4}, "failed", "no login with hunter2hunter2"))
+        screen.close()
+        assert "hunter2" not in out.getvalue() + shown + drawn(screen.table())
+        assert "no login with ***" in plain(out.getvalue())
+        assert "data_dir /data/***" in shown

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_mlflow_goes_where_it_was_told_to(tmp_path: Path, elsewhere: Path, monke
     tracker.close()
     assert not (tmp_path / "run").exists()
     assert len(mlflow.MlflowClient(uri).search_experiments(filter_string="name = 'expert-orchestrator'")) == 1
+
+
+def test_wandb_keeps_neither_the_command_nor_what_git_knows(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hold a password, and W&B would upload it."""
+    import wandb
+
+    wandb.teardown()  # it remembers what it was first set up with
+    (elsewhere / "train.py").write_text("TOKEN = 'x'\n")
+    for command in ("init -q", "remote add origin https://me:canary-of-git@git.example/x", "add train.py"):
+        subprocess.run(["git", *command.split()], check=True)
+    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"], check=True)
+    (elsewhere / "train.py").write_text("TOKEN = 'canary-that-was-changed'\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data-dir", "s3://me:canary-of-the-command@host/x"])
+    tracker = WeightsAndBiases(tmp_path, "run-1", CONFIG)
+    tracker.log(1, {"train/loss": 0.5})
+    tracker.close()
+    wandb.teardown()
+    kept = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if b"canary" in path.read_bytes()]
 
 
 def test_wandb_without_a_key_does_not_ask_on_the_terminal(tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,11 @@ import pytest
 from orchestrator.record.wording import failure_text, recovery_text
 
 FAILURES: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "killed", "message": "", "rank": 1, "step": 40}, "worker 1 lost at step 40 (killed)"),
-    ({"kind": "killed", "rank": 0, "step": None}, "worker 0 lost (killed)"),
-    (
-        {"kind": "ValueError", "message": "no such batch\nTraceback", "rank": 1, "step": 0},
-        "worker 1 lost at step 0 (ValueError: no such batch)",
-    ),
-    ({"kind": "node", "message": "10.0.0.2 is gone", "rank": None, "step": 4}, "failure (node): 10.0.0.2 is gone"),
-    ({}, "failure (failure): "),
+    ({"kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40}, "step 40: host 1 was lost"),
+    ({"kind": "worker", "rank": 0, "step": None}, "worker"),
+    ({"kind": "fault", "message": "worker 1: no such batch\nTraceback", "rank": 1, "step": 0}, "step 0: worker 1: no such batch"),
+    ({"kind": "resources", "message": "10.0.0.2 is gone", "rank": None, "step": 4}, "step 4: 10.0.0.2 is gone"),
+    ({}, "failure"),
 ]
 RECOVERIES: list[tuple[dict[str, Any], str]] = [
     (

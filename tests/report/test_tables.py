@@ -59,7 +59,7 @@ def test_a_run_on_several_workers_tells_of_them(tmp_path):
     text = text_of(tmp_path, RUNS["parallel"])
     for said in (
         "strategy              data_parallel", "workers               2 (3 at first), gloo, on 1 node", "communication", "12.0%",
-        "worker 1 lost at step 77 (killed)", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "held up 5 ms each",
+        "step 77: worker 1 was lost", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "held up 5 ms each",
         "  recovery              ",
     ):  # fmt: skip
         assert said in text, said

@@ -32,7 +32,7 @@ def test_a_resume_tells_what_it_passed_over(tmp_path):
 def test_a_recovery_is_told_with_its_parts(tmp_path):
     record = read_run(write_run(tmp_path, FakeRun(steps=40, epochs=4, workers=3, recover_at=27)))
     rows = {row.kind: row for row in happenings(record)}
-    assert rows["failure"].text == "worker 1 lost at step 27 (killed)"
+    assert rows["failure"].text == "step 27: worker 1 was lost"
     assert rows["failure"].tone == "warn"  # it did not end the run
     assert rows["recovery"].text == (
         "recovered in 12.3 s on 2 workers instead of 3 at step 20, 7 steps repeated "

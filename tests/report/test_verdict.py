@@ -64,7 +64,7 @@ def test_several_workers_are_told_apart(tmp_path):
     found = verdict_of(tmp_path / "a", workers=4, phases=TALKING, gpu=True)
     assert found.evidence[0] == "48% of a step of 4 workers is communication (38.4 ms per step)"
     lost = verdict_of(tmp_path / "b", workers=2, recover_at=70)
-    assert "of the run was spent on 1 recovery (12.3 s each) after killed" in lost.evidence[0]
+    assert "of the run was spent on 1 recovery (12.3 s each) after losing a worker" in lost.evidence[0]
     assert "10 steps were done twice" in lost.advice[1]
 
 

@@ -11,15 +11,19 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from orchestrator.errors import ResourceError
 from orchestrator.runtime import authentication
-from tests.support.canaries import ENVIRONMENT, URL, assert_none_in, leaky_task
+from tests.support.canaries import ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 from tests.support.cluster import Cluster, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +137,52 @@ def test_a_head_that_is_not_there_says_nothing() -> None:
     assert authentication.asks_for_token("127.0.0.1:1") is None
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    pytest.importorskip("cryptography")
+    from ray._common.tls_utils import generate_self_signed_tls_certs
+
+    folder = tmp_path_factory.mktemp("tls")
+    for name, text in zip(("cert", "key"), generate_self_signed_tls_certs(), strict=True):
+        (folder / name).write_text(text)
+    named = {"RAY_TLS_SERVER_CERT": "cert", "RAY_TLS_SERVER_KEY": "key", "RAY_TLS_CA_CERT": "cert"}
+    return {"RAY_USE_TLS": "1"} | {name: str(folder / file) for name, file in named.items()}
+
+
+@contextmanager
+def head(asks: bool) -> Iterator[str]:
+    """Something that answers as a head of a cluster does, over TLS where the environment says so."""
+    from ray._common.tls_utils import add_port_to_grpc_server
+
+    class Nodes(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+        def CheckAlive(self, request: Any, context: Any) -> Any:
+            assert not [key for key, _ in context.invocation_metadata() if key == "authorization"], "a token was shown"
+            if asks:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+            return gcs_service_pb2.CheckAliveReply()  # pyright: ignore[reportAttributeAccessIssue]
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Nodes(), server)
+    port = add_port_to_grpc_server(server, "localhost:0")
+    server.start()
+    try:
+        yield f"localhost:{port}"
+    finally:
+        server.stop(None)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_head_is_asked_in_its_own_way(certificates: dict[str, str], tls: bool, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in certificates.items() if tls else ():
+        monkeypatch.setenv(name, value)
+    with head(asks) as address:
+        assert authentication.asks_for_token(address) is asks
+        monkeypatch.setenv("RAY_USE_TLS", "0" if tls else "1")
+        monkeypatch.delenv("RAY_TLS_CA_CERT", raising=False)
+        assert authentication.asks_for_token(address) is None, "in the other way it says nothing"
+
+
 # --- with Ray
 
 
@@ -177,7 +227,9 @@ def test_no_job_without_the_token(locked: Cluster, tmp_path: Path) -> None:
     assert post(locked.dashboard, None, tmp_path / "canary") == 401
     assert post(locked.dashboard, "a-guess", tmp_path / "canary") == 403
     assert not (tmp_path / "canary").exists()
-    assert set(_listeners(locked.dashboard)) <= {"127.0.0.1", "::1"}
+    heard = set(_listeners(locked.dashboard))
+    assert heard, "the dashboard listens nowhere"
+    assert heard <= {"127.0.0.1", "::1"}
 
 
 def _listeners(port: int) -> list[str]:
@@ -293,30 +345,41 @@ print("SEEN", json.dumps(seen))
 """
 
 
+TRAIN = ("train", "--max-steps", "30", "--workers", "2", "--parallel-strategy")
+VERBS = {
+    "data_parallel": (*TRAIN, "data_parallel"),
+    "expert_parallel": (*TRAIN, "expert_parallel"),
+    "sweep": ("sweep", "--sweep", "learning-rate=1e-3,1e-2", "--trial-seconds", "1", "--workers", "1"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
-def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that prints all secrets, has a program print some, and fails with them: none in the run folder, in what the driver says,
-    in what the cluster knows of the job, or in Ray's own logs. Nor is the cluster's token."""
-    for name, value in ENVIRONMENT.items():
+@pytest.mark.parametrize("known", [True, False], ids=["known to the nodes", "known to the driver"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_run_on_a_cluster_tells_no_secret(tmp_path: Path, verb: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that prints all secrets that it can find, has a program print some, and fails with them: none in the run folder, in what
+    the driver says, in what the cluster knows of the job, or in Ray's own logs. Nor is the cluster's token. Nodes whose environment
+    has no secrets find them in the settings."""
+    for name, value in ENVIRONMENT.items() if known else ():
         monkeypatch.setenv(name, value)
     leaky_task(tmp_path, raises=True, past=True)
-    argv = ["--task", "leaky:Leaky", "--run-dir", str(tmp_path / "run"), "--data-dir", URL, "--max-steps", "30", "--workers", "2", *SIZES]
+    argv = [*VERBS[verb], "--task", "leaky:Leaky", "--run-dir", str(tmp_path / "run"), "--data-dir", URL if known else PATH, *SIZES]
     with cluster(cpus=2, dashboard=True) as here:
-        environment: dict[str, Any] = here.environment | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "orchestrator", "train", *argv, "--parallel-strategy", strategy, "--ray-address", here.address]
+        environment: dict[str, Any] = here.environment | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "orchestrator", *argv, "--ray-address", here.address]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         look = [sys.executable, "-c", LOOK, here.address, f"http://127.0.0.1:{here.dashboard}"]
         seen = subprocess.run(look, env=environment, capture_output=True, text=True, timeout=120)
         shutil.copytree(here.folder / "session_latest" / "logs", tmp_path / "ray")
         token = Path(here.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "cannot log in" in done.stderr
-    log = (tmp_path / "run" / "logs" / "worker_0.log").read_text()
-    assert "printed ***" in log
-    assert "past python ***" in log
+    said = {path.name: path.read_text(errors="replace") for place in ("run", "ray") for path in (tmp_path / place).rglob("*.*")}
+    assert done.returncode == (4 if verb == "sweep" else 2), done.stdout + done.stderr
+    assert "cannot log in" in (said["sweep.jsonl"] if verb == "sweep" else done.stderr)
+    printed = "".join(text for name, text in said.items() if name.startswith("worker"))  # in Ray's logs, where there is no folder yet
+    assert ("printed ***" if known else "printed /data/***") in printed
+    assert not known or verb == "sweep" or "past python ***" in printed
     assert "orchestrator" in seen.stdout, seen.stderr
     assert_none_in(tmp_path / "run")
     assert_none_in(done.stdout + done.stderr)

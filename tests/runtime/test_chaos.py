@@ -98,9 +98,10 @@ def test_a_host_that_is_stopped_for_good(job: Job, calm: Ended, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_host_that_wakes_when_it_has_been_replaced(job: Job, calm: Ended, tmp_path: Path) -> None:
-    """Whoever comes back from the dead has no say any more."""
-    shrugs(job, calm, tmp_path, Schedule().stop(1, step=33, wakes_after=job.collective_timeout + 2.0))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_wakes_when_it_has_been_replaced(job: Job, calm: Ended, tmp_path: Path, rank: int) -> None:
+    """Whoever comes back from the dead has no say any more: not the one that writes the record, either."""
+    shrugs(job, calm, tmp_path, Schedule().stop(rank, step=33, wakes_after=job.collective_timeout + 2.0))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from experts.actor_host import ExpertHost
 from experts.membership import Left
@@ -53,7 +53,7 @@ class Seats:
     def node(self, number: int) -> str | None:
         return self.nodes[number]
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, frozen: bool = False) -> None:
         actor = self.actors.pop(number, None)
         if actor is not None:
             ray.kill(actor)
@@ -189,7 +189,7 @@ def test_a_new_life_begins_with_an_empty_outbox(one: Seats) -> None:
 def test_copies_outlive_their_hosts(seats: Seats) -> None:
     seats.start(0, 1)
     join(seats, 0, 0, 1)
-    copies = Copies(seats)  # pyright: ignore[reportArgumentType]
+    copies = Copies(seats, print)  # pyright: ignore[reportArgumentType]
     copies.follow(0, (0, 1))
     assert (copies.step, copies.references()) == (-1, ())
     do(seats, "put", 1, 0, 1)
@@ -207,7 +207,7 @@ def test_copies_outlive_their_hosts(seats: Seats) -> None:
 
 def test_copies_of_an_epoch_that_was_left_are_not_taken_for_new(seats: Seats) -> None:
     seats.start(0, 1, 2)
-    copies = Copies(seats)  # pyright: ignore[reportArgumentType]
+    copies = Copies(seats, print)  # pyright: ignore[reportArgumentType]
     join(seats, 0, 0, 1)
     copies.follow(0, (0, 1))
     do(seats, "put", 1, 0, 1)
@@ -229,7 +229,7 @@ def test_a_buddy_keeps_what_lies_on_a_node_that_is_gone(seats: Seats) -> None:
     seats.nodes = (seats.nodes[0], "a node that is gone")
     seats.start(0, 1)
     join(seats, 0, 0, 1)
-    copies = Copies(seats)  # pyright: ignore[reportArgumentType]
+    copies = Copies(seats, print)  # pyright: ignore[reportArgumentType]
     copies.follow(0, (0, 1))
     for step in (1, 2):
         do(seats, "put", step, 0, 1)
@@ -242,25 +242,41 @@ def test_a_buddy_keeps_what_lies_on_a_node_that_is_gone(seats: Seats) -> None:
     assert copies.references() == (), "where the buddy is gone too there is none"
 
 
+@ray.remote(num_cpus=0, max_retries=0)
+def loses() -> None:
+    """Fails as a second copy does whose first is lost."""
+    raise ObjectLostError("00", None, "")
+
+
 def test_a_set_stands_the_loss_of_a_keeper_but_not_of_a_first_copy(seats: Seats) -> None:
     seats.nodes = (seats.nodes[0], "another node")
     seats.start(0, 1)
     join(seats, 0, 0, 1)
-    copies = Copies(seats)  # pyright: ignore[reportArgumentType]
+    warnings: list[str] = []
+    copies = Copies(seats, warnings.append)  # pyright: ignore[reportArgumentType]
     copies.follow(0, (0, 1))
     do(seats, "put", 1, 0, 1)
     until(copies, lambda: copies.step == 1)
     made = copies._whole[1]  # pyright: ignore[reportOptionalSubscript]
     assert made.buddies == {0: 1, 1: 0}
-    made.acknowledged[1] = seats.actor(0).kept.remote((9, 9, 9))[0]  # fails as a second copy does whose first is lost
+    made.acknowledged[1] = loses.remote()
     ray.wait([made.acknowledged[1]])
-    assert copies._open(made), "it never becomes whole: the set before it is kept"
-    made.acknowledged.pop(1)
+    assert copies._open(made)
+    copies._coming = {2: made}
+    copies._settle()
+    assert copies.step == 1, "it never becomes whole: the set before it is kept"
+    assert not copies.expects(2), "and it is not waited for"
+    assert copies.expects(3)
+    assert copies._coming == {}
+    made.acknowledged[1] = seats.actor(0).kept.remote((9, 9, 9))[0]  # fails, as a keeper does that has no room
+    ray.wait([made.acknowledged[1]])
+    assert not copies._open(made)
+    assert (made.buddies, len(warnings)) == ({0: 1}, 1)
     gone(seats.actor(1))
     made.acknowledged[0] = seats.actor(1).keep.remote((0, 0, 1), *made.refs[0], 0)
     ray.wait([made.acknowledged[0]])
     assert not copies._open(made)
-    assert made.buddies == {1: 0}
+    assert (made.buddies, len(warnings)) == ({}, 1), "that a host is lost is told otherwise"
     until(copies, lambda: copies.gone == {1})  # that its host is dead is known though nobody asked it anything
     copies.follow(1, (0,))
     assert copies.gone == set()

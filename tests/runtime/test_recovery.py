@@ -110,7 +110,7 @@ def test_all_are_lost() -> None:
     assert isinstance(made, GiveUp)
     assert "no host is left" in made.reason
     assert isinstance(after_loss(*THREE, coming=THREE), Wait)
-    assert isinstance(after_loss(*THREE, coming=THREE, patient=False), GiveUp)
+    assert isinstance(after_loss(*THREE, coming=THREE, patient=False), Wait), "there is nobody who could go on without them"
     assert members_after(*THREE, ready=THREE) == THREE
     assert members_after(*THREE, ready=(4,)) == (4,)
     assert "3 hosts to" in getattr(after_loss(*THREE, coming=THREE), "reason", "")

@@ -73,3 +73,12 @@ def test_optuna_goes_through_a_small_space_and_ends() -> None:
     done = (Row(1, {"batch_size": 1, "precision": "fp32"}, "completed", samples_per_second=1.0),)
     found = drained(points(Optuna(space, 0, []), done, most=6))
     assert len(found) == 5
+
+
+def test_optuna_stands_rows_of_another_space() -> None:
+    """As a ledger has them that someone changed."""
+    pytest.importorskip("optuna")
+    space = parse_space(["batch-size=1,2,3", "learning-rate=1e-4..1e-2:log"])
+    strange = ({}, {"batch_size": 7, "learning_rate": 1e-3}, {"batch_size": 1}, {"batch_size": 1, "learning_rate": "x"}, {"x": [1]})
+    done = tuple(Row(n, point, "completed", samples_per_second=1.0) for n, point in enumerate(strange, 1))
+    assert len(drained(points(Optuna(space, 0, []), done, most=8))) == 3

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.config.space import Point, Space, parse_space, point_key
 from orchestrator.record.ledger import Row
+from orchestrator.runtime import surrogate
 from orchestrator.runtime.searching import Optuna, Points
 from orchestrator.runtime.surrogate import Surrogate
 
@@ -77,6 +78,19 @@ def test_failures_losses_and_scores_that_are_all_alike() -> None:
     losses = {0: -2.0, 2: -1.0, 4: -0.5, 8: -0.9, 10: -2.0}  # the larger the better: a valley at 32 to 64
     assert model.best(losses, []) in (5, 6, 7)
     assert model.best({0: -1.0, 2: 0.0, 4: 1.0}, []) is not None
+
+
+def test_of_many_trials_the_best_and_the_latest_are_learnt_from() -> None:
+    """All of them would take more memory than there is."""
+    model = Surrogate(parse_space(["batch-size=1..100:1", "experts=1..100:1"]), 0)
+    scores: dict[int, float | None] = {number: float(number % 97 + 1) for number in range(9000)} | dict.fromkeys(range(8990, 9000))
+    kept = surrogate._telling(scores)
+    assert len(kept) == 256
+    assert list(kept)[-128:] == list(range(8872, 9000))
+    assert {kept[number] for number in list(kept)[:128]} <= {96.0, 97.0}
+    found = model.best(scores, [9000])
+    assert found is not None
+    assert found > 9000
 
 
 def test_a_large_space_is_looked_at_in_part() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.cluster import Cluster as Planned
 from orchestrator.plan.cluster import Node
 from orchestrator.record.ledger import LEDGER, Ledger, Row, holds_sweep, read_sweep
-from orchestrator.runtime.sweep import Ground, planned_point, source_of
-from orchestrator.runtime.trial import check_batch, measured_row
+from orchestrator.runtime.sweep import Ground, planned_point, source_of, trial_error
+from orchestrator.runtime.trial import Trial, check_batch, measured_row
 from orchestrator.train.trial import Measured
 from orchestrator.trainer import Trainer
 from orchestrator.tuning import tuned
@@ -235,6 +236,56 @@ def test_tuned_tells_what_was_passed_over_and_what_gave_way(tmp_path: Path) -> N
 def test_tuned_refuses_what_does_not_compare(tmp_path: Path, resolved: Resolved, devices: tuple[str, int], said: str) -> None:
     with pytest.raises(UserError, match=said):
         tuned(swept(tmp_path / "s", *ROWS), resolved, lambda _: devices)
+
+
+HIDDEN = {"data_dir": "/data/***", "width": 8}
+
+
+def test_what_a_ledger_keeps_masked_is_given_again_for_train(tmp_path: Path) -> None:
+    for name, folder in (
+        ("data_dir", swept(tmp_path / "s", *ROWS, settings=HIDDEN)),
+        ("placement", swept(tmp_path / "p", Row(1, {"placement": "***.json"}, "completed", workers=1, samples_per_second=1.0))),
+    ):
+        with pytest.raises(UserError, match=f"keeps {name} without the secret in it; give it again, as --{name.replace('_', '-')} VALUE"):
+            tuned(folder, Resolved(Config(), {}), lambda _: ("cpu", 8))
+        given = Resolved(Config.of(**{name: "mine.json"}), {name: "flag --x"})
+        found, _ = tuned(folder, given, lambda _: ("cpu", 8))
+        assert "mine.json" in (str(found.config.data.data_dir), found.config.parallel.placement)
+
+
+def test_what_a_ledger_keeps_masked_is_given_again_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr(Trainer, "sweep", lambda self, *_, **__: seen.append(self.resolved.config))
+    folder = swept(tmp_path / "s", settings=HIDDEN, **Sweep(parse_space(["workers=1,2"])).header())
+    assert main(["sweep", "--resume", str(folder)]) == 2
+    assert "keeps data_dir without the secret in it; give it again, as --data-dir VALUE" in capsys.readouterr().err
+    assert main(["sweep", "--resume", str(folder), "--data-dir", "/mine", "--width", "8"]) == 2
+    assert "leave out --width" in capsys.readouterr().err
+    assert main(["sweep", "--resume", str(folder), "--data-dir", "/mine"]) == 0
+    assert seen == [Config.of(data_dir="/mine", width=8)]
+
+
+def test_what_tune_wrote_of_an_error_is_told(tmp_path: Path) -> None:
+    class Failed:
+        error_file = str(tmp_path / "error.txt")
+
+    assert trial_error(Failed()) == ""
+    (tmp_path / "error.txt").write_text("Failure # 1\nTraceback\n  File x\nValueError: no such thing\n\n")
+    assert trial_error(Failed()) == "ValueError: no such thing"
+    assert trial_error(object()) == ""
+
+
+def test_workers_are_renewed_after_so_many_trials_however_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that failed or were stopped early have left sockets open."""
+    ended: list[int] = []
+    leader = object.__new__(Trial)
+    monkeypatch.setattr(leader, "_trials", 0, raising=False)
+    monkeypatch.setattr(leader, "_gang", SimpleNamespace(end=lambda: ended.append(leader._trials)), raising=False)
+    for number in range(1, 100):
+        assert leader.reset_config({"trial": number, "point": {}, "workers": 1})
+    assert ended == [40, 80]
 
 
 def test_two_at_a_time_is_one_too_many(tmp_path: Path) -> None:

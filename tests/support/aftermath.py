@@ -22,6 +22,8 @@ from tests.support.faults import Post
 from tests.support.injector import alive
 
 _GRACE_SECONDS = 10.0  # for processes that were told to go
+_MISSED_SECONDS = 60.0
+_BLIND = "the cluster could not be looked at"
 
 
 def told(run_dir: Path) -> dict[str, Any]:
@@ -199,13 +201,12 @@ print("LEFT" + json.dumps(left))
 
 
 def left_in(here: Cluster) -> list[str]:
-    """Actors, placement groups and objects that a cluster still holds, once Ray has had time to see that the driver is gone."""
-    deadline, left = time.monotonic() + _GRACE_SECONDS, ["never looked"]
-    while left and time.monotonic() < deadline:
+    """Actors, placement groups and objects that a cluster still holds, once Ray has had time to see that the driver is gone. A node that
+    was killed is asked too, until Ray misses it."""
+    begun, left = time.monotonic(), ["never looked"]
+    while left and time.monotonic() - begun < (_MISSED_SECONDS if left[0].startswith(_BLIND) else _GRACE_SECONDS):
         command = [sys.executable, "-c", _LOOK, here.address]
         done = subprocess.run(command, env=here.environment, capture_output=True, text=True, timeout=90)
         found = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
-        if not found:
-            return [f"the cluster could not be looked at: {done.stderr[-500:]}"]
-        left = json.loads(found[-1][4:])
+        left = json.loads(found[-1][4:]) if found else [f"{_BLIND}: {done.stderr[-500:]}"]
     return left

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 PASSWORD = "canary-n1ne-of-ten"
 URL = f"s3://me:{PASSWORD}@storage.example/bucket"
@@ -22,6 +25,8 @@ ENVIRONMENT = {
 CANARIES = [value for name, value in ENVIRONMENT.items() if name not in ("DATABASE_URL", "SIGNING_KEY")]
 CANARIES += ["canarySixcanarySixcanarySix", PASSWORD]
 assert len(CANARIES) == 10
+PATH = "/data/" + "/".join(CANARIES)
+"""As the path of some data."""
 
 _TASK = """
 import os, sys, warnings
@@ -29,14 +34,17 @@ from dataclasses import replace
 from orchestrator.tasks.synthetic import Synthetic
 
 NAMES = {names!r}
-URL = os.environ["DATABASE_URL"]
+FOUND = [os.environ[name] for name in NAMES if name in os.environ]
+SAID = []
+URL = os.environ.get("DATABASE_URL", "")
 
 def everything():
-    return " | ".join(os.environ[name] for name in NAMES)
+    return " | ".join(FOUND + SAID)
 
 class Leaky(Synthetic):
     def __init__(self, config):
         super().__init__(config)
+        SAID[:] = [str(config.data.data_dir)]
         print("printed", everything(), flush=True)
         warnings.warn("warned " + everything())
         self.steps = 0
@@ -49,18 +57,27 @@ class Leaky(Synthetic):
             sys.stderr.write("on the way " + everything())
             raise RuntimeError("cannot log in at " + URL + " with " + everything())
         made = super().loss(model, batch)
-        return replace(made, metrics={{**made.metrics, **{{os.environ[name]: made.sum.detach() for name in NAMES}}}})
+        return replace(made, metrics={{**made.metrics, **{{known: made.sum.detach() for known in FOUND}}}})
 """
 
 
 def leaky_task(folder: Path, raises: bool, past: bool = False) -> None:
-    """``leaky:Leaky`` in a folder. ``raises``: in the midst of it; ``past``: a program of its own writes too."""
+    """``leaky:Leaky`` in a folder: it tells what it finds in the environment and in its settings. ``raises``: in the midst of it;
+    ``past``: a program of its own writes too."""
     (folder / "leaky.py").write_text(_TASK.format(names=list(ENVIRONMENT), raises=raises, past=past), encoding="utf-8")
 
 
+def _forms(canary: str) -> tuple[str, ...]:
+    """As it is, and as JSON, Python, HTML, an address and a shell would write it."""
+    return (
+        *(canary, json.dumps(canary)[1:-1], json.dumps(canary, ensure_ascii=False)[1:-1], repr(canary)[1:-1], escape(canary)),
+        *(quote(canary), quote(canary, safe=""), shlex.quote(canary).strip("'")),
+    )
+
+
 def assert_none_in(where: Path | str) -> None:
-    """Neither as they are, nor as JSON writes them."""
+    """In none of the forms in which something writes them."""
     texts = {"the text": where.encode()} if isinstance(where, str) else {str(p): p.read_bytes() for p in where.rglob("*") if p.is_file()}
-    forms = {form for canary in CANARIES for form in (canary, json.dumps(canary)[1:-1])}
+    forms = {form for canary in CANARIES for form in _forms(canary)}
     found = [(name, form) for name, text in texts.items() for form in forms if form.encode() in text]
     assert not found, found

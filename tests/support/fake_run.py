@@ -199,7 +199,7 @@ class _Teller:
 
     def recovery(self, lost_at: int, step: int) -> None:
         run, before, self.workers = self.run, self.workers, self.run.workers_after
-        self.say("failure", took=0.2, kind="killed", message="", rank=1, step=lost_at, final=False)
+        self.say("failure", took=0.2, kind="worker", message="worker 1 was lost", rank=1, step=lost_at, final=False)
         parts = {name: share * run.recovery_s for name, share in (("detect", 0.1), ("regroup", 0.8), ("restore", 0.1))}
         self.say(
             "recovery", took=run.recovery_s, attempt=1, workers_before=before, workers=self.workers, step=step, lost_steps=lost_at - step,

@@ -64,6 +64,15 @@ def tensors_file(header: Any, data: bytes = b"", length: int | None = None) -> b
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
+def edit_tensors(path: Path, change: Change) -> None:
+    """Change what a safetensors file holds; ``change`` may return other tensors."""
+    from safetensors.torch import load_file, save_file
+
+    content: dict[str, Any] = load_file(path)
+    made = change(content)
+    save_file(made if isinstance(made, dict) else content, path)
+
+
 def edit_json(path: Path, change: Change) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     made = change(content)

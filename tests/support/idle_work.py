@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,15 @@ class Told:
     step: int
     rank: int
     size: int
+
+
+def rehearse(side: Side, deaths: str, place: tuple[str, int]) -> None:
+    """Die, for as long as there are lines in a file: each death takes one."""
+    lines = Path(deaths).read_text(encoding="utf-8").splitlines()
+    if lines:
+        Path(deaths).write_text("\n".join(lines[1:]), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+    side.memory["place"] = place
 
 
 class Worker:

@@ -33,6 +33,8 @@ class Story:
     best: int | None = None
     lasting: Steps = frozenset()
     """Of what lies there before, what is not to be put away."""
+    numbers: tuple[tuple[int, int], ...] = ()
+    """The step and the number of each save that is told of, in this order."""
 
     @property
     def full_name(self) -> str:
@@ -43,15 +45,21 @@ def checkpoints(folder: Path) -> Path:
     return folder / "run" / "checkpoints"
 
 
-def contents(step: int, version: int = 0) -> Contents:
-    generator = torch.Generator().manual_seed(step + version)
+def contents(step: int, number: int = 0) -> Contents:
+    """Of the save of that ``number``: the same step may be saved again, with something else."""
+    generator = torch.Generator().manual_seed(step + number)
     tensors = {"model": {"w": torch.randn(5, 7, generator=generator)}, "optimizer": {"exp_avg/w": torch.full((3,), step)}}
-    return Contents(tensors, {"progress": {"step": step}, "version": version})
+    return Contents(tensors, {"progress": {"step": step, "samples": number}})
 
 
-def _save(store: CheckpointStore, step: int, best: int | None, tell: Tell) -> None:
+def number_of(state: Any) -> int:
+    """Which save a checkpoint is of."""
+    return state["progress"].get("samples", 0)
+
+
+def _save(store: CheckpointStore, step: int, best: int | None, tell: Tell, number: int = 1) -> None:
     try:
-        store.save(step, contents(step, version=1))
+        store.save(step, contents(step, number))
     except (OSError, SafetensorError):
         tell(None)
         return
@@ -77,8 +85,8 @@ def _kept(saves: tuple[tuple[int, int | None], ...]) -> tuple[Steps, ...]:
 def by_the_store(folder: Path, tell: Tell) -> None:
     """Told as soon as ``save`` returns, before older ones go."""
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
-    for step, best in SAVES:
-        _save(store, step, best, tell)
+    for number, (step, best) in enumerate(SAVES, 1):
+        _save(store, step, best, tell, number)
 
 
 class _Told:
@@ -106,8 +114,8 @@ def by_the_saver(folder: Path, tell: Tell) -> None:
         world=World.alone(),
         log=_Told(tell),
     )
-    for step, best in SAVES:
-        saver.save(Progress(step=step, best_step=best))
+    for number, (step, best) in enumerate(SAVES, 1):
+        saver.save(Progress(step=step, best_step=best, samples=number))
     saver.finish()
     saver.close()
 
@@ -158,9 +166,10 @@ def _steps(*promises: set[int]) -> tuple[Steps, ...]:
     return tuple(frozenset(steps) for steps in promises)
 
 
+_NUMBERED = tuple((step, number) for number, (step, _) in enumerate(SAVES, 1))
 STORIES = (
-    Story("by_the_store", _kept(SAVES), Path.mkdir, best=30),
-    Story("by_the_saver", _kept(SAVES), Path.mkdir, best=30),
-    Story("mended", _steps({20, 30}, {20, 30}, {20, 30}, {30, 40}), _leave_traces, lasting=frozenset({20, 30})),
-    Story("resumed", _steps({10, 20, 30}, {10}, {10, 15}, {15, 20}), _three, lasting=frozenset({10})),
+    Story("by_the_store", _kept(SAVES), Path.mkdir, best=30, numbers=_NUMBERED),
+    Story("by_the_saver", _kept(SAVES), Path.mkdir, best=30, numbers=_NUMBERED),
+    Story("mended", _steps({20, 30}, {20, 30}, {20, 30}, {30, 40}), _leave_traces, None, frozenset({20, 30}), ((30, 0), (30, 1), (40, 1))),
+    Story("resumed", _steps({10, 20, 30}, {10}, {10, 15}, {15, 20}), _three, None, frozenset({10}), ((10, 0), (15, 1), (20, 1))),
 )

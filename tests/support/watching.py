@@ -76,7 +76,8 @@ class Watch:
     def held(self, moments: list[float]) -> list[Held]:
         """Of the driver and of each host; most faults first."""
         since = {self.root: 0.0, **self.member_since}
-        found = [(pid, start, self.readings[pid]) for pid, start in since.items() if self.readings.get(pid)]
+        lives = {pid: [one for one in seen if one.resident] for pid, seen in self.readings.items()}  # who is ending has none
+        found = [(pid, start, lives[pid]) for pid, start in since.items() if lives.get(pid)]
         held = [
             Held(pid, seen[-1].time - seen[0].time, sum(start < moment < seen[-1].time for moment in moments), seen[-1])
             for pid, start, seen in found

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.group import Lines
 from experts.membership import Left, Membership
 from orchestrator.train import world as module
 from orchestrator.train.world import World, file_store, is_communication_error, joined, lodged
@@ -26,7 +27,7 @@ def member(rank: int, size: int, store: str, lodges: bool, life: Membership | No
     """The world of hosts that can leave, or of workers that cannot."""
     made = file_store(store, size)
     if lodges:
-        with lodged(made, "epoch0", rank, size, CPU, "gloo", life or Membership()) as world:
+        with lodged(Lines(made, "epoch0", rank, size, life or Membership()), CPU, "gloo") as world:
             yield world
             world.barrier()
     else:
@@ -115,7 +116,7 @@ WAYS: dict[str, Callable[[World], Any]] = {
 def waits_in_vain(rank: int, size: int, store: str, way: str) -> tuple[bool, bool] | None:
     """The main one does not come; the others are told to leave while they wait."""
     life, over = Membership(), file_store(f"{store}-over", size)
-    with lodged(file_store(store, size), "epoch0", rank, size, CPU, "gloo", life) as world:
+    with lodged(Lines(file_store(store, size), "epoch0", rank, size, life), CPU, "gloo") as world:
         world.barrier()
         if world.is_main:
             over.wait(["1", "2"])
@@ -146,7 +147,7 @@ def test_whoever_waits_leaves_when_told(way: str) -> None:
 def half_agreed(rank: int, size: int, store: str) -> str:
     """Who knows the value is there, and does not come to say it."""
     life, over = Membership(), file_store(f"{store}-over", size)
-    with lodged(file_store(store, size), "epoch0", rank, size, CPU, "gloo", life) as world:
+    with lodged(Lines(file_store(store, size), "epoch0", rank, size, life), CPU, "gloo") as world:
         if rank == 1:
             world.most([-1.0])  # its part of the first half
             over.wait(["0"])
@@ -168,7 +169,7 @@ def two_lives(rank: int, size: int, store: str) -> list[Any]:
     """The same names mean other things in another life."""
     made, found = file_store(store, size), []
     for epoch in range(2):
-        with lodged(made, f"epoch{epoch}", rank, size, CPU, "gloo", Membership()) as world:
+        with lodged(Lines(made, f"epoch{epoch}", rank, size, Membership()), CPU, "gloo") as world:
             found.append(world.agree("x", epoch if rank == 1 else None))
             world.meet("here")
             found.append(world.another().size)
