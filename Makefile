@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# nothing is compiled ahead: what is used is compiled when it is used, and that is a fraction
+# pip would compile all that it installs, for minutes and on one core: only what every process imports is worth that
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+COMPILE := -$(BIN)/python -m compileall -qq -j 0 $(addprefix $(VENV)/lib/python3*/site-packages/,torch ray sympy numpy pandas matplotlib)
 
 .PHONY: train test check slow gpu soak clean
 
@@ -36,11 +37,13 @@ $(VENV)/bin/python:
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time) ..."
 	$(PIP) -e .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing into $(VENV), with what the tests need (a few minutes the first time) ..."
 	$(PIP) -e '.[dev]'
+	$(COMPILE)
 	@touch $(VENV)/.installed $@
 
 clean:

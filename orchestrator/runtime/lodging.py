@@ -83,7 +83,8 @@ def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None
     import orchestrator.train.run  # noqa: F401
     from orchestrator.tasks.load import load_task
 
-    check_folder(assignment, "a host")
+    with masked_errors(assignment.prepared.hidden):
+        check_folder(assignment, "a host")
     work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug, assignment.prepared.hidden)
     _clients(side, place)
     if assignment.prepared.task is None:
