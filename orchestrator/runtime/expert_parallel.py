@@ -67,6 +67,7 @@ class Hosts:
         self._terms = Terms(hosts, config.parallel.max_failures, grows=config.checkpoint.snapshot_every > 0)
         self._patience = config.parallel.patience(hosts=True)
         self._timeout, self._log = config.parallel.resource_timeout, log
+        self._waits = self._timeout if config.run.deterministic else _START_SECONDS  # fewer hosts would round otherwise
         self._deadline = perf_counter() + self._timeout
         self._sent = ray.put(assignment)
         self._store, self._place = open_store(ray.util.get_node_ip_address())
@@ -91,7 +92,7 @@ class Hosts:
                 ready, coming = self._seats.look()
                 waited = perf_counter() - self._since
                 hopeful = self._seats.startable(coming) if waited < self._timeout else ()
-                self._tell(HostsReady(ready, hopeful, patient=waited < _START_SECONDS))
+                self._tell(HostsReady(ready, hopeful, patient=waited < self._waits))
             case Over(status=status, failure=failure, given_up=given_up):
                 return Ended(status, failure, self._error, given_up)
             case _:

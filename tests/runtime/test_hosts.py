@@ -384,6 +384,19 @@ def test_all_lost_are_waited_for_as_long_as_for_resources(make: Make) -> None:
     assert "no host is left" in str(run.state.given_up)
 
 
+@pytest.mark.parametrize(("deterministic", "state"), [(False, Joining), (True, Waiting)])
+def test_one_that_is_late_is_waited_for_where_bits_count(make: Make, deterministic: bool, state: type) -> None:
+    run = make(deterministic=deterministic)
+    run.train()
+    run.seats.late = {1}
+    run.answer("advance", RayActorError(), 1)
+    run.answer("advance", RuntimeError("gloo/ connection closed by peer"), 0, 2)
+    assert isinstance(run.state, Waiting)
+    run.clock.now += 21.0
+    run.turn()
+    assert isinstance(run.state, state)
+
+
 def test_copies_older_than_a_checkpoint_that_is_there_are_not_used(make: Make) -> None:
     run = make()
     log = EventLog(run.run_dir / "events.jsonl")
