@@ -78,6 +78,7 @@ def survive(run_dir: Path, kills: int, seed: int) -> int:
     return killed
 
 
+@pytest.mark.slow
 def test_three_kills(tmp_path: Path, undisturbed: list[tuple[int, float, float]]) -> None:
     run_dir = tmp_path / "run"
     assert survive(run_dir, 3, seed=1) >= 2

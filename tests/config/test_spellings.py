@@ -122,6 +122,7 @@ def advised(flag: bool) -> list[str]:
 OUT_OF_RANGE = re.compile("it must|use letters")
 
 
+@pytest.mark.slow
 def test_every_advised_flag_is_accepted(capsys: pytest.CaptureFixture[str]):
     assert len(advised(flag=True)) > 60
     for text in advised(flag=True):

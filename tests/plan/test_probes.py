@@ -144,6 +144,7 @@ def test_every_gpu_computes_and_the_weakest_sets_what_is_expected(tmp_path: Path
     assert all(probe.fix for probe in by_name.values())
 
 
+@pytest.mark.slow
 def test_all_probes_of_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The one real compilation of these tests."""
     monkeypatch.setattr(probes, "nvml_view", lambda: None)

@@ -29,8 +29,8 @@ def job(shared_cluster: Cluster) -> Job:
 
 @pytest.fixture(scope="module")
 def calm(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The run left in peace."""
-    ended = disturbed(job, tmp_path_factory.mktemp("calm") / "run", Schedule())
+    """The run left in peace; who stands by would have nothing to do."""
+    ended = disturbed(replace(job, spares=0), tmp_path_factory.mktemp("calm") / "run", Schedule())
     assert ended.wrong(ended, STEPS) == []
     return ended
 
