@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -417,3 +418,18 @@ def test_from_another_thread_it_is_left_at_once() -> None:
     life.leave()
     thread.join(30.0)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "closed"])
+def test_what_a_device_waits_for_is_aborted_when_the_group_is_left_or_closed(left: bool) -> None:
+    life, over, aborted = Membership(), threading.Event(), threading.Event()
+    handle = SimpleNamespace(abort=aborted.set)
+    thread = threading.Thread(target=module._abort_in_time, args=(handle, life, over))
+    thread.start()
+    assert not aborted.wait(0.3)
+    if left:
+        life.leave()
+    else:
+        over.set()
+    thread.join(30.0)
+    assert aborted.is_set()
