@@ -197,6 +197,7 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     screen({"event": "failure", "kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40, "final": False})
     screen(start(100, first=35))
     screen({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []})
+    screen({"event": "placement", "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean"})
     screen({"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5})
     screen(step(36))
     screen({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True})

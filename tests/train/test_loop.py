@@ -83,6 +83,14 @@ def test_early_stopping_decides_the_same_after_a_restart(tmp_path: Path, checkpo
     assert best[-1] == 12
 
 
+@pytest.mark.parametrize("evaluate_every", [0, 4])
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path, evaluate_every: int) -> None:
+    settings = SETTINGS | {"evaluate_every": evaluate_every}
+    run(tmp_path, Scripted(VALUES), **settings)
+    resumed, _ = run(tmp_path, Scripted(VALUES | {24: 1.0}), **settings | {"resume": "auto"})
+    assert resumed.progress.step == 20, "a better value would have come, had it gone on"
+
+
 def test_the_summary_is_of_the_run_as_it_went() -> None:
     def step(number: int, loss: float) -> dict[str, Any]:
         return {"event": "step", "time": 0, "step": number, "loss": loss, "seconds": 1.0, "samples": 4, "units": 4, "metrics": {}}
