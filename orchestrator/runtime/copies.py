@@ -50,9 +50,11 @@ class Copies:
         """The step of the newest whole set; -1 where there is none."""
         return self._whole[0] if self._whole is not None else -1
 
-    @property
-    def calls(self) -> list[Any]:
-        return list(self._asked)
+    def calls(self, all_of_them: bool) -> list[Any]:
+        """What to wait for: the main host's copy tells that the others' are there too, or about to be. To be woken by each would take
+        time from the hosts where they share the driver's machine."""
+        main = self._members[:1]
+        return [call for call, (seat, _, _) in self._asked.items() if all_of_them or seat in main]
 
     def follow(self, epoch: int, members: tuple[int, ...]) -> None:
         """Fetch the copies of these hosts from now on."""

@@ -122,7 +122,7 @@ class Hosts:
     def _attend(self, seconds: float) -> None:
         """Look after the members: their calls, their copies, their pulses."""
         muster = self._muster
-        under_way = [*muster.calls, *self._copies.calls]
+        under_way = [*muster.calls, *self._copies.calls(all_of_them=not muster.calls)]
         if under_way:
             ray.wait(under_way, num_returns=1, timeout=seconds)
         self._copies.look()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SPARE = 2**16  # bytes beyond what is asked for: a copy may be a little larger than the one before
+
 
 class Rooms:
     """Two, used in turn: one is filled while the other's copy is fetched. They stay for as long as the process."""
@@ -21,11 +23,11 @@ class Rooms:
         self._asked = 0
 
     def prepare(self, size: int) -> None:
-        """Both are going to be this large. On a CPU memory is had at once."""
+        """Both are going to be about this large. On a CPU memory is had at once."""
         if self._device.type != "cuda" or size <= self._asked:
             return
         self._wait()
-        self._asked = size
+        self._asked = size + _SPARE
         self._making = threading.Thread(target=self._enlarge, args=(size,), name="rooms", daemon=True)
         self._making.start()
 
@@ -48,7 +50,7 @@ class Rooms:
                 self._replace(number, size)
 
     def _replace(self, number: int, size: int) -> None:
-        old, self._rooms[number] = self._rooms[number], self._made(size)
+        old, self._rooms[number] = self._rooms[number], self._made(size + _SPARE)
         if self._device.type == "cuda" and old.numel():  # whoever reads it still may: it is only pinned no more
             torch.cuda.check_error(_cuda().cudaHostUnregister(old.data_ptr()))
 

@@ -190,6 +190,9 @@ def test_copies_outlive_their_hosts(seats: Seats) -> None:
     seats.start(0, 1)
     join(seats, 0, 0, 1)
     copies = Copies(seats, print)  # pyright: ignore[reportArgumentType]
+    copies.follow(0, (1, 0))
+    (main,) = copies.calls(all_of_them=False)
+    assert (copies._asked[main][0], len(copies.calls(all_of_them=True))) == (1, 2), "the first member's is waited for, or all"
     copies.follow(0, (0, 1))
     assert (copies.step, copies.references()) == (-1, ())
     do(seats, "put", 1, 0, 1)

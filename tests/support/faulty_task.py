@@ -139,7 +139,7 @@ def _gathering(agent: Agent) -> None:
 
 MOMENTS: tuple[tuple[str, str, Callable[[Agent], None], bool], ...] = (
     ("experts.group", "Group.all_to_all", _in_exchange, True),
-    ("orchestrator.train.snapshots", "_place", lambda agent: agent.at("snapshot"), True),
+    ("orchestrator.train.snapshots", "_fill", lambda agent: agent.at("snapshot"), True),
     ("orchestrator.train.saving", "capture", _gathering, False),
     ("orchestrator.train.checkpoint", "_write_json", lambda agent: agent.at("checkpoint"), False),
 )

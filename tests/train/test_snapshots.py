@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import orchestrator.train.snapshots as snapshots_module
 from experts.actor_host import Outbox
 from experts.expert_state import names_elsewhere
 from experts.membership import Left, Membership
@@ -21,7 +22,7 @@ from orchestrator.train.checkpoint import Contents
 from orchestrator.train.optim import build_adamw
 from orchestrator.train.precision import Precision
 from orchestrator.train.rooms import Rooms
-from orchestrator.train.snapshots import Bytes, Copies, Header, Snapshots, put_together
+from orchestrator.train.snapshots import Bytes, Copies, Header, Snapshots, put_together, read
 from orchestrator.train.state import Progress, capture, restore
 from orchestrator.train.world import World, file_store, joined
 from tests.support.parts import make_stepper, mean_loss, run_steps
@@ -109,11 +110,11 @@ def test_together_they_are_a_checkpoint(three: tuple[Copies, Contents]) -> None:
 def test_each_copy_says_whose_it_is(three: tuple[Copies, Contents]) -> None:
     copies, _ = three
     assert [(header.epoch, header.step, header.rank, header.size) for header, _ in copies] == [(5, 4, rank, 3) for rank in range(3)]
-    named = [{(piece.kind, piece.name) for piece in header.pieces} for header, _ in copies]
+    named = [{(piece.kind, piece.name) for piece in read(*copy)[0]} for copy in copies]
     assert not named[0] & named[1]
     assert not named[1] & named[2]
     assert all("bank" in name for kind, name in named[1] | named[2]), "the dense part is the main host's"
-    assert all(piece.offset % 64 == 0 for header, _ in copies for piece in header.pieces if "bank" not in piece.name)
+    assert all(piece.offset % 64 == 0 for copy in copies for piece in read(*copy)[0] if "bank" not in piece.name)
 
 
 def test_what_lives_elsewhere_is_left_out(three: tuple[Copies, Contents]) -> None:
@@ -129,7 +130,7 @@ def test_what_lives_elsewhere_is_left_out(three: tuple[Copies, Contents]) -> Non
 def test_the_random_state_is_each_ranks_own(three: tuple[Copies, Contents]) -> None:
     copies, _ = three
     states = [put_together(copies, rank, set()).state["random"] for rank in range(4)]
-    assert [states[rank] == copies[rank][0].state["random"] for rank in range(3)] == [True] * 3
+    assert [states[rank] == read(*copies[rank])[1]["random"] for rank in range(3)] == [True] * 3
     assert states[0] != states[1] != states[2] != states[0]
     assert states[3] == states[0], "a host that was not there has the main one's"
 
@@ -196,8 +197,8 @@ def test_other_hosts_go_on_from_the_copies_of_three(three: tuple[Copies, Content
 
 def test_a_host_without_experts() -> None:
     copies, contents = taken(TASK, WITHOUT)
-    assert (copies[2][0].pieces, copies[2][1].size) == ((), 0)
-    assert_same(put_together(copies, 2, set()), replace(contents, state={**contents.state, "random": copies[2][0].state["random"]}))
+    assert (read(*copies[2])[0], copies[2][0].end) == ([], 0)
+    assert_same(put_together(copies, 2, set()), replace(contents, state={**contents.state, "random": read(*copies[2])[1]["random"]}))
 
 
 def low_precision(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes], Contents | None]:
@@ -323,7 +324,7 @@ def test_a_copy_is_of_its_moment(parts: Any) -> None:
     step_to(parts[0], 2.0)
     progress.step, progress.samples = 2, 99
     assert weight_in(shelf.held[0]) == 1.0
-    assert shelf.held[0][0].state["progress"]["samples"] == 0
+    assert read(*shelf.held[0])[1]["progress"]["samples"] == 0
 
 
 def test_what_is_being_fetched_and_what_waits_are_not_written_over(parts: Any) -> None:
@@ -374,9 +375,34 @@ def test_growing_state_gets_larger_rooms(parts: Any) -> None:
         model.bias.grad = torch.ones_like(model.bias)
         optimizer.step()
     sizes = [data.size for _, data in shelf.held]
-    assert sizes[0] < sizes[1] == sizes[2]
+    assert sizes[0] < sizes[1]
+    ends = [header.end for header, _ in shelf.held]
+    assert ends[0] < ends[1] == ends[2]
     found = put_together(shelf.held[2:], 0, set())
     assert torch.equal(found.tensors["optimizer"]["exp_avg/weight"], torch.full((40, 40), 0.19))
+
+
+def test_where_tensors_lie_is_worked_out_once(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of the two rooms; and anew when there are other tensors of the same size."""
+    worked_out: list[int] = []
+
+    def watched(room: Tensor, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        worked_out.append(offset)
+        return place(room, offset, shape, dtype)
+
+    place = snapshots_module._place
+    monkeypatch.setattr(snapshots_module, "_place", watched)
+    shelf, model = Shelf(), parts[0]
+    snapshots = snapping(1, parts, World.alone(), shelf)
+    for step in range(1, 7):
+        step_to(model, float(step))
+        snapshots.take(Progress(step=step))
+    assert len(worked_out) == 2 * 2, "weight and bias, in two rooms"
+    assert [weight_in(copy) for copy in shelf.held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    model.weight = nn.Parameter(torch.full((20, 80), 7.0))
+    snapshots.take(Progress(step=7))
+    assert put_together(shelf.held[6:], 0, set()).tensors["model"]["weight"].shape == (20, 80)
+    assert weight_in(shelf.held[6]) == 7.0
 
 
 def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,12 +420,14 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
         for _ in range(3):
             snapshots.prepare()
         assert len({rooms.next(size).data_ptr() for _ in range(4)}) == 2
-    assert made == [(size, "rooms")] * 2, "both in the thread, once"
+    assert [thread for _, thread in made] == ["rooms"] * 2, "both in the thread, once"
+    assert len({length for length, _ in made}) == 1
+    assert made[0][0] > size
     Snapshots(0, 0, model, optimizer, precision, World.alone(), Shelf(), other := Rooms(torch.device("cuda", 0))).prepare()
     assert other._making is None, "no copy is ever due"
     rooms = Rooms(CPU)
     rooms.prepare(100)
-    assert (rooms._making, rooms.next(100).numel(), len(made)) == (None, 100, 3)
+    assert (rooms._making, rooms.next(100).numel() >= 100, len(made)) == (None, True, 3)
 
 
 def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[Copies, Contents]) -> None:
