@@ -156,9 +156,12 @@ class Trainer:
             found = self._look()
             if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
                 return self._alone(self._prepare(found, None))
+        from orchestrator.train.folder import check_unused
         from orchestrator.train.placement_file import check_placement_file
 
-        check_placement_file(self.resolved.config)  # a cluster takes a while to start
+        run = self.resolved.config.run  # a cluster takes a while to start: what needs none is told before
+        check_unused(self.resolved.config, run.run_dir or (results_folder() / run.name if run.name else None))
+        check_placement_file(self.resolved.config)
         from orchestrator.runtime.session import session
 
         with session(self.resolved.config, self._screen.note) as joined:

@@ -111,20 +111,19 @@ def spares_of(config: Config) -> int:
 
 def _workers_asked(asked: int, spares: int, cluster: Cluster, on_gpu: bool, inventory: Inventory) -> Choice[int]:
     reason, given = f"asked for by --workers {asked}", f"--workers {asked}" + (f" with --spares {spares}" if spares else "")
-    needed = asked + spares
+    needed, lower = asked + spares, "Lower --workers" + (" or --spares" if spares else "")
     kind, now, most = ("GPUs", cluster.gpus, cluster.reachable_gpus) if on_gpu else ("CPUs", cluster.cpus, cluster.reachable_cpus)
     if not on_gpu and not cluster.joined:
         if needed * _WORKER_BYTES > inventory.ram_free:
             need, free = bytes_text(needed * _WORKER_BYTES), bytes_text(inventory.ram_free)
             raise ResourceError(
-                f"{given} needs {need} of RAM for its processes alone; {free} are free. "
-                f"Lower --workers: this machine has {inventory.cores} cores"
+                f"{given} needs {need} of RAM for its processes alone; {free} are free. {lower}: this machine has {inventory.cores} cores"
             )
         return Choice(asked, f"{reason}, on CPUs")
     if needed > most:
         reach = f" and its autoscaler reaches {most}" if cluster.autoscaling and most > now else ""
         instead = "use --gpu-mode cpu to train on CPUs" if on_gpu and not cluster.joined else "add nodes to the cluster"
-        raise ResourceError(f"{given} needs {needed} {kind}, one each; {cluster.text(kind)}{reach}. Lower --workers, or {instead}")
+        raise ResourceError(f"{given} needs {needed} {kind}, one each; {cluster.text(kind)}{reach}. {lower}, or {instead}")
     if needed > now:
         return Choice(asked, f"{reason}; {cluster.text(kind)}, and its autoscaler can bring {most}")
     return Choice(asked, f"{reason}; {cluster.text(kind)}")

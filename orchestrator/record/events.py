@@ -119,6 +119,17 @@ def read_events(path: Path) -> list[Event]:
         return [event for line in lines if (event := parse(line)) is not None]
 
 
+def last_events(path: Path) -> list[Event]:
+    """The newest lines of a file that may be long: of the last megabyte."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - _TAIL)
+        file.seek(begin)
+        lines = file.read().split(b"\n")[1 if begin else 0 :]
+    return [event for line in lines if line and (event := parse(line)) is not None]
+
+
 def parse(line: bytes) -> Event | None:
     """The event of a line; None where it holds something else, such as the torn line of a killed writer."""
     try:
@@ -130,6 +141,7 @@ def parse(line: bytes) -> Event | None:
 
 
 _DEEPEST = 32
+_TAIL = 2**20
 
 
 def shallow(value: Any, deepest: int = _DEEPEST) -> bool:
@@ -194,6 +206,13 @@ def mend_events(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb") as file:
-        whole = sum(len(line) for line in file if line.endswith(b"\n"))
-        if whole != file.tell():
-            os.truncate(path, whole)
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            begin = max(0, whole - _TAIL)
+            file.seek(begin)
+            line_end = file.read(whole - begin).rfind(b"\n")
+            whole = begin + line_end + 1 if line_end >= 0 else begin
+            if line_end >= 0:
+                break
+    if whole != end:
+        os.truncate(path, whole)

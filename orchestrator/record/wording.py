@@ -7,6 +7,7 @@ import math
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import number
 
+_SOURCES = {"memory": ", from copies in memory", "disk": ", from a checkpoint"}
 LONGEST = 160  # characters of a cause; the whole of it is in events.jsonl
 
 
@@ -18,12 +19,12 @@ def failure_text(event: Event) -> str:
 
 
 def recovery_text(event: Event) -> str:
-    """'recovered in 12.3 s on 2 workers at step 35, 5 steps repeated'."""
+    """'recovered in 12.3 s on 2 workers at step 35, from copies in memory, 5 steps repeated'."""
     took, lost = number(event.get("total_seconds")), _count(event.get("lost_steps"))
     parts = ["recovered", "" if took is None else f"in {took:.1f} s", _workers(event)]
     parts.append("" if event.get("step") is None else f"at step {event['step']}")
     repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
-    return " ".join(part for part in parts if part) + repeated
+    return " ".join(part for part in parts if part) + _SOURCES.get(str(event.get("source")), "") + repeated
 
 
 def _count(value: object) -> int:

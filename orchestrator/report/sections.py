@@ -124,7 +124,8 @@ def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
     if record.recoveries:
         took = values(record.recoveries, "total_seconds")
         each = [f"{seconds_text(fmean(took))} each"] if took else []
-        beside = ", ".join([*each, repeated_text(record)])
+        goodput = finite(record.summary.get("goodput"))
+        beside = ", ".join([*each, repeated_text(record), *([] if goodput is None else [f"goodput {goodput:.1%}"])])
         found.append(("recoveries", str(len(record.recoveries)), beside))
     return found
 

@@ -81,7 +81,8 @@ def _oom(event: Event) -> str:
 def _resume(event: Event) -> str:
     skipped = entries(event, "skipped")
     passed = "; ".join(f"passed over {item.get('path')}: {item.get('reason')}" for item in skipped)
-    return f"went on from {event.get('path', 'a checkpoint')}" + (f"; {passed}" if passed else "")
+    source = "copies in memory" if event.get("source") == "memory" else event.get("path") or "a checkpoint"
+    return f"went on from {source}" + (f"; {passed}" if passed else "")
 
 
 def _checkpoint(event: Event) -> str:

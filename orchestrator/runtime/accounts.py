@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.events import EventLog, mend_events
+from orchestrator.record.events import EventLog, last_events, mend_events, of_kind
 from orchestrator.runtime.recovery import Failure
 
 
@@ -42,8 +42,15 @@ class Accounts:
         record is lost, perhaps in the middle of a line."""
         if torn:
             mend_events(self._path)
+        recorded = [event.get("step") for event in of_kind(last_events(self._path), "step")[-1:]]
+        step = max([step, *(last for last in recorded if isinstance(last, int))])  # a pulse may lag behind
         self.changes(reason, workers, step, times)
         self._log.write("failure", kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False)
+
+    def settled(self, reason: str) -> None:
+        """How it goes on after all."""
+        if self._open is not None:
+            self._open.reason = reason
 
     def changes(self, reason: str, workers: int, step: int, times: tuple[float, float]) -> None:
         """The run is about to go on otherwise. Where the failure before was not mended yet, its costs are part of this one's."""

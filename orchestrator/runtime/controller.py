@@ -66,6 +66,7 @@ class Waiting:
     seats: Seats
     tally: Tally
     failure: Failure
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _after_failure(state: Leaving, apart: Apart, terms: Terms) -> tuple[State, t
         return Over(failure=failure, given_up=choice), ()
     anew = (Replace(apart.seats.lost),) if apart.seats.lost else ()
     if isinstance(choice, Wait):
-        return Waiting(state.epoch, apart.seats, tally, failure), anew
+        return Waiting(state.epoch, apart.seats, tally, failure, choice.reason), anew
     joining = Joining(state.epoch + 1, choice.members, tally)
     return joining, (*anew, Join(joining.epoch, choice.members, choice.halvings, failure, choice.reason))
 
@@ -237,7 +238,7 @@ def _waited(state: Waiting, now: HostsReady, terms: Terms) -> tuple[State, tuple
     choice = regroup(state.failure, seats, state.tally, max_failures=terms.max_failures, patient=now.patient)
     match choice:
         case Wait():
-            return Waiting(state.epoch, seats, state.tally, state.failure), ()
+            return Waiting(state.epoch, seats, state.tally, state.failure, state.reason), ()
         case GiveUp():
             return Over(failure=state.failure, given_up=choice), ()
         case _:

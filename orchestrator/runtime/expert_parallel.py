@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.events import EventLog
 from orchestrator.runtime.accounts import Accounts
 from orchestrator.runtime.controller import (
     Advance,
@@ -44,12 +44,13 @@ from orchestrator.runtime.controller import (
 from orchestrator.runtime.copies import Copies
 from orchestrator.runtime.driving import Ended, failure_of_worker, told_error
 from orchestrator.runtime.lodging import Member, Segment, lodger
-from orchestrator.runtime.muster import Muster
+from orchestrator.runtime.muster import Muster, died
 from orchestrator.runtime.recovery import Failure, Seats, limit_s, stuck, worst
 from orchestrator.runtime.seats import SeatPlan
 from orchestrator.runtime.successors import for_host
 from orchestrator.runtime.vitals import Vitals
 from orchestrator.runtime.worker import Assignment
+from orchestrator.train.checkpoint import CheckpointStore
 from orchestrator.train.world import open_store
 
 _SEGMENT_SECONDS = 2.0
@@ -79,7 +80,7 @@ class Hosts:
         self._state: State = Starting()
         self._steps, self._begun, self._since, self._detected = _FIRST_SEGMENT, 0.0, 0.0, 0.0
         self._error: BaseException | None = None
-        self._trained = False
+        self._trained, self._announced = False, False
         self._proven: tuple[int, ...] = ()
         self._failed: tuple[Failure, int, tuple[float, float]] | None = None
 
@@ -128,7 +129,7 @@ class Hosts:
         self._copies.look()
         muster.hear()
         for seat in self._copies.gone - muster.lost.keys():  # who died after its last answer
-            muster.give_up(seat, f"host {muster.rank(seat)} was lost")
+            muster.give_up(seat, died(muster.rank(seat)))
         self._check_pulses()
         if isinstance(self._state, Leaving):
             if not muster.calls:
@@ -185,13 +186,14 @@ class Hosts:
 
     def _all_apart(self) -> None:
         """Each member has stopped, failed or is lost: it is decided how to go on."""
-        self._vitals.look(at_once=True)
         muster, joining = self._muster, not self._trained
+        failed_at = self._vitals.last_sign(frozenset(muster.lost), self._detected)  # before what they left behind is read
+        self._vitals.look(at_once=True)
         step = max(self._vitals.step, self._failed[1] if joining and self._failed is not None else 0)  # who only joins has made none
         if joining:
             self._drop_unfit()
         failures = self._failures(joining)
-        failure, failed_at = worst(failures), self._vitals.last_sign(frozenset(muster.lost), self._detected)
+        failure = worst(failures)
         if joining and failure.kind == "fault":  # what was to be restored may be at fault
             self._copies.forget()
         for seat in muster.lost:
@@ -201,8 +203,10 @@ class Hosts:
         ready, coming = self._seats.look()
         seats = Seats(muster.members, frozenset(muster.lost), ready, (*self._seats.startable(muster.lost), *coming))
         self._error = self._error_of(failure)
-        self._failed = failure, step, (failed_at, self._detected)
+        self._failed, self._announced = (failure, step, (failed_at, self._detected)), False
         self._tell(Apart(failures, seats, step))
+        if isinstance(self._state, Waiting):  # it may take a while: nobody should wonder meanwhile
+            self._announce(self._state.reason)
 
     def _drop_unfit(self) -> None:
         """A newcomer that cannot join, on a node without the data, say, is lost; those who have trained already are not to blame."""
@@ -216,7 +220,9 @@ class Hosts:
 
     def _failures(self, joining: bool) -> tuple[Failure, ...]:
         muster = self._muster
-        lost = [Failure("worker", why, muster.rank(seat)) for seat, why in muster.lost.items()]
+        dead = sorted(muster.rank(seat) for seat, why in muster.lost.items() if why == died(muster.rank(seat)))
+        lost = [Failure("worker", died(*dead), dead[0])] if dead else []
+        lost += [Failure("worker", why, muster.rank(seat)) for seat, why in muster.lost.items() if muster.rank(seat) not in dead]
         raised = [failure_of_worker(muster.rank(seat), _cause(error), mended=not joining) for seat, error in sorted(muster.raised.items())]
         return (*lost, *raised)
 
@@ -250,12 +256,9 @@ class Hosts:
     def _join(self, command: Join) -> None:
         """Bring the members together: from the copies where there are any, unless a checkpoint is newer."""
         again, before = command.epoch > 0, len(self._muster.members)
-        torn = bool(self._muster.members) and self._muster.members[0] in self._muster.lost
         copies = self._copies.references() if again and self._copies.step >= self._saved_step() else ()
         if command.failure is not None:
-            assert self._failed is not None
-            failure, step, times = self._failed
-            self._accounts.failed(failure, command.reason, before, step, times, torn)
+            self._announce(command.reason)
         elif again:
             self._accounts.changes(command.reason, before, self._vitals.step, (time.time(), time.time()))
         self._accounts.regrouped(len(command.members), "memory" if copies else "disk")
@@ -270,6 +273,17 @@ class Hosts:
         self._muster.ask(join)
         self._copies.follow(command.epoch, command.members)
 
+    def _announce(self, reason: str) -> None:
+        """Tell what failed and how it goes on, once: as soon as that is decided."""
+        assert self._failed is not None
+        failure, step, times = self._failed
+        if self._announced:
+            self._accounts.settled(reason)
+        else:
+            torn = self._muster.members[0] in self._muster.lost
+            self._accounts.failed(failure, reason, len(self._muster.members), step, times, torn)
+        self._announced = True
+
     def _advance(self, keep: bool) -> None:
         """The next segment: one step first after a failure, then what is to be done again, then a few seconds' worth."""
         replay, now = self._accounts.to_replay, perf_counter()
@@ -281,10 +295,8 @@ class Hosts:
         self._muster.ask(lambda actor, *_: actor.advance.remote(Segment(steps, keep)))
 
     def _saved_step(self) -> int:
-        """The step of the newest checkpoint; -1 where there is none. Of those that were told of, some may have been set aside."""
-        told = of_kind(read_events(self._run_dir / "events.jsonl"), "checkpoint")
-        there = [event for event in told if (self._run_dir / str(event.get("path"))).is_dir()]
-        return max((event["step"] for event in there if isinstance(event.get("step"), int)), default=-1)
+        """The step of the newest checkpoint; -1 where there is none."""
+        return max((step for step, _ in CheckpointStore(self._run_dir / "checkpoints", mend=False).newest_first()), default=-1)
 
     def _warn(self, message: str) -> None:
         self._log.write("warning", kind="copies", message=message)

@@ -18,6 +18,11 @@ def _device_is_gone(error: BaseException) -> bool:
     return not isinstance(cause, OrchestratorError) and "CUDA error" in str(cause)
 
 
+def died(*ranks: int) -> str:
+    *most, last = map(str, ranks)
+    return f"hosts {', '.join(most)} and {last} were lost" if most else f"host {last} was lost"
+
+
 class Muster:
     """Calls to all members at once."""
 
@@ -50,7 +55,7 @@ class Muster:
                 self.answers[seat] = ray.get(call)
             except Exception as error:
                 if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):  # its own death, not one it met
-                    self.lost[seat] = f"host {self.rank(seat)} was lost"
+                    self.lost[seat] = died(self.rank(seat))
                 elif _device_is_gone(error):
                     self.give_up(seat, f"host {self.rank(seat)} lost its device: {next(iter(str(error).splitlines()), '')}")
                 else:

@@ -87,7 +87,7 @@ def _hopeless(failure: Failure, failures: int, max_failures: int) -> GiveUp | No
     if failures > max_failures:
         limit = "no restart is allowed (--max-failures 0)" if max_failures == 0 else f"--max-failures is {max_failures}"
         often = "once" if failures == 1 else f"{failures} times"
-        return GiveUp(f"{failure.message}; it failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto")
+        return GiveUp(f"{failure.message}; the run has failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto")
     if failure.kind == "memory" and failure.micro_batch == 1:
         return GiveUp(f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model")
     return None

@@ -186,7 +186,7 @@ def masked_errors(secrets: Secrets) -> Iterator[None]:
 
 def speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
     """What this process says goes to a file of the run, not to the user's screen; without the secrets that it knows."""
-    (folder / f"worker_{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+    (folder / f"worker_{rank}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     file = os.open(folder / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         with suppress(Exception):

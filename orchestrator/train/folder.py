@@ -21,7 +21,7 @@ from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
-from orchestrator.record.events import of_kind, read_events
+from orchestrator.record.events import last_events, of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
 from orchestrator.tasks.task import Task
 from orchestrator.types import count_text
@@ -56,9 +56,7 @@ class Prepared:
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     """The folder of the run, made and writable. A folder that holds a run already is continued only when asked for."""
     run_dir = config.run.run_dir or _named(config, name, results)
-    check_links(run_dir)
-    if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
-        raise UserError(f"{run_dir} holds a run already; continue it with --resume auto, or choose another --run-dir or --name")
+    check_unused(config, run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         mark = run_dir / ".writable"
@@ -67,6 +65,15 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot write to the run folder {run_dir}: {error.strerror}; choose another with --run-dir") from None
     return run_dir
+
+
+def check_unused(config: Config, run_dir: Path | None) -> None:
+    """Refuse a folder that holds a run, unless that is to be continued."""
+    if run_dir is None:
+        return
+    check_links(run_dir)
+    if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
+        raise UserError(f"{run_dir} holds a run already; continue it with --resume auto, or choose another --run-dir or --name")
 
 
 def check_links(folder: Path) -> None:
@@ -158,7 +165,7 @@ def planned_before(run_dir: Path) -> dict[str, Any]:
 
 def last_loads(run_dir: Path) -> list[list[float]] | None:
     """Tokens per expert and layer, as an earlier start of this run last counted them."""
-    events = of_kind(read_events(run_dir / "events.jsonl"), "load")
+    events = of_kind(last_events(run_dir / "events.jsonl"), "load")
     with suppress(ValueError, TypeError, KeyError, OverflowError):
         loads = [[float(count) for count in layer] for layer in events[-1]["loads"]] if events else []
         return loads if loads and all(0 <= count < _MOST for layer in loads for count in layer) else None

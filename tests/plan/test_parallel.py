@@ -130,6 +130,8 @@ def test_every_gpu_has_a_worker():
 def test_more_cpu_workers_than_the_memory_holds_are_refused():
     with pytest.raises(ResourceError, match=r"--workers 5000 needs .* of RAM for its processes alone; .* are free"):
         workers(CPU, workers=5000)
+    with pytest.raises(ResourceError, match=r"--workers 3 with --spares 5000 needs .* Lower --workers or --spares"):
+        workers(CPU, workers=3, spares=5000, parallel_strategy="expert_parallel")
 
 
 def test_on_cpus_a_few_here_and_one_for_each_node_elsewhere():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.record.events import Event, EventLog, by_step, encode, of_kind, read_events
+from orchestrator.record import events as events_module
+from orchestrator.record.events import Event, EventLog, by_step, encode, last_events, mend_events, of_kind, read_events
 
 
 @pytest.fixture
@@ -57,6 +58,29 @@ def test_a_file_that_is_one_torn_line_starts_afresh(path: Path) -> None:
     path.write_bytes(b'{"event": "sta')
     write_steps(path, 1)
     assert [event["step"] for event in read_events(path)] == [1]
+
+
+def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_TAIL", 16)
+    write_steps(path, 1, 2)
+    whole = path.read_bytes()
+    for torn in (b"x", b"x" * 15, b"x" * 16, b"x" * 17, b"x" * 1000, b""):
+        path.write_bytes(whole + torn)
+        mend_events(path)
+        assert path.read_bytes() == whole
+    path.write_bytes(b"x" * 100)
+    mend_events(path)
+    assert path.read_bytes() == b""
+
+
+def test_of_a_long_record_the_newest_lines_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_events(path) == []
+    write_steps(path, *range(1, 100))
+    assert [event["step"] for event in last_events(path)] == list(range(1, 100)), "all of a short one"
+    monkeypatch.setattr(events_module, "_TAIL", 500)
+    found = [event["step"] for event in last_events(path)]
+    assert found == list(range(found[0], 100))
+    assert 2 <= len(found) < 10
 
 
 def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:

@@ -22,6 +22,11 @@ RECOVERIES: list[tuple[dict[str, Any], str]] = [
         {"total_seconds": 1, "workers": 1, "workers_before": 2, "step": 35, "lost_steps": 1},
         "recovered in 1.0 s on 1 worker instead of 2 at step 35, 1 step repeated",
     ),
+    (
+        {"total_seconds": 0.4, "workers": 3, "step": 40, "lost_steps": 2, "source": "memory"},
+        "recovered in 0.4 s on 3 workers at step 40, from copies in memory, 2 steps repeated",
+    ),
+    ({"workers": 3, "step": 20, "source": "disk"}, "recovered on 3 workers at step 20, from a checkpoint"),
     ({"workers": 3, "step": 0, "lost_steps": 0}, "recovered on 3 workers at step 0"),
     ({}, "recovered"),
 ]

@@ -29,6 +29,11 @@ def test_a_resume_tells_what_it_passed_over(tmp_path):
     assert row.text == "went on from c/4; passed over c/8: hash differs"
 
 
+def test_a_run_that_went_on_from_memory_says_so(tmp_path):
+    (row,) = happenings(read_run(write_events(tmp_path, [{"event": "resume", "step": 4, "path": None, "source": "memory"}])))
+    assert row.text == "went on from copies in memory"
+
+
 def test_a_recovery_is_told_with_its_parts(tmp_path):
     record = read_run(write_run(tmp_path, FakeRun(steps=40, epochs=4, workers=3, recover_at=27)))
     rows = {row.kind: row for row in happenings(record)}

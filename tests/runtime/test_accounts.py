@@ -94,6 +94,17 @@ def test_a_failure_that_cost_no_step(books: Books) -> None:
     assert (told["step"], told["lost_steps"], told["workers"], told["source"]) == (30, 0, 2, "disk")
 
 
+def test_steps_that_were_recorded_were_done(books: Books) -> None:
+    """The last pulse of a host may be older than what it wrote."""
+    for step in (8, 9, 10):
+        books.log.write("step", step=step)
+    books.fails(at=1000.0, step=9)
+    books.regroups(at=1004.0)
+    books.steps(at=1006.0, step=6)
+    books.steps(at=1008.0, step=10)
+    assert [event["lost_steps"] for event in of_kind(read_events(books.path), "recovery")] == [5]
+
+
 def test_what_is_to_be_done_again_is_known_after_the_first_step(books: Books) -> None:
     books.fails(1000.0, step=33)
     assert books.accounts.to_replay >= 1

@@ -168,7 +168,8 @@ def test_a_spare_takes_the_place_of_a_lost_host() -> None:
 
 def test_without_a_spare_another_is_started_and_waited_for() -> None:
     waiting, commands = after(LEAVING, apart(lost=(1,), coming=(1,)), TERMS)
-    assert waiting == Waiting(4, Seats(MEMBERS, frozenset({1}), (), (1,)), Tally(failures=2), LOST)
+    reason = "host 1 was lost; waiting for 1 host to take over"
+    assert waiting == Waiting(4, Seats(MEMBERS, frozenset({1}), (), (1,)), Tally(failures=2), LOST, reason)
     assert commands == (Replace(frozenset({1})),)
 
 

@@ -233,6 +233,8 @@ def test_a_lost_host_is_replaced_and_the_others_leave_and_join_again(make: Make)
     assert before.last("leave").arguments == (0,)
     run.answer("advance", RuntimeError("gloo/ connection closed by peer"), 0, 2)
     assert isinstance(run.state, Waiting), "another is being started"
+    (failure,) = of_kind(read_events(run.run_dir / "events.jsonl"), "failure")
+    assert failure["message"] == "host 1 was lost; waiting for 1 host to take over", "told at once, not when it is there"
     run.turn()
     assert isinstance(run.state, Joining)
     assert run.state.epoch == 1
@@ -240,6 +242,37 @@ def test_a_lost_host_is_replaced_and_the_others_leave_and_join_again(make: Make)
     assert run.seats.actor(1).last("join").arguments[3].copies
     (failure,) = of_kind(read_events(run.run_dir / "events.jsonl"), "failure")
     assert (failure["rank"], failure["step"]) == (1, 7)
+
+
+def test_all_that_are_lost_are_named(make: Make) -> None:
+    run = make(hosts=4)
+    run.train()
+    for seat in (3, 0, 1):
+        run.seats.actor(seat).last("advance").give(RayActorError())
+    run.turn()
+    run.answer("advance", RuntimeError("gloo/ connection closed by peer"), 2)
+    (failure,) = of_kind(read_events(run.run_dir / "events.jsonl"), "failure")
+    assert failure["message"] == "hosts 0, 1 and 3 were lost; waiting for 3 hosts to take over"
+    assert failure["rank"] == 0
+
+
+def test_how_it_goes_on_after_all_is_in_the_account(make: Make) -> None:
+    """Told once; where the one that was waited for does not come, the recovery says how it went on."""
+    run = make()
+    run.train()
+    run.answer("advance", RayActorError(), 1)
+    run.seats.late = {1}
+    run.answer("advance", RuntimeError("gloo/ connection closed by peer"), 0, 2)
+    run.clock.now += 10_000.0
+    run.turn()
+    assert isinstance(run.state, Joining)
+    run.answer("join")
+    run.answer("advance", (None, 8))
+    run.answer("advance", (None, 99))
+    events = read_events(run.run_dir / "events.jsonl")
+    assert len(of_kind(events, "failure")) == 1
+    (recovery,) = of_kind(events, "recovery")
+    assert recovery["reason"] == "host 1 was lost; 2 of 3 hosts can go on, with the same global batch"
 
 
 def test_who_dies_after_its_last_answer_is_missed(make: Make) -> None:

@@ -63,7 +63,8 @@ class Job:
         return [sys.executable, "-m", "orchestrator", "train", *SETTINGS, *given, *live, *self.extra]
 
     def environment(self) -> dict[str, str]:
-        return {**(self.here.environment if self.here else os.environ), "PYTHONPATH": str(ROOT)}
+        given = self.here.environment if self.here else os.environ
+        return {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])}
 
 
 @dataclass(frozen=True)
