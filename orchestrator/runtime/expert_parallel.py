@@ -79,6 +79,7 @@ class Hosts:
         self._accounts = Accounts(log, assignment.run_dir)
         self._state: State = Starting()
         self._steps, self._begun, self._since, self._detected = _FIRST_SEGMENT, 0.0, 0.0, 0.0
+        self._signs: dict[int, float] = {}
         self._error: BaseException | None = None
         self._trained, self._announced = False, False
         self._proven: tuple[int, ...] = ()
@@ -140,7 +141,7 @@ class Hosts:
         elif isinstance(self._state, Training) and muster.first is not None and muster.first[0] is not None:
             self._end(muster.first)
         elif muster.broken:
-            self._detected = time.time()
+            self._detected, self._signs = time.time(), self._vitals.signs()  # what is read later was said before, too
             self._tell(Broken())
         elif not muster.calls:
             self._all_answered()
@@ -187,13 +188,12 @@ class Hosts:
     def _all_apart(self) -> None:
         """Each member has stopped, failed or is lost: it is decided how to go on."""
         muster, joining = self._muster, not self._trained
-        failed_at = self._vitals.last_sign(frozenset(muster.lost), self._detected)  # before what they left behind is read
         self._vitals.look(at_once=True)
         step = max(self._vitals.step, self._failed[1] if joining and self._failed is not None else 0)  # who only joins has made none
         if joining:
             self._drop_unfit()
         failures = self._failures(joining)
-        failure = worst(failures)
+        failure, failed_at = worst(failures), max((self._signs.get(seat, self._detected) for seat in muster.lost), default=self._detected)
         if joining and failure.kind == "fault":  # what was to be restored may be at fault
             self._copies.forget()
         for seat in muster.lost:

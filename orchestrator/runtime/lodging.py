@@ -77,7 +77,7 @@ def _answers(store: Any) -> bool:
 def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None:
     """Load all that a member needs, so that who stands by can step in at once: torch, with what it imports late, and the task. What is
     wrong with a task is told when it is to be trained."""
-    import torch._dynamo  # noqa: F401 -- what the first optimizer of a process imports
+    import torch._dynamo
 
     import orchestrator.record.monitor
     import orchestrator.train.run  # noqa: F401
@@ -87,6 +87,9 @@ def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None
         check_folder(assignment, "a host")
     work_in(assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug, assignment.prepared.hidden)
     _clients(side, place)
+    device = device_of(assignment.prepared)
+    if device.type == "cuda":  # a context takes a second to make; what is to be deterministic begins later
+        torch.zeros(1, device=device).add_(1).cpu()
     if assignment.prepared.task is None:
         with suppress(Exception):
             side.memory["task"] = task = load_task(assignment.prepared.resolved.config)

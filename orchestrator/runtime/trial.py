@@ -26,7 +26,6 @@ from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.hardware import Inventory, secret_values
 from orchestrator.record.ledger import Row
 from orchestrator.runtime.session import first_line
-from orchestrator.runtime.variables import set_variables, variable
 
 if TYPE_CHECKING:
     from orchestrator.plan.estimate import ModelFacts
@@ -254,8 +253,6 @@ def trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, 
 
 @contextmanager
 def _trial_work(common: Common, point: Point, place: tuple[str, int], rank: int, size: int) -> Iterator[_Measuring]:
-    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
-        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     from orchestrator.runtime.worker import work_in
     from orchestrator.tasks.load import load_task
     from orchestrator.train.trial import Limits, measurement

@@ -72,10 +72,10 @@ class Vitals:
         """Steps that were done by the host that has come furthest."""
         return max((pulse.step for pulse in self._pulses.values()), default=0)
 
-    def last_sign(self, seats: frozenset[int], detected: float) -> float:
-        """When the last of these hosts was heard of, as unix seconds; when it was noticed, where none is lost."""
-        heard = [self._clock() - pulse.heard_at for seat, pulse in self._pulses.items() if seat in seats]
-        return min(detected, time() - min(heard)) if heard else detected
+    def signs(self) -> dict[int, float]:
+        """When each host was heard of last, as unix seconds."""
+        now, clock = time(), self._clock()
+        return {seat: now - (clock - pulse.heard_at) for seat, pulse in self._pulses.items()}
 
     def all(self) -> list[Vital]:
         now = self._clock()

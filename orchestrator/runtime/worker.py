@@ -130,8 +130,6 @@ def settled(assignment: Assignment, rank: int) -> Prepared:
     """Make this process the worker of that rank: where it writes, where it stands, and what it is to train."""
     from orchestrator.tasks.load import load_task
 
-    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
-        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     check_folder(assignment, f"worker {rank}")
     prepared = assignment.prepared
     speak_into(assignment.run_dir / "logs", rank, prepared.hidden)
@@ -144,6 +142,8 @@ def work_in(folder: Path, nccl_debug: bool, secrets: Secrets) -> None:
     from here on, wherever it goes: to Ray's own logs, unless it was told otherwise."""
     sys.stdout, sys.stderr = (hiding(stream, secrets) for stream in (sys.stdout, sys.stderr))
     set_variables(_network(nccl_debug))
+    if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
+        set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     with suppress(OSError):
         os.chdir(folder)
     if str(folder) not in sys.path:

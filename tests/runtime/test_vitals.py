@@ -172,14 +172,12 @@ def test_building_and_the_first_step_are_no_slow_step(scene: Scene) -> None:
     assert long_before_a_step(Scene(), "first step", 0) <= 2.0
 
 
-def test_when_the_last_of_the_lost_was_heard_of(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_each_was_heard_of(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "time", lambda: 5000.0 + scene.now)
     scene.says(0, "step", 1, 1)
     scene.at(102.0)
     scene.says(2, "step", 1, 1)
     scene.at(104.0)
     scene.now = 110.0
-    assert scene.vitals.last_sign(frozenset({0}), detected=5109.0) == 5102.0
-    assert scene.vitals.last_sign(frozenset({0, 2}), detected=5109.0) == 5104.0
-    assert scene.vitals.last_sign(frozenset(), detected=5109.0) == 5109.0, "nobody is lost: when it was noticed"
-    assert scene.vitals.last_sign(frozenset({2}), detected=5103.0) == 5103.0, "never after it was noticed"
+    signs = scene.vitals.signs()
+    assert (signs[0], signs[2]) == (5102.0, 5104.0)
