@@ -40,7 +40,7 @@ def test_a_recovery_is_told_with_its_parts(tmp_path):
     assert rows["failure"].text == "step 27: worker 1 was lost"
     assert rows["failure"].tone == "warn"  # it did not end the run
     assert rows["recovery"].text == (
-        "recovered in 12.3 s on 2 workers instead of 3 at step 20, 7 steps repeated "
+        "recovered in 12.3 s on 2 workers instead of 3 at step 20, from a checkpoint, 7 steps repeated "
         "(detect 1.23 s, regroup 9.84 s, restore 1.23 s); a worker was lost"
     )
     assert rows["recovery"].step == 20

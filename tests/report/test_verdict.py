@@ -41,6 +41,7 @@ def advice_names(found, *flags):
         ({"workers": 2, "experts": 8, "hosted": True, "skew": 1.0, "sizes": (64,)}, "imbalance", "--balance-bias 0.001"),
         ({"workers": 2, "experts": 5, "hosted": True, "skew": 0.0, "method": "round_robin"}, "imbalance", "--placement auto"),
         ({"workers": 2, "recover_at": 70}, "recovery", "--checkpoint-every 5"),
+        ({"workers": 2, "recover_at": 70, "experts": 4, "hosted": True, "sizes": (64,), "skew": 0.0}, "recovery", "--snapshot-every 5"),
         ({"workers": 2, "recover_at": 70, "recovery_s": 0.2, "phases": PHASES_PARALLEL}, "compute", "--compile"),
         ({"steps": MIN_STEPS - 1, "epochs": 1}, "unknown", "--max-steps"),
         ({"steps": 0, "ends": "failed"}, "unknown", "--max-steps"),

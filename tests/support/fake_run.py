@@ -204,6 +204,7 @@ class _Teller:
         self.say(
             "recovery", took=run.recovery_s, attempt=1, workers_before=before, workers=self.workers, step=step, lost_steps=lost_at - step,
             **{f"{name}_seconds": seconds for name, seconds in parts.items()}, total_seconds=run.recovery_s, reason="a worker was lost",
+            source="memory" if run.hosted else "disk",
         )  # fmt: skip
 
     def session(self, first: int, last: int) -> None:
