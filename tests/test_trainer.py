@@ -128,6 +128,20 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True).fit()
 
 
+def test_it_is_told_before_a_cluster_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import orchestrator.runtime.session as module
+
+    def started(*_: Any) -> Any:
+        raise AssertionError("a cluster was started for a run that cannot begin")
+
+    monkeypatch.setattr(module, "session", started)
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "time": 0}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="holds a run already"):
+        Trainer(config=Config.of(run_dir=tmp_path, workers=2), quiet=True).fit()
+    with pytest.raises(AssertionError, match="a cluster was started"):
+        Trainer(config=Config.of(run_dir=tmp_path / "another", workers=2), quiet=True).fit()
+
+
 def test_a_run_that_diverges_fails_loudly_and_saves_nothing_of_it(tmp_path: Path) -> None:
     def explode(model: nn.Module, batch: Any) -> torch.Tensor:
         explode.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
