@@ -15,15 +15,29 @@ from typing import Any
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
 from orchestrator.tasks.load import load_task
-from orchestrator.train.assemble import machine_settings
 from orchestrator.train.data import as_data
-from orchestrator.train.folder import Prepared
-from orchestrator.train.probing import find_batch, probe
-from orchestrator.train.world import World
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.batch_probe import find_batch, probe
+from orchestrator.train.worker.build import machine_settings
+from orchestrator.train.worker.run_dir import Prepared
 from orchestrator.trainer import Trainer
 
-GPT2: dict[str, Any] = {"task": "synthetic", "width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0}
-MOE: dict[str, Any] = {"task": "synthetic", "width": 512, "layers": 8, "context_length": 512, "experts": 16, "expert_hidden_size": (1024,)}
+GPT2: dict[str, Any] = {
+    "task": "synthetic",
+    "width": 768,
+    "layers": 12,
+    "context_length": 1024,
+    "vocabulary": 50257,
+    "experts": 0,
+}
+MOE: dict[str, Any] = {
+    "task": "synthetic",
+    "width": 512,
+    "layers": 8,
+    "context_length": 512,
+    "experts": 16,
+    "expert_hidden_size": (1024,),
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT-2 small, bf16", {**GPT2, "precision": "bf16"}),
     ("GPT-2 small, bf16, recomputing", {**GPT2, "precision": "bf16", "activation_checkpointing": "on"}),
@@ -37,7 +51,9 @@ def true_largest(prepared: Prepared, world: World, found: int) -> int:
     data = as_data(prepared.task.train_data())
 
     def passes(batch: int) -> bool:
-        return probe(prepared.resolved.config, prepared.plan, prepared.task, world, data, batch).peak is not None
+        return (
+            probe(prepared.resolved.config, prepared.plan, prepared.task, world, data, batch).peak is not None
+        )
 
     good, bad = found, max(found + 2, int(found * 1.1))
     while passes(bad):
@@ -50,7 +66,10 @@ def true_largest(prepared: Prepared, world: World, found: int) -> int:
 
 def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object]:
     config = Config.of(
-        batch_size="auto", samples=200_000 if settings["context_length"] < 1024 else 40_000, gpu_memory_fraction=fraction, **settings
+        batch_size="auto",
+        samples=200_000 if settings["context_length"] < 1024 else 40_000,
+        gpu_memory_fraction=fraction,
+        **settings,
     )
     prepared = Trainer(task=load_task(config), config=config, quiet=True).prepare()
     world = World.alone(prepared.plan.device.value)
@@ -76,13 +95,27 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fraction", type=float, default=0.9)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = [measure(name, settings, arguments.fraction) for name, settings in CASES]
-    columns = ["model", "found", "largest that fits", "share", "probes", "out of memory", "peak GiB", "seconds", "batches probed"]
-    text = header("--batch-size auto against the largest batch that fits", arguments) + markdown_table(columns, rows)
+    columns = [
+        "model",
+        "found",
+        "largest that fits",
+        "share",
+        "probes",
+        "out of memory",
+        "peak GiB",
+        "seconds",
+        "batches probed",
+    ]
+    text = header("--batch-size auto against the largest batch that fits", arguments) + markdown_table(
+        columns, rows
+    )
     print(text)
     write_result(arguments.out, text)
 

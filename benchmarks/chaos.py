@@ -28,15 +28,25 @@ from statistics import mean
 
 import psutil
 
-from benchmarks.chaos_table import Cost, by_gap, by_phase, by_rank, costs, goodput, kept, recovery_table, spread_table
+from benchmarks.chaos_table import (
+    Cost,
+    by_gap,
+    by_phase,
+    by_rank,
+    costs,
+    goodput,
+    kept,
+    recovery_table,
+    spread_table,
+)
 from benchmarks.ray_start import started as plain_started
 from benchmarks.ray_start import tail
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.record.events import of_kind
 from orchestrator.types import MIB
-from tests.support.aftermath import told, wrong_counts, wrong_samples, wrong_steps
-from tests.support.chaos import ROOT, SAMPLES, Ended, Job, disturbed
+from tests.support.chaos_runs import ROOT, SAMPLES, Ended, Job, disturbed
 from tests.support.faults import Post, Schedule, kills_every, random_kills
+from tests.support.run_checks import told, wrong_counts, wrong_samples, wrong_steps
 
 FIRST, REST = 20, 40  # steps before the first kill, and after the last
 LONGEST_S = 3600.0
@@ -50,8 +60,12 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, lis
     steps = FIRST + REST + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
     calm = disturbed(replace(job, pace=0.0), folder / "calm", Schedule(), timeout=LONGEST_S)
-    say(f"left in peace: {steps} steps, {seconds_per_step(calm) * 1000:.1f} ms each; {calm.left or 'nothing left behind'}")
-    schedule = random_kills(arguments.seed, arguments.kills, hosts=arguments.hosts, first=FIRST, last=steps - REST)
+    say(
+        f"left in peace: {steps} steps, {seconds_per_step(calm) * 1000:.1f} ms each; {calm.left or 'nothing left behind'}"
+    )
+    schedule = random_kills(
+        arguments.seed, arguments.kills, hosts=arguments.hosts, first=FIRST, last=steps - REST
+    )
     ended = disturbed(job, folder / "soak", schedule, timeout=LONGEST_S)
     return calm, ended, [*calm.left, *ended.wrong(calm, steps)]
 
@@ -60,7 +74,9 @@ def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, En
     """The run for about so many minutes, with a kill every so many seconds."""
     calm = disturbed(job_of(arguments, 400), folder / "calm", Schedule(), timeout=LONGEST_S)
     steps = round(60 * arguments.minutes / seconds_per_step(calm))
-    schedule = kills_every(arguments.seed, arguments.every, hosts=arguments.hosts, until=60 * arguments.minutes)
+    schedule = kills_every(
+        arguments.seed, arguments.every, hosts=arguments.hosts, until=60 * arguments.minutes
+    )
     ended = disturbed(job_of(arguments, steps), folder / "clock", schedule, timeout=LONGEST_S)
     checks = [wrong_steps(ended.events, steps), wrong_counts(ended.events, SAMPLES)]
     checks.append(wrong_samples(ended.events, Post.beside(ended.run_dir), SAMPLES))
@@ -69,7 +85,14 @@ def by_the_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, En
 
 
 def job_of(arguments: argparse.Namespace, steps: int) -> Job:
-    return Job(steps, arguments.hosts, arguments.spares, arguments.snapshot_every, arguments.checkpoint_every, pace=arguments.pace)
+    return Job(
+        steps,
+        arguments.hosts,
+        arguments.spares,
+        arguments.snapshot_every,
+        arguments.checkpoint_every,
+        pace=arguments.pace,
+    )
 
 
 def seconds_per_step(calm: Ended) -> float:
@@ -84,20 +107,34 @@ def seconds_per_step(calm: Ended) -> float:
 
 def plain_steps(folder: Path) -> list[dict[str, float]]:
     path = folder / "steps.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        if path.exists()
+        else []
+    )
 
 
 def plain_kills(folder: Path, ranks: Sequence[int], workers: int, pace: float) -> list[tuple[float, float]]:
     """Seconds from each kill of a rank to the next step done, and to the first step that is new."""
     folder.mkdir(parents=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / "plain_chaos.py"), str(folder), "--workers", str(workers), "--pace", str(pace)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "plain_chaos.py"),
+        str(folder),
+        "--workers",
+        str(workers),
+        "--pace",
+        str(pace),
+    ]
     found: list[tuple[float, float]] = []
     with plain_started(command, folder) as process:
         for rank in ranks:
             done = len(plain_steps(folder))
             wait(process, folder, lambda done=done: len(plain_steps(folder)) >= done + PLAIN_STEPS)
             found.append(plain_kill(process, folder, rank))
-            say(f"plain TorchTrainer, rank {rank} killed: next step after {found[-1][0]:.2f} s, past it after {found[-1][1]:.2f} s")
+            say(
+                f"plain TorchTrainer, rank {rank} killed: next step after {found[-1][0]:.2f} s, past it after {found[-1][1]:.2f} s"
+            )
     return found
 
 
@@ -106,11 +143,17 @@ def plain_kill(process: subprocess.Popen[bytes], folder: Path, rank: int) -> tup
     steps = plain_steps(folder)
     lives, highest = {step["pid"] for step in steps}, max(step["step"] for step in steps)
     pid = int((folder / f"worker_{rank}.pid").read_text(encoding="utf-8"))
-    if os.getsid(pid) != process.pid and process.pid not in [parent.pid for parent in psutil.Process(pid).parents()]:
+    if os.getsid(pid) != process.pid and process.pid not in [
+        parent.pid for parent in psutil.Process(pid).parents()
+    ]:
         raise RuntimeError(f"{pid} is no process of the plain peer: not killed")
     killed = time.time()
     os.kill(pid, signal.SIGKILL)
-    wait(process, folder, lambda: any(step["pid"] not in lives and step["step"] > highest for step in plain_steps(folder)))
+    wait(
+        process,
+        folder,
+        lambda: any(step["pid"] not in lives and step["step"] > highest for step in plain_steps(folder)),
+    )
     later = [step for step in plain_steps(folder) if step["pid"] not in lives]
     return later[0]["time"] - killed, next(step["time"] for step in later if step["step"] > highest) - killed
 
@@ -126,7 +169,13 @@ def wait(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], boo
 # --- what is printed
 
 
-def report(arguments: argparse.Namespace, calm: Ended, ended: Ended, wrong: Sequence[str], plain: Sequence[tuple[float, float]]) -> str:
+def report(
+    arguments: argparse.Namespace,
+    calm: Ended,
+    ended: Ended,
+    wrong: Sequence[str],
+    plain: Sequence[tuple[float, float]],
+) -> str:
     found = costs(ended.fired, ended.events)
     parts = [
         header("Expert hosts, killed", arguments),
@@ -150,7 +199,9 @@ def verdict(ended: Ended, wrong: Sequence[str]) -> str:
     return f"{len(ended.fired)} kills; the run's own summary: {words}.\n\n{checks}\n"
 
 
-def goodput_table(ended: Ended, found: Sequence[Cost], every: float, plain: Sequence[tuple[float, float]]) -> str:
+def goodput_table(
+    ended: Ended, found: Sequence[Cost], every: float, plain: Sequence[tuple[float, float]]
+) -> str:
     """As it was, and for one kill in so many seconds by the mean of what a kill cost."""
     rows: list[list[object]] = [["the run's own (summary.json)", told(ended.run_dir).get("goodput")]]
     rows.append(["time in steps that count, of all time", goodput(ended.events)])
@@ -158,8 +209,15 @@ def goodput_table(ended: Ended, found: Sequence[Cost], every: float, plain: Sequ
     backs = [cost.back for cost in found if cost.back is not None and cost.fired.phase != "recovery"]
     for name, seconds in (("orchestrator", backs), ("plain TorchTrainer", [past for _, past in plain])):
         if seconds:
-            rows.append([f"{name}, at a kill every {every:g} s: 1 − {mean(seconds):.2f} / {every:g}", max(0.0, 1 - mean(seconds) / every)])
-    return markdown_table(["goodput", "part"], [[name, "–" if part is None else f"{part:.3f}"] for name, part in rows])
+            rows.append(
+                [
+                    f"{name}, at a kill every {every:g} s: 1 − {mean(seconds):.2f} / {every:g}",
+                    max(0.0, 1 - mean(seconds) / every),
+                ]
+            )
+    return markdown_table(
+        ["goodput", "part"], [[name, "–" if part is None else f"{part:.3f}"] for name, part in rows]
+    )
 
 
 def holdings(calm: Ended, ended: Ended) -> str:
@@ -167,8 +225,14 @@ def holdings(calm: Ended, ended: Ended) -> str:
     rows: list[list[object]] = []
     for one in ended.watch.held([one.time for one in ended.fired])[:LIVES]:
         driver, last = one.pid == ended.watch.root, one.last
-        files, threads, resident = (calm.watch.most(what, driver) for what in ("files", "threads", "resident"))
-        held = [f"{files} → {last.files}", f"{threads} → {last.threads}", f"{resident / MIB:.0f} → {last.resident / MIB:.0f}"]
+        files, threads, resident = (
+            calm.watch.most(what, driver) for what in ("files", "threads", "resident")
+        )
+        held = [
+            f"{files} → {last.files}",
+            f"{threads} → {last.threads}",
+            f"{resident / MIB:.0f} → {last.resident / MIB:.0f}",
+        ]
         rows.append(["driver" if driver else f"host {one.pid}", f"{one.seconds:.0f}", one.faults, *held])
     return markdown_table(["who", "seconds", "kills lived through", "files", "threads", "MiB"], rows)
 
@@ -178,8 +242,12 @@ def say(words: str) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="random kills over one run, in place of --minutes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=100, help="random kills over one run, in place of --minutes"
+    )
     parser.add_argument("--minutes", type=float, help="about so long, with a kill --every so many seconds")
     parser.add_argument("--every", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -187,7 +255,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--steps-per-kill", type=int, default=60)
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds that a host sleeps in each step, as if a GPU worked for it")
+    parser.add_argument(
+        "--pace",
+        type=float,
+        default=0.05,
+        help="seconds that a host sleeps in each step, as if a GPU worked for it",
+    )
     parser.add_argument("--snapshot-every", type=int, default=10)
     parser.add_argument("--checkpoint-every", type=int, default=50)
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary one")

@@ -29,7 +29,10 @@ class Cost:
 
 
 def costs(fired: Sequence[Fired], events: Sequence[Event]) -> list[Cost]:
-    return [Cost(one, _next_step(one.time, events), _back(one.time, events), _recovery(one.time, events)) for one in fired]
+    return [
+        Cost(one, _next_step(one.time, events), _back(one.time, events), _recovery(one.time, events))
+        for one in fired
+    ]
 
 
 def _next_step(killed: float, events: Sequence[Event]) -> float | None:
@@ -47,8 +50,14 @@ def _back(killed: float, events: Sequence[Event]) -> float | None:
 def _around(killed: float, events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """Steps before a kill took effect and after. Those that were done already may be recorded after the kill: they lie before the
     failure. A host that was killed before its group stood has no failure of its own: then many steps lie before the next one."""
-    place = next((at for at, event in enumerate(events) if event["event"] == "failure" and event["time"] >= killed), len(events))
-    before, after = of_kind(events[:place], "step"), [event for event in of_kind(events[place:], "step") if event["time"] > killed]
+    place = next(
+        (at for at, event in enumerate(events) if event["event"] == "failure" and event["time"] >= killed),
+        len(events),
+    )
+    before, after = (
+        of_kind(events[:place], "step"),
+        [event for event in of_kind(events[place:], "step") if event["time"] > killed],
+    )
     late = [event for event in before if event["time"] > killed]
     return (before[: len(before) - len(late)], late) if len(late) > STRAGGLERS else (before, after)
 
@@ -96,7 +105,13 @@ def recovery_table(found: Sequence[Cost]) -> str:
     named = [part.removesuffix("_seconds") for part in PARTS]
     columns = ["kill", "rank", "phase", "at step", *named, "kill to next step", "lost steps", "from"]
     rows = [
-        [number, "–" if cost.fired.rank is None else cost.fired.rank, cost.fired.phase, cost.fired.step, *_parts(cost)]
+        [
+            number,
+            "–" if cost.fired.rank is None else cost.fired.rank,
+            cost.fired.phase,
+            cost.fired.step,
+            *_parts(cost),
+        ]
         for number, cost in enumerate(found, 1)
     ]
     return markdown_table(columns, rows)
@@ -104,7 +119,12 @@ def recovery_table(found: Sequence[Cost]) -> str:
 
 def _parts(cost: Cost) -> list[str]:
     told: dict[str, Any] = cost.told or {}
-    return [*(_s(told.get(part)) for part in PARTS), _s(cost.next_step), str(told.get("lost_steps", "–")), str(told.get("source", "–"))]
+    return [
+        *(_s(told.get(part)) for part in PARTS),
+        _s(cost.next_step),
+        str(told.get("lost_steps", "–")),
+        str(told.get("source", "–")),
+    ]
 
 
 def _s(value: float | None) -> str:
@@ -113,11 +133,16 @@ def _s(value: float | None) -> str:
 
 def spread_table(found: Sequence[Cost], plain: Sequence[float]) -> str:
     """Seconds: median, 95th percentile and worst of each part, and of the plain peer's kills beside them."""
-    named: list[tuple[str, Sequence[float | None]]] = [("kill to next step done", [cost.next_step for cost in found])]
+    named: list[tuple[str, Sequence[float | None]]] = [
+        ("kill to next step done", [cost.next_step for cost in found])
+    ]
     named += [(part.replace("_", " "), [(cost.told or {}).get(part) for cost in found]) for part in PARTS]
     named += [("lost steps", [(cost.told or {}).get("lost_steps") for cost in found])]
     named += [("plain TorchTrainer, kill to next step done", list(plain))] if plain else []
-    rows = [[name, len([v for v in values if v is not None]), *map(_s, spread(values) or (None,) * 3)] for name, values in named]
+    rows = [
+        [name, len([v for v in values if v is not None]), *map(_s, spread(values) or (None,) * 3)]
+        for name, values in named
+    ]
     return markdown_table(["seconds", "kills", "median", "p95", "worst"], rows)
 
 
@@ -137,7 +162,11 @@ def by_gap(found: Sequence[Cost]) -> str:
 
     def key(cost: Cost) -> str:
         gap = gaps.get(cost.fired)
-        return "first" if gap is None else next((f"under {limit} s" for limit in GAPS if gap < limit), f"{GAPS[-1]} s and more")
+        return (
+            "first"
+            if gap is None
+            else next((f"under {limit} s" for limit in GAPS if gap < limit), f"{GAPS[-1]} s and more")
+        )
 
     return _grouped(found, key, "since the kill before")
 

@@ -19,19 +19,37 @@ from orchestrator.trainer import Trainer
 
 def run(steps: int, every: int, sizes: dict[str, Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"trackers": (), "monitor_gpu": False, "epochs": 10**6, "log_every": 1, "keep": 2}
-        config = Config.of(run_dir=Path(folder) / "run", max_steps=steps, checkpoint_every=every, **settings, **sizes)
+        settings: dict[str, Any] = {
+            "trackers": (),
+            "monitor_gpu": False,
+            "epochs": 10**6,
+            "log_every": 1,
+            "keep": 2,
+        }
+        config = Config.of(
+            run_dir=Path(folder) / "run", max_steps=steps, checkpoint_every=every, **settings, **sizes
+        )
         Trainer(config=config, quiet=True).fit()
         return read_events(Path(folder) / "run" / "events.jsonl")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    sizes = {"task": "synthetic", "experts": 0, "width": 512, "layers": 8, "context_length": 64, "vocabulary": 8192, "samples": 4096}
+    sizes = {
+        "task": "synthetic",
+        "experts": 0,
+        "width": 512,
+        "layers": 8,
+        "context_length": 64,
+        "vocabulary": 8192,
+        "samples": 4096,
+    }
     sizes |= {"batch_size": 16}
     calm = run(arguments.steps, 10**6, sizes)
     saving = run(arguments.steps, arguments.every, sizes)
@@ -49,7 +67,10 @@ def main() -> None:
     rows = [
         ["step without saving, ms", f"{base * 1e3:.1f}"],
         ["copy to host memory (the stall of a save), ms", f"{stall * 1e3:.1f}"],
-        ["whole save until it is on disk, ms", f"{statistics.median(event['seconds'] for event in saves) * 1e3:.0f}"],
+        [
+            "whole save until it is on disk, ms",
+            f"{statistics.median(event['seconds'] for event in saves) * 1e3:.0f}",
+        ],
         ["checkpoint, MiB", f"{saves[0]['bytes'] / 2**20:.0f}"],
         [f"step while it is written, ms ({len(writing)} steps)", f"{during * 1e3:.1f}"],
         ["… against one without, beyond the copy", f"{during / base - 1:+.1%}"],

@@ -27,12 +27,12 @@ import psutil
 from benchmarks.support import header, markdown_table, write_result
 from experts.placement import ExpertCost, HostFacts, Placement, given, place
 from orchestrator.config.settings import Config
-from orchestrator.plan.cluster import Cluster, Node
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.plan.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.cluster import Cluster, Node
+from orchestrator.plan.inventory.hardware import Gpu, Inventory
 from orchestrator.plan.planning import plan
-from orchestrator.record.hosting import placement_of
-from orchestrator.runtime.recovery import Failure, Seats, Tally, regroup, worst
+from orchestrator.record.host_balance import placement_of
+from orchestrator.runtime.recovery import Failure, HostStatus, Tally, regroup, worst
 from orchestrator.types import GIB, MIB, seconds_text
 
 SMALLEST, TIMES, EACH = 16, 4, 4  # hosts, hosts of the next size to those before it, experts of a host
@@ -110,7 +110,12 @@ def balancing(size: Size, draw: random.Random) -> dict[str, Stage]:
     """Loads have drifted since experts were placed: how uneven hosts are by now, and a new placement."""
     hosts, before = kinds_of_hosts(size.hosts, draw)["three kinds"], within_half(size.experts, draw)
     placed, now = place(costs(before), hosts), costs(drifted(before, draw))
-    return {"balancing: placing anew from drifted loads": lambda: (given(placed.host_of, now, hosts), place(now, hosts))}
+    return {
+        "balancing: placing anew from drifted loads": lambda: (
+            given(placed.host_of, now, hosts),
+            place(now, hosts),
+        )
+    }
 
 
 def recovering(size: Size, draw: random.Random) -> dict[str, Stage]:
@@ -121,18 +126,28 @@ def recovering(size: Size, draw: random.Random) -> dict[str, Stage]:
 
     def decision() -> object:
         members = tuple(range(size.hosts))
-        seats = Seats(members, frozenset({size.hosts // 2}))
+        seats = HostStatus(members, frozenset({size.hosts // 2}))
         return regroup(worst(told), seats, Tally(failures=1), max_failures=3, patient=False)
 
-    return {"recovery: the decision": decision, "recovery: and placing on the hosts left": lambda: (decision(), place(experts, hosts))}
+    return {
+        "recovery: the decision": decision,
+        "recovery: and placing on the hosts left": lambda: (decision(), place(experts, hosts)),
+    }
 
 
 def planning(size: Size, _: random.Random) -> dict[str, Stage]:
     gpus = tuple(Gpu(index, "a GPU", 80 * GIB, 80 * GIB, (9, 0), 132, f"GPU-{index}") for index in range(8))
     machine = Inventory(gpus, 96, 512 * GIB, 512 * GIB, "a CPU", "x86_64", True, None, {}, None, GIB)
-    nodes = tuple(Node(f"10.{n // 250}.{n % 250}.1", 96, min(8, size.hosts - 8 * n), 96) for n in range(-(-size.hosts // 8)))
+    nodes = tuple(
+        Node(f"10.{n // 250}.{n % 250}.1", 96, min(8, size.hosts - 8 * n), 96)
+        for n in range(-(-size.hosts // 8))
+    )
     config, facts = Config.of(parallel_strategy="expert_parallel"), model_of(size.experts)
-    return {"plan, with its JSON": lambda: json.dumps(plan(config, machine, facts, cluster=Cluster(nodes, joined=True)).to_json())}
+    return {
+        "plan, with its JSON": lambda: json.dumps(
+            plan(config, machine, facts, cluster=Cluster(nodes, joined=True)).to_json()
+        )
+    }
 
 
 def model_of(experts: int) -> ModelFacts:
@@ -165,14 +180,16 @@ def model_of(experts: int) -> ModelFacts:
 
 def telling(size: Size, draw: random.Random) -> dict[str, Stage]:
     """A placement as it is written into the events of a run, and read again."""
-    from orchestrator.train.placing import Hosting
-    from orchestrator.train.shares import Device
+    from orchestrator.train.strategies.placement import Hosting
+    from orchestrator.train.strategies.shares import Device
 
     made = place(costs(zipf(size.experts, draw)), [HostFacts(1.0)] * size.hosts)
     hosting = Hosting((made,), (Device("a GPU", 1.0),) * size.hosts, ("a node",) * size.hosts)
     facts = model_of(size.experts)
     return {
-        "placement event, written and read": lambda: placement_of(json.loads(json.dumps({"event": "placement", **hosting.event(facts)})))
+        "placement event, written and read": lambda: placement_of(
+            json.loads(json.dumps({"event": "placement", **hosting.event(facts)}))
+        )
     }
 
 
@@ -180,12 +197,12 @@ def settling(size: Size, draw: random.Random) -> dict[str, Stage]:
     """The gate's biases at the end of a step, on every host alike."""
     import torch
 
+    from experts.balance import update_balance
     from experts.layer import MoELayer
-    from experts.load import settle
 
     layer = MoELayer(4, [4] * size.experts, 2, bias_rate=0.001)
     counts_E = torch.tensor([round(1e6 * rows) for rows in zipf(size.experts, draw)])
-    return {"balancing: gate biases of a layer": lambda: settle(layer, [counts_E])}
+    return {"balancing: gate biases of a layer": lambda: update_balance(layer, [counts_E])}
 
 
 STAGES = (placing, balancing, settling, recovering, planning, telling)
@@ -229,7 +246,10 @@ def growth_table(every: Sequence[Size], found: dict[str, list[float]]) -> str:
     rows: list[list[object]] = []
     for name, seconds in found.items():
         grown = growth(seconds, [size.hosts for size in every])
-        cells = [seconds_text(took) + (f" ({by:.2f})" if by is not None else "") for took, by in zip(seconds, grown, strict=True)]
+        cells = [
+            seconds_text(took) + (f" ({by:.2f})" if by is not None else "")
+            for took, by in zip(seconds, grown, strict=True)
+        ]
         rows.append([name, *cells])
     return markdown_table(["decision", *map(str, every)], rows)
 
@@ -252,11 +272,24 @@ def drift_table(size: Size, seed: int, times: int = 3) -> str:
         loads = drifted(loads, draw)
         stale, anew = given(placed.host_of, costs(loads), hosts), place(costs(loads), hosts)
         rows.append(
-            [number, f"{stale.imbalance:.2f}", f"{anew.imbalance:.2f}", f"{anew.bound / anew.mean:.2f}", f"{moved(placed, anew):.0%}"]
+            [
+                number,
+                f"{stale.imbalance:.2f}",
+                f"{anew.imbalance:.2f}",
+                f"{anew.bound / anew.mean:.2f}",
+                f"{moved(placed, anew):.0%}",
+            ]
         )
         placed = anew
     return markdown_table(
-        [f"drift ({size})", "slowest / mean before", "placed anew", "no placement is below", "experts on another host"], rows
+        [
+            f"drift ({size})",
+            "slowest / mean before",
+            "placed anew",
+            "no placement is below",
+            "experts on another host",
+        ],
+        rows,
     )
 
 
@@ -281,7 +314,7 @@ def idling() -> Iterator[Idle]:
 
 def actors_table(counts: Sequence[int]) -> str:
     """Hosts of experts, started in portions until the next one would leave too little memory."""
-    from orchestrator.runtime.session import session
+    from orchestrator.runtime.cluster.session import session
 
     rows: list[list[object]] = []
     begun = time.perf_counter()
@@ -291,12 +324,26 @@ def actors_table(counts: Sequence[int]) -> str:
         for count in counts:
             free = psutil.virtual_memory().available
             if free - (count - len(actors)) * each_bytes < LEFT_BYTES:
-                rows.append([count, *["–"] * 5, f"not started: {free / GIB:.1f} GiB are free, {LEFT_BYTES / GIB:.0f} are to stay"])
+                rows.append(
+                    [
+                        count,
+                        *["–"] * 5,
+                        f"not started: {free / GIB:.1f} GiB are free, {LEFT_BYTES / GIB:.0f} are to stay",
+                    ]
+                )
                 break
             row, took_bytes = start_up_to(count, actors)
             each_bytes = max(took_bytes, each_bytes)
             rows.append(row)
-    columns = ["hosts", "started", "s", "s per host", "MiB per host", "a round of calls, ms", "free afterwards"]
+    columns = [
+        "hosts",
+        "started",
+        "s",
+        "s per host",
+        "MiB per host",
+        "a round of calls, ms",
+        "free afterwards",
+    ]
     return f"Ray itself was up after {started:.1f} s.\n\n" + markdown_table(columns, rows)
 
 
@@ -314,9 +361,17 @@ def start_up_to(count: int, actors: list[Any]) -> tuple[list[object], float]:
     took = time.perf_counter() - begun
     actors += more
     each = (own_bytes() - before) / new
-    rounds = [_timed(lambda: ray.get([actor.advance.remote(1) for actor in actors]), 1) for _ in range(ROUNDS)]
+    rounds = [
+        _timed(lambda: ray.get([actor.advance.remote(1) for actor in actors]), 1) for _ in range(ROUNDS)
+    ]
     left = psutil.virtual_memory().available / GIB
-    shown = [f"{took:.1f}", f"{took / new:.2f}", f"{each / MIB:.0f}", f"{1e3 * statistics.median(rounds):.0f}", f"{left:.1f} GiB"]
+    shown = [
+        f"{took:.1f}",
+        f"{took / new:.2f}",
+        f"{each / MIB:.0f}",
+        f"{1e3 * statistics.median(rounds):.0f}",
+        f"{left:.1f} GiB",
+    ]
     return [count, new, *shown], each
 
 
@@ -330,7 +385,9 @@ def own_bytes() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--largest", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--actors", type=int, nargs="*", default=[16, 32, 64, 128])
@@ -338,7 +395,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     every = sizes(arguments.largest)
-    parts = [growth_table(every, measured(every, arguments.repeats, arguments.seed)), asked_for(arguments.repeats, arguments.seed)]
+    parts = [
+        growth_table(every, measured(every, arguments.repeats, arguments.seed)),
+        asked_for(arguments.repeats, arguments.seed),
+    ]
     parts.append(drift_table(every[-1], arguments.seed))
     if arguments.actors:
         parts.append(actors_table(sorted(arguments.actors)))

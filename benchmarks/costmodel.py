@@ -23,14 +23,14 @@ from benchmarks.costmodel_cases import FRESH, ON_CPU, ON_GPU, Case
 from benchmarks.costmodel_steps import QUIET, TRIES, chosen_plan, measured_here, quietly_measured
 from benchmarks.scaling_table import scaling
 from benchmarks.support import header, markdown_table, write_result
-from orchestrator.plan.calibration import FILE, Calibration, read_calibration, write_calibration
-from orchestrator.plan.costmodel import Device, Predicted, Team, predict
-from orchestrator.plan.hardware import inventory
+from orchestrator.measure import calibrate
+from orchestrator.measure.host_overhead import yardstick
+from orchestrator.measure.step_trace import Setting, trace_step
+from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
+from orchestrator.plan.cost.model import Device, Predicted, Team, predict
+from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan
-from orchestrator.plan.work import Work
-from orchestrator.train import calibrate
-from orchestrator.train.overhead import yardstick
-from orchestrator.train.tracing import Setting, trace_step
 from orchestrator.types import MIB, seconds_text
 
 MEDIAN_BAR, WORST_BAR = 0.10, 0.25
@@ -85,7 +85,15 @@ class Asked:
         case, chosen = self.case, self.plan
         machine, crowding = found.machine_for(case.workers)
         rounds, tf32 = chosen.accumulation_steps.value, chosen.tf32.value
-        team = Team(case.workers, chosen.strategy.value, rounds, imbalance, chosen.exchange_chunks.value, tf32, crowding)
+        team = Team(
+            case.workers,
+            chosen.strategy.value,
+            rounds,
+            imbalance,
+            chosen.exchange_chunks.value,
+            tf32,
+            crowding,
+        )
         return predict(self.work, replace(machine, device=slower_host(machine.device, drift)), team)
 
 
@@ -100,7 +108,11 @@ def compare(cases: list[Case], found: Calibration, on_gpu: bool) -> list[Row]:
     for row in made:
         rows.append(row)
         print(f"{row.case.where}, {row.case.name}: {_cells(row)}", flush=True)
-        print("    ", {name: round(1000 * value, 3) for name, value in row.predicted.parts.items() if value}, flush=True)
+        print(
+            "    ",
+            {name: round(1000 * value, 3) for name, value in row.predicted.parts.items() if value},
+            flush=True,
+        )
     return rows
 
 
@@ -122,8 +134,14 @@ def _on_gpu(cases: list[Case], found: Calibration) -> Iterator[Row]:
         predicted = asked.predicted(found)
         seconds, host, size = measured_here(case, max(20, min(100, int(SECONDS / predicted.step_seconds))))
         after = read()
-        drifts = [(one + other) / 2 / then for one, other, then in zip(before, after, profile.yardstick_s, strict=True)]
-        print(f"the host against its calibration: dense {drifts[0]:.2f}, with experts {drifts[1]:.2f}", flush=True)
+        drifts = [
+            (one + other) / 2 / then
+            for one, other, then in zip(before, after, profile.yardstick_s, strict=True)
+        ]
+        print(
+            f"the host against its calibration: dense {drifts[0]:.2f}, with experts {drifts[1]:.2f}",
+            flush=True,
+        )
         drift = drifts[asked.work.launches > 0]
         yield Row(case, predicted, seconds, size, host, drift, asked.predicted(found, drift=drift))
         before = after
@@ -133,7 +151,9 @@ def _cells(row: Row) -> list[str]:
     error, size = row.memory_error, row.bytes
     memory = ["–", "–"] if error is None or size is None else [f"{size / MIB:,.0f}", f"{error:+.0%}"]
     parts = ", ".join(
-        f"{name} {value / row.predicted.step_seconds:.0%}" for name, value in row.predicted.parts.items() if abs(value) > 0.02 * row.seconds
+        f"{name} {value / row.predicted.step_seconds:.0%}"
+        for name, value in row.predicted.parts.items()
+        if abs(value) > 0.02 * row.seconds
     )
     times = [f"{1000 * row.predicted.step_seconds:.2f}", f"{1000 * row.seconds:.2f}", f"{row.error:+.1%}"]
     if row.drift is not None and row.drifted is not None:
@@ -160,7 +180,9 @@ def verdict(rows: list[Row]) -> str:
     line = f"Time, {len(errors)} configurations: median error {median:.1%}, worst {worst:.1%}"
     line += f" (bars: {MEDIAN_BAR:.0%}, {WORST_BAR:.0%}; {met})."
     memory = [abs(row.memory_error) for row in rows if row.memory_error is not None and row.case.bar]
-    line += f" Memory: median error {statistics.median(memory):.0%}, worst {max(memory):.0%}." if memory else ""
+    line += (
+        f" Memory: median error {statistics.median(memory):.0%}, worst {max(memory):.0%}." if memory else ""
+    )
     return line + "\n" + _with_drift(rows)
 
 
@@ -180,15 +202,23 @@ def reference_table(found: Calibration) -> str:
     profile = found.profile(1)
     names = ["step", "measured ms", "by the figures ms", "error"]
     rows = [
-        [entry.name, f"{1000 * entry.measured_s:.2f}", f"{1000 * entry.fitted_s:.2f}", f"{entry.fitted_s / entry.measured_s - 1:+.1%}"]
+        [
+            entry.name,
+            f"{1000 * entry.measured_s:.2f}",
+            f"{1000 * entry.fitted_s:.2f}",
+            f"{entry.fitted_s / entry.measured_s - 1:+.1%}",
+        ]
         for entry in profile.references
     ]
-    said = "\nThe calibration's own steps, and what its figures say of them:\n\n" + markdown_table(names, rows)
+    said = "\nThe calibration's own steps, and what its figures say of them:\n\n" + markdown_table(
+        names, rows
+    )
     if not profile.device.asynchronous:
         return said
     factor = f"{profile.device.sustained:.2f} times as long as the sum of their operations by themselves"
     return (
-        said + f"\nOf small steps the host's time is meant, of large ones all of it. Large ones took {factor}, as all are predicted to.\n"
+        said
+        + f"\nOf small steps the host's time is meant, of large ones all of it. Large ones took {factor}, as all are predicted to.\n"
     )
 
 
@@ -198,7 +228,9 @@ def quiet_calibration(on_gpu: bool) -> Calibration:
     found = found if on_gpu else replace(found, gpus=())
     kept: Calibration | None = None
     for _ in range(1 if on_gpu else TRIES):
-        made = calibrate.calibrate(found, calibrate.Asked.of(found), lambda text: print(f"calibrating: {text}", flush=True))
+        made = calibrate.calibrate(
+            found, calibrate.Asked.of(found), lambda text: print(f"calibrating: {text}", flush=True)
+        )
         kept = made if kept is None or made.others < kept.others else kept
         if kept.others < QUIET:
             break
@@ -207,13 +239,21 @@ def quiet_calibration(on_gpu: bool) -> Calibration:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", action="store_true", help="the GPU's configurations, in this process")
-    parser.add_argument("--fresh", action="store_true", help="the configurations that were kept back while the model was made")
-    parser.add_argument("--only", nargs="+", type=int, help="only the configurations with these numbers, from 0")
+    parser.add_argument(
+        "--fresh", action="store_true", help="the configurations that were kept back while the model was made"
+    )
+    parser.add_argument(
+        "--only", nargs="+", type=int, help="only the configurations with these numbers, from 0"
+    )
     parser.add_argument("--calibration", type=Path, help="where it is written")
     parser.add_argument("--known", action="store_true", help="take the calibration that is there already")
-    parser.add_argument("--scaling", action="store_true", help="the scaling table of known devices instead; measures nothing")
+    parser.add_argument(
+        "--scaling", action="store_true", help="the scaling table of known devices instead; measures nothing"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.scaling:
@@ -227,10 +267,22 @@ def main() -> None:
         write_calibration(quiet_calibration(given.gpu), kept)
     found = read_calibration(kept)
     every = ON_GPU if given.gpu else FRESH if given.fresh else ON_CPU
-    rows = compare([case for number, case in enumerate(every) if not given.only or number in given.only], found, given.gpu)
+    rows = compare(
+        [case for number, case in enumerate(every) if not given.only or number in given.only],
+        found,
+        given.gpu,
+    )
     took = f"Calibrated in {found.seconds:.0f} s, with others on {found.others:.0%} of the processors; "
     took += f"all in {seconds_text(perf_counter() - begun)}."
-    result = header("Predicted against measured", given) + table(rows) + "\n" + verdict(rows) + took + "\n" + reference_table(found)
+    result = (
+        header("Predicted against measured", given)
+        + table(rows)
+        + "\n"
+        + verdict(rows)
+        + took
+        + "\n"
+        + reference_table(found)
+    )
     print(result)
     write_result(given.out, result)
 

@@ -24,9 +24,11 @@ class Case:
 
     @property
     def where(self) -> str:
-        return {"single": "1 process", "data_parallel": f"{self.workers} workers", "expert_parallel": f"{self.workers} hosts"}[
-            self.strategy
-        ]
+        return {
+            "single": "1 process",
+            "data_parallel": f"{self.workers} workers",
+            "expert_parallel": f"{self.workers} hosts",
+        }[self.strategy]
 
     def config(self, on_gpu: bool) -> Config:
         more: dict[str, Any] = {"gpu_mode": "single_gpu" if on_gpu else "cpu", "batch_size": self.batch}
@@ -93,8 +95,30 @@ ON_GPU = (
     Case(_gpt(precision="bf16"), 3),
     Case(_gpt(precision="fp32"), 8),
     Case(tokens(width=1024, layers=6, context_length=512, vocabulary=8192, experts=0, precision="bf16"), 32),
-    Case(tokens(width=1024, layers=4, context_length=512, vocabulary=8192, experts=16, expert_hidden_size=1024, precision="bf16"), 32),
-    Case(tokens(width=512, layers=8, context_length=256, vocabulary=8192, experts=32, expert_hidden_size=512, precision="bf16"), 64),
+    Case(
+        tokens(
+            width=1024,
+            layers=4,
+            context_length=512,
+            vocabulary=8192,
+            experts=16,
+            expert_hidden_size=1024,
+            precision="bf16",
+        ),
+        32,
+    ),
+    Case(
+        tokens(
+            width=512,
+            layers=8,
+            context_length=256,
+            vocabulary=8192,
+            experts=32,
+            expert_hidden_size=512,
+            precision="bf16",
+        ),
+        64,
+    ),
     Case(vectors(width=1024, layers=2, experts=8, expert_hidden_size=4096, precision="bf16"), 4096),
     Case(vectors(width=2048, layers=4, experts=0, precision="fp32"), 4096),
     Case(text(precision="bf16"), 64),

@@ -15,18 +15,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.costmodel_cases import Case
-from experts.load import moe_layers
+from experts.balance import moe_layers
 from orchestrator.config.settings import Config
+from orchestrator.measure.calibrate import others_seconds, share_of_others
+from orchestrator.measure.model_facts import model_facts
+from orchestrator.measure.timed_steps import Steps, build_steps, handed_over_seconds, step_seconds
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.plan.hardware import inventory
+from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
-from orchestrator.train.assemble import machine_settings
-from orchestrator.train.calibrate import others_seconds, share_of_others
-from orchestrator.train.facts import model_facts
-from orchestrator.train.memory import free_cached, peak_memory, reset_peak
-from orchestrator.train.stepping import Steps, build_steps, handed_over_seconds, step_seconds
-from orchestrator.train.world import World, file_store, joined
+from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
+from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.worker.build import machine_settings
 
 QUIET, TRIES = 0.04, 3  # share of the processors that others may use meanwhile; attempts
 LONGEST_S = 240.0
@@ -37,7 +37,9 @@ _FACTS: dict[str, ModelFacts] = {}
 def chosen_plan(case: Case, on_gpu: bool) -> tuple[Config, Plan, Any]:
     config = case.config(on_gpu)
     task = load_task(config)
-    named = json.dumps({name: value for name, value in case.settings.items() if name != "precision"}, sort_keys=True)
+    named = json.dumps(
+        {name: value for name, value in case.settings.items() if name != "precision"}, sort_keys=True
+    )
     if named not in _FACTS:
         _FACTS[named] = model_facts(task, "cuda:0" if on_gpu else "cpu", "bf16" if on_gpu else "fp32")
     return config, plan(config, inventory(), _FACTS[named]), task
@@ -64,7 +66,9 @@ def measured(case: Case, steps: int) -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory(prefix="costmodel-") as folder:
         job = {"case": vars(case), "steps": steps, "folder": folder}
         command = ["env", f"OMP_NUM_THREADS={threads}", sys.executable, "-m", "benchmarks.costmodel_steps"]
-        ranks = [subprocess.Popen([*command, json.dumps(job | {"rank": rank})]) for rank in range(case.workers)]
+        ranks = [
+            subprocess.Popen([*command, json.dumps(job | {"rank": rank})]) for rank in range(case.workers)
+        ]
         try:
             for process in ranks:
                 if process.wait(LONGEST_S):
@@ -74,7 +78,9 @@ def measured(case: Case, steps: int) -> tuple[float, float, float]:
                 process.kill()
                 process.wait()
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.workers)]
-    seconds = statistics.median(max(times) for times in zip(*(entry["seconds"] for entry in found), strict=True))
+    seconds = statistics.median(
+        max(times) for times in zip(*(entry["seconds"] for entry in found), strict=True)
+    )
     return seconds, max(entry["bytes"] for entry in found), found[0]["imbalance"]
 
 
@@ -87,7 +93,9 @@ def work(job: dict[str, Any]) -> None:
             found = _steps(case, config, chosen, task, World.alone(), job["steps"])
         else:
             store = file_store(str(folder / "store"), case.workers)
-            with joined(store, rank, case.workers, torch.device("cpu"), "gloo", LONGEST_S) as world:
+            with process_group_world(
+                store, rank, case.workers, torch.device("cpu"), "gloo", LONGEST_S
+            ) as world:
                 found = _steps(case, config, chosen, task, world, job["steps"])
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -109,14 +117,21 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
             seen.append(_imbalance(run, host_of))
 
     seconds = step_seconds(watched_run, steps, WARM_UP[case.strategy])
-    return {"bytes": _most_handed_out(watched), "seconds": seconds, "imbalance": statistics.mean(seen) if seen else 1.0}
+    return {
+        "bytes": _most_handed_out(watched),
+        "seconds": seconds,
+        "imbalance": statistics.mean(seen) if seen else 1.0,
+    }
 
 
 def _imbalance(run: Steps, host_of: list[list[int]]) -> float:
     """Rows of the busiest host as a multiple of the mean, in the last step, over the layers."""
     found = []
     for (_, layer), hosts in zip(moe_layers(run.model), host_of, strict=True):
-        loads = [sum(load for load, at in zip(layer.load_E.tolist(), hosts, strict=True) if at == host) for host in set(hosts)]
+        loads = [
+            sum(load for load, at in zip(layer.load_E.tolist(), hosts, strict=True) if at == host)
+            for host in set(hosts)
+        ]
         found.append(max(loads) * len(loads) / max(1, sum(loads)))
     return statistics.mean(found)
 

@@ -72,7 +72,14 @@ def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
         "--workers": arguments.workers, "--checkpoint-every": arguments.checkpoint_every, "--max-failures": arguments.kills + 1,
         "--run-dir": run_dir,
     }  # fmt: skip
-    return [sys.executable, "-m", "orchestrator", "train", "--deterministic", *(str(part) for flag in flags.items() for part in flag)]
+    return [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "train",
+        "--deterministic",
+        *(str(part) for flag in flags.items() for part in flag),
+    ]
 
 
 def measured(arguments: argparse.Namespace, folder: Path) -> tuple[list[Moments], list[int]]:
@@ -84,7 +91,10 @@ def measured(arguments: argparse.Namespace, folder: Path) -> tuple[list[Moments]
             wait_for(process, folder, lambda: _lived(run_dir, arguments.life))
             held.append(resident(process))
             found.append(one_kill(process, folder, arguments))
-            print(f"{found[-1].total():.2f} s: { {name: round(seconds, 2) for name, seconds in found[-1].parts().items()} }", flush=True)
+            print(
+                f"{found[-1].total():.2f} s: { {name: round(seconds, 2) for name, seconds in found[-1].parts().items()} }",
+                flush=True,
+            )
         process.send_signal(signal.SIGINT)
         process.wait(LONGEST_S)
     return found, held
@@ -94,11 +104,16 @@ def one_kill(process: subprocess.Popen[bytes], folder: Path, arguments: argparse
     run_dir = folder / "run"
     before = len(of_kind(read_events(run_dir / "events.jsonl"), "recovery"))
     pid = int((run_dir / "logs" / f"worker_{arguments.rank}.pid").read_text())
-    if process.pid not in [parent.pid for parent in psutil.Process(pid).parents()] and os.getsid(pid) != process.pid:
+    if (
+        process.pid not in [parent.pid for parent in psutil.Process(pid).parents()]
+        and os.getsid(pid) != process.pid
+    ):
         raise RuntimeError(f"{pid} is no process of the run: not killed")
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
-    wait_for(process, folder, lambda: len(of_kind(read_events(run_dir / "events.jsonl"), "recovery")) > before)
+    wait_for(
+        process, folder, lambda: len(of_kind(read_events(run_dir / "events.jsonl"), "recovery")) > before
+    )
     return moments(run_dir, killed, arguments.workers)
 
 
@@ -149,7 +164,13 @@ def _lived(run_dir: Path, seconds: float) -> bool:
     times: list[float] = []
     for event in read_events(run_dir / "events.jsonl"):
         if event["event"] in ("failure", "step"):
-            times = [] if event["event"] == "failure" else [*times, event["time"]] if len(times) < STEPS else times
+            times = (
+                []
+                if event["event"] == "failure"
+                else [*times, event["time"]]
+                if len(times) < STEPS
+                else times
+            )
     return len(times) >= STEPS and time.time() - times[0] > seconds
 
 
@@ -170,16 +191,25 @@ def table(found: Sequence[Moments], held: Sequence[int]) -> str:
     rows.append(["**killed → first step done**", f"**{spread([one.total() for one in found])}**"])
     rows.append(["a step before the kill, ms", spread([one.step_ms for one in found])])
     rows.append(["steps lost, to be done again", spread([float(one.lost_steps) for one in found])])
-    rows.append(["memory of all processes of the run before a kill, MiB (shared pages once)", f"{statistics.median(held) / MIB:.0f}"])
+    rows.append(
+        [
+            "memory of all processes of the run before a kill, MiB (shared pages once)",
+            f"{statistics.median(held) / MIB:.0f}",
+        ]
+    )
     return markdown_table([f"seconds, median of {len(found)} (range)", ""], rows)
 
 
 def spread(values: Sequence[float]) -> str:
-    return "–" if max(values) == 0 else f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+    return (
+        "–" if max(values) == 0 else f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--life", type=float, default=30.0, help="seconds of work before each kill")
     parser.add_argument("--workers", type=int, default=2)

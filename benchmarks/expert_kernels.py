@@ -35,7 +35,9 @@ SHAPES = (  # experts, rows, width, hidden
 STEPS = 5
 
 
-def step(kernel: Callable[..., Tensor], experts: int, rows: int, width: int, hidden: int) -> Callable[[], None]:
+def step(
+    kernel: Callable[..., Tensor], experts: int, rows: int, width: int, hidden: int
+) -> Callable[[], None]:
     draw = torch.Generator().manual_seed(0)
     sizes = ((rows, width), (experts, width, 2 * hidden), (experts, hidden, width), (rows,))
     x, up, down, weights = (torch.randn(size, generator=draw).requires_grad_() for size in sizes)
@@ -60,7 +62,9 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -76,9 +80,18 @@ def main() -> None:
         medians = {name: statistics.median(values) for name, values in times.items()}
         chosen = choose_kernel("auto", torch.device("cpu"), torch.float32, *shape[2:])
         best = min(medians.values())
-        rows.append([" × ".join(map(str, shape)), *(f"{m:.2f}" for m in medians.values()), chosen, f"{best / medians[chosen]:.2f}"])
+        rows.append(
+            [
+                " × ".join(map(str, shape)),
+                *(f"{m:.2f}" for m in medians.values()),
+                chosen,
+                f"{best / medians[chosen]:.2f}",
+            ]
+        )
     columns = ["experts × rows × d × h", "loop, ms", "grouped, ms", "chosen", "best / chosen"]
-    text = header("The experts' kernels on one CPU thread in fp32, forward and backward", given) + markdown_table(columns, rows)
+    text = header(
+        "The experts' kernels on one CPU thread in fp32, forward and backward", given
+    ) + markdown_table(columns, rows)
     print(text)
     write_result(given.out, text)
 

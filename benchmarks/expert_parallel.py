@@ -34,13 +34,25 @@ from orchestrator.record.events import of_kind, read_events
 HOSTS = (1, 2)
 LONGEST_S = 300.0
 WARM_UP = 3
-ONE_THREAD = ("env", "OMP_NUM_THREADS=1")  # torch.set_num_threads does not reach every product: some took both cores
+ONE_THREAD = (
+    "env",
+    "OMP_NUM_THREADS=1",
+)  # torch.set_num_threads does not reach every product: some took both cores
 
 
 def by_hand(hosts: int, steps: int) -> float:
     """Tokens per second of ``spmd_layer.py``."""
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
-    command = [*ONE_THREAD, sys.executable, "-m", *launch, "-m", "benchmarks.spmd_layer", "--steps", str(steps)]
+    command = [
+        *ONE_THREAD,
+        sys.executable,
+        "-m",
+        *launch,
+        "-m",
+        "benchmarks.spmd_layer",
+        "--steps",
+        str(steps),
+    ]
     with tempfile.TemporaryDirectory(prefix="expert-parallel-") as name:
         folder = Path(name)
         with started(command, folder) as process:
@@ -48,7 +60,11 @@ def by_hand(hosts: int, steps: int) -> float:
                 code: int | None = process.wait(LONGEST_S)
             except subprocess.TimeoutExpired:
                 code = None
-        lines = [line for line in (folder / "output.txt").read_text(errors="replace").splitlines() if line.startswith("{")]
+        lines = [
+            line
+            for line in (folder / "output.txt").read_text(errors="replace").splitlines()
+            if line.startswith("{")
+        ]
         if not lines:  # with a figure, it was measured: gloo aborts now and then when such a process ends
             ended = f"ended with code {code}" if code is not None else f"did not end within {LONGEST_S:.0f} s"
             raise RuntimeError(f"the layer by hand on {hosts} ranks {ended}:\n{tail(folder)}")
@@ -60,8 +76,19 @@ def ours(hosts: int, steps: int) -> float:
     two are Ray actors."""
     with tempfile.TemporaryDirectory(prefix="expert-parallel-") as name:
         folder = Path(name)
-        flags = {"task": "benchmarks.one_layer:OneLayer", "run-dir": folder / "run", "max-steps": WARM_UP + steps, "epochs": 1000}
-        flags |= {"workers": hosts, "batch-size": TOKENS, "clip-norm": 0, "evaluate-every": 100_000, "checkpoint-every": 100_000}
+        flags = {
+            "task": "benchmarks.one_layer:OneLayer",
+            "run-dir": folder / "run",
+            "max-steps": WARM_UP + steps,
+            "epochs": 1000,
+        }
+        flags |= {
+            "workers": hosts,
+            "batch-size": TOKENS,
+            "clip-norm": 0,
+            "evaluate-every": 100_000,
+            "checkpoint-every": 100_000,
+        }
         command = [
             sys.executable,
             "-m",
@@ -70,7 +97,11 @@ def ours(hosts: int, steps: int) -> float:
             *(part for key, value in flags.items() for part in (f"--{key}", str(value))),
         ]
         command += ["--trackers", "--no-monitor-gpu", "--log-every", "10", "--gpu-mode", "cpu"]
-        command = ["taskset", "--cpu-list", "0", *command] if hosts == 1 else [*command, "--parallel-strategy", "expert_parallel"]
+        command = (
+            ["taskset", "--cpu-list", "0", *command]
+            if hosts == 1
+            else [*command, "--parallel-strategy", "expert_parallel"]
+        )
         command = [*ONE_THREAD, *command]
         with started(command, folder) as process:
             try:
@@ -97,20 +128,34 @@ def compare_layers(names: Sequence[str], rounds: int, steps: int) -> str:
         for name in names if number % 2 == 0 else list(reversed(names)):  # none is always first
             for hosts in HOSTS:
                 found[name][hosts].append(CONTESTANTS[name][1](hosts, steps))
-                print(f"{CONTESTANTS[name][0]}, {hosts} hosts: {found[name][hosts][-1]:,.0f} tokens/s", flush=True)
+                print(
+                    f"{CONTESTANTS[name][0]}, {hosts} hosts: {found[name][hosts][-1]:,.0f} tokens/s",
+                    flush=True,
+                )
     one, two = HOSTS
     efficiency = {
-        name: [after / (two * before) for before, after in zip(found[name][one], found[name][two], strict=True)] for name in names
+        name: [
+            after / (two * before) for before, after in zip(found[name][one], found[name][two], strict=True)
+        ]
+        for name in names
     }
-    rows = [[f"tokens/s, {hosts} host{'s'[: hosts - 1]}", *cells([found[name][hosts] for name in names], ",.0f")] for hosts in HOSTS]
+    rows = [
+        [f"tokens/s, {hosts} host{'s'[: hosts - 1]}", *cells([found[name][hosts] for name in names], ",.0f")]
+        for hosts in HOSTS
+    ]
     rows.append(["weak-scaling efficiency", *cells([efficiency[name] for name in names], ".2f")])
-    return markdown_table(["median (range)", *(CONTESTANTS[name][0] for name in names), "last to first"], rows)
+    return markdown_table(
+        ["median (range)", *(CONTESTANTS[name][0] for name in names), "last to first"], rows
+    )
 
 
 def cells(measured: Sequence[Sequence[float]], form: str) -> list[str]:
     """Median and range of each, and how many times the first the last is."""
     medians = [statistics.median(values) for values in measured]
-    shown = [f"{m:{form}} ({min(values):{form}}–{max(values):{form}})" for m, values in zip(medians, measured, strict=True)]
+    shown = [
+        f"{m:{form}} ({min(values):{form}}–{max(values):{form}})"
+        for m, values in zip(medians, measured, strict=True)
+    ]
     return [*shown, f"{medians[-1] / medians[0]:.2f}" if len(medians) > 1 else "–"]
 
 
@@ -167,7 +212,9 @@ class Host:
 
 
 def compare_exchanges(sizes: Sequence[int], rounds: int, repeats: int) -> str:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     try:
         with tempfile.TemporaryDirectory(prefix="expert-parallel-") as folder:
             remote: Any = ray.remote
@@ -177,18 +224,29 @@ def compare_exchanges(sizes: Sequence[int], rounds: int, repeats: int) -> str:
     finally:
         ray.shutdown()
     columns = ["rows each way (MB)", "all_to_all_single, ms", "object store, ms", "last to first"]
-    lines = [[f"{rows:,} ({rows * WIDTH * 4 / 1e6:.1f})", *cells([group, store], ".2f")] for rows, (group, store) in found.items()]
+    lines = [
+        [f"{rows:,} ({rows * WIDTH * 4 / 1e6:.1f})", *cells([group, store], ".2f")]
+        for rows, (group, store) in found.items()
+    ]
     return markdown_table(columns, lines)
 
 
-def measure_exchanges(hosts: list[Any], rows: int, rounds: int, repeats: int) -> tuple[list[float], list[float]]:
+def measure_exchanges(
+    hosts: list[Any], rows: int, rounds: int, repeats: int
+) -> tuple[list[float], list[float]]:
     """Milliseconds for out and back, a median for each round: in a group, through the object store."""
     group: list[float] = []
     store: list[float] = []
     for _ in range(rounds):
-        group.append(slower(ray.get([host.by_group.remote(rows, repeats) for host in hosts], timeout=LONGEST_S)))
+        group.append(
+            slower(ray.get([host.by_group.remote(rows, repeats) for host in hosts], timeout=LONGEST_S))
+        )
         both = zip(hosts, reversed(hosts), strict=True)
-        store.append(slower(ray.get([host.by_store.remote(peer, rows, repeats) for host, peer in both], timeout=LONGEST_S)))
+        store.append(
+            slower(
+                ray.get([host.by_store.remote(peer, rows, repeats) for host, peer in both], timeout=LONGEST_S)
+            )
+        )
         print(f"{rows:,} rows: group {group[-1]:.2f} ms, object store {store[-1]:.2f} ms", flush=True)
     return group, store
 
@@ -199,10 +257,18 @@ def slower(seconds: list[list[float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rows", nargs="+", type=int, default=[64, TOKENS * TOP_K // 2, 16384], help="rows that a host sends the other")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=int,
+        default=[64, TOKENS * TOP_K // 2, 16384],
+        help="rows that a host sends the other",
+    )
     parser.add_argument("--parts", nargs="+", choices=["layer", "exchange"], default=["layer", "exchange"])
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path)
@@ -211,7 +277,9 @@ def main() -> None:
     if "layer" in given.parts:
         text += compare_layers(given.contestants, given.rounds, given.steps)
     if "exchange" in given.parts:
-        text += "\nRows to the other host and as many back:\n\n" + compare_exchanges(given.rows, given.rounds, given.steps)
+        text += "\nRows to the other host and as many back:\n\n" + compare_exchanges(
+            given.rows, given.rounds, given.steps
+        )
     print(text)
     write_result(given.out, text)
 

@@ -30,8 +30,8 @@ from orchestrator.record.monitor import Monitor
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.assemble import build_loop, machine_settings
-from orchestrator.train.world import World
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.build import build_loop, machine_settings
 from orchestrator.trainer import Trainer
 
 
@@ -40,11 +40,15 @@ class Mlp(Task):
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+        return nn.Sequential(
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        )
 
     def train_data(self) -> TensorData:
         generator = torch.Generator().manual_seed(0)
-        return TensorData(torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator))
+        return TensorData(
+            torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator)
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -69,9 +73,23 @@ class Case:
 
 def cases(small: bool, precision: str) -> list[Case]:
     dtype = torch.bfloat16 if precision == "bf16" else None
-    sizes: dict[str, Any] = {"width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50257, "experts": 0, "samples": 4096}
+    sizes: dict[str, Any] = {
+        "width": 768,
+        "layers": 12,
+        "context_length": 1024,
+        "vocabulary": 50257,
+        "experts": 0,
+        "samples": 4096,
+    }
     if small:
-        sizes = {"width": 64, "layers": 2, "context_length": 64, "vocabulary": 256, "experts": 0, "samples": 512}
+        sizes = {
+            "width": 64,
+            "layers": 2,
+            "context_length": 64,
+            "vocabulary": 256,
+            "experts": 0,
+            "samples": 512,
+        }
     common: dict[str, Any] = {
         "precision": precision,
         "run_dir": None,
@@ -149,11 +167,21 @@ def ours(case: Case, device: torch.device) -> float:
         if step in (WARM_UP, WARM_UP + case.steps):
             times[step] = wait(device)
 
-    with tempfile.TemporaryDirectory() as folder, machine_settings(prepared.resolved.config, prepared.plan, device):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        machine_settings(prepared.resolved.config, prepared.plan, device),
+    ):
         run_dir = Path(folder)
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
         log = EventLog(run_dir / "events.jsonl", [trackers])
-        loop, _ = build_loop(prepared.resolved.config, prepared.plan, task, World.alone(prepared.plan.device.value), run_dir, log)
+        loop, _ = build_loop(
+            prepared.resolved.config,
+            prepared.plan,
+            task,
+            World.alone(prepared.plan.device.value),
+            run_dir,
+            log,
+        )
         loop.after_step, loop.saver.save = note, lambda _: None  # pyright: ignore[reportAttributeAccessIssue]
         loop.saver.durable = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
@@ -187,7 +215,9 @@ def accelerate(case: Case, device: torch.device) -> float:
     task = case.make()
     accelerator = Accelerator(mixed_precision="bf16" if case.dtype else "no", cpu=device.type == "cpu")
     built = task.build_model()
-    model, optimizer = accelerator.prepare(built, torch.optim.AdamW(built.parameters(), lr=3e-4, weight_decay=0.01, fused=True))
+    model, optimizer = accelerator.prepare(
+        built, torch.optim.AdamW(built.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: lr_at(step, case.steps))
     feed = batches(task.train_data().to(device), case.batch)
     begun = 0.0
@@ -215,7 +245,9 @@ def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="small shapes, for a machine without a GPU")
     parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")

@@ -94,7 +94,9 @@ def plain(weights: Weights, top_k: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     weights_TK, experts_TK, losses = route(x_TD, weights, top_k)
     chosen_R = experts_TK.flatten()
     order_R = chosen_R.argsort(stable=True)
-    counts_E = torch.zeros_like(weights.share_E, dtype=torch.int64).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+    counts_E = torch.zeros_like(weights.share_E, dtype=torch.int64).scatter_add_(
+        0, chosen_R, torch.ones_like(chosen_R)
+    )
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     gate_RH, value_RH = F.grouped_mm(x_TD[order_R // top_k], weights.up_EDH, offs=offsets_E).chunk(2, -1)
@@ -194,7 +196,9 @@ def compare(shape: Shape, device: torch.device, rounds: int) -> list[str]:
     expected = named["plain"].results(x_TD, grad_TD)
     apart = max(difference(candidate.results(x_TD, grad_TD), expected) for candidate in named.values())
     if apart > 0.05:
-        raise RuntimeError(f"{shape}: results differ by {apart:.0e}, rounding explains 1e-02: these are not the same layer")
+        raise RuntimeError(
+            f"{shape}: results differ by {apart:.0e}, rounding explains 1e-02: these are not the same layer"
+        )
     for candidate in named.values():
         for _ in range(WARM_UP):
             candidate.run(x_TD, grad_TD)
@@ -222,15 +226,22 @@ def profile(shape: Shape, device: torch.device, names: tuple[str, ...], lines: i
             torch.cuda.synchronize()
         found = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)
         total = sum(event.self_device_time_total for event in found) / STEPS
-        rows = [[f"{e.self_device_time_total / STEPS:.0f}", e.count // STEPS, f"`{e.key[:90]}`"] for e in found[:lines]]
+        rows = [
+            [f"{e.self_device_time_total / STEPS:.0f}", e.count // STEPS, f"`{e.key[:90]}`"]
+            for e in found[:lines]
+        ]
         text += f"\n{shape}: {name}, {total:,.0f} µs on the device\n\n{markdown_table(['µs', 'launches', 'kernel'], rows)}"
     return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="also where the time goes, for the second and the fourth shape")
+    parser.add_argument(
+        "--profile", action="store_true", help="also where the time goes, for the second and the fourth shape"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not fused.available():
@@ -244,9 +255,13 @@ def main() -> None:
         print(rows[-1], flush=True)
     columns = ["experts × d × h, tokens, top-k", "plain", "compiled", "kernels", "ours"]
     columns += ["kernels / compiled", "ours / compiled", "ours, ms", "apart"]
-    text = header("One MoE layer, forward and backward, TFLOP/s of the experts' products", arguments) + markdown_table(columns, rows)
+    text = header(
+        "One MoE layer, forward and backward, TFLOP/s of the experts' products", arguments
+    ) + markdown_table(columns, rows)
     if arguments.profile:
-        text += "".join(profile(shape, device, ("compiled", "kernels", "ours")) for shape in (SHAPES[1], SHAPES[3]))
+        text += "".join(
+            profile(shape, device, ("compiled", "kernels", "ours")) for shape in (SHAPES[1], SHAPES[3])
+        )
     print(text)
     write_result(arguments.out, text)
 

@@ -29,7 +29,9 @@ Case = tuple[list[ExpertCost], list[HostFacts]]
 def zipf(count: int, sizes: Sequence[int], speeds: Sequence[float], draw: random.Random) -> Case:
     rows = [1 / (rank + 1) ** 0.8 for rank in range(count)]
     draw.shuffle(rows)
-    return [ExpertCost(rows[e] * sizes[e % len(sizes)]) for e in range(count)], [HostFacts(speed) for speed in speeds]
+    return [ExpertCost(rows[e] * sizes[e % len(sizes)]) for e in range(count)], [
+        HostFacts(speed) for speed in speeds
+    ]
 
 
 def contiguous(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement:
@@ -60,8 +62,30 @@ def compared(seed: int) -> str:
         ours = place(*case)
         others = (contiguous(*case), equal_counts(*case), round_robin(*case))
         ratios = [f"{other.slowest / ours.slowest:.2f}" for other in others]
-        rows.append([name, count, sizes, ours.method, f"{ours.imbalance:.3f}", "1", *ratios, f"{ours.bound / ours.slowest:.4f}"])
-    columns = ["hosts", "experts", "sizes", "method", "slowest / mean", "ours", "contiguous", "equal counts", "round robin", "lower bound"]
+        rows.append(
+            [
+                name,
+                count,
+                sizes,
+                ours.method,
+                f"{ours.imbalance:.3f}",
+                "1",
+                *ratios,
+                f"{ours.bound / ours.slowest:.4f}",
+            ]
+        )
+    columns = [
+        "hosts",
+        "experts",
+        "sizes",
+        "method",
+        "slowest / mean",
+        "ours",
+        "contiguous",
+        "equal counts",
+        "round robin",
+        "lower bound",
+    ]
     return markdown_table(columns, rows)
 
 
@@ -85,7 +109,15 @@ def enumerated(seed: int, draws: int = 10) -> str:
             ]
         )
     return markdown_table(
-        ["experts", "speeds", "assignments", "exact", "ours above the optimum, worst", "optimum above the bound, mean"], rows
+        [
+            "experts",
+            "speeds",
+            "assignments",
+            "exact",
+            "ours above the optimum, worst",
+            "optimum above the bound, mean",
+        ],
+        rows,
     )
 
 
@@ -104,12 +136,19 @@ def timed(seed: int, experts: int = 4096, hosts: int = 512) -> str:
             begun = time.perf_counter()
             place(*case)
             seconds.append(time.perf_counter() - begun)
-        rows.append([name, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", f"{place(*case).gap:.2%}"])
-    return markdown_table([f"loads ({experts:,} experts, {hosts} hosts)", "median s", "slowest s", "above the lower bound"], rows)
+        rows.append(
+            [name, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", f"{place(*case).gap:.2%}"]
+        )
+    return markdown_table(
+        [f"loads ({experts:,} experts, {hosts} hosts)", "median s", "slowest s", "above the lower bound"],
+        rows,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

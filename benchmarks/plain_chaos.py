@@ -26,7 +26,12 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 
 GLOBAL_BATCH = 96
-MODEL: dict[str, Any] = {"width": 32, "layers": 2, "experts": 6, "expert_hidden_size": (32, 48, 32, 64, 32, 48)}
+MODEL: dict[str, Any] = {
+    "width": 32,
+    "layers": 2,
+    "experts": 6,
+    "expert_hidden_size": (32, 48, 32, 64, 32, 48),
+}
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
@@ -34,7 +39,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()))
     task = Digits(Config.of(**MODEL))
     per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
-    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(*task.train_data().tensors), batch_size=per_worker, shuffle=True))
+    loader = ray.train.torch.prepare_data_loader(
+        DataLoader(TensorDataset(*task.train_data().tensors), batch_size=per_worker, shuffle=True)
+    )
     model: Any = ray.train.torch.prepare_model(task.build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = restore(model, optimizer)
@@ -69,25 +76,38 @@ def report(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
         ray.train.report({"step": step})
         return
     with tempfile.TemporaryDirectory() as folder:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, Path(folder) / "state.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            Path(folder) / "state.pt",
+        )
         ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep in each step")
     given = parser.parse_args()
     folder = given.folder.resolve()
-    ray.init(address="local", num_cpus=given.workers + 1, include_dashboard=False)  # never a cluster that happens to run here
+    ray.init(
+        address="local", num_cpus=given.workers + 1, include_dashboard=False
+    )  # never a cluster that happens to run here
     trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"folder": str(folder), "checkpoint_every": given.checkpoint_every, "pace": given.pace},
+        train_loop_config={
+            "folder": str(folder),
+            "checkpoint_every": given.checkpoint_every,
+            "pace": given.pace,
+        },
         scaling_config=ray.train.ScalingConfig(num_workers=given.workers),
         run_config=ray.train.RunConfig(
-            name="plain", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=-1)
+            name="plain",
+            storage_path=str(folder / "storage"),
+            failure_config=ray.train.FailureConfig(max_failures=-1),
         ),
     )
     trainer.fit()

@@ -32,7 +32,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     digits: Any = load_digits()
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
-    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(images, labels), batch_size=per_worker, shuffle=True))
+    loader = ray.train.torch.prepare_data_loader(
+        DataLoader(TensorDataset(images, labels), batch_size=per_worker, shuffle=True)
+    )
     model: Any = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     step = _restore(model, optimizer)
@@ -62,18 +64,25 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return saved["step"]
 
 
-def _report(loss: float, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_every: int) -> None:
+def _report(
+    loss: float, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_every: int
+) -> None:
     due = checkpoint_every and step % checkpoint_every == 0 and ray.train.get_context().get_world_rank() == 0
     if not due:
         ray.train.report({"loss": loss})
         return
     with tempfile.TemporaryDirectory() as folder:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, Path(folder) / "state.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            Path(folder) / "state.pt",
+        )
         ray.train.report({"loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--checkpoint-every", type=int, default=0)
@@ -82,10 +91,16 @@ def main() -> None:
     ray.init(address="local")  # never a cluster that happens to run here
     trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"folder": str(folder), "steps": given.steps, "checkpoint_every": given.checkpoint_every},
+        train_loop_config={
+            "folder": str(folder),
+            "steps": given.steps,
+            "checkpoint_every": given.checkpoint_every,
+        },
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
-            name="plain", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=3)
+            name="plain",
+            storage_path=str(folder / "storage"),
+            failure_config=ray.train.FailureConfig(max_failures=3),
         ),
     )
     trainer.fit()

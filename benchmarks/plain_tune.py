@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 def train_loop_per_worker(config: dict[str, Any]) -> None:
     digits: Any = load_digits()
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    loader = ray.train.torch.prepare_data_loader(DataLoader(TensorDataset(images, labels), batch_size=config["batch"], shuffle=True))
+    loader = ray.train.torch.prepare_data_loader(
+        DataLoader(TensorDataset(images, labels), batch_size=config["batch"], shuffle=True)
+    )
     model: Any = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     micro, begun, samples = 0, time.perf_counter(), 0
@@ -54,8 +56,13 @@ def trial(config: dict[str, Any]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     names = ("workers", "batch", "accumulation", "steps")
-    asked = [dict(zip(names, map(int, entry.split(":")), strict=True)) | {"folder": str(folder)} for entry in sys.argv[2].split(",")]
-    ray.init(address="local", num_cpus=4)  # a slot for each trial's own process too: those of one worker run two at a time, as ours do
+    asked = [
+        dict(zip(names, map(int, entry.split(":")), strict=True)) | {"folder": str(folder)}
+        for entry in sys.argv[2].split(",")
+    ]
+    ray.init(
+        address="local", num_cpus=4
+    )  # a slot for each trial's own process too: those of one worker run two at a time, as ours do
     begun = time.perf_counter()
     results = tune.Tuner(
         tune.with_resources(trial, {"CPU": 1}),

@@ -95,7 +95,9 @@ def our_marks(folder: Path) -> list[Mark]:
     life, told = 0, True
     for event in read_events(folder / "run" / "events.jsonl"):
         if event["event"] == "step":
-            marks.append(Mark(event["step"], event["time"], None if event.get("warm_up") else event["seconds"], life))
+            marks.append(
+                Mark(event["step"], event["time"], None if event.get("warm_up") else event["seconds"], life)
+            )
             told = False
         elif event["event"] in ("start", "recovery") and not told:
             life, told = life + 1, True
@@ -120,14 +122,19 @@ def measure(contestant: Contestant, kill: bool) -> Figures:
         marks = contestant.marks(folder)
         if code != 0 or not marks or marks[-1].step < steps:
             done = marks[-1].step if marks else 0
-            raise RuntimeError(f"{contestant.name} ended with code {code} after {done} of {steps} steps:\n{tail(folder)}")
+            raise RuntimeError(
+                f"{contestant.name} ended with code {code} after {done} of {steps} steps:\n{tail(folder)}"
+            )
     return figures(marks, begun, total, killed)
 
 
 def figures(marks: list[Mark], begun: float, total: float, killed: float | None) -> Figures:
     first_life = [mark for mark in marks if mark.life == 0]
     told = [mark.seconds for mark in first_life if mark.seconds is not None]
-    between = [after.time - before.time for before, after in zip(first_life[WARM_UP:], first_life[WARM_UP + 1 :], strict=False)]
+    between = [
+        after.time - before.time
+        for before, after in zip(first_life[WARM_UP:], first_life[WARM_UP + 1 :], strict=False)
+    ]
     next_step = new_step = None
     if killed is not None:
         later = [mark for mark in marks if mark.life > 0]
@@ -144,7 +151,9 @@ def kill_a_worker(contestant: Contestant, folder: Path, process: subprocess.Pope
             raise RuntimeError(f"{contestant.name} did not reach step {KILL_AT}:\n{tail(folder)}")
         time.sleep(0.005)
     pid = int((folder / contestant.pid_file.format(rank=KILLED_RANK)).read_text())
-    if os.getsid(pid) != process.pid and process.pid not in [parent.pid for parent in psutil.Process(pid).parents()]:
+    if os.getsid(pid) != process.pid and process.pid not in [
+        parent.pid for parent in psutil.Process(pid).parents()
+    ]:
         raise RuntimeError(f"{pid} is no process of {contestant.name}: not killed")
     os.kill(pid, signal.SIGKILL)
     return time.time()
@@ -155,7 +164,9 @@ def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
     """A process in a session of its own; what is left of that session is ended, and nothing else."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     offspring: dict[int, psutil.Process] = {}
     try:
         yield process
@@ -170,7 +181,10 @@ def end(process: subprocess.Popen[bytes], offspring: dict[int, psutil.Process]) 
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(20)
-    left = [*offspring.values(), *(other for other in psutil.process_iter() if _session(other.pid) == process.pid)]
+    left = [
+        *offspring.values(),
+        *(other for other in psutil.process_iter() if _session(other.pid) == process.pid),
+    ]
     for other in left:
         with suppress(psutil.Error):
             other.kill()  # psutil knows a process by its birth too: a number that was given again is left alone
@@ -198,7 +212,10 @@ def rows_of(results: dict[str, list[Figures]]) -> list[list[object]]:
     }
     rows: list[list[object]] = []
     for field, label in labels.items():
-        found = {name: [value for one in many if (value := getattr(one, field)) is not None] for name, many in results.items()}
+        found = {
+            name: [value for one in many if (value := getattr(one, field)) is not None]
+            for name, many in results.items()
+        }
         if all(found.values()):
             rows.append([label, *_cells(found, 1000.0 if field == "per_step" else 1.0)])
     return rows
@@ -207,15 +224,24 @@ def rows_of(results: dict[str, list[Figures]]) -> list[list[object]]:
 def _cells(found: dict[str, list[float]], scale: float) -> list[str]:
     """Median and range of each, and how many times the first takes of the last."""
     medians = {name: statistics.median(values) for name, values in found.items()}
-    cells = [f"{medians[name] * scale:.2f} ({min(values) * scale:.2f}–{max(values) * scale:.2f})" for name, values in found.items()]
+    cells = [
+        f"{medians[name] * scale:.2f} ({min(values) * scale:.2f}–{max(values) * scale:.2f})"
+        for name, values in found.items()
+    ]
     first, *_, last = [*medians.values(), None] if len(medians) == 1 else [*medians.values()]
     return [*cells, f"{first / last:.2f}" if first and last else "–"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kill", action="store_true", help="measure the recovery of a killed worker too, in rounds of their own")
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="measure the recovery of a killed worker too, in rounds of their own",
+    )
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

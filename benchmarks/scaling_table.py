@@ -6,23 +6,36 @@ import argparse
 from typing import Any
 
 from benchmarks.support import header, markdown_table
+from orchestrator.cli.predict import COLUMNS, cluster_rows, scaling_cells
 from orchestrator.config.settings import Config
-from orchestrator.plan.devices import catalogue
-from orchestrator.plan.scaling import IMBALANCE, by_kind, parse_cluster
-from orchestrator.predicting import COLUMNS, cluster_rows, scaling_cells
+from orchestrator.plan.cost.devices import catalogue
+from orchestrator.plan.cost.scaling import IMBALANCE, by_kind, parse_cluster
 
 SEED = {1: 1.0, 2: 0.95, 4: 0.87, 8: 0.81}
-DECODER: dict[str, Any] = {"task": "synthetic", "width": 768, "layers": 12, "context_length": 1024, "vocabulary": 50304, "samples": 64}
+DECODER: dict[str, Any] = {
+    "task": "synthetic",
+    "width": 768,
+    "layers": 12,
+    "context_length": 1024,
+    "vocabulary": 50304,
+    "samples": 64,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "transformer, 124M": DECODER | {"experts": 0},
     "MoE, 8 experts of 2,048, 2 a token": DECODER | {"experts": 8, "expert_hidden_size": 2048, "top_k": 2},
 }
-CLUSTERS = {"8 × L4": ("nodes=1,gpus=8,gpu=l4,link=pcie", 4), "8 × H200": ("nodes=1,gpus=8,gpu=h200,link=nvlink", 16)}
+CLUSTERS = {
+    "8 × L4": ("nodes=1,gpus=8,gpu=l4,link=pcie", 4),
+    "8 × H200": ("nodes=1,gpus=8,gpu=h200,link=nvlink", 16),
+}
 
 
 def scaling(given: argparse.Namespace) -> str:
     """The efficiency that a guide for four L4 promises, beside the model's prediction: weak scaling, a micro-batch on each device."""
-    columns, rows = ["devices", "promised"], {count: [f"{count}", f"{share:.0%}"] for count, share in SEED.items()}
+    columns, rows = (
+        ["devices", "promised"],
+        {count: [f"{count}", f"{share:.0%}"] for count, share in SEED.items()},
+    )
     details: list[list[str]] = []
     for cluster, (text, batch) in CLUSTERS.items():
         spec = parse_cluster(text)
@@ -34,8 +47,12 @@ def scaling(given: argparse.Namespace) -> str:
                     for row in group:
                         rows[row.devices].append(f"{row.efficiency:.0%}")
                         details.append([columns[-1], *scaling_cells(row, spec)])
-    text = header("Scaling: promised and predicted", given) + markdown_table(columns, [list(row) for row in rows.values()])
+    text = header("Scaling: promised and predicted", given) + markdown_table(
+        columns, [list(row) for row in rows.values()]
+    )
     text += "\nWeak scaling, one micro-batch of 1,024-token samples a device (4 on an L4, 16 on an H200), bf16, no accumulation.\n"
     text += f"{catalogue().about}\n{catalogue().links.about}\n"
-    text += f"Assumed in expert parallel: the busiest device has {IMBALANCE - 1:.0%} more rows than the mean.\n\n"
+    text += (
+        f"Assumed in expert parallel: the busiest device has {IMBALANCE - 1:.0%} more rows than the mean.\n\n"
+    )
     return text + markdown_table(["on", *COLUMNS], details)

@@ -30,9 +30,22 @@ def rate(every: int, steps: int, task: str) -> float:
     """Steps per second of two expert hosts, by the clock on the wall: what a copy takes lies between steps. Of all stretches of as many
     steps as lie between two copies the median: other things happen on a machine."""
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"trackers": (), "monitor_gpu": False, "epochs": 10**6, "log_every": 1, "checkpoint_every": 10**6}
-        settings |= {"parallel_strategy": "expert_parallel", "workers": 2, "evaluate_every": 10**6, "ray_address": "local"}
-        config = Config.of(run_dir=Path(folder) / "run", task=task, max_steps=steps, snapshot_every=every, **settings)
+        settings: dict[str, Any] = {
+            "trackers": (),
+            "monitor_gpu": False,
+            "epochs": 10**6,
+            "log_every": 1,
+            "checkpoint_every": 10**6,
+        }
+        settings |= {
+            "parallel_strategy": "expert_parallel",
+            "workers": 2,
+            "evaluate_every": 10**6,
+            "ray_address": "local",
+        }
+        config = Config.of(
+            run_dir=Path(folder) / "run", task=task, max_steps=steps, snapshot_every=every, **settings
+        )
         Trainer(config=config, quiet=True).fit()
         told = by_step(read_events(Path(folder) / "run" / "events.jsonl"))
     times = [event["time"] for event in told[_SKIPPED::EVERY]]
@@ -51,7 +64,15 @@ def on_cpu(arguments: argparse.Namespace) -> str:
             print(task, f"without {found[0]:.2f}, with {found[EVERY]:.2f} steps/s", flush=True)
         without, with_copies = (statistics.median(values) for values in zip(*pairs, strict=True))
         paired = statistics.median(b / a for a, b in pairs)
-        rows.append([task, f"{without:.2f}", f"{with_copies:.2f}", f"{with_copies / without - 1:+.1%}", f"{paired - 1:+.1%}"])
+        rows.append(
+            [
+                task,
+                f"{without:.2f}",
+                f"{with_copies:.2f}",
+                f"{with_copies / without - 1:+.1%}",
+                f"{paired - 1:+.1%}",
+            ]
+        )
     columns = ["task, 2 hosts", "steps/s without", f"every {EVERY} steps", "medians", "pairs"]
     return header("What copies in memory cost", arguments) + markdown_table(columns, rows)
 
@@ -62,22 +83,33 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
     import torch
     from torch import nn
 
-    from orchestrator.train.precision import Precision
-    from orchestrator.train.rooms import Rooms
-    from orchestrator.train.snapshots import Snapshots
-    from orchestrator.train.state import Progress
-    from orchestrator.train.world import World
+    from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+    from orchestrator.train.checkpoint.snapshots import Snapshots
+    from orchestrator.train.checkpoint.state import Progress
+    from orchestrator.train.parts.precision import Precision
+    from orchestrator.train.parts.world import World
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     width = 4096 if device.type == "cuda" else 256
     count = max(1, round(gigabytes * 1e9 / (3 * 4 * width * width)))  # weight and two moments in fp32
-    model = nn.ParameterList([nn.Parameter(torch.full((width, width), 0.5, device=device)) for _ in range(count)])
+    model = nn.ParameterList(
+        [nn.Parameter(torch.full((width, width), 0.5, device=device)) for _ in range(count)]
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     for parameter in model:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    snapshots = Snapshots(1, 0, model, optimizer, Precision("fp32", device), World.alone(device), side.outbox, Rooms(device))
+    snapshots = Snapshots(
+        1,
+        0,
+        model,
+        optimizer,
+        Precision("fp32", device),
+        World.alone(device),
+        side.outbox,
+        PinnedBuffers(device),
+    )
 
     def busy() -> float:
         """Seconds of a piece of work, as a step is."""
@@ -134,17 +166,27 @@ def on_gpu(arguments: argparse.Namespace) -> str:
     over.set()
     ray.kill(host)
     ray.shutdown()
-    rows = [["stall, median", f"{statistics.median(stalls):.3f} s"], ["each in turn", ", ".join(f"{value:.3f}" for value in stalls)]]
+    rows = [
+        ["stall, median", f"{statistics.median(stalls):.3f} s"],
+        ["each in turn", ", ".join(f"{value:.3f}" for value in stalls)],
+    ]
     rows += [["a step before", f"{statistics.median(usual):.3f} s"]]
     rows += [["the longest step while the memory for the copies is made", f"{max(beside):.3f} s"]]
-    rows += [["beyond the usual, all steps of that time", f"{sum(value - statistics.median(usual) for value in beside):.2f} s"]]
+    rows += [
+        [
+            "beyond the usual, all steps of that time",
+            f"{sum(value - statistics.median(usual) for value in beside):.2f} s",
+        ]
+    ]
     rows += [["copies that reached the driver", str(len(whole))]]
     title = f"The loop's stall for {arguments.gigabytes:g} GB of state"
     return header(title, arguments) + markdown_table(["", ""], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)

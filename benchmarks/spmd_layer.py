@@ -30,7 +30,9 @@ class SpmdLayer(nn.Module):
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()
         self.world, self.local = world, EXPERTS // world
-        self.gate_ED = nn.Parameter(torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(0)) * WIDTH**-0.5)
+        self.gate_ED = nn.Parameter(
+            torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(0)) * WIDTH**-0.5
+        )
         draws = [torch.Generator().manual_seed(1 + rank * self.local + i) for i in range(self.local)]
         up = [torch.randn(WIDTH, 2 * HIDDEN, generator=draw) * WIDTH**-0.5 for draw in draws]
         down = [torch.randn(HIDDEN, WIDTH, generator=draw) * HIDDEN**-0.5 for draw in draws]
@@ -91,7 +93,9 @@ def train(steps: int) -> dict[str, float]:
     seconds, loss = [], torch.zeros(())
     for _ in range(WARM_UP + steps):
         begun = time.perf_counter()
-        loss = (layer(x_TD) - target_TD).square().sum() / (world * target_TD.numel())  # the ranks' losses add up
+        loss = (layer(x_TD) - target_TD).square().sum() / (
+            world * target_TD.numel()
+        )  # the ranks' losses add up
         loss.backward()
         if world > 1:
             dist.all_reduce(layer.gate_ED.grad)
@@ -102,11 +106,18 @@ def train(steps: int) -> dict[str, float]:
     loss = loss.detach()
     dist.all_reduce(loss)
     step_s = statistics.median(seconds[WARM_UP:])
-    return {"ranks": world, "tokens_per_s": world * TOKENS / step_s, "step_ms": 1000 * step_s, "loss": loss.item()}
+    return {
+        "ranks": world,
+        "tokens_per_s": world * TOKENS / step_s,
+        "step_ms": 1000 * step_s,
+        "loss": loss.item(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -8,20 +8,26 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from orchestrator.plan.hardware import inventory
+from orchestrator.plan.inventory.hardware import inventory
 
 
 def header(title: str, arguments: argparse.Namespace) -> str:
     found = inventory()
     device = found.gpus[0].name if found.gpus else f"{found.cpu_name}, {found.cores} cores"
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items() if name in ("python", "torch", "cuda", "ray"))
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in found.versions.items()
+        if name in ("python", "torch", "cuda", "ray")
+    )
     module = Path(sys.argv[0]).stem
     given = " ".join(_flag(k, v) for k, v in vars(arguments).items() if v not in (None, False) and k != "out")
     return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommand: `python -m benchmarks.{module} {given}`\n\n"
 
 
 def _flag(name: str, value: object) -> str:
-    words = [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    words = (
+        [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    )
     return " ".join([f"--{name.replace('_', '-')}", *words])
 
 

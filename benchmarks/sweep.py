@@ -28,7 +28,14 @@ from orchestrator.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU_SPACE = ["precision=fp32,bf16", "batch-size=8,32", "accumulation-steps=1,4", "compile=off,on"]
-GPU_TASK: dict[str, Any] = {"task": "text", "experts": 0, "width": 768, "layers": 6, "context_length": 512, "epochs": 1000}
+GPU_TASK: dict[str, Any] = {
+    "task": "text",
+    "experts": 0,
+    "width": 768,
+    "layers": 6,
+    "context_length": 512,
+    "epochs": 1000,
+}
 
 
 def space_of_24() -> Space:
@@ -40,20 +47,32 @@ def space_of_24() -> Space:
         for accumulation in (1, 2, 4)
     ][:21]
     refused = [{"batch_size": 16, "accumulation_steps": 1, "workers": workers} for workers in (3, 64)]
-    return points_space([*points, *refused, {"batch_size": 16, "accumulation_steps": 1, "workers": 1, "top_k": 9}], "24 points")
+    return points_space(
+        [*points, *refused, {"batch_size": 16, "accumulation_steps": 1, "workers": 1, "top_k": 9}],
+        "24 points",
+    )
 
 
 def swept(
-    space: Space, folder: Path, seconds: float, search: Search = "grid", trials: int | None = None, **settings: Any
+    space: Space,
+    folder: Path,
+    seconds: float,
+    search: Search = "grid",
+    trials: int | None = None,
+    **settings: Any,
 ) -> tuple[SweepRecord, float]:
     begun = time.perf_counter()
-    record = Trainer(config=Config.of(run_dir=folder, **settings)).sweep(Sweep(space, search, trials, trial_seconds=seconds))
+    record = Trainer(config=Config.of(run_dir=folder, **settings)).sweep(
+        Sweep(space, search, trials, trial_seconds=seconds)
+    )
     return record, time.perf_counter() - begun
 
 
 def plain(rows: list[Row], folder: Path) -> float:
     """Seconds of these trials by plain Tune: one Tuner over them, a TorchTrainer for each; Ray's start is not counted."""
-    asked = ",".join(f"{row.workers}:{row.batch_size}:{row.accumulation_steps}:{(row.steps or 0) + 8}" for row in rows)
+    asked = ",".join(
+        f"{row.workers}:{row.batch_size}:{row.accumulation_steps}:{(row.steps or 0) + 8}" for row in rows
+    )
     command = [sys.executable, str(ROOT / "benchmarks" / "plain_tune.py"), str(folder), asked]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800)
     if done.returncode:
@@ -65,8 +84,15 @@ def on_cpu(count: int, folder: Path) -> str:
     record, seconds = swept(space_of_24(), folder / "ours", 3.0)
     done = [row for row in record.rows if row.status == "completed"]
     chosen = done[:: max(1, len(done) // count)][:count]
-    theirs, ours, table_s = plain(chosen, folder / "plain") / len(chosen), seconds / len(done), seconds / len(record.rows)
-    statuses = {status: sum(row.status == status for row in record.rows) for status in ("completed", "infeasible", "failed")}
+    theirs, ours, table_s = (
+        plain(chosen, folder / "plain") / len(chosen),
+        seconds / len(done),
+        seconds / len(record.rows),
+    )
+    statuses = {
+        status: sum(row.status == status for row in record.rows)
+        for status in ("completed", "infeasible", "failed")
+    }
     beyond = sorted(row.start_seconds or 0.0 for row in done)
     table = [
         (
@@ -85,7 +111,9 @@ def on_cpu(count: int, folder: Path) -> str:
         f"those that start workers, which import torch, up to {beyond[-1]:.1f} s.\n\n"
         f"Plain Tune with a TorchTrainer for each of {len(chosen)} of the trials (Ray's start not counted): {theirs:.1f} s per trial; ours "
         f"{ours:.1f} s per measured trial: **{theirs / ours:.1f} times** as fast ({theirs / table_s:.1f} by all rows of the table).\n\n"
-        + markdown_table(["trial", "settings", "status", "throughput, or the reason", "seconds", "beyond its steps"], table)
+        + markdown_table(
+            ["trial", "settings", "status", "throughput, or the reason", "seconds", "beyond its steps"], table
+        )
     )
 
 
@@ -117,7 +145,9 @@ def on_gpu(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plain", type=int, default=4)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import ray
 
-from experts.membership import Membership
+from experts.membership import GroupMembership
 
 
 class Work(Protocol):
@@ -34,7 +34,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._held: tuple[Any, Any] | None = None
 
-    def make_room(self, life: Membership) -> None:
+    def make_room(self, life: GroupMembership) -> None:
         """Wait until what was put last is being fetched, and so what was put before it has been."""
         with self._changed:
             while self._held is not None:
@@ -65,7 +65,7 @@ class Side:
     """What work as a member of a group has beside it: its membership, where copies are put, and what it remembers from one
     membership to the next."""
 
-    life: Membership
+    membership: GroupMembership
     outbox: Outbox
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class ExpertHost:
     def __init__(self) -> None:
         self._work: Work | None = None
         self._stack = ExitStack()
-        self._side = Side(Membership(), Outbox())
+        self._side = Side(GroupMembership(), Outbox())
         self._epoch, self._left = -1, -1
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
@@ -107,10 +107,10 @@ class ExpertHost:
         """Become a member of the group of that epoch, and prepare to work in it: ``make(side, *arguments)``."""
         self.close()
         with self._lock:
-            self._side.life, self._epoch = Membership(), epoch
+            self._side.membership, self._epoch = GroupMembership(), epoch
             self._side.outbox.empty()
             if self._left >= epoch:
-                self._side.life.leave()
+                self._side.membership.leave()
         self._work = self._stack.enter_context(make(self._side, *arguments))
 
     def advance(self, segment: Any) -> Any:
@@ -134,7 +134,7 @@ class ExpertHost:
         with self._lock:
             self._left = max(self._left, epoch)
             if self._epoch <= epoch:
-                self._side.life.leave()
+                self._side.membership.leave()
 
     @ray.method(concurrency_group="copies", num_returns=2)
     def copy(self) -> tuple[Any, Any]:

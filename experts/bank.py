@@ -29,7 +29,9 @@ class SizeClass:
 def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, ...]:
     """The held experts by hidden size, smallest first; within a class in the order of their ids."""
     hiddens = sorted({sizes[i] for i in held})
-    return tuple(SizeClass(hidden, tuple(i for i in sorted(held) if sizes[i] == hidden)) for hidden in hiddens)
+    return tuple(
+        SizeClass(hidden, tuple(i for i in sorted(held) if sizes[i] == hidden)) for hidden in hiddens
+    )
 
 
 _WITHOUT_MEMORY: ContextVar[bool] = ContextVar("banks are built without memory", default=False)
@@ -51,7 +53,9 @@ class ExpertBank(nn.Module):
 
     slot_E: Tensor
 
-    def __init__(self, width: int, sizes: Sequence[int], kind: Kind = "swiglu", held: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, width: int, sizes: Sequence[int], kind: Kind = "swiglu", held: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         self.width, self.sizes = width, tuple(sizes)
         self.kind: Kind = kind
@@ -69,7 +73,9 @@ class ExpertBank(nn.Module):
 
     def slots(self) -> Tensor:
         order = [i for group in self.classes for i in group.ids]
-        return torch.tensor([order.index(i) if i in self.held else -1 for i in range(len(self.sizes))], dtype=torch.int64)
+        return torch.tensor(
+            [order.index(i) if i in self.held else -1 for i in range(len(self.sizes))], dtype=torch.int64
+        )
 
     def stacks(self) -> Iterator[tuple[SizeClass, str, nn.Parameter]]:
         """Each stacked parameter with its class and its role (``up`` or ``down``)."""
@@ -94,7 +100,9 @@ class ExpertBank(nn.Module):
         for group, role, _ in list(bank.stacks()):
             whole = self.get_parameter(f"{role}_{group.hidden}")
             places = [self._place(expert) for expert in group.ids]
-            part = nn.Parameter(whole[torch.tensor(places, device=whole.device)].clone(), requires_grad=whole.requires_grad)
+            part = nn.Parameter(
+                whole[torch.tensor(places, device=whole.device)].clone(), requires_grad=whole.requires_grad
+            )
             bank.register_parameter(f"{role}_{group.hidden}", part)
         return bank
 
@@ -120,11 +128,17 @@ class ExpertBank(nn.Module):
         dtype = rows_RD.dtype
         up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
         down_EHD = self.get_parameter(f"down_{group.hidden}").to(dtype)
-        known = dtype == torch.bfloat16 or not torch.compiler.is_compiling()  # the compiler takes grouped products in bf16 alone
+        known = (
+            dtype == torch.bfloat16 or not torch.compiler.is_compiling()
+        )  # the compiler takes grouped products in bf16 alone
         chosen = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
-        if chosen == "grouped" and known and not isinstance(rows_RD, FakeTensor):  # traced, their arithmetic would not be counted
+        if (
+            chosen == "grouped" and known and not isinstance(rows_RD, FakeTensor)
+        ):  # traced, their arithmetic would not be counted
             return experts_grouped(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
-        if torch.compiler.is_compiling():  # row counts change at every step: compiled, each would be another graph
+        if (
+            torch.compiler.is_compiling()
+        ):  # row counts change at every step: compiled, each would be another graph
             uncompiled: Any = torch.compiler.disable(experts_loop)
             return uncompiled(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
         return experts_loop(rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from experts.kernels import fused
-from experts.types import Fan, Trip
+from experts.types import RowMap, Trip
 
 
-def dispatch(x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, slots: int, rows: int | None = None) -> tuple[Tensor, Trip]:
+def dispatch(
+    x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, slots: int, rows: int | None = None
+) -> tuple[Tensor, Trip]:
     """Rows for the experts, sorted by slot and, within one, by token. ``slots_TK`` is -1 for a choice that is not for this
     host; ``rows`` counts the others, None when there are only others."""
     trip = sorted_by_slot(slots_TK, weights_TK, slots, rows)
@@ -28,8 +30,10 @@ def sorted_by_slot(slots_TK: Tensor, weights_TK: Tensor, slots: int, rows: int |
     counts_S = torch.diff(ends_S, prepend=ends_S.new_zeros(1))
     if rows is not None:
         order_R = order_R[:rows]
-    back_R = torch.full_like(chosen_R, -1).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    fan = Fan(order_R // slots_TK.shape[1], back_R.view_as(slots_TK), full=rows is None)
+    back_R = torch.full_like(chosen_R, -1).scatter_(
+        0, order_R, torch.arange(len(order_R), device=order_R.device)
+    )
+    fan = RowMap(order_R // slots_TK.shape[1], back_R.view_as(slots_TK), full=rows is None)
     weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), order_R)  # pyright: ignore[reportAssignmentType]
     return Trip(fan, weights_R, counts_S)
 
@@ -44,7 +48,7 @@ def combine(rows_RD: Tensor, trip: Trip) -> Tensor:
     return collect(rows_RD, trip.fan)
 
 
-def spread(x_TD: Tensor, fan: Fan) -> Tensor:
+def spread(x_TD: Tensor, fan: RowMap) -> Tensor:
     """Copies of rows, as the fan says; in the backward pass their gradients are summed."""
     if fused.available(x_TD):
         return fused.gather_rows(x_TD, fan.source_R, fan.back_TK)
@@ -52,7 +56,7 @@ def spread(x_TD: Tensor, fan: Fan) -> Tensor:
     return result
 
 
-def collect(rows_RD: Tensor, fan: Fan) -> Tensor:
+def collect(rows_RD: Tensor, fan: RowMap) -> Tensor:
     """The sum of each row's copies; in the backward pass its gradient is spread."""
     if fused.available(rows_RD):
         return fused.sum_rows(rows_RD, fan.back_TK, fan.source_R)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from experts.dispatch import summed
 from experts.group import Group, Work
-from experts.types import Fan
+from experts.types import RowMap
 
 _COLUMNS = 64  # numbers that tables of counts are filled up to, or a multiple
 _ALIGNED = 8  # bytes that each part of a row begins at a multiple of
@@ -37,7 +37,7 @@ class Exchange(Protocol):
         """Row n goes to host n; the rows that the others sent here. ``agreed`` must be the same on all hosts."""
         ...
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> UnderWay: ...
+    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows: ...
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Meter:
 
 
 @dataclass
-class UnderWay:
+class PendingRows:
     """Rows that are on their way here."""
 
     received: Tensor
@@ -73,7 +73,7 @@ class UnderWay:
         return self.received
 
 
-class Alone:
+class LocalExchange:
     """One host: nothing travels."""
 
     rank, size = 0, 1
@@ -81,12 +81,12 @@ class Alone:
     def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:  # noqa: ARG002
         return mine_NC.tolist()
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> UnderWay:  # noqa: ARG002
-        return UnderWay(rows, None, Meter())
+    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows:  # noqa: ARG002
+        return PendingRows(rows, None, Meter())
 
 
 @dataclass
-class Together:
+class GroupExchange:
     """Hosts that talk over a process group."""
 
     group: Group
@@ -105,7 +105,9 @@ class Together:
         self._number += 1
         header = [self._number, *agreed]
         sent = torch.cat([mine_NC.new_tensor(header).expand(self.size, -1), mine_NC], dim=1)
-        sent = F.pad(sent, (0, -sent.shape[1] % _COLUMNS))  # gloo aborts where lengths differ, before a header can be read
+        sent = F.pad(
+            sent, (0, -sent.shape[1] % _COLUMNS)
+        )  # gloo aborts where lengths differ, before a header can be read
         received = torch.empty_like(sent)
         begun = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
@@ -119,7 +121,7 @@ class Together:
                 )
         return [row[len(header) : len(header) + mine_NC.shape[1]] for row in table]
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> UnderWay:
+    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows:
         rows = rows.contiguous()
         if sum(sends) != len(rows):
             raise RuntimeError(f"{sum(sends)} rows were promised to the others, and there are {len(rows)}")
@@ -127,26 +129,26 @@ class Together:
         away = len(rows) - sends[self.rank]
         self.meter.rows += away
         self.meter.bytes += away * rows.stride(0) * rows.itemsize
-        return UnderWay(received, self.group.all_to_all(received, rows, receives, sends), self.meter, rows)
+        return PendingRows(received, self.group.all_to_all(received, rows, receives, sends), self.meter, rows)
 
 
 @dataclass(frozen=True)
-class Load:
+class TransferPlan:
     """Rows that leave together: which tokens, how many to each host, and how many come from each."""
 
-    fan: Fan
+    fan: RowMap
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
 
-class Journey:
+class Transfer:
     """One crossing, out and, in the backward pass, back again. What has arrived is handed over and not held on to: the graph
     holds the journey, and would never be freed."""
 
-    def __init__(self, exchange: Exchange, load: Load) -> None:
+    def __init__(self, exchange: Exchange, load: TransferPlan) -> None:
         self.exchange, self.load = exchange, load
-        self.out: UnderWay | None = None
-        self.back: UnderWay | None = None
+        self.out: PendingRows | None = None
+        self.back: PendingRows | None = None
 
     def arrived(self) -> Tensor:
         under_way, self.out = self.out, None
@@ -189,39 +191,45 @@ def _part(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tenso
     return packed[:, begin : begin + columns * dtype.itemsize].view(dtype)
 
 
-def depart(x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Journey) -> Tensor:
+def send(x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
     """Send tokens to the hosts of their experts. Returns a ticket, to be handed to ``arrive``. ``anchor`` is any tensor with
     a gradient: all hosts must come by in the backward pass, also one whose rows need none."""
-    ticket: Tensor = _Depart.apply(x_TD, weights_TK, ids_SK, anchor, journey)  # pyright: ignore[reportAssignmentType]
+    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, journey)  # pyright: ignore[reportAssignmentType]
     return ticket
 
 
-def arrive(ticket: Tensor, journey: Journey, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def receive(
+    ticket: Tensor, journey: Transfer, x_TD: Tensor, weights_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens that other hosts sent: features, weights and ids. The last two arguments say of which kind they are."""
-    return _Arrive.apply(ticket, journey, x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)  # pyright: ignore
+    return _Receive.apply(ticket, journey, x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)  # pyright: ignore
 
 
-def depart_back(rows_GD: Tensor, anchor: Tensor, journey: Journey) -> Tensor:
+def send_back(rows_GD: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
     """Send what became of the tokens back to where they came from."""
-    ticket: Tensor = _DepartBack.apply(rows_GD, anchor, journey)  # pyright: ignore[reportAssignmentType]
+    ticket: Tensor = _SendBack.apply(rows_GD, anchor, journey)  # pyright: ignore[reportAssignmentType]
     return ticket
 
 
-def arrive_back(ticket: Tensor, journey: Journey) -> Tensor:
+def receive_back(ticket: Tensor, journey: Transfer) -> Tensor:
     """What the hosts made of this host's tokens: a row for each host that a token was sent to."""
-    rows: Tensor = _ArriveBack.apply(ticket, journey)  # pyright: ignore[reportAssignmentType]
+    rows: Tensor = _ReceiveBack.apply(ticket, journey)  # pyright: ignore[reportAssignmentType]
     return rows
 
 
-class _Depart(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Journey) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Transfer
+    ) -> Tensor:
         load, layout = journey.load, Layout.of(x_TD, weights_TK)
         source_S = load.fan.source_R
         used = x_TD.shape[1] * x_TD.itemsize + weights_TK.shape[1] * (weights_TK.itemsize + ids_SK.itemsize)
         packed = _rows(len(source_S), layout.size, used, x_TD.device)
         torch.index_select(x_TD, 0, source_S, out=_part(packed, layout.features, x_TD.shape[1], x_TD.dtype))
-        torch.index_select(weights_TK, 0, source_S, out=_part(packed, layout.weights, weights_TK.shape[1], weights_TK.dtype))
+        torch.index_select(
+            weights_TK, 0, source_S, out=_part(packed, layout.weights, weights_TK.shape[1], weights_TK.dtype)
+        )
         _part(packed, layout.ids, ids_SK.shape[1], torch.int32).copy_(ids_SK)
         journey.out = journey.exchange.rows(packed, load.sends, load.receives)
         ctx.journey, ctx.layout = journey, layout
@@ -230,20 +238,33 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
-        journey: Journey = ctx.journey
+        journey: Transfer = ctx.journey
         packed = journey.returned()
         width, dtype, top_k, weight_dtype = ctx.kinds
         fan = journey.load.fan
         grad_TD = summed(_part(packed, 0, width, dtype), fan.source_R, fan.back_TK, fan.full)
-        grad_TK = summed(_part(packed, ctx.layout.weights, top_k, weight_dtype), fan.source_R, fan.back_TK, fan.full)
+        grad_TK = summed(
+            _part(packed, ctx.layout.weights, top_k, weight_dtype), fan.source_R, fan.back_TK, fan.full
+        )
         return grad_TD, grad_TK, None, None, None
 
 
-class _Arrive(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, journey: Journey, width: int, dtype: torch.dtype, top_k: int, weight_dtype: torch.dtype) -> Any:
+    def forward(
+        ctx: Any,
+        ticket: Tensor,
+        journey: Transfer,
+        width: int,
+        dtype: torch.dtype,
+        top_k: int,
+        weight_dtype: torch.dtype,
+    ) -> Any:
         packed = journey.arrived()
-        layout = Layout.of(torch.empty(0, width, dtype=dtype, device="meta"), torch.empty(0, top_k, dtype=weight_dtype, device="meta"))
+        layout = Layout.of(
+            torch.empty(0, width, dtype=dtype, device="meta"),
+            torch.empty(0, top_k, dtype=weight_dtype, device="meta"),
+        )
         rows_GD = _part(packed, layout.features, width, dtype)
         weights_GK = _part(packed, layout.weights, top_k, weight_dtype).contiguous()
         ids_GK = _part(packed, layout.ids, top_k, torch.int32).long()
@@ -253,7 +274,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        journey: Journey = ctx.journey
+        journey: Transfer = ctx.journey
         grad_GD, grad_GK, _ = grads
         used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
         packed = _rows(len(grad_GD), ctx.layout.ids, used, grad_GD.device)
@@ -264,28 +285,28 @@ class _Arrive(torch.autograd.Function):
         return torch.zeros((), dtype=dtype, device=device), None, None, None, None, None
 
 
-class _DepartBack(torch.autograd.Function):
+class _SendBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_GD: Tensor, anchor: Tensor, journey: Journey) -> Tensor:
+    def forward(ctx: Any, rows_GD: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
         journey.out = journey.exchange.rows(rows_GD, journey.load.receives, journey.load.sends)
         ctx.journey = journey
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
-        journey: Journey = ctx.journey
+        journey: Transfer = ctx.journey
         return journey.returned(), None, None
 
 
-class _ArriveBack(torch.autograd.Function):
+class _ReceiveBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, journey: Journey) -> Tensor:
+    def forward(ctx: Any, ticket: Tensor, journey: Transfer) -> Tensor:
         ctx.journey, ctx.ticket = journey, (ticket.dtype, ticket.device)
         return journey.arrived()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: Journey = ctx.journey
+        journey: Transfer = ctx.journey
         journey.back = journey.exchange.rows(grads[0], journey.load.sends, journey.load.receives)
         dtype, device = ctx.ticket
         return torch.zeros((), dtype=dtype, device=device), None

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from experts.load import moe_layers
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:
@@ -19,7 +19,9 @@ def stacked_names(model: nn.Module) -> dict[str, list[str]]:
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             for group, role, _ in module.stacks():
-                names[f"{prefix}.{role}_{group.hidden}"] = [f"{prefix}.{expert}.{role}" for expert in group.ids]
+                names[f"{prefix}.{role}_{group.hidden}"] = [
+                    f"{prefix}.{expert}.{role}" for expert in group.ids
+                ]
     return names
 
 

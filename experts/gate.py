@@ -22,7 +22,14 @@ class Gate(nn.Module):
     bias_E: Tensor
 
     def __init__(
-        self, width: int, experts: int, top_k: int, *, scores: Scores = "softmax", normalise: bool = True, bias_rate: float = 0.0
+        self,
+        width: int,
+        experts: int,
+        top_k: int,
+        *,
+        scores: Scores = "softmax",
+        normalise: bool = True,
+        bias_rate: float = 0.0,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
@@ -31,16 +38,25 @@ class Gate(nn.Module):
         self.weight_ED = nn.Parameter(torch.empty(experts, width).normal_(0.0, 0.02))
         self.register_buffer("bias_E", torch.zeros(experts))
 
-    def forward(self, x_TD: Tensor, previous_E: Tensor, noise_TD: Tensor | None = None, once: Once | None = None) -> Routing:
+    def forward(
+        self, x_TD: Tensor, previous_E: Tensor, noise_TD: Tensor | None = None, once: Once | None = None
+    ) -> Routing:
         """Route tokens. ``previous_E`` counts the tokens per expert of the previous optimizer step, over all hosts and
         micro-batches: the balance loss weighs this step's probabilities by them, so it is a plain sum over tokens.
         ``noise_TD`` is multiplied to what the gate sees. ``once`` makes a choice, or repeats one, in a pass that is repeated."""
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self._logits(x_TD, noise_TD)
             share_E = scaled_share(previous_E, logits_TE.dtype)
-            if fused.available(logits_TE) and self.scores == "softmax" and not self.bias_rate and once is None:
+            if (
+                fused.available(logits_TE)
+                and self.scores == "softmax"
+                and not self.bias_rate
+                and once is None
+            ):
                 normalise = self.normalise and self.top_k > 1
-                weights_TK, experts_TK, balance, z = fused_gate.choose(logits_TE, share_E, self.top_k, normalise)
+                weights_TK, experts_TK, balance, z = fused_gate.choose(
+                    logits_TE, share_E, self.top_k, normalise
+                )
             else:
                 scores_TE, probabilities_TE = self._scores(logits_TE)
                 weights_TK, experts_TK = self._choose(scores_TE, once)
@@ -51,7 +67,11 @@ class Gate(nn.Module):
         return Routing(experts_TK, weights_TK, counts_E, balance, z)
 
     def _logits(self, x_TD: Tensor, noise_TD: Tensor | None) -> Tensor:
-        if noise_TD is None and x_TD.dtype == self.weight_ED.dtype == torch.bfloat16 and fused.available(x_TD):
+        if (
+            noise_TD is None
+            and x_TD.dtype == self.weight_ED.dtype == torch.bfloat16
+            and fused.available(x_TD)
+        ):
             return fused_gate.gate_logits(x_TD, self.weight_ED)
         exact = torch.promote_types(x_TD.dtype, torch.float32)
         seen_TD = x_TD.to(exact) if noise_TD is None else x_TD.to(exact) * noise_TD

@@ -17,11 +17,13 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from experts.membership import Left, Membership
+from experts.membership import GroupLeft, GroupMembership
 
 _A_LITTLE = timedelta(milliseconds=100)
 _NEVER = timedelta(days=30)  # who has waited too long is decided from outside
-_TO_CONNECT = timedelta(seconds=60)  # for hosts that are all there: after it, what connects in vain is let go of
+_TO_CONNECT = timedelta(
+    seconds=60
+)  # for hosts that are all there: after it, what connects in vain is let go of
 _STILL = "Operation timed out"  # what gloo says of work that is still under way
 
 
@@ -36,23 +38,23 @@ class _Waiting:
     """Work in a group that can be left."""
 
     work: Any
-    life: Membership
+    membership: GroupMembership
 
     def wait(self) -> None:
-        self.life.waiting = True
+        self.membership.waiting = True
         try:
             while not self._done():
                 pass
         finally:
-            self.life.waiting = False
-        self.life.answers += 1
+            self.membership.waiting = False
+        self.membership.answers += 1
 
     def _done(self) -> bool:
         """Whether it was done within a little while."""
         try:
             self.work.wait(_A_LITTLE)
         except RuntimeError as error:
-            self.life.check()  # before the error: hosts that leave close their connections
+            self.membership.check()  # before the error: hosts that leave close their connections
             if _STILL not in str(error):
                 raise
             return False
@@ -66,28 +68,32 @@ class Group:
     rank: int
     size: int
     handle: ProcessGroup | Backend | None
-    life: Membership | None = None
+    membership: GroupMembership | None = None
 
     def check(self) -> None:
         """To be called when the host has waited for the device: an abort ends that too, and leaves figures that are none."""
-        if self.life is not None:
-            self.life.check()
+        if self.membership is not None:
+            self.membership.check()
 
-    def all_to_all(self, received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int]) -> Work:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int]
+    ) -> Work:
         """Rows to each host and from each, as many as the lists say. Both tensors are contiguous and live until it is done."""
-        return self._begun(self._there.alltoall_base(received, sent, list(receives), list(sends), AllToAllOptions()))
+        return self._begun(
+            self._there.alltoall_base(received, sent, list(receives), list(sends), AllToAllOptions())
+        )
 
-    def add_up(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         """The sum over all hosts, in place."""
         return self._begun(self._there.allreduce([tensor], AllreduceOptions()))
 
-    def largest(self, tensor: Tensor) -> Work:
+    def all_reduce_max(self, tensor: Tensor) -> Work:
         """The largest of each element over all hosts, in place."""
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
         return self._begun(self._there.allreduce([tensor], options))
 
-    def from_first(self, tensor: Tensor) -> Work:
+    def broadcast(self, tensor: Tensor) -> Work:
         """The first host's tensor, to all, in place."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -96,23 +102,27 @@ class Group:
     @property
     def _there(self) -> Any:
         if self.handle is None:
-            raise Left("the group was left")
+            raise GroupLeft("the group was left")
         return self.handle
 
     def _begun(self, work: Any) -> Work:
         """NCCL's work is waited for by the device, which an abort releases; gloo's by the host."""
-        return _Waiting(work, self.life) if self.life is not None and isinstance(self.handle, ProcessGroupGloo) else work
+        return (
+            _Waiting(work, self.membership)
+            if self.membership is not None and isinstance(self.handle, ProcessGroupGloo)
+            else work
+        )
 
 
 @dataclass
-class Lines:
+class GroupFactory:
     """The groups of one life. They are formed in a thread, for a host may be lost while they form, and end with the life."""
 
     store: Store
     name: str
     rank: int
     size: int
-    life: Membership
+    membership: GroupMembership
     _formed: list[Group] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False
@@ -123,7 +133,9 @@ class Lines:
         place = PrefixStore(f"{self.name}/{len(self._formed)}", self.store)
         place.set(f"here/{self.rank}", "")
         everyone = [f"here/{rank}" for rank in range(self.size)]
-        self.life.until(lambda: place.check(everyone))  # what connects cannot be left: nobody begins before all are there
+        self.membership.until(
+            lambda: place.check(everyone)
+        )  # what connects cannot be left: nobody begins before all are there
         found: list[Any] = []
 
         def make() -> None:
@@ -135,12 +147,17 @@ class Lines:
 
         self.connecting = True
         threading.Thread(target=make, name="forming", daemon=True).start()
-        self.life.until(lambda: bool(found))
+        self.membership.until(lambda: bool(found))
         if isinstance(found[0], Exception):
             raise found[0]
-        self._formed.append(Group(self.rank, self.size, found[0], self.life))
+        self._formed.append(Group(self.rank, self.size, found[0], self.membership))
         if backend != "gloo":
-            threading.Thread(target=_abort_in_time, args=(found[0], self.life, self._over), name="aborting", daemon=True).start()
+            threading.Thread(
+                target=_abort_in_time,
+                args=(found[0], self.membership, self._over),
+                name="aborting",
+                daemon=True,
+            ).start()
         return self._formed[-1]
 
     def close(self) -> None:
@@ -167,7 +184,7 @@ def _let_go(handles: list[Any]) -> None:
     handles.clear()
 
 
-def _abort_in_time(handle: Any, life: Membership, over: threading.Event) -> None:
+def _abort_in_time(handle: Any, life: GroupMembership, over: threading.Event) -> None:
     """NCCL's kernels wait on the device, and the host for the device: an abort releases both, as soon as the group is left."""
     while not life.left and not over.wait(_A_LITTLE.total_seconds()):
         pass

@@ -46,7 +46,11 @@ def into_block(layer: MoELayer, block: nn.Module) -> None:
         "capacity": (layer.capacity, None),
         "shared": (layer.shared is not None, False),
     }
-    wrong = [f"{name} {ours}, where the block needs {theirs}" for name, (ours, theirs) in needed.items() if ours != theirs]
+    wrong = [
+        f"{name} {ours}, where the block needs {theirs}"
+        for name, (ours, theirs) in needed.items()
+        if ours != theirs
+    ]
     if wrong:
         raise ValueError(f"the layer does not fit into the {type(block).__name__}: it has {'; '.join(wrong)}")
     for ours, theirs in _pairs(layer, found):
@@ -105,7 +109,10 @@ def _check_shapes(router_ED: Tensor, up_EHD: Tensor, down_EDH: Tensor) -> None:
         raise ValueError(f"gate.weight has the shape {list(router_ED.shape)}; [experts, width] was needed")
     experts, width = router_ED.shape
     hidden = down_EDH.shape[-1] if down_EDH.ndim else 0
-    needed = {"experts.down_proj": (down_EDH, [experts, width, hidden]), "experts.gate_up_proj": (up_EHD, [experts, 2 * hidden, width])}
+    needed = {
+        "experts.down_proj": (down_EDH, [experts, width, hidden]),
+        "experts.gate_up_proj": (up_EHD, [experts, 2 * hidden, width]),
+    }
     for name, (tensor, shape) in needed.items():
         if list(tensor.shape) != shape:
             raise ValueError(
@@ -118,19 +125,25 @@ def _check_form(block: nn.Module) -> None:
     """What shapes do not tell. ``transformers`` notes the layout of stacks on the experts; Mixtral may add noise in training."""
     experts: Any = block.experts
     if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
-        raise ValueError(f"{type(experts).__name__} is transposed or interleaved; stacks [E, 2H, D] with gate before value were needed")
+        raise ValueError(
+            f"{type(experts).__name__} is transposed or interleaved; stacks [E, 2H, D] with gate before value were needed"
+        )
     probe = torch.linspace(-4, 4, 9)
     if not torch.allclose(experts.act_fn(probe), F.silu(probe)):
         raise ValueError(f"the experts' activation is {type(experts.act_fn).__name__}; SiLU was needed")
     if getattr(block, "jitter_noise", 0):
-        raise ValueError(f"the block trains with jitter_noise {block.jitter_noise}, which the layer has not; set it to 0 first")
+        raise ValueError(
+            f"the block trains with jitter_noise {block.jitter_noise}, which the layer has not; set it to 0 first"
+        )
 
 
 def _normalises(gate: Any) -> bool:
     """Mixtral's router always does, Qwen's says so. Of others it is not known what they make of the scores."""
     told = getattr(gate, "norm_topk_prob", True if type(gate).__name__ == "MixtralTopKRouter" else None)
     if told is None:
-        raise ValueError(f"the router is a {type(gate).__name__}; Mixtral's, or one with norm_topk_prob, was needed")
+        raise ValueError(
+            f"the router is a {type(gate).__name__}; Mixtral's, or one with norm_topk_prob, was needed"
+        )
     if told and gate.top_k == 1:
         raise ValueError(
             "the router gives its one expert per token the weight 1, which no layer does: it would cut the gate off from the loss"

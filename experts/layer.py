@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.bank import ExpertBank, computing_dtype
-from experts.crossing import Crossing, kept_choices
+from experts.context import MoEContext
 from experts.dispatch import combine, dispatch
 from experts.gate import Gate, noise
-from experts.hosts import Hosts
 from experts.kernels.loop import activate
+from experts.token_exchange import TokenExchange, kept_choices
 from experts.types import Kind, Routing, Scores
 
 
@@ -49,7 +49,7 @@ class MoELayer(nn.Module):
         self.bank = ExpertBank(width, sizes, kind)
         self.shared = SharedExpert(width, shared, kind) if shared else None
         self.jitter, self.capacity = jitter, capacity
-        self.hosts, self.number = Hosts(), 0
+        self.hosts, self.number = MoEContext(), 0
         self.register_buffer("load_E", torch.zeros(len(sizes), dtype=torch.int64))
         self.register_buffer("host_E", torch.zeros(len(sizes), dtype=torch.int64), persistent=False)
 
@@ -58,11 +58,11 @@ class MoELayer(nn.Module):
         routing = self._route(x_TD, x.shape[0])
         sent_TD = x_TD.to(computing_dtype(x_TD))
         if hosts.exchange.size == 1:
-            y_TD = self._at_home(sent_TD, routing)
+            y_TD = self._forward_local(sent_TD, routing)
             if self.shared is not None:
                 y_TD = y_TD + self.shared(sent_TD)
         else:
-            y_TD = uncompiled(self._abroad)(sent_TD, routing)
+            y_TD = uncompiled(self._forward_exchanged)(sent_TD, routing)
         return y_TD.reshape(x.shape).to(x.dtype), routing
 
     def _route(self, x_TD: Tensor, samples: int) -> Routing:
@@ -73,25 +73,29 @@ class MoELayer(nn.Module):
             position_T = hosts.first * per_sample + torch.arange(len(x_TD), device=x_TD.device)
             exact = torch.promote_types(x_TD.dtype, torch.float32)
             noise_TD = noise(hosts.seed + self.number, position_T, x_TD.shape[1], self.jitter, exact)
-        return self.gate(x_TD, self.load_E, noise_TD, hosts.once if hosts.tape is not None else None)
+        return self.gate(x_TD, self.load_E, noise_TD, hosts.replayed if hosts.cache is not None else None)
 
-    def _at_home(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _forward_local(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """All experts are here: tokens go straight to them."""
         slots_TK, rows = self.bank.slot_E[routing.experts_TK], None
-        if self.capacity is not None and not isinstance(x_TD, FakeTensor):  # traced, there are no numbers: all are kept
+        if self.capacity is not None and not isinstance(
+            x_TD, FakeTensor
+        ):  # traced, there are no numbers: all are kept
             kept_TK = kept_choices(routing.experts_TK, len(self.load_E), self.capacity, self.hosts)
             slots_TK = torch.where(kept_TK, slots_TK, -1)
             rows = int(kept_TK.sum())
         rows_RD, trip = dispatch(x_TD, slots_TK, routing.weights_TK, len(self.bank.held), rows)
         return combine(self.bank(rows_RD, trip.counts_S, trip.weights_R), trip)
 
-    def _abroad(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _forward_exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tokens travel to their experts' hosts, in parts, and back; the shared expert computes meanwhile."""
         hosts = self.hosts
         kept_TK = None
         if self.capacity is not None:
-            kept_TK = hosts.once(lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, hosts))
-        crossing = Crossing.of(x_TD, routing, self.host_E, kept_TK, hosts, self.number)
+            kept_TK = hosts.replayed(
+                lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, hosts)
+            )
+        crossing = TokenExchange.of(x_TD, routing, self.host_E, kept_TK, hosts, self.number)
         crossing.set_out()
         beside_TD = self.shared(x_TD) if self.shared is not None else None
         for part in crossing.parts:
@@ -105,7 +109,11 @@ class MoELayer(nn.Module):
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function as it is, where the compiler comes by: it neither sees through an exchange nor likes its changing shapes."""
-    return cast("Callable[..., Tensor]", torch.compiler.disable(function)) if torch.compiler.is_compiling() else function
+    return (
+        cast("Callable[..., Tensor]", torch.compiler.disable(function))
+        if torch.compiler.is_compiling()
+        else function
+    )
 
 
 class SharedExpert(nn.Module):

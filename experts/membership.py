@@ -10,11 +10,11 @@ from time import sleep
 _LOOK_SECONDS = 0.002
 
 
-class Left(RuntimeError):
+class GroupLeft(RuntimeError):
     """The group was left while this host waited for the others."""
 
 
-class Membership:
+class GroupMembership:
     """One life of a group. Beside the wish to leave it holds what an onlooker wants to know: whether this host waits for the others, and
     how often it has got what it waited for."""
 
@@ -33,7 +33,7 @@ class Membership:
 
     def check(self) -> None:
         if self._left.is_set():
-            raise Left("the group was left")
+            raise GroupLeft("the group was left")
 
     def until(self, there: Callable[[], bool]) -> None:
         """Wait until something is there, however long it takes, or until the group is left."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from experts.balance import moe_layers
 from experts.bank import ExpertBank
+from experts.context import MoEContext
 from experts.gate import Gate
-from experts.hosts import Hosts
-from experts.load import moe_layers
 
 
 def mix(*parts: object) -> int:
@@ -22,7 +22,7 @@ def mix(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def attach(model: nn.Module, hosts: Hosts) -> None:
+def attach(model: nn.Module, hosts: MoEContext) -> None:
     """Let the MoE layers of a model know of the step and of the other hosts."""
     for name, layer in moe_layers(model):
         layer.hosts, layer.number = hosts, mix("layer", name) >> 20
@@ -33,14 +33,19 @@ def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None
     anyone holds on to the parameters."""
     layers = moe_layers(model)
     if len(host_of) != len(layers):
-        raise ValueError(f"a placement of {len(host_of)} layers was given; the model has {len(layers)} MoE layers")
+        raise ValueError(
+            f"a placement of {len(host_of)} layers was given; the model has {len(layers)} MoE layers"
+        )
     parts: dict[ExpertBank, tuple[ExpertBank, tuple[int, ...]]] = {}
     for (name, layer), hosts in zip(layers, host_of, strict=True):
         if len(hosts) != len(layer.load_E):
             raise ValueError(f"{name}: {len(hosts)} experts were placed; the layer has {len(layer.load_E)}")
         layer.host_E = torch.tensor(list(hosts), dtype=torch.int64, device=layer.host_E.device)
         if layer.bank not in parts:
-            parts[layer.bank] = layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank]), tuple(hosts)
+            parts[layer.bank] = (
+                layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank]),
+                tuple(hosts),
+            )
         kept, where = parts[layer.bank]
         if where != tuple(hosts):
             raise ValueError(f"{name} shares its experts with another layer; they cannot live in two places")

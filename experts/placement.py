@@ -16,7 +16,9 @@ from typing import Any
 
 from experts.placement_search import CLOSE, PROVEN, Search, Task, heuristic, lower_bound, overfull
 
-_UNITS = 2**32  # of work, in the heaviest expert: coarse enough to hide the rounding of a common factor, and what is below is none
+_UNITS = (
+    2**32
+)  # of work, in the heaviest expert: coarse enough to hide the rounding of a common factor, and what is below is none
 _SMALL = 24  # experts; with more the search over all hosts rarely ends
 _SEARCH_TRIES = 50_000  # hosts tried for an expert by the whole search: about half a second
 
@@ -104,7 +106,9 @@ def place(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Seque
     return _placement(best, experts, hosts, "exact" if proven else "lpt")
 
 
-def round_robin(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()) -> Placement:
+def round_robin(
+    experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()
+) -> Placement:
     """Expert ``i`` on host ``i`` modulo the number of hosts, whatever it costs."""
     task = _task(experts, hosts, used)
     host_of = [expert % len(hosts) for expert in range(len(experts))]
@@ -112,7 +116,12 @@ def round_robin(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used:
     return _placement(host_of, experts, hosts, "round_robin")
 
 
-def given(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()) -> Placement:
+def given(
+    host_of: Sequence[int],
+    experts: Sequence[ExpertCost],
+    hosts: Sequence[HostFacts],
+    used: Sequence[float] = (),
+) -> Placement:
     """An assignment made by someone else, checked."""
     task = _task(experts, hosts, used)
     _check_ids(host_of, len(experts), len(hosts), "the placement")
@@ -127,7 +136,9 @@ def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -
     per_layer = [found["host_of"]] * layers if "host_of" in found else found["layers"]
     if not isinstance(per_layer, list) or len(per_layer) != layers:
         what = _counted(len(per_layer), "layer") if isinstance(per_layer, list) else reprlib.repr(per_layer)
-        raise ValueError(f'the placement file has {what} under "layers"; the model needs a list of {_counted(layers, "MoE layer")}')
+        raise ValueError(
+            f'the placement file has {what} under "layers"; the model needs a list of {_counted(layers, "MoE layer")}'
+        )
     for layer, (host_of, count) in enumerate(zip(per_layer, experts, strict=True)):
         _check_ids(host_of, count, hosts, f"layer {layer} of the placement file")
     return [tuple(host_of) for host_of in per_layer]
@@ -138,11 +149,15 @@ def check_placement(text: str, hosts: int | None) -> None:
     found = _parsed(text)
     per_layer = [found["host_of"]] if "host_of" in found else found["layers"]
     if not isinstance(per_layer, list):
-        raise ValueError(f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for each MoE layer')
+        raise ValueError(
+            f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for each MoE layer'
+        )
     for layer, host_of in enumerate(per_layer):
         where = f"layer {layer} of the placement file"
         if not isinstance(host_of, list):
-            raise ValueError(f"{where} has {reprlib.repr(host_of)}; it needs a list with a host for each expert")
+            raise ValueError(
+                f"{where} has {reprlib.repr(host_of)}; it needs a list with a host for each expert"
+            )
         _check_hosts(host_of, hosts, where)
 
 
@@ -153,7 +168,9 @@ def _parsed(text: str) -> dict[str, Any]:
         raise ValueError(f"the placement file is not JSON: {str(error)[:80]}") from None
     if not isinstance(found, dict) or found.keys() not in ({"host_of"}, {"layers"}):
         what = f"the keys {reprlib.repr(sorted(found))}" if isinstance(found, dict) else reprlib.repr(found)
-        raise ValueError(f'the placement file has {what}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}')
+        raise ValueError(
+            f'the placement file has {what}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}'
+        )
     return found
 
 
@@ -162,22 +179,33 @@ def _parsed(text: str) -> dict[str, Any]:
 
 def _task(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]) -> Task:
     if not hosts:
-        raise ValueError(f"{_counted(len(experts), 'expert')} cannot be placed on no host; at least one is needed")
+        raise ValueError(
+            f"{_counted(len(experts), 'expert')} cannot be placed on no host; at least one is needed"
+        )
     if used and len(used) != len(hosts):
         raise ValueError(f"bytes in use are given for {_counted(len(used), 'host')}; there are {len(hosts)}")
     heaviest = max((expert.work for expert in experts), default=0.0) or 1.0
-    work, speed = [float(round(expert.work / heaviest * _UNITS)) for expert in experts], [host.speed for host in hosts]
-    room = [max(0.0, host.memory - taken) for host, taken in zip(hosts, used or [0.0] * len(hosts), strict=True)]
+    work, speed = (
+        [float(round(expert.work / heaviest * _UNITS)) for expert in experts],
+        [host.speed for host in hosts],
+    )
+    room = [
+        max(0.0, host.memory - taken) for host, taken in zip(hosts, used or [0.0] * len(hosts), strict=True)
+    ]
     return Task(work, [expert.bytes for expert in experts], speed, room, lower_bound(work, speed))
 
 
-def _placement(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], method: str) -> Placement:
+def _placement(
+    host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], method: str
+) -> Placement:
     shares: list[list[float]] = [[] for _ in hosts]
     for expert, host in zip(experts, host_of, strict=True):
         shares[host].append(expert.work)
     work, speed = [expert.work for expert in experts], [host.speed for host in hosts]
     seconds = tuple(math.fsum(share) / host.speed for share, host in zip(shares, hosts, strict=True))
-    return Placement(tuple(host_of), seconds, lower_bound(work, speed), method, math.fsum(work) / math.fsum(speed))
+    return Placement(
+        tuple(host_of), seconds, lower_bound(work, speed), method, math.fsum(work) / math.fsum(speed)
+    )
 
 
 # --- checks and words
@@ -221,7 +249,11 @@ def _no_division(task: Task, proven: bool) -> str:
 
 def _check_ids(host_of: Any, experts: int, hosts: int, where: str) -> None:
     if not isinstance(host_of, Sequence) or isinstance(host_of, str) or len(host_of) != experts:
-        what = _counted(len(host_of), "host number") if isinstance(host_of, list | tuple) else reprlib.repr(host_of)
+        what = (
+            _counted(len(host_of), "host number")
+            if isinstance(host_of, list | tuple)
+            else reprlib.repr(host_of)
+        )
         raise ValueError(f"{where} has {what}; it needs a list of {experts}, one for each expert")
     _check_hosts(host_of, hosts, where)
 
@@ -230,7 +262,9 @@ def _check_hosts(host_of: Sequence[Any], hosts: int | None, where: str) -> None:
     for expert, host in enumerate(host_of):
         if type(host) is not int or host < 0 or (hosts is not None and host >= hosts):
             most = "" if hosts is None else f" to {hosts - 1}"
-            raise ValueError(f"{where} puts expert {expert} on host {reprlib.repr(host)}; hosts are whole numbers from 0{most}")
+            raise ValueError(
+                f"{where} puts expert {expert} on host {reprlib.repr(host)}; hosts are whole numbers from 0{most}"
+            )
 
 
 def _named(host: int, hosts: Sequence[HostFacts]) -> str:

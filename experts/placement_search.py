@@ -21,7 +21,9 @@ _NEAREST = 6  # ... and two at a time
 _NOTHING = (0.0, -1)  # what comes back for an expert that moves
 _KINDS_TO_DOUBLE = 32  # of speeds that are taken together, from one speed to twice it
 _BELOW = 1 - 1e-12  # of a bound: below what rounding makes of it
-_Key = tuple[float, float, int]  # when a host would be done, how many it holds (the other way round without work), which it is
+_Key = tuple[
+    float, float, int
+]  # when a host would be done, how many it holds (the other way round without work), which it is
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,10 @@ def _starts(task: Task) -> Iterator[list[int]]:
     by_work = sorted(experts, key=lambda e: (-task.work[e], -task.bytes[e]))
     by_size = sorted(experts, key=lambda e: (-task.bytes[e], -task.work[e]))
     limited = min(task.room) < math.inf
-    found = [greedy(task, order) for order in ((by_work, by_size) if limited and by_size != by_work else (by_work,))]
+    found = [
+        greedy(task, order)
+        for order in ((by_work, by_size) if limited and by_size != by_work else (by_work,))
+    ]
     yield from (host_of for host_of in found if host_of is not None)
     turns = [expert % len(task.speed) for expert in experts]
     if overfull(turns, task) is None:
@@ -178,20 +183,27 @@ def _kinds(speed: Sequence[float]) -> list[list[int]]:
     many, count = math.sqrt(len(speed)), Counter(speed)
     kinds: dict[tuple[bool, float], list[int]] = {}
     for host, each in enumerate(speed):
-        about = (True, each) if count[each] >= many else (False, math.floor(_KINDS_TO_DOUBLE * math.log2(each)))
+        about = (
+            (True, each) if count[each] >= many else (False, math.floor(_KINDS_TO_DOUBLE * math.log2(each)))
+        )
         kinds.setdefault(about, []).append(host)
     return list(kinds.values())
 
 
 def _queues(filling: _Filling, kinds: list[list[int]], block: Sequence[int]) -> list[_Queue]:
     task = filling.task
-    lightest, smallest = min(task.work[expert] for expert in block), min(task.bytes[expert] for expert in block)
+    lightest, smallest = (
+        min(task.work[expert] for expert in block),
+        min(task.bytes[expert] for expert in block),
+    )
     queues = []
     for hosts in kinds if lightest else [[*range(len(task.speed))]]:
         heap = [filling.key(host, lightest) for host in hosts if filling.free[host] >= smallest]
         heapify(heap)
         speeds = [task.speed[host] for host in hosts]
-        queues.append(_Queue(heap, lightest, smallest, max(speeds), even=not lightest or min(speeds) == max(speeds)))
+        queues.append(
+            _Queue(heap, lightest, smallest, max(speeds), even=not lightest or min(speeds) == max(speeds))
+        )
     return queues
 
 
@@ -281,9 +293,15 @@ def _anew(state: _State, group: Sequence[int], limit: float) -> tuple[list[tuple
     experts = [expert for host in group for _, expert in state.held[host]]
     work, speed = [task.work[expert] for expert in experts], [task.speed[host] for host in group]
     room = [state.free[host] + sum(task.bytes[expert] for _, expert in state.held[host]) for host in group]
-    search = Search(Task(work, [task.bytes[expert] for expert in experts], speed, room, lower_bound(work, speed)), limit, _GROUP_TRIES)
+    search = Search(
+        Task(work, [task.bytes[expert] for expert in experts], speed, room, lower_bound(work, speed)),
+        limit,
+        _GROUP_TRIES,
+    )
     found = zip(experts, search.best or (), strict=False)
-    return [(expert, group[index]) for expert, index in found if state.host_of[expert] != group[index]], _GROUP_TRIES - search.tries
+    return [
+        (expert, group[index]) for expert, index in found if state.host_of[expert] != group[index]
+    ], _GROUP_TRIES - search.tries
 
 
 # --- the search
@@ -318,7 +336,11 @@ class Search:
             time = more / self.task.speed[host]
             if time < self.limit:
                 self.tries -= 1
-                self._host_of[expert], self._load[host], self._free[host] = host, more, free - self.task.bytes[expert]
+                self._host_of[expert], self._load[host], self._free[host] = (
+                    host,
+                    more,
+                    free - self.task.bytes[expert],
+                )
                 self._held[host] += 1
                 self._visit(depth + 1, max(slowest, time))
                 self._load[host], self._free[host] = load, free

@@ -27,7 +27,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Fan:
+class RowMap:
     """Rows that are copies of others: row r copies row ``source_R[r]``, and ``back_TK`` names the copies of each row, -1
     for none. What is spread out by it is summed up by it again, in the order of K."""
 
@@ -42,6 +42,6 @@ class Trip:
     """The record ``dispatch`` leaves for ``combine``: which rows the experts got, sorted by slot, the order in which a bank
     keeps its experts, and the weight of each."""
 
-    fan: Fan
+    fan: RowMap
     weights_R: Tensor
     counts_S: Tensor

@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.checking import check
+    from orchestrator.cli.check import check
     from orchestrator.config.settings import Config
     from orchestrator.record.monitor import Monitor
-    from orchestrator.report.page import draw_report
+    from orchestrator.report.run.page import draw_report
     from orchestrator.tasks.task import Loss, Task, TensorData
     from orchestrator.trainer import Result, Trainer
 
@@ -21,8 +21,8 @@ _HOMES = {
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",
     "Monitor": "orchestrator.record.monitor",
-    "check": "orchestrator.checking",
-    "draw_report": "orchestrator.report.page",
+    "check": "orchestrator.cli.check",
+    "draw_report": "orchestrator.report.run.page",
 }
 
 __all__ = ["Config", "Loss", "Monitor", "Result", "Task", "TensorData", "Trainer", "check", "draw_report"]

@@ -13,22 +13,36 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.reader import Resolved, absolute
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.cluster import Cluster, chosen_gpus
 from orchestrator.plan.experts import unused_settings
-from orchestrator.plan.hardware import Inventory, in_cluster, inventory, results_folder, secret_values, set_environment
-from orchestrator.plan.parallel import asks_for_workers, check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
+from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
+from orchestrator.plan.inventory.hardware import (
+    Inventory,
+    in_cluster,
+    inventory,
+    results_folder,
+    secret_values,
+    set_environment,
+)
 from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
+from orchestrator.plan.workers import (
+    asks_for_workers,
+    check_cpu,
+    choose_backend,
+    choose_strategy,
+    choose_workers,
+    on_gpus,
+)
 from orchestrator.record.screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
 
     from orchestrator.config.sweep import Sweep
+    from orchestrator.measure.bench import Measured
     from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
-    from orchestrator.train.batch_size import Found
-    from orchestrator.train.bench import Measured
-    from orchestrator.train.folder import Prepared
+    from orchestrator.train.worker.batch_size import Found
+    from orchestrator.train.worker.run_dir import Prepared
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,9 @@ class Trainer:
         self._given: Task | None = task
         if not isinstance(config, Config | Resolved | None):
             raise UserError(f"config is a {type(config).__name__}; a Config was needed: Config.of(epochs=3)")
-        if task is not None and not all(callable(getattr(task, member, None)) for member in ("build_model", "train_data", "loss")):
+        if task is not None and not all(
+            callable(getattr(task, member, None)) for member in ("build_model", "train_data", "loss")
+        ):
             raise UserError(
                 f"task is {task!r}; an object with build_model, train_data and loss was needed (a name goes into Config.of(task=...))"
             )
@@ -90,7 +106,9 @@ class Trainer:
             raise UserError("data and loss were given without a model: Trainer(model, data=..., loss=...)")
         if model is not None:
             if data is None or loss is None:
-                raise UserError("a model of your own needs data and loss beside it: Trainer(model, data=..., loss=...)")
+                raise UserError(
+                    "a model of your own needs data and loss beside it: Trainer(model, data=..., loss=...)"
+                )
             self._given = _given_task(model, data, loss, validation, optimizer, schedule)
         if self._given is not None:
             own = f"python:{type(self._given if model is None else model).__name__}"
@@ -106,9 +124,9 @@ class Trainer:
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
     def _prepare(self, found: Inventory, cluster: Cluster | None, task: Task | None = None) -> Prepared:
+        from orchestrator.measure.model_facts import model_facts
         from orchestrator.tasks.load import load_task
-        from orchestrator.train.facts import model_facts
-        from orchestrator.train.folder import Prepared, kept_batch, planned_before, run_before
+        from orchestrator.train.worker.run_dir import Prepared, kept_batch, planned_before, run_before
 
         config = absolute(self.resolved.config, Path.cwd())
         task = task or self._given or load_task(config)
@@ -118,7 +136,9 @@ class Trainer:
         before = run_before(config, config.run.name, results_folder())
         known = planned_before(before) if before else {}
         chosen = plan(config, found, facts, kept_batch(config, known), cluster, in_cluster())
-        return Prepared(Resolved(config, self.resolved.origins), task, found, facts, chosen, cluster, in_cluster())
+        return Prepared(
+            Resolved(config, self.resolved.origins), task, found, facts, chosen, cluster, in_cluster()
+        )
 
     def _device(self, config: Config, found: Inventory, cluster: Cluster | None) -> str:
         """What the model is traced for."""
@@ -131,9 +151,9 @@ class Trainer:
 
     def find_batch_size(self) -> Found:
         """What ``--batch-size auto`` would find: the largest batch that fits the GPU, or the fastest on the CPU."""
-        from orchestrator.train.assemble import machine_settings
-        from orchestrator.train.probing import find_batch
-        from orchestrator.train.world import World
+        from orchestrator.train.parts.world import World
+        from orchestrator.train.worker.batch_probe import find_batch
+        from orchestrator.train.worker.build import machine_settings
 
         prepared = self.prepare()
         config, chosen = prepared.resolved.config, prepared.plan
@@ -143,11 +163,15 @@ class Trainer:
 
     def bench(self, iterations: int = 20, precisions: bool = False) -> list[Measured]:
         """Forward, backward and optimizer time over whole steps, warm-up left out; in each precision if asked for."""
-        from orchestrator.train.bench import measure, measure_precisions
+        from orchestrator.measure.bench import measure, measure_precisions
 
         prepared = self.prepare()
         config, chosen, task = prepared.resolved.config, prepared.plan, prepared.task
-        return measure_precisions(config, chosen, task, iterations) if precisions else [measure(config, chosen, task, iterations)]
+        return (
+            measure_precisions(config, chosen, task, iterations)
+            if precisions
+            else [measure(config, chosen, task, iterations)]
+        )
 
     def fit(self) -> Result:
         """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
@@ -156,13 +180,13 @@ class Trainer:
             found = self._look()
             if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
                 return self._alone(self._prepare(found, None))
-        from orchestrator.train.folder import check_unused
-        from orchestrator.train.placement_file import check_placement_file
+        from orchestrator.train.strategies.placement_file import check_placement_file
+        from orchestrator.train.worker.run_dir import check_unused
 
         run = self.resolved.config.run  # a cluster takes a while to start: what needs none is told before
         check_unused(self.resolved.config, run.run_dir or (results_folder() / run.name if run.name else None))
         check_placement_file(self.resolved.config)
-        from orchestrator.runtime.session import session
+        from orchestrator.runtime.cluster.session import session
 
         with session(self.resolved.config, self._screen.note) as joined:
             return self._together(joined)
@@ -170,8 +194,8 @@ class Trainer:
     def devices(self) -> tuple[str, int]:
         """Devices that a run here could have, of the cluster that it would join or of this machine: ``gpu`` and how many, where
         there are any that it may use, else ``cpu`` and the cores."""
-        from orchestrator.runtime.session import cluster_runs, session
-        from orchestrator.runtime.survey import survey
+        from orchestrator.runtime.cluster.session import cluster_runs, session
+        from orchestrator.runtime.cluster.survey import survey
 
         config, found = self.resolved.config, self._look()
         cluster = Cluster.of(found, config.parallel.devices)
@@ -184,17 +208,19 @@ class Trainer:
         """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
         came of each trial, and tables and pictures of it, lie in the folder of the sweep."""
         from orchestrator.record.ledger import read_sweep
-        from orchestrator.sweeping import carry_out, conclude, is_made
+        from orchestrator.sweeps import carry_out, conclude, is_made
         from orchestrator.tasks.load import load_task
 
         before = read_sweep(resume) if resume is not None else None
         if before is not None and is_made(sweep, before):
             return conclude(sweep, before.folder, self._quiet)
         config, found = self.resolved.config, self._look()
-        task = self._given or load_task(absolute(config, Path.cwd()))  # what is wrong with it is told before a cluster starts
-        from orchestrator.runtime.session import session
-        from orchestrator.runtime.survey import survey
-        from orchestrator.runtime.sweep import Ground, check_first
+        task = self._given or load_task(
+            absolute(config, Path.cwd())
+        )  # what is wrong with it is told before a cluster starts
+        from orchestrator.runtime.cluster.session import session
+        from orchestrator.runtime.cluster.survey import survey
+        from orchestrator.runtime.sweep.run import Ground, check_first
 
         check_first(sweep, config, found)
         with session(config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
@@ -207,11 +233,11 @@ class Trainer:
 
     def _alone(self, prepared: Prepared) -> Result:
         """The run in this process."""
-        from orchestrator.train.assemble import check_beginning, kept_randomness
-        from orchestrator.train.folder import banner_rows, open_run_dir
-        from orchestrator.train.run import record_failure, work
-        from orchestrator.train.watching import interruptible, recording
-        from orchestrator.train.world import World
+        from orchestrator.train.parts.world import World
+        from orchestrator.train.worker.build import check_beginning, kept_randomness
+        from orchestrator.train.worker.observers import interruptible, recording
+        from orchestrator.train.worker.run import record_failure, work
+        from orchestrator.train.worker.run_dir import banner_rows, open_run_dir
 
         config, begun = prepared.resolved.config, perf_counter()
         check_beginning(config)
@@ -227,15 +253,18 @@ class Trainer:
 
     def _together(self, joined: bool) -> Result:
         """The run on the workers of a cluster; ``joined`` if it is someone else's."""
-        from orchestrator.runtime.driving import drive, trained_model
-        from orchestrator.runtime.survey import survey
-        from orchestrator.train.assemble import check_beginning
-        from orchestrator.train.folder import banner_rows, open_run_dir
-        from orchestrator.train.placement_file import placement_file
+        from orchestrator.runtime.cluster.survey import survey
+        from orchestrator.runtime.driver import drive, trained_model
+        from orchestrator.train.strategies.placement_file import placement_file
+        from orchestrator.train.worker.build import check_beginning
+        from orchestrator.train.worker.run_dir import banner_rows, open_run_dir
 
         cluster, node = survey(self._look(), joined)
         asked = self.resolved.config  # what cannot be had is told before anything is traced
-        count, on_gpu = choose_workers(asked, cluster, node).value, choose_worker_device(asked, node, cluster.gpus).value != "cpu"
+        count, on_gpu = (
+            choose_workers(asked, cluster, node).value,
+            choose_worker_device(asked, node, cluster.gpus).value != "cpu",
+        )
         check_cpu(asked, on_gpu)
         choose_backend(asked, on_gpu, count)
         prepared = self._prepare(node, cluster)
@@ -255,8 +284,8 @@ class Trainer:
             self._screen.note(f"note: {unused}")
 
     def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
-        from orchestrator.report.page import draw_report
-        from orchestrator.train.folder import conclude, outcome_lines
+        from orchestrator.report.run.page import draw_report
+        from orchestrator.train.worker.run_dir import conclude, outcome_lines
 
         if self._model is not None:
             self._model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
@@ -270,10 +299,10 @@ class Trainer:
 def _start_of(prepared: Prepared) -> Any:
     """How a group of workers is started, by the strategy of the plan."""
     if prepared.plan.strategy.value == "expert_parallel":
-        from orchestrator.runtime.expert_parallel import Hosts
+        from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 
-        return Hosts
-    from orchestrator.runtime.data_parallel import Fit
+        return ExpertParallelRun
+    from orchestrator.runtime.data_parallel.fit import Fit
 
     return Fit
 

@@ -17,12 +17,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-_WITH_RAY = {"authentication", "chaos", "copies", "data_parallel", "expert_parallel", "readme", "seats", "successors", "sweep"}
+_RAY_FILES = (
+    "tests/test_documentation.py",
+    "tests/test_readme.py",
+    "tests/runtime/cluster/test_auth.py",
+    "tests/runtime/cluster/test_prestart.py",
+    "tests/runtime/data_parallel/test_fit.py",
+    "tests/runtime/expert_parallel/test_chaos.py",
+    "tests/runtime/expert_parallel/test_host_pool.py",
+    "tests/runtime/expert_parallel/test_run.py",
+    "tests/runtime/expert_parallel/test_snapshot_store.py",
+    "tests/runtime/sweep/test_run.py",
+)
 
 
 def _group(file: str) -> str:
-    """Tests that start Ray run one after another, beside all the others; those of one file together."""
-    return "ray" if Path(file).stem.removeprefix("test_") in _WITH_RAY else file
+    """Return the scheduling group: files that start Ray share one worker; every other file is its own group."""
+    return "ray" if Path(file).as_posix().endswith(_RAY_FILES) else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

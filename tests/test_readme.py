@@ -15,7 +15,13 @@ from orchestrator.config.settings import flat_names
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.DOTALL)
-COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.startswith("orchestrator ")]
+COMMANDS = [
+    line
+    for kind, block in BLOCKS
+    if kind == "bash"
+    for line in block.splitlines()
+    if line.startswith("orchestrator ")
+]
 
 
 def test_a_command_within_the_first_twenty_lines() -> None:
@@ -36,7 +42,9 @@ def test_the_commands_run(tmp_path: Path) -> None:
         words = shlex.split(command)
         if words[1] == "check":
             continue
-        done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
@@ -45,7 +53,16 @@ def test_the_python_runs(block: str, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block, encoding="utf-8")
     command = [sys.executable, "example.py"]
     if "class MyTask" in block:
-        command = [sys.executable, "-m", "orchestrator", "train", "--task", "example:MyTask", "--max-steps", "5"]
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator",
+            "train",
+            "--task",
+            "example:MyTask",
+            "--max-steps",
+            "5",
+        ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "results").is_dir()

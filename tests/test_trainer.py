@@ -36,21 +36,36 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def settings(folder: Path, **more: Any) -> Config:
-    return Config.of(**{"run_dir": folder / "run", "epochs": 3, "batch_size": 16, "trackers": (), "monitor_gpu": False} | more)
+    return Config.of(
+        **{"run_dir": folder / "run", "epochs": 3, "batch_size": 16, "trackers": (), "monitor_gpu": False}
+        | more
+    )
 
 
 def test_own_model_data_and_loss(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     before = model.weight.detach().clone()
     result = Trainer(
-        model, data=blobs(200), validation=blobs(50, 1), loss=loss, config=settings(tmp_path, learning_rate=0.1), quiet=True
+        model,
+        data=blobs(200),
+        validation=blobs(50, 1),
+        loss=loss,
+        config=settings(tmp_path, learning_rate=0.1),
+        quiet=True,
     ).fit()
     assert result.status == "completed"
     assert result.summary["validation"]["loss"] < 0.7
     assert not torch.equal(before, model.weight)
     assert torch.equal(model.weight, result.model.weight)  # pyright: ignore[reportArgumentType]
     assert re.search(r"^  steps +39$", result.performance_summary(), flags=re.MULTILINE)
-    for name in ("config.yaml", "plan.json", "events.jsonl", "summary.json", "report.html", "training_metrics.png"):
+    for name in (
+        "config.yaml",
+        "plan.json",
+        "events.jsonl",
+        "summary.json",
+        "report.html",
+        "training_metrics.png",
+    ):
         assert (result.run_dir / name).stat().st_size > 0, name
 
 
@@ -60,7 +75,13 @@ def test_the_mean_of_a_plain_scalar_is_over_all_samples(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     expected = float(loss(model, data).detach())
-    Trainer(model, data=data, loss=loss, config=settings(tmp_path, batch_size=4, global_batch_size=10, epochs=1), quiet=True).fit()
+    Trainer(
+        model,
+        data=data,
+        loss=loss,
+        config=settings(tmp_path, batch_size=4, global_batch_size=10, epochs=1),
+        quiet=True,
+    ).fit()
     (step,) = by_step(read_events(tmp_path / "run" / "events.jsonl"))
     assert step["loss"] == pytest.approx(expected, rel=1e-6)
 
@@ -77,7 +98,12 @@ def test_own_optimizer_and_schedule(tmp_path: Path) -> None:
     )
     assert not trainer.prepare().plan.fused_optimizer.value
     trainer.fit()
-    assert [e["lr"] for e in by_step(read_events(tmp_path / "run" / "events.jsonl"))] == [0.5, 0.25, 0.125, 0.0625]
+    assert [e["lr"] for e in by_step(read_events(tmp_path / "run" / "events.jsonl"))] == [
+        0.5,
+        0.25,
+        0.125,
+        0.0625,
+    ]
 
 
 def test_a_task_class(tmp_path: Path) -> None:
@@ -91,7 +117,11 @@ def test_a_task_class(tmp_path: Path) -> None:
 
         def loss(self, model: nn.Module, batch: Any) -> Loss:
             logits = model(batch[0])
-            return Loss(F.cross_entropy(logits, batch[1], reduction="sum"), len(logits), {"margin": logits.max(-1).values.sum()})
+            return Loss(
+                F.cross_entropy(logits, batch[1], reduction="sum"),
+                len(logits),
+                {"margin": logits.max(-1).values.sum()},
+            )
 
     result = Trainer(task=Blobs(), config=settings(tmp_path), quiet=True).fit()
     assert result.summary["validation"] == {}
@@ -102,10 +132,14 @@ def test_under_a_running_event_loop(tmp_path: Path) -> None:
     """As in a notebook: fit blocks, fit_async leaves the loop free. Both in one process."""
 
     async def both() -> tuple[str, str, int]:
-        first = Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "a"), quiet=True).fit()
+        first = Trainer(
+            nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "a"), quiet=True
+        ).fit()
         ticks = 0
         running = asyncio.create_task(
-            Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "b"), quiet=True).fit_async()
+            Trainer(
+                nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / "b"), quiet=True
+            ).fit_async()
         )
         while not running.done():
             ticks += 1
@@ -125,11 +159,13 @@ def test_a_model_without_data_is_a_mistake() -> None:
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True).fit()
     with pytest.raises(UserError, match="--resume auto"):
-        Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True).fit()
+        Trainer(
+            nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=1), quiet=True
+        ).fit()
 
 
 def test_it_is_told_before_a_cluster_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import orchestrator.runtime.session as module
+    import orchestrator.runtime.cluster.session as module
 
     def started(*_: Any) -> Any:
         raise AssertionError("a cluster was started for a run that cannot begin")
@@ -168,7 +204,14 @@ def test_batch_norm_trains_and_survives_out_of_memory(tmp_path: Path) -> None:
 
         def fragile(model: nn.Module, batch: Any) -> torch.Tensor:
             made = loss(model, batch)
-            if hurt and len(batch[0]) == 16 and not failed and model.training and batch[0].device.type == "cpu" and started:
+            if (
+                hurt
+                and len(batch[0]) == 16
+                and not failed
+                and model.training
+                and batch[0].device.type == "cpu"
+                and started
+            ):
                 failed.append(1)
                 raise torch.OutOfMemoryError("injected")
             return made
@@ -208,9 +251,15 @@ def test_the_seed_reaches_a_task_of_ones_own(tmp_path: Path) -> None:
 def test_metrics_may_have_any_name(tmp_path: Path) -> None:
     def named(model: nn.Module, batch: Any) -> Any:
         made = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-        return made, len(batch[1]), {"loss": made.detach() * 0 + 400, "norm": made.detach() * 0, "count": made.detach() * 0 + 1000}
+        return (
+            made,
+            len(batch[1]),
+            {"loss": made.detach() * 0 + 400, "norm": made.detach() * 0, "count": made.detach() * 0 + 1000},
+        )
 
-    Trainer(nn.Linear(4, 3), data=blobs(32), loss=named, config=settings(tmp_path, epochs=1), quiet=True).fit()
+    Trainer(
+        nn.Linear(4, 3), data=blobs(32), loss=named, config=settings(tmp_path, epochs=1), quiet=True
+    ).fit()
     step = by_step(read_events(tmp_path / "run" / "events.jsonl"))[0]
     assert step["units"] == 16
     assert step["loss"] < 10
@@ -221,11 +270,13 @@ def test_metrics_may_have_any_name(tmp_path: Path) -> None:
 def test_a_wrong_metric_name_is_found_before_the_first_epoch(tmp_path: Path) -> None:
     config = settings(tmp_path, early_stopping_metric="acuracy")
     with pytest.raises(UserError, match="not among the validation metrics"):
-        Trainer(nn.Linear(4, 3), data=blobs(32), validation=blobs(8), loss=loss, config=config, quiet=True).fit()
+        Trainer(
+            nn.Linear(4, 3), data=blobs(32), validation=blobs(8), loss=loss, config=config, quiet=True
+        ).fit()
 
 
 def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.train import checkpoint
+    from orchestrator.train.checkpoint import store as checkpoint
 
     real, calls = checkpoint._write_whole, []
 
@@ -236,7 +287,9 @@ def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pyt
         real(*arguments)
 
     monkeypatch.setattr(checkpoint, "_write_whole", sometimes)
-    result = Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=2), quiet=True).fit()
+    result = Trainer(
+        nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path, epochs=2), quiet=True
+    ).fit()
     assert result.status == "completed"
     (warning,) = of_kind(read_events(result.run_dir / "events.jsonl"), "warning")
     assert "No space left" in warning["message"]
@@ -253,7 +306,9 @@ def test_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         config = settings(tmp_path / name, epochs=1)
-        result = Trainer(model, data=blobs(32), validation=blobs(23, 1), loss=function, config=config, quiet=True).fit()
+        result = Trainer(
+            model, data=blobs(32), validation=blobs(23, 1), loss=function, config=config, quiet=True
+        ).fit()
         means.append(result.summary["validation"]["loss"])
     assert means[0] == pytest.approx(means[1], rel=1e-6)
 
@@ -281,14 +336,18 @@ def test_a_run_leaves_the_callers_randomness_alone(tmp_path: Path) -> None:
     drawn = []
     for name in ("a", "b"):
         torch.manual_seed(7)
-        Trainer(nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / name, epochs=1), quiet=True).fit()
+        Trainer(
+            nn.Linear(4, 3), data=blobs(32), loss=loss, config=settings(tmp_path / name, epochs=1), quiet=True
+        ).fit()
         drawn.append(torch.rand(3).tolist())
     torch.manual_seed(7)
     nn.Linear(4, 3)
     assert drawn == [torch.rand(3).tolist()] * 2
 
 
-@pytest.mark.parametrize("wrong", [{"data": blobs(8), "loss": loss}, {"task": "text"}, {"config": {"epochs": 1}}])
+@pytest.mark.parametrize(
+    "wrong", [{"data": blobs(8), "loss": loss}, {"task": "text"}, {"config": {"epochs": 1}}]
+)
 def test_wrong_arguments_are_answered(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"model|Config"):
         Trainer(**wrong)
@@ -300,13 +359,25 @@ def test_metrics_may_be_plain_numbers_and_data_numpy(tmp_path: Path) -> None:
     def named(model: nn.Module, batch: Any) -> Loss:
         return Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]), {"right": 8})  # pyright: ignore[reportArgumentType]
 
-    Trainer(nn.Linear(4, 3), data=(x.numpy(), y.numpy()), loss=named, config=settings(tmp_path, epochs=1), quiet=True).fit()
+    Trainer(
+        nn.Linear(4, 3),
+        data=(x.numpy(), y.numpy()),
+        loss=named,
+        config=settings(tmp_path, epochs=1),
+        quiet=True,
+    ).fit()
     assert by_step(read_events(tmp_path / "run" / "events.jsonl"))[0]["metrics"] == {"right": 0.5}
 
 
 def test_patience_without_validation_data_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs validation data"):
-        Trainer(nn.Linear(4, 3), data=blobs(8), loss=loss, config=settings(tmp_path, early_stopping_patience=1), quiet=True).fit()
+        Trainer(
+            nn.Linear(4, 3),
+            data=blobs(8),
+            loss=loss,
+            config=settings(tmp_path, early_stopping_patience=1),
+            quiet=True,
+        ).fit()
 
 
 def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Path) -> None:
@@ -322,8 +393,12 @@ def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Pa
 
 
 def test_early_stopping_and_best(tmp_path: Path) -> None:
-    config = settings(tmp_path, epochs=50, early_stopping_patience=2, learning_rate=0.2, schedule="constant", keep=1)
-    result = Trainer(nn.Linear(4, 3), data=blobs(64), validation=blobs(64, 1), loss=loss, config=config, quiet=True).fit()
+    config = settings(
+        tmp_path, epochs=50, early_stopping_patience=2, learning_rate=0.2, schedule="constant", keep=1
+    )
+    result = Trainer(
+        nn.Linear(4, 3), data=blobs(64), validation=blobs(64, 1), loss=loss, config=config, quiet=True
+    ).fit()
     events = read_events(result.run_dir / "events.jsonl")
     evaluations = of_kind(events, "evaluate")
     assert len(evaluations) < 50
@@ -333,8 +408,10 @@ def test_early_stopping_and_best(tmp_path: Path) -> None:
     assert kept == sorted({best, evaluations[-1]["step"]})
 
 
-def test_a_tracker_that_fails_is_a_warning_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchestrator.record import tracker_kinds
+def test_a_tracker_that_fails_is_a_warning_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from orchestrator.record import tracker_backends as tracker_kinds
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no tracker today")
@@ -367,9 +444,15 @@ def test_batch_size_auto_on_a_cpu_is_measured_once(tmp_path: Path) -> None:
     first = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
     assert "measured throughput" in first["reason"]
     assert 1 <= first["value"] <= 64  # an eighth of the data
-    Trainer(nn.Linear(4, 3), data=blobs(512), loss=loss, config=config.but(resume="auto", max_steps=4), quiet=True).fit()
+    Trainer(
+        nn.Linear(4, 3), data=blobs(512), loss=loss, config=config.but(resume="auto", max_steps=4), quiet=True
+    ).fit()
     again = json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
-    assert again == {"value": first["value"], "reason": "measured when the run was first started", "rejected": []}
+    assert again == {
+        "value": first["value"],
+        "reason": "measured when the run was first started",
+        "rejected": [],
+    }
 
 
 def test_compile_falls_back_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,14 +463,18 @@ def test_compile_falls_back_with_a_warning(tmp_path: Path, monkeypatch: pytest.M
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=broken))
-    result = Trainer(nn.Linear(4, 3), data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True).fit()
+    result = Trainer(
+        nn.Linear(4, 3), data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True
+    ).fit()
     assert result.status == "completed"
     (event,) = of_kind(read_events(result.run_dir / "events.jsonl"), "compile")
     assert event["status"] == "failed"
     assert "no compiler here" in event["detail"]
 
 
-def test_compile_compiles_even_modules_of_torch_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_compiles_even_modules_of_torch_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -397,7 +484,9 @@ def test_compile_compiles_even_modules_of_torch_itself(tmp_path: Path, monkeypat
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=counting))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    result = Trainer(model, data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True).fit()
+    result = Trainer(
+        model, data=blobs(64), loss=loss, config=settings(tmp_path, compile=True), quiet=True
+    ).fit()
     assert graphs
     (event,) = of_kind(read_events(result.run_dir / "events.jsonl"), "compile")
     assert event["status"] == "compiled"
@@ -406,15 +495,34 @@ def test_compile_compiles_even_modules_of_torch_itself(tmp_path: Path, monkeypat
 def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
     losses = []
     for switch in ("off", "on"):
-        config = settings(tmp_path / switch, epochs=2, batch_size=None, activation_checkpointing=switch, width=16, expert_hidden_size=(8,))
+        config = settings(
+            tmp_path / switch,
+            epochs=2,
+            batch_size=None,
+            activation_checkpointing=switch,
+            width=16,
+            expert_hidden_size=(8,),
+        )
         Trainer(config=config, quiet=True).fit()
         losses.append([e["loss"] for e in by_step(read_events(tmp_path / switch / "run" / "events.jsonl"))])
     assert losses[0] == losses[1]
 
 
 def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrator", "train", "--run-dir", str(tmp_path / "run"), "--epochs", "5000", "--trackers"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "train",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--epochs",
+        "5000",
+        "--trackers",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    )
     while process.poll() is None and len(of_kind(read_events(tmp_path / "run" / "events.jsonl"), "step")) < 5:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)

@@ -24,4 +24,8 @@ def choose_kernel(asked: Kernel, device: torch.device, dtype: torch.dtype, width
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has one kernel for all groups. Elsewhere the operator is a loop of its own, with a host synchronization."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )

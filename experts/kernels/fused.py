@@ -109,10 +109,14 @@ def tile(width: int, most: int) -> Tile:
     return Tile(max(1, 1024 // columns), columns, max(4, columns // 256))
 
 
-def launch(kernel: Callable[..., None], shape: Tile, grid: tuple[int, int], *arguments: Any, **constants: int) -> None:
+def launch(
+    kernel: Callable[..., None], shape: Tile, grid: tuple[int, int], *arguments: Any, **constants: int
+) -> None:
     if grid[0] and grid[1]:
         with torch.cuda.device_of(arguments[0]):
-            _compiled(kernel)[grid](*arguments, **constants, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps)
+            _compiled(kernel)[grid](
+                *arguments, **constants, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps
+            )
 
 
 @cache
@@ -165,7 +169,9 @@ def parts(whole: int, part: int) -> int:
     return -(-whole // part)
 
 
-def _copy_kernel(x, back, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _copy_kernel(
+    x, back, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> None:
     """Each token is read once and written to each of its rows."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -176,18 +182,24 @@ def _copy_kernel(x, back, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: t
         tl.store(out + row[:, None] * D + column[None, :], values, mask=inside & (row >= 0)[:, None])
 
 
-def _sum_kernel(rows, back, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _sum_kernel(
+    rows, back, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> None:
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in tl.static_range(K):
         row = tl.load(back + token * K + k, mask=token < tokens, other=-1).to(tl.int64)
-        total += tl.load(rows + row[:, None] * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0).to(tl.float32)
+        total += tl.load(
+            rows + row[:, None] * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
+        ).to(tl.float32)
     tl.store(out + token[:, None] * D + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-def _swiglu_kernel(hidden, weights, out, rows, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _swiglu_kernel(
+    hidden, weights, out, rows, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < H)[None, :]
@@ -200,7 +212,15 @@ def _swiglu_kernel(hidden, weights, out, rows, H: tl.constexpr, ROWS: tl.constex
 
 
 def _swiglu_backward_kernel(
-    grads, hidden, weights, d_hidden, d_weights, rows, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    grads,
+    hidden,
+    weights,
+    d_hidden,
+    d_weights,
+    rows,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     """A program has its rows to itself, so the gradient of a weight needs no second pass."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

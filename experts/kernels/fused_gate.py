@@ -20,12 +20,16 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """``F.linear(x_TD.float(), weight_ED.float())`` for two tensors in bf16, without fp32 copies: products of bf16 are exact
     in fp32, where they are summed. Backward: the incoming gradient goes as two bf16 parts, together 16 bits of it."""
     if x_TD.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
-        raise TypeError(f"tokens are {x_TD.dtype}, the gate's weights {weight_ED.dtype}; bf16 was needed for both")
+        raise TypeError(
+            f"tokens are {x_TD.dtype}, the gate's weights {weight_ED.dtype}; bf16 was needed for both"
+        )
     result: Tensor = _Logits.apply(x_TD, weight_ED)  # pyright: ignore[reportAssignmentType]
     return result
 
 
-def choose(logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def choose(
+    logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights and experts of each token, the largest first, the balance and the z loss: with
     ``probabilities_TE = logits_TE.softmax(-1)``
 
@@ -51,7 +55,9 @@ class _Logits(torch.autograd.Function):
 
 class _Choose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         weights_TK, experts_TK, losses = _ops.choose(logits_TE, share_E, top_k, normalise)
         ctx.save_for_backward(logits_TE, share_E, experts_TK)
         ctx.normalise = normalise
@@ -90,18 +96,33 @@ def _choose(logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool) -> 
 
 
 def _choose_backward(
-    d_weights_TK: Tensor, d_losses: Tensor, logits_TE: Tensor, share_E: Tensor, experts_TK: Tensor, normalise: bool
+    d_weights_TK: Tensor,
+    d_losses: Tensor,
+    logits_TE: Tensor,
+    share_E: Tensor,
+    experts_TK: Tensor,
+    normalise: bool,
 ) -> Tensor:
     given = [part.contiguous() for part in (d_weights_TK, d_losses, logits_TE, share_E, experts_TK)]
     (tokens, experts), shape = logits_TE.shape, _tile_of_experts(logits_TE)
     d_logits_TE = torch.empty_like(given[2])
     constants = {"E": experts, "K": experts_TK.shape[1], "NORMALISE": normalise}
-    launch(_choose_backward_kernel, shape, (parts(tokens, shape.rows), 1), *given, d_logits_TE, tokens, **constants)
+    launch(
+        _choose_backward_kernel,
+        shape,
+        (parts(tokens, shape.rows), 1),
+        *given,
+        d_logits_TE,
+        tokens,
+        **constants,
+    )
     return d_logits_TE
 
 
 def _tile_of_experts(logits_TE: Tensor) -> Tile:
-    return tile(logits_TE.shape[1], 1 << 16)  # a token's experts are compared with each other: all in one program
+    return tile(
+        logits_TE.shape[1], 1 << 16
+    )  # a token's experts are compared with each other: all in one program
 
 
 def _choose_kernel(
@@ -123,7 +144,9 @@ def _choose_kernel(
     expert = tl.arange(0, COLUMNS)
     choice = tl.arange(0, CHOICES)
     there, real = token < tokens, (expert < E)[None, :]
-    logit = tl.load(logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf"))
+    logit = tl.load(
+        logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf")
+    )
     logit = tl.where(there[:, None], logit, 0.0)
     peak = tl.max(logit, axis=1)
     power = tl.where(real, tl.exp(logit - peak[:, None]), 0.0)
@@ -168,7 +191,9 @@ def _choose_backward_kernel(
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)
     there, real = token < tokens, (expert < E)[None, :]
-    logit = tl.load(logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf"))
+    logit = tl.load(
+        logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf")
+    )
     logit = tl.where(there[:, None], logit, 0.0)
     peak = tl.max(logit, axis=1)
     power = tl.where(real, tl.exp(logit - peak[:, None]), 0.0)

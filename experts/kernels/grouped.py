@@ -19,10 +19,17 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def grouped_works(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
     """Whether the operator takes these types and sizes at all."""
     per_stride = _BYTES // dtype.itemsize if dtype in _DTYPES else 0
-    return per_stride > 0 and width % per_stride == 0 and hidden % per_stride == 0 and device.type in ("cuda", "cpu")
+    return (
+        per_stride > 0
+        and width % per_stride == 0
+        and hidden % per_stride == 0
+        and device.type in ("cuda", "cpu")
+    )
 
 
-def experts_grouped(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
+def experts_grouped(
+    rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
+) -> Tensor:
     """Experts over rows sorted by expert, each row times its weight."""
     if rows_RD.shape[0] == 0:  # nothing to launch, and gradients of zero all the same
         return experts_loop(rows_RD, up_EDH, down_EHD, torch.zeros_like(counts_E), weights_R, kind)
@@ -36,7 +43,9 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
     """Each group of rows times its own matrix, with offsets that ``check_offsets`` has seen."""
     experts, inner, outer = weights_EKN.shape
     if rows_RK.dtype != weights_EKN.dtype or rows_RK.dtype not in _DTYPES:
-        raise TypeError(f"rows are {rows_RK.dtype}, weights {weights_EKN.dtype}; one of {', '.join(map(str, _DTYPES))} was needed for both")
+        raise TypeError(
+            f"rows are {rows_RK.dtype}, weights {weights_EKN.dtype}; one of {', '.join(map(str, _DTYPES))} was needed for both"
+        )
     if rows_RK.shape[1] != inner or offsets_E.shape != (experts,) or offsets_E.dtype != torch.int32:
         raise ValueError(
             f"rows {tuple(rows_RK.shape)}, weights {tuple(weights_EKN.shape)}, {tuple(offsets_E.shape)} offsets in {offsets_E.dtype}; "
@@ -44,7 +53,9 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
         )
     per_stride = _BYTES // rows_RK.dtype.itemsize
     if inner % per_stride or outer % per_stride:
-        raise ValueError(f"weights of {inner} × {outer} in {rows_RK.dtype}; multiples of {per_stride} were needed")
+        raise ValueError(
+            f"weights of {inner} × {outer} in {rows_RK.dtype}; multiples of {per_stride} were needed"
+        )
     made: Tensor = F.grouped_mm(rows_RK.contiguous(), weights_EKN, offs=offsets_E)
     result: Tensor = _RealStrides.apply(made)  # pyright: ignore[reportAssignmentType]
     return result

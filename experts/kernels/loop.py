@@ -11,13 +11,17 @@ from experts.kernels import fused
 from experts.types import Kind
 
 
-def experts_loop(rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
+def experts_loop(
+    rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
+) -> Tensor:
     """Experts over rows sorted by expert, each row times its weight. An expert without rows multiplies an empty matrix, so
     that its gradient is zero and not absent."""
     sizes = row_counts(counts_E, rows_RD.shape[0])
     made = [
         activate(rows @ up, weights, kind) @ down
-        for rows, up, down, weights in zip(rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True)
+        for rows, up, down, weights in zip(
+            rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
+        )
     ]
     return torch.cat(made)
 

@@ -19,9 +19,14 @@ LARGEST = 2**63
 
 def at_least(name: str, value: float | None, least: float) -> None:
     if value is not None and LARGEST <= value < math.inf:
-        raise ValueError(f"{name} is larger than 2**63; it must be at least {least}, and a number that machines can count to")
+        raise ValueError(
+            f"{name} is larger than 2**63; it must be at least {least}, and a number that machines can count to"
+        )
     if value is not None and not least <= value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be at least {least}" + ("" if math.isfinite(value) else " and finite"))
+        raise ValueError(
+            f"{name} is {value}; it must be at least {least}"
+            + ("" if math.isfinite(value) else " and finite")
+        )
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
@@ -41,7 +46,9 @@ def possible_path(name: str, value: str | Path | None) -> None:
         raise ValueError(f"{name} is {reprlib.repr(text)}; a path without control characters was needed")
     longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(text)) > LONGEST_PATH:
-        raise ValueError(f"{name} is {reprlib.repr(text)}, with a name of {longest} bytes; at most {LONGEST_NAME} are possible")
+        raise ValueError(
+            f"{name} is {reprlib.repr(text)}, with a name of {longest} bytes; at most {LONGEST_NAME} are possible"
+        )
 
 
 def listed(numbers: Iterable[int]) -> str:

@@ -76,7 +76,9 @@ class MoeSettings:
                 f"expert_hidden_size has {len(self.expert_hidden_size)} sizes for {self.experts} experts; give one size, or one per expert"
             )
         if self.experts and self.top_k and self.top_k > self.experts:
-            raise ValueError(f"top_k is {self.top_k} but there are only {self.experts} experts; lower --top-k or raise --experts")
+            raise ValueError(
+                f"top_k is {self.top_k} but there are only {self.experts} experts; lower --top-k or raise --experts"
+            )
         if self.experts == 0 and self.shared_expert_size:
             raise ValueError(
                 f"shared_expert_size is {self.shared_expert_size}, an expert beside routed ones, but experts is 0, a dense model; "

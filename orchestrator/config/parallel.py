@@ -88,9 +88,13 @@ class ParallelSettings:
         at_least("max_failures", self.max_failures, 0)
         at_least("spares", self.spares, 0)
         if self.placement not in PLACEMENTS and not self.placement.endswith(".json"):
-            raise ValueError(f"placement is {self.placement!r}; it must be auto, round_robin or the path of a .json file")
+            raise ValueError(
+                f"placement is {self.placement!r}; it must be auto, round_robin or the path of a .json file"
+            )
         if self.gate == "primary" and self.share_by_speed == "on":
-            raise ValueError("gate primary and share_by_speed on contradict each other: the first host has the whole batch; leave one out")
+            raise ValueError(
+                "gate primary and share_by_speed on contradict each other: the first host has the whole batch; leave one out"
+            )
         if self.cpu_offload and self.sharding == "none":
             raise ValueError(
                 "cpu_offload and sharding none contradict each other: shards are what is offloaded; give --sharding zero2 or zero3"
@@ -108,4 +112,6 @@ def _check_address(address: str) -> None:
         )
     found = _HOST_AND_PORT.fullmatch(address)
     if found is None or not 1 <= int(found[2]) <= 65535:
-        raise ValueError(f"ray_address is {address!r}; it must be auto, local or HOST:PORT, as 'ray start' shows it")
+        raise ValueError(
+            f"ray_address is {address!r}; it must be auto, local or HOST:PORT, as 'ray start' shows it"
+        )

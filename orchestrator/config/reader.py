@@ -16,11 +16,11 @@ import yaml
 from orchestrator.config import spellings
 from orchestrator.config.checks import Switch
 from orchestrator.config.parallel import PLACEMENTS
+from orchestrator.config.safe_yaml import MOST_CHARACTERS, composed
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
-from orchestrator.config.yaml_text import MOST_CHARACTERS, composed
 from orchestrator.errors import UserError
-from orchestrator.masking import Secrets, mask, masked
+from orchestrator.redaction import Secrets, mask, masked
 
 Options = TypeVar("Options")
 Origins = Mapping[str, str]
@@ -46,12 +46,18 @@ def read_file(path: Path) -> Resolved:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
     except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror or error}; give the path of a YAML file to --config") from None
+        raise UserError(
+            f"cannot read the config {path}: {error.strerror or error}; give the path of a YAML file to --config"
+        ) from None
     except UnicodeDecodeError:
         raise UserError(f"the config {path} is not UTF-8 text; give a YAML file to --config") from None
     content, lines = _parse(text, path.name)
     _check_keys(content, lines)
-    origins = {name.rpartition(".")[2]: f"file {where}" for name, where in lines.items() if name not in section_types()}
+    origins = {
+        name.rpartition(".")[2]: f"file {where}"
+        for name, where in lines.items()
+        if name not in section_types()
+    }
     return Resolved(_build(content, lines, path.name), origins)
 
 
@@ -82,13 +88,19 @@ def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{file}{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{file}{where} is not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
+        ) from None
     except RecursionError:
-        raise UserError(f"{file} is nested too deeply; two levels were needed, see 'orchestrator init'") from None
+        raise UserError(
+            f"{file} is nested too deeply; two levels were needed, see 'orchestrator init'"
+        ) from None
     if content is None:
         return {}, {}
     if not isinstance(content, dict):
-        raise UserError(f"{file} holds a {type(content).__name__}; a mapping of sections was needed, see 'orchestrator init'")
+        raise UserError(
+            f"{file} holds a {type(content).__name__}; a mapping of sections was needed, see 'orchestrator init'"
+        )
     return content, lines
 
 
@@ -128,7 +140,9 @@ def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
     if name in flat_names():
         return UserError(f"{where}: {name} belongs {_place(name)}")
     if name in section_types():
-        return UserError(f"{where}: {name} is a section of its own; it begins at the top level, not below {section}")
+        return UserError(
+            f"{where}: {name} is a section of its own; it begins at the top level, not below {section}"
+        )
     advice = spellings.answer(name, _as_written(value), flag=False)
     if advice:
         return UserError(f"{where}: unknown setting {name!r}; {advice}")
@@ -137,7 +151,9 @@ def _unknown(name: str, value: Any, where: str, section: str) -> UserError:
         place = "" if near in section_types() or flat_names()[near] == section else f" {_place(near)}"
         return UserError(f"{where}: unknown setting {name!r} (did you mean {near!r}{place}?)")
     known = [n for n, s in flat_names().items() if s == section] + ([] if section else list(section_types()))
-    return UserError(f"{where}: unknown setting {name!r}; known {f'in {section}' if section else 'here'}: {', '.join(known)}")
+    return UserError(
+        f"{where}: unknown setting {name!r}; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
+    )
 
 
 def _as_written(value: Any) -> str | None:
@@ -158,11 +174,15 @@ def _build(content: Mapping[str, Any], lines: Mapping[str, str], file: str) -> C
         if key not in section_types():
             made[key] = _declared(key, key, value, lines)
             continue
-        values = {name: _declared(f"{key}.{name}", name, inner, lines) for name, inner in (value or {}).items()}
+        values = {
+            name: _declared(f"{key}.{name}", name, inner, lines) for name, inner in (value or {}).items()
+        }
         try:
             made[key] = section_types()[key](**values)
         except ValueError as error:
-            at = next((lines[f"{key}.{name}"] for name in values if str(error).startswith(f"{name} ")), lines[key])
+            at = next(
+                (lines[f"{key}.{name}"] for name in values if str(error).startswith(f"{name} ")), lines[key]
+            )
             raise UserError(f"{at}: {error}") from None
     try:
         return Config(**made)
@@ -192,7 +212,9 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
         prog=prog,
     )
     config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
-    given = {_setting_of(token): f"flag {token.partition('=')[0]}" for token in argv if token.startswith("--")}
+    given = {
+        _setting_of(token): f"flag {token.partition('=')[0]}" for token in argv if token.startswith("--")
+    }
     origins = dict(base.origins) | {name: text for name, text in given.items() if name in flat_names()}
     resolved = Resolved(config, origins)
     _check_cluster(resolved)
@@ -237,13 +259,21 @@ def check_flags(argv: Sequence[str], own: Iterable[str]) -> None:
         if not token.startswith("--") or token == "--":
             continue
         name, _, value = token[2:].partition("=")
-        following = argv[position + 1] if position + 1 < len(argv) and not argv[position + 1].startswith("--") else None
+        following = (
+            argv[position + 1]
+            if position + 1 < len(argv) and not argv[position + 1].startswith("--")
+            else None
+        )
         setting = _setting_of(token)
         if setting in known or name.replace("-", "_") in known:
             negated = setting_types().get(setting) == Switch and name.replace("-", "_") != setting
-            if (setting_types().get(setting) is bool or negated) and (value or following or "").lower() in _TRUTHS:
+            if (setting_types().get(setting) is bool or negated) and (
+                value or following or ""
+            ).lower() in _TRUTHS:
                 flag = setting.replace("_", "-")
-                raise UserError(f"--{name} takes no value, but {value or following!r} follows; write --{flag} or --no-{flag}")
+                raise UserError(
+                    f"--{name} takes no value, but {value or following!r} follows; write --{flag} or --no-{flag}"
+                )
             continue
         advice = spellings.answer(name, value or following, flag=True)
         if advice:
@@ -275,7 +305,9 @@ def _config_path(argv: Sequence[str]) -> Path | None:
     return found
 
 
-def write_file(resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> None:
+def write_file(
+    resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()
+) -> None:
     """The whole config as YAML that reads back to the same config but for its secrets, each value with its origin (or the comment
     given)."""
     path.write_text(dump(resolved, comments, secrets), encoding="utf-8")
@@ -316,7 +348,11 @@ def absolute(config: Config, folder: Path) -> Config:
     changes: dict[str, Any] = {}
     for section in section_types():
         values: Any = getattr(config, section)
-        paths = {f.name: getattr(values, f.name) for f in fields(values) if isinstance(getattr(values, f.name), Path)}
+        paths = {
+            f.name: getattr(values, f.name)
+            for f in fields(values)
+            if isinstance(getattr(values, f.name), Path)
+        }
         if paths:
             changes[section] = replace(values, **{name: folder / path for name, path in paths.items()})
     config = replace(config, **changes)
@@ -326,7 +362,9 @@ def absolute(config: Config, folder: Path) -> Config:
     return config if placement in PLACEMENTS else config.but(placement=str(folder / placement))
 
 
-def read_own(options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None) -> Options:
+def read_own(
+    options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None
+) -> Options:
     """The options of a verb that takes no settings. ``positional`` names the one that may be given without its flag."""
     import tyro
 
@@ -337,5 +375,7 @@ def read_own(options: type[Options], argv: Sequence[str], prog: str, positional:
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
         if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):
-            raise UserError(f"unknown flag {token.partition('=')[0]}{_nearest_flag(name, known)}; see {prog} --help")
+            raise UserError(
+                f"unknown flag {token.partition('=')[0]}{_nearest_flag(name, known)}; see {prog} --help"
+            )
     return tyro.cli(options, args=arguments, prog=prog)

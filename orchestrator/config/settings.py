@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from orchestrator.config.agreement import check_devices, check_product, check_strategy
 from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
-from orchestrator.config.keeping import CheckpointSettings, WatchSettings
+from orchestrator.config.cross_checks import check_devices, check_product, check_strategy
+from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.model import ModelSettings, MoeSettings
+from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
-from orchestrator.config.samples import BatchSettings, DataSettings
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
@@ -60,11 +60,17 @@ class RunSettings:
     """A quick look: batch of 4, 4 steps, 2 evaluation batches, every step logged."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and (not self.name or self.name[0] in ".-" or not set(self.name) <= _NAME_CHARACTERS):
+        if self.name is not None and (
+            not self.name or self.name[0] in ".-" or not set(self.name) <= _NAME_CHARACTERS
+        ):
             shown = reprlib.repr(self.name)
-            raise ValueError(f"name is {shown}; use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+            raise ValueError(
+                f"name is {shown}; use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            )
         if self.name is not None and len(self.name) > _LONGEST_NAME:
-            raise ValueError(f"name is {reprlib.repr(self.name)}, {len(self.name)} characters; at most {_LONGEST_NAME} are possible")
+            raise ValueError(
+                f"name is {reprlib.repr(self.name)}, {len(self.name)} characters; at most {_LONGEST_NAME} are possible"
+            )
         at_least("epochs", self.epochs, 1)
         at_least("max_steps", self.max_steps, 1)
         at_least("early_stopping_patience", self.early_stopping_patience, 1)
@@ -144,15 +150,21 @@ class Config:
         if self.run.deterministic and self.device.tf32 == "on":
             raise ValueError("deterministic and tf32 on contradict each other; leave --tf32 out")
         if self.run.deterministic and self.device.cudnn_benchmark == "on":
-            raise ValueError("deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out")
+            raise ValueError(
+                "deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out"
+            )
         if self.device.gpu_mode == "cpu" and self.device.tf32 == "on":
             raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
         if self.batch.batch_size == "auto" and self.parallel.sharding in ("zero2", "zero3"):
-            raise ValueError("batch_size auto measures whole models, and sharding cuts them up; leave --batch-size out, or give a number")
+            raise ValueError(
+                "batch_size auto measures whole models, and sharding cuts them up; leave --batch-size out, or give a number"
+            )
         if self.batch.batch_size == "auto" and not self.run.auto:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
         if self.run.deterministic and self.parallel.share_by_speed == "on":
-            raise ValueError("deterministic and share_by_speed on contradict each other: speed is measured anew in each run; leave one out")
+            raise ValueError(
+                "deterministic and share_by_speed on contradict each other: speed is measured anew in each run; leave one out"
+            )
         for name, value in self._paths().items():
             possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
@@ -162,7 +174,12 @@ class Config:
     def _paths(self) -> dict[str, Path | str | None]:
         """Settings that are, or may be, paths."""
         sections = [getattr(self, f.name) for f in fields(self) if f.name != "task"]
-        paths = {f.name: value for section in sections for f in fields(section) if isinstance(value := getattr(section, f.name), Path)}
+        paths = {
+            f.name: value
+            for section in sections
+            for f in fields(section)
+            if isinstance(value := getattr(section, f.name), Path)
+        }
         return paths | {"resume": self.checkpoint.resume, "placement": self.parallel.placement}
 
     @classmethod
@@ -181,7 +198,9 @@ class Config:
             place = sections.setdefault(known[name], {}) if known[name] else top
             place[name] = as_declared(name, setting_types()[name], value)
         try:
-            top |= {section: replace(getattr(self, section), **values) for section, values in sections.items()}
+            top |= {
+                section: replace(getattr(self, section), **values) for section, values in sections.items()
+            }
             return replace(self, **top)
         except ValueError as error:
             raise UserError(str(error)) from None

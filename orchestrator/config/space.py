@@ -15,9 +15,9 @@ from typing import Any, get_args
 import yaml
 
 from orchestrator.config import spellings
+from orchestrator.config.safe_yaml import MOST_CHARACTERS, safe_content
 from orchestrator.config.settings import Config, did_you_mean, flat_names, setting_types
 from orchestrator.config.values import as_declared
-from orchestrator.config.yaml_text import MOST_CHARACTERS, safe_content
 from orchestrator.errors import UserError
 
 Point = Mapping[str, Any]
@@ -94,7 +94,9 @@ class Space:
         """How many points there are; a very large number where there is no end to them."""
         if self.given:
             return len(self.given)
-        return math.prod(len(domain.values) if isinstance(domain, Values) else 2**62 for domain in self.domains.values())
+        return math.prod(
+            len(domain.values) if isinstance(domain, Values) else 2**62 for domain in self.domains.values()
+        )
 
     def texts(self) -> dict[str, str]:
         """For people."""
@@ -102,7 +104,10 @@ class Space:
 
     def to_json(self) -> dict[str, Any]:
         """For the ledger."""
-        return {n: asdict(d) if isinstance(d, Range) else [_plain(value) for value in d.values] for n, d in self.domains.items()}
+        return {
+            n: asdict(d) if isinstance(d, Range) else [_plain(value) for value in d.values]
+            for n, d in self.domains.items()
+        }
 
     @classmethod
     def of_json(cls, domains: Mapping[str, Any]) -> Space:
@@ -127,14 +132,20 @@ class Space:
         lists = [domain.values for domain in self.domains.values() if isinstance(domain, Values)]
         count = self.size
         if count > MOST_POINTS:
-            raise UserError(f"the grid has {count:,} points; at most {MOST_POINTS:,} are gone through. Use --search random with --trials N")
+            raise UserError(
+                f"the grid has {count:,} points; at most {MOST_POINTS:,} are gone through. Use --search random with --trials N"
+            )
         return [dict(zip(self.domains, values, strict=True)) for values in itertools.product(*lists)]
 
     def draws(self, seed: int) -> Iterator[Point]:
         """Points at random, none twice, until there are none left that are likely to be found."""
         chance, seen, vain = random.Random(seed), set(), 0
         while vain < 1000:
-            drawn = {name: domain.draw(chance) for name, domain in self.domains.items()} if not self.given else None
+            drawn = (
+                {name: domain.draw(chance) for name, domain in self.domains.items()}
+                if not self.given
+                else None
+            )
             point = drawn or chance.choice(self.given)
             key = point_key(point)
             vain = vain + 1 if key in seen else 0
@@ -165,7 +176,9 @@ def parse_space(entries: Sequence[str]) -> Space:
     for entry in entries:
         name, equals, text = entry.partition("=")
         if not equals or not text:
-            raise UserError(f"--sweep {entry!r}: a setting and its values were needed, as batch-size=16,64; {_FORM}")
+            raise UserError(
+                f"--sweep {entry!r}: a setting and its values were needed, as batch-size=16,64; {_FORM}"
+            )
         pairs.append((name, text))
     return _space((name, text, f"--sweep {name}={text}") for name, text in pairs)
 
@@ -177,7 +190,9 @@ def read_space(path: Path) -> Space:
         with path.open(encoding="utf-8") as file:
             content = safe_content(file.read(MOST_CHARACTERS + 1))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the space {path}: {getattr(error, 'strerror', None) or error}; give a YAML file to --space") from None
+        raise UserError(
+            f"cannot read the space {path}: {getattr(error, 'strerror', None) or error}; give a YAML file to --space"
+        ) from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if isinstance(content, list) and content and all(isinstance(point, dict) and point for point in content):
@@ -201,12 +216,17 @@ def _plain(value: Any) -> Any:
 def points_space(points: Sequence[Mapping[Any, Any]], where: str) -> Space:
     """The space of these points alone."""
     read = [{_setting(str(name), where): value for name, value in point.items()} for point in points]
-    made = [{name: _value(name, value, f"{where}, point {n}") for name, value in point.items()} for n, point in enumerate(read, 1)]
+    made = [
+        {name: _value(name, value, f"{where}, point {n}") for name, value in point.items()}
+        for n, point in enumerate(read, 1)
+    ]
     unique: dict[str, Point] = {}
     for point in made:
         unique.setdefault(point_key(point), point)
     names = dict.fromkeys(name for point in made for name in point)
-    domains = {name: Values(tuple(dict.fromkeys(point[name] for point in made if name in point))) for name in names}
+    domains = {
+        name: Values(tuple(dict.fromkeys(point[name] for point in made if name in point))) for name in names
+    }
     return Space(domains, tuple(unique.values()))
 
 
@@ -225,17 +245,27 @@ def _space(entries: Iterable[tuple[str, Any, str]]) -> Space:
 def _setting(given: str, where: str) -> str:
     name = given.strip().lstrip("-").replace("-", "_")
     if name in _NOT_SWEPT:
-        raise UserError(f"{where}: {name} is not swept over, it is the same for all trials; give it as --{name.replace('_', '-')}")
+        raise UserError(
+            f"{where}: {name} is not swept over, it is the same for all trials; give it as --{name.replace('_', '-')}"
+        )
     if name in flat_names():
         return name
     advice = spellings.answer(name, None, flag=False)
-    raise UserError(f"{where}: unknown setting {name!r}" + (f"; {advice}" if advice else did_you_mean(name, flat_names())))
+    raise UserError(
+        f"{where}: unknown setting {name!r}" + (f"; {advice}" if advice else did_you_mean(name, flat_names()))
+    )
 
 
 def _domain(name: str, value: Any, where: str) -> Domain:
     if isinstance(value, str) and ".." in value:
         return _range(name, value, where)
-    raw = value if isinstance(value, list) else [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    raw = (
+        value
+        if isinstance(value, list)
+        else [part.strip() for part in value.split(",")]
+        if isinstance(value, str)
+        else [value]
+    )
     values = tuple(dict.fromkeys(_value(name, one, where) for one in raw))
     if not values:
         raise UserError(f"{where}: no values; {_FORM}")
@@ -265,7 +295,9 @@ def _range(name: str, text: str, where: str) -> Domain:
         raise UserError(f"{where}: not understood; give {needed}")
     low, high = (_number(found[end], where) for end in ("low", "high"))
     if not low < high:
-        raise UserError(f"{where}: the range runs from {found['low']} to {found['high']}; the lower end goes first")
+        raise UserError(
+            f"{where}: the range runs from {found['low']} to {found['high']}; the lower end goes first"
+        )
     how, integer = found["how"] or "", float not in kinds
     if how in ("", "log"):
         if how == "log" and low <= 0:
@@ -274,14 +306,22 @@ def _range(name: str, text: str, where: str) -> Domain:
         for end in (low, high):
             _value(name, round(end) if integer else end, where)
         return ends
-    return Values(tuple(dict.fromkeys(_value(name, round(n) if integer else n, where) for n in _stepped(low, high, how, where))))
+    return Values(
+        tuple(
+            dict.fromkeys(
+                _value(name, round(n) if integer else n, where) for n in _stepped(low, high, how, where)
+            )
+        )
+    )
 
 
 def _stepped(low: float, high: float, how: str, where: str) -> list[float]:
     factor = how.startswith("x")
     step = _number(how.removeprefix("x"), where)
     if (factor and (step <= 1 or low <= 0)) or step <= 0:
-        raise UserError(f"{where}: steps of {how} lead nowhere; a step above 0, or a factor above 1 from a positive beginning, was needed")
+        raise UserError(
+            f"{where}: steps of {how} lead nowhere; a step above 0, or a factor above 1 from a positive beginning, was needed"
+        )
     count = math.floor((math.log(high / low) / math.log(step) if factor else (high - low) / step) + 1e-9)
     if count > MOST_POINTS:
         raise UserError(f"{where}: {count:,} steps; at most {MOST_POINTS:,} make sense")
@@ -301,7 +341,11 @@ def _number(text: str, where: str) -> float:
 def _written(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ",".join(str(inner) for inner in value)
-    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "none", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _flag(name: str) -> str:

@@ -56,7 +56,10 @@ def _as_flag(name: str, value: str | None) -> str:
 def _as_yaml(name: str, value: str | None) -> str:
     hint = setting_types()[name]
     shown = _good(name, value or "true" if hint is bool else value)
-    if {str, Path} & {hint, *get_args(hint)}:  # what YAML would take for a number or a truth value wants quotes
+    if {str, Path} & {
+        hint,
+        *get_args(hint),
+    }:  # what YAML would take for a number or a truth value wants quotes
         shown = yaml.safe_dump(shown, allow_unicode=True).splitlines()[0]
     return f"{name}: {shown}"
 

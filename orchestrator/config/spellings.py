@@ -41,10 +41,18 @@ _DATA_PARALLEL = _either("data_parallel", LEAVE_OUT)
 
 _EXPERT_PARALLEL = _either("expert_parallel", LEAVE_OUT)
 _HOSTS = Spelling(
-    "workers", _WORKERS, beside={"parallel_strategy": "expert_parallel"}, elsewhere={"1": Spelling("parallel_strategy", {"1": LEAVE_OUT})}
+    "workers",
+    _WORKERS,
+    beside={"parallel_strategy": "expert_parallel"},
+    elsewhere={"1": Spelling("parallel_strategy", {"1": LEAVE_OUT})},
 )
 _EXPERTS, _TOP_K, _HIDDEN = Spelling("experts"), Spelling("top_k"), Spelling("expert_hidden_size")
-_BALANCE, _Z, _BIAS, _JITTER = Spelling("balance_loss"), Spelling("z_loss"), Spelling("balance_bias"), Spelling("gate_jitter")
+_BALANCE, _Z, _BIAS, _JITTER = (
+    Spelling("balance_loss"),
+    Spelling("z_loss"),
+    Spelling("balance_bias"),
+    Spelling("gate_jitter"),
+)
 _SCORES, _SHARED = Spelling("gate_scores"), Spelling("shared_expert_size")
 _CAPACITY = Spelling("capacity_factor", dict.fromkeys((*_NO, "-1", "0.0", "-1.0"), LEAVE_OUT))
 # a number of shared experts is no size
@@ -82,7 +90,8 @@ SPELLINGS: Mapping[str, Spelling] = {
     # batch
     "auto_batch_size": Spelling("batch_size", _either("auto", LEAVE_OUT)),
     "train_batch_size": Spelling(
-        "batch_size", note="per worker and micro-batch; over all of them, as in DeepSpeed, it is global_batch_size"
+        "batch_size",
+        note="per worker and micro-batch; over all of them, as in DeepSpeed, it is global_batch_size",
     ),
     "batch_size_per_gpu": Spelling("batch_size"),
     "per_device_train_batch_size": Spelling("batch_size"),
@@ -98,7 +107,9 @@ SPELLINGS: Mapping[str, Spelling] = {
     # device
     "device": Spelling("gpu_mode", _DEVICE, elsewhere=_CUDA),
     "training_mode": Spelling(
-        "gpu_mode", {"single": "single_gpu"}, elsewhere={"distributed": _DISTRIBUTED, "ddp": _DISTRIBUTED, "data_parallel": _OLD_PARALLEL}
+        "gpu_mode",
+        {"single": "single_gpu"},
+        elsewhere={"distributed": _DISTRIBUTED, "ddp": _DISTRIBUTED, "data_parallel": _OLD_PARALLEL},
     ),
     "accelerator": Spelling("gpu_mode", _ACCELERATOR),
     "no_cuda": Spelling("gpu_mode", _either("cpu", "auto")),
@@ -148,11 +159,18 @@ SPELLINGS: Mapping[str, Spelling] = {
     # several devices: in which way
     "strategy": Spelling(
         "parallel_strategy",
-        {"ddp": "data_parallel", "ddp_spawn": "data_parallel", "ddp_notebook": "data_parallel", "ep": "expert_parallel"},
+        {
+            "ddp": "data_parallel",
+            "ddp_spawn": "data_parallel",
+            "ddp_notebook": "data_parallel",
+            "ep": "expert_parallel",
+        },
         elsewhere=_BY_STATE | {"dp": _OLD_PARALLEL, "single_device": _ALONE},
     ),
     "distributed_type": Spelling(
-        "gpu_mode", {"multi_cpu": "cpu", "multi_gpu": "multi_gpu"}, elsewhere=_BY_STATE | {"no": _ALONE, "false": _ALONE}
+        "gpu_mode",
+        {"multi_cpu": "cpu", "multi_gpu": "multi_gpu"},
+        elsewhere=_BY_STATE | {"no": _ALONE, "false": _ALONE},
     ),
     "use_ddp": Spelling("parallel_strategy", _DATA_PARALLEL),
     "ddp": Spelling("parallel_strategy", _DATA_PARALLEL),
@@ -178,7 +196,9 @@ SPELLINGS: Mapping[str, Spelling] = {
     "use_deepspeed": Spelling("sharding", _either("zero2", "none")),
     "deepspeed": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
     "deepspeed_config": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
-    "deepspeed_config_file": Spelling("sharding", note="by the stage in its file; auto leaves it to the plan"),
+    "deepspeed_config_file": Spelling(
+        "sharding", note="by the stage in its file; auto leaves it to the plan"
+    ),
     "zero_stage": Spelling("sharding", _STAGE),
     "zero_optimization": Spelling("sharding", _STAGE),
     "use_fsdp": Spelling("sharding", _FSDP),
@@ -187,7 +207,11 @@ SPELLINGS: Mapping[str, Spelling] = {
     "fsdp_sharding_strategy": Spelling("sharding", _FSDP_STRATEGY),
     "fsdp_offload_params": Spelling("cpu_offload", _OFFLOAD),
     "enable_cpu_offload": Spelling("cpu_offload", _OFFLOAD),
-    "offload_optimizer": Spelling("cpu_offload", _OFFLOAD, note="parameters and optimizer state together, with --sharding zero2 or zero3"),
+    "offload_optimizer": Spelling(
+        "cpu_offload",
+        _OFFLOAD,
+        note="parameters and optimizer state together, with --sharding zero2 or zero3",
+    ),
     "offload_optimizer_device": Spelling("cpu_offload", _OFFLOAD),
     "offload_param": Spelling("cpu_offload", _OFFLOAD),
     "offload_param_device": Spelling("cpu_offload", _OFFLOAD),
@@ -206,7 +230,9 @@ SPELLINGS: Mapping[str, Spelling] = {
     "max_restarts": Spelling("max_failures"),
     "address": Spelling("ray_address"),
     # data
-    "num_workers": Spelling("loader_workers", note="processes that load data; Ray Train's num_workers is --workers"),
+    "num_workers": Spelling(
+        "loader_workers", note="processes that load data; Ray Train's num_workers is --workers"
+    ),
     "dataloader_num_workers": Spelling("loader_workers"),
     "pin_memory": Spelling(None, note="the plan pins memory whenever a GPU is used: leave it out"),
     "data_path": Spelling("data_dir"),
@@ -230,12 +256,33 @@ SPELLINGS: Mapping[str, Spelling] = {
     "auto_optimize": Spelling("auto", _TRUE_FALSE),
     "no_auto_optimize": Spelling("auto", _either("false", "true")),
     # experts
-    **dict.fromkeys(("num_experts", "n_experts", "num_local_experts", "num_moe_experts", "moe_num_experts", "n_routed_experts"), _EXPERTS),
     **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_router_topk", "router_top_k"), _TOP_K
+        (
+            "num_experts",
+            "n_experts",
+            "num_local_experts",
+            "num_moe_experts",
+            "moe_num_experts",
+            "n_routed_experts",
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "experts_per_token",
+            "moe_top_k",
+            "moe_router_topk",
+            "router_top_k",
+        ),
+        _TOP_K,
     ),
     **dict.fromkeys(("moe_intermediate_size", "moe_ffn_hidden_size", "moe_hidden_size"), _HIDDEN),
-    **dict.fromkeys(("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "moe_loss_coeff"), _BALANCE),
+    **dict.fromkeys(
+        ("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "moe_loss_coeff"),
+        _BALANCE,
+    ),
     **dict.fromkeys(("moe_z_loss_coeff", "router_z_loss_coef", "router_z_loss"), _Z),
     **dict.fromkeys(("moe_router_bias_update_rate", "bias_update_speed", "load_balance_coeff"), _BIAS),
     "moe_router_enable_expert_bias": Spelling("balance_bias", _either("0.001", LEAVE_OUT)),
@@ -245,7 +292,14 @@ SPELLINGS: Mapping[str, Spelling] = {
     "route_norm": Spelling("normalise_weights", _TRUE_FALSE),
     "normalize_weights": Spelling("normalise_weights", _TRUE_FALSE),
     **dict.fromkeys(
-        ("moe_capacity_factor", "moe_expert_capacity_factor", "expert_capacity_factor", "train_capacity_factor", "drop_tokens"), _CAPACITY
+        (
+            "moe_capacity_factor",
+            "moe_expert_capacity_factor",
+            "expert_capacity_factor",
+            "train_capacity_factor",
+            "drop_tokens",
+        ),
+        _CAPACITY,
     ),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts"), _SHARED_COUNT),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), _SHARED),
@@ -276,7 +330,10 @@ SPELLINGS: Mapping[str, Spelling] = {
     "val_check_interval": Spelling("evaluate_every", note="in steps"),
     "report_to": Spelling("trackers", {"none": "[]"}),
     "logger": Spelling("trackers", _either(LEAVE_OUT, "[]")),
-    "quiet": Spelling(None, note="the screen shows one line at a time, and what libraries say lies in the run folder: leave it out"),
+    "quiet": Spelling(
+        None,
+        note="the screen shows one line at a time, and what libraries say lies in the run folder: leave it out",
+    ),
     "use_wandb": Spelling("trackers", _either("wandb", LEAVE_OUT)),
     "enable_gpu_monitoring": Spelling("monitor_gpu", _TRUE_FALSE),
 }

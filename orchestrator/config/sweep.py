@@ -10,7 +10,7 @@ from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.space import MOST_POINTS, Space, Values, plain_point, points_space
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
-from orchestrator.masking import MASK
+from orchestrator.redaction import MASK
 
 Search = Literal["grid", "random", "optuna"]
 Objective = Literal["throughput", "validation_loss"]
@@ -33,7 +33,11 @@ class Sweep:
     concurrent: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("--trials", self.trials), ("--trial-steps", self.trial_steps), ("--concurrent", self.concurrent)):
+        for name, value in (
+            ("--trials", self.trials),
+            ("--trial-steps", self.trial_steps),
+            ("--concurrent", self.concurrent),
+        ):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
         if self.search != "grid" and (self.trials or 0) > MOST_POINTS:
@@ -43,13 +47,19 @@ class Sweep:
         if self.search != "grid" and self.trials is None:
             raise UserError(f"--search {self.search} needs to know when it is over: give --trials N")
         if self.objective == "throughput" and self.trial_steps is not None:
-            raise UserError("--trial-steps is for --objective validation_loss; how long a trial is measured is --trial-seconds")
+            raise UserError(
+                "--trial-steps is for --objective validation_loss; how long a trial is measured is --trial-seconds"
+            )
         if self.objective == "validation_loss" and self.trial_seconds != _SECONDS:
-            raise UserError("--trial-seconds is for --objective throughput; how long a trial trains is --trial-steps")
+            raise UserError(
+                "--trial-seconds is for --objective throughput; how long a trial trains is --trial-steps"
+            )
         if self.search == "grid":
             self.space.grid()
         elif self.search == "optuna" and self.space.given:
-            raise UserError("--search optuna looks for points of its own, and the space is a list of points; leave --search out")
+            raise UserError(
+                "--search optuna looks for points of its own, and the space is a list of points; leave --search out"
+            )
 
     @property
     def points(self) -> int:
@@ -76,14 +86,26 @@ class Sweep:
         """The sweep that a ledger was begun for."""
         hidden = [name for name, domain in as_mapping(header.get("domains")).items() if MASK in str(domain)]
         if hidden:
-            raise UserError(f"the ledger keeps the values of {hidden[0]} without the secrets in them; begin the sweep anew")
+            raise UserError(
+                f"the ledger keeps the values of {hidden[0]} without the secrets in them; begin the sweep anew"
+            )
         try:
-            space = points_space(header["points"], "the ledger") if "points" in header else Space.of_json(header["domains"])
+            space = (
+                points_space(header["points"], "the ledger")
+                if "points" in header
+                else Space.of_json(header["domains"])
+            )
             names = ("search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
             hints = get_type_hints(cls)
-            return cls(space, concurrent=concurrent, **{name: as_declared(name, hints[name], header[name]) for name in names})
+            return cls(
+                space,
+                concurrent=concurrent,
+                **{name: as_declared(name, hints[name], header[name]) for name in names},
+            )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise UserError(f"the ledger does not say what was to be swept ({error!r}); begin the sweep anew") from None
+            raise UserError(
+                f"the ledger does not say what was to be swept ({error!r}); begin the sweep anew"
+            ) from None
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
@@ -118,5 +140,7 @@ def restored(settings: Mapping[str, Any]) -> Config:
     """The config that a ledger keeps."""
     unknown = [name for name in settings if name not in setting_types()]
     if unknown:
-        raise UserError(f"the ledger names a setting that this version does not know: {unknown[0]!r}; begin the sweep anew")
+        raise UserError(
+            f"the ledger names a setting that this version does not know: {unknown[0]!r}; begin the sweep anew"
+        )
     return Config.of(**settings)

@@ -11,7 +11,14 @@ from typing import Any, Literal, get_args, get_origin
 from orchestrator.config.checks import LARGEST
 from orchestrator.errors import UserError
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "null"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
 _MANY = {int: "whole numbers", float: "numbers", str: "texts", Path: "paths"}
 
 
@@ -19,7 +26,9 @@ def as_declared(name: str, hint: Any, value: Any) -> Any:
     """The value as its setting wants it: a list as a tuple, text as a path, and so on."""
     from pydantic import ValidationError  # costs 60 ms, not needed by flags
 
-    if isinstance(value, int) and abs(value) >= LARGEST:  # one of thousands of digits takes long to be written down
+    if (
+        isinstance(value, int) and abs(value) >= LARGEST
+    ):  # one of thousands of digits takes long to be written down
         shown = str(value) if value.bit_length() < 128 else f"a whole number of {value.bit_length()} bits"
         raise UserError(f"{name} is {shown}; {needed(hint)} of at most 63 bits was needed")
     try:
@@ -44,7 +53,11 @@ def _mended(hint: Any, value: Any) -> Any:
     with commas for a list; and a truth value is no number."""
     if get_origin(hint) is tuple:
         single = value.split(",") if isinstance(value, str) else [value]
-        values = value if isinstance(value, list | tuple) or value is None else [v.strip() if isinstance(v, str) else v for v in single]
+        values = (
+            value
+            if isinstance(value, list | tuple) or value is None
+            else [v.strip() if isinstance(v, str) else v for v in single]
+        )
         return values and tuple(_mended(get_args(hint)[0], inner) for inner in values)
     if isinstance(value, bool) and hint is not bool:
         if {"on", "off"} <= set(choices(hint)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import Memory, ModelFacts, Spread, largest_fitting, memory
-from orchestrator.plan.parallel import PLAIN
+from orchestrator.plan.workers import PLAIN
 from orchestrator.types import Choice, Rejected, bytes_text
 
 # GPU memory from which a class begins, batch and accumulation to start from: about 64 samples per device and step
@@ -73,7 +73,7 @@ def plan_batches(
     same effective batch into the largest portions that fit. ``limit`` is that of one worker. The global batch need not
     divide evenly."""
     known, spread = measured or {}, spread or Spread()
-    workers = spread.holders
+    workers = spread.data_ranks
     starting, per_device = _starting(gpu_memory)
     whole = _effective(config, facts, per_device, workers, known)
     room = _Room(facts, limit, spread)
@@ -85,7 +85,14 @@ def plan_batches(
             f"{workers} workers need a global batch of {workers} samples at least; it has {global_batch.value} ({global_batch.reason}). "
             f"Lower --workers" + (", or raise --global-batch-size" if facts.samples >= workers else "")
         )
-    return Batching(starting, batch, accumulation, global_batch, _evaluation(config, facts, batch.value, workers), recompute)
+    return Batching(
+        starting,
+        batch,
+        accumulation,
+        global_batch,
+        _evaluation(config, facts, batch.value, workers),
+        recompute,
+    )
 
 
 def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
@@ -93,16 +100,23 @@ def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
         batch, accumulation = _CPU_START
         return Choice(f"{batch} × {accumulation}", "starting value for a CPU"), batch * accumulation
     floor, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory >= row[0] * _GB)
-    reason = f"starting value for GPUs of {floor} GB and more" if floor else "starting value for GPUs below 6 GB"
+    reason = (
+        f"starting value for GPUs of {floor} GB and more" if floor else "starting value for GPUs below 6 GB"
+    )
     return Choice(f"{batch} × {accumulation}", reason), batch * accumulation
 
 
-def _effective(config: Config, facts: ModelFacts, per_device: int, workers: int, known: Mapping[str, int]) -> _Whole:
+def _effective(
+    config: Config, facts: ModelFacts, per_device: int, workers: int, known: Mapping[str, int]
+) -> _Whole:
     """Samples per step that were asked for, in one way or another."""
     settings, parts = config.batch, config.batch.accumulation_steps or 1
     fixed: str | None = None
     if settings.global_batch_size and not config.run.debug:
-        samples, fixed = settings.global_batch_size, f"asked for by --global-batch-size {settings.global_batch_size}"
+        samples, fixed = (
+            settings.global_batch_size,
+            f"asked for by --global-batch-size {settings.global_batch_size}",
+        )
     elif "global_batch_size" in known:
         samples, fixed = known["global_batch_size"], "the run began with it"
     elif config.run.debug:
@@ -131,7 +145,9 @@ def _recompute(config: Config, room: _Room) -> Choice[bool]:
     return Choice(True, need)
 
 
-def _batch_size(config: Config, room: _Room, whole: _Whole, recompute: bool, known: Mapping[str, int]) -> Choice[int]:
+def _batch_size(
+    config: Config, room: _Room, whole: _Whole, recompute: bool, known: Mapping[str, int]
+) -> Choice[int]:
     asked, parts = config.batch.batch_size, config.batch.accumulation_steps
     if "batch_size" in known:
         most = whole.share if whole.fixed else room.facts.samples
@@ -139,16 +155,23 @@ def _batch_size(config: Config, room: _Room, whole: _Whole, recompute: bool, kno
     if config.run.debug:
         return Choice(min(_DEBUG_BATCH, whole.share), "--debug")
     if isinstance(asked, int):
-        return Choice(min(asked, whole.share), f"asked for by --batch-size {asked}" + _cut_to_share(asked, whole, room.facts))
+        return Choice(
+            min(asked, whole.share),
+            f"asked for by --batch-size {asked}" + _cut_to_share(asked, whole, room.facts),
+        )
     share = -(-whole.share // parts) if parts else whole.share
     if parts and config.batch.global_batch_size:
         among = f" on each of {whole.workers} workers" if whole.workers > 1 else ""
-        return Choice(share, f"{whole.samples} samples per step in {parts} micro-batches{among}, as asked for")
+        return Choice(
+            share, f"{whole.samples} samples per step in {parts} micro-batches{among}, as asked for"
+        )
     if not config.run.auto:
         return Choice(min(_PLAIN_BATCH, whole.share), PLAIN)
     if asked == "auto":
         largest = room.largest(max(1, room.facts.samples), recompute)
-        return Choice(max(1, min(share, largest)), f"to be measured; by the estimate up to {largest} samples fit")
+        return Choice(
+            max(1, min(share, largest)), f"to be measured; by the estimate up to {largest} samples fit"
+        )
     return _by_estimate(room, share, recompute)
 
 
@@ -165,17 +188,24 @@ def _cut_to_share(asked: int, whole: _Whole, facts: ModelFacts) -> str:
 def _by_estimate(room: _Room, share: int, recompute: bool) -> Choice[int]:
     """All samples of a worker at once where they fit, else in the largest equal portions that do."""
     fitting = max(1, room.largest(share, recompute))
-    size = next(share // parts for parts in range(1, share + 1) if share % parts == 0 and share // parts <= fitting)
+    size = next(
+        share // parts for parts in range(1, share + 1) if share % parts == 0 and share // parts <= fitting
+    )
     if 2 * size <= fitting:  # no equal portions of a decent size: nearly equal ones
         size = -(-share // -(-share // fitting))
     need, may = room.need(size, recompute), bytes_text(room.limit)
     if not need.fits:
-        return Choice(size, f"one sample needs {bytes_text(need.total)}, more than the {may} that may be used, by the estimate")
+        return Choice(
+            size,
+            f"one sample needs {bytes_text(need.total)}, more than the {may} that may be used, by the estimate",
+        )
     reason = f"needs {bytes_text(need.total)} of the {may} that may be used, by the estimate"
     if size == share:
         return Choice(size, f"all {share} samples at once: {reason}")
     more = min(share, size * 2)
-    return Choice(size, reason, (Rejected(str(more), f"would need {bytes_text(room.need(more, recompute).total)}"),))
+    return Choice(
+        size, reason, (Rejected(str(more), f"would need {bytes_text(room.need(more, recompute).total)}"),)
+    )
 
 
 def _product(config: Config, facts: ModelFacts, batch: int, whole: _Whole) -> tuple[Choice[int], Choice[int]]:
@@ -183,9 +213,17 @@ def _product(config: Config, facts: ModelFacts, batch: int, whole: _Whole) -> tu
     samples = _global_batch(config, facts, batch, whole)
     parts, asked = -(-samples.value // (batch * whole.workers)), config.batch.accumulation_steps
     each = f"{batch}" if whole.workers == 1 else f"{batch} × {whole.workers} workers"
-    reason = "one micro-batch holds them all" if parts == 1 else f"{samples.value} samples in micro-batches of {each}"
+    reason = (
+        "one micro-batch holds them all"
+        if parts == 1
+        else f"{samples.value} samples in micro-batches of {each}"
+    )
     if asked:
-        reason = f"asked for by --accumulation-steps {asked}" if parts == asked else f"{reason}, in place of --accumulation-steps {asked}"
+        reason = (
+            f"asked for by --accumulation-steps {asked}"
+            if parts == asked
+            else f"{reason}, in place of --accumulation-steps {asked}"
+        )
     return samples, Choice(parts, reason)
 
 
@@ -199,8 +237,13 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, whole: _Whole) 
         reason = f"batch {batch} × accumulation {settings.accumulation_steps}{among}"
         return Choice(min(product, facts.samples), reason + _capped(product, facts))
     if settings.batch_size == "auto":
-        return Choice(min(batch * workers, facts.samples), f"one measured batch{among}" + _capped(batch * workers, facts))
-    return Choice(whole.samples, "samples per optimizer step" + (f", over {workers} workers" if workers > 1 else ""))
+        return Choice(
+            min(batch * workers, facts.samples),
+            f"one measured batch{among}" + _capped(batch * workers, facts),
+        )
+    return Choice(
+        whole.samples, "samples per optimizer step" + (f", over {workers} workers" if workers > 1 else "")
+    )
 
 
 def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> Choice[int]:
@@ -214,4 +257,7 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> 
     if share > twice:
         return Choice(twice, "twice the training batch: nothing is kept for a backward pass")
     among = f", a worker's share of {facts.validation_samples}" if workers > 1 else ""
-    return Choice(share, f"all validation samples at once{among}: nothing is kept for a backward pass, so twice {batch} would fit")
+    return Choice(
+        share,
+        f"all validation samples at once{among}: nothing is kept for a backward pass, so twice {batch} would fit",
+    )

@@ -8,7 +8,9 @@ from typing import Any, Literal
 _FP32 = 4
 _ADAM_SLOTS = 2
 _BACKWARD_ROOM = 1.5
-_EXCHANGE_ROOM = 2.0  # a layer's rows on their way out and back, each about as large as the largest activation
+_EXCHANGE_ROOM = (
+    2.0  # a layer's rows on their way out and back, each about as large as the largest activation
+)
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,14 @@ class Spread:
     primary: bool = False
 
     @property
-    def holders(self) -> int:
+    def data_ranks(self) -> int:
         """Workers that hold a share of the batch."""
         return 1 if self.primary else self.workers
 
 
-def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None, spread: Spread | None = None) -> Memory:
+def memory(
+    facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None, spread: Spread | None = None
+) -> Memory:
     """What a step needs on each worker's device: fp32 weights and gradients, two Adam moments, and the activations of a
     micro-batch, with room for the gradient of the largest one and a copy of it in another precision. Recomputed blocks keep
     their inputs, and all of one block at a time. ``spread`` says what of this each worker has; without it, everything."""
@@ -103,8 +107,12 @@ def memory(facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | 
         per_sample += _EXCHANGE_ROOM * facts.largest_bytes
     gate_trained = min(facts.trainable, facts.gate_parameters)
     held = _Held.of(spread, facts.blocks)
-    present, trained = _here(facts, spread, facts.parameters - facts.gate_parameters, facts.trainable - gate_trained)
-    gate = facts.gate_parameters * held.parameters + gate_trained * (held.gradients + _ADAM_SLOTS * held.moments)
+    present, trained = _here(
+        facts, spread, facts.parameters - facts.gate_parameters, facts.trainable - gate_trained
+    )
+    gate = facts.gate_parameters * held.parameters + gate_trained * (
+        held.gradients + _ADAM_SLOTS * held.moments
+    )
     return Memory(
         parameters=present * _FP32 * held.parameters,
         gradients=trained * _FP32 * held.gradients,
@@ -149,7 +157,9 @@ def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> flo
     return facts.flops_per_sample * global_batch * (4 if recompute else 3)
 
 
-def largest_fitting(facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread | None = None) -> int:
+def largest_fitting(
+    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread | None = None
+) -> int:
     """The largest micro-batch up to ``most`` whose estimate fits; 0 when not even one sample does."""
     fitting, refused = 0, most + 1
     while refused - fitting > 1:

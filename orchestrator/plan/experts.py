@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config.agreement import needs_whole_models
+from orchestrator.config.cross_checks import needs_whole_models
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, Spread
-from orchestrator.plan.parallel import PLAIN, Strategy, one_sample
+from orchestrator.plan.workers import PLAIN, Strategy, one_sample
 from orchestrator.types import Choice, Rejected, bytes_text, count_text
 
 _FUSED_FROM = (9, 0)
@@ -31,12 +31,19 @@ def settle_strategy(
     against = _against(config, facts, workers, limit, on_gpu)
     if against:
         return replace(found, rejected=(*found.rejected, Rejected("expert_parallel", against)))
-    whole, shared = (one_sample(config, facts, limit, spread) for spread in (Spread(workers), Spread(workers, "experts")))
+    whole, shared = (
+        one_sample(config, facts, limit, spread) for spread in (Spread(workers), Spread(workers, "experts"))
+    )
     need, may = bytes_text(shared.total), bytes_text(limit)
     return Choice(
         "expert_parallel",
         f"{found.reason}; with the experts shared out one sample needs {need}, and {may} may be used",
-        (Rejected("data_parallel", f"a whole copy on each, one sample would need {bytes_text(whole.total)}"), *found.rejected),
+        (
+            Rejected(
+                "data_parallel", f"a whole copy on each, one sample would need {bytes_text(whole.total)}"
+            ),
+            *found.rejected,
+        ),
     )
 
 
@@ -68,7 +75,11 @@ def why_unused(strategy: Strategy, facts: ModelFacts) -> str | None:
         return None
     if not facts.experts:
         return "not used: the model has no experts"
-    return "not used: one process has all experts" if strategy == "single" else "not used: every worker has all experts"
+    return (
+        "not used: one process has all experts"
+        if strategy == "single"
+        else "not used: every worker has all experts"
+    )
 
 
 def unused_settings(config: Config, strategy: Strategy, facts: ModelFacts) -> str | None:
@@ -93,11 +104,15 @@ def unused_settings(config: Config, strategy: Strategy, facts: ModelFacts) -> st
 def choose_gate(config: Config, unused: str | None) -> Choice[str]:
     asked = config.parallel.gate
     if unused:
-        return Choice("replicated", unused + (f", in place of --gate {asked}" if asked != "replicated" else ""))
+        return Choice(
+            "replicated", unused + (f", in place of --gate {asked}" if asked != "replicated" else "")
+        )
     if asked == "primary":
         return Choice("primary", "asked for by --gate primary: the first host routes the whole batch")
     return Choice(
-        "replicated", "every host routes its own share of the batch", (Rejected("primary", "the others would wait for the first"),)
+        "replicated",
+        "every host routes its own share of the batch",
+        (Rejected("primary", "the others would wait for the first"),),
     )
 
 
@@ -115,7 +130,9 @@ def choose_placement(config: Config, unused: str | None, workers: int) -> Choice
     return Choice("auto", "by the experts' cost and the measured speed of the hosts", (turn,))
 
 
-def choose_chunks(config: Config, unused: str | None, workers: int, backend: str, on_gpu: bool, tokens: int) -> Choice[int]:
+def choose_chunks(
+    config: Config, unused: str | None, workers: int, backend: str, on_gpu: bool, tokens: int
+) -> Choice[int]:
     """Parts that a layer's tokens travel in. ``tokens`` are those of a host and micro-batch."""
     asked = config.parallel.exchange_chunks
     if unused:
@@ -127,16 +144,25 @@ def choose_chunks(config: Config, unused: str | None, workers: int, backend: str
     if not config.run.auto:
         return Choice(1, PLAIN)
     if not on_gpu:
-        return Choice(1, "on CPUs the exchange takes the same cores as the experts: there is nothing to hide it behind")
+        return Choice(
+            1, "on CPUs the exchange takes the same cores as the experts: there is nothing to hide it behind"
+        )
     if backend != "nccl":
-        return Choice(1, f"{backend} moves rows through the host, which waits for them: there is nothing to hide it behind")
+        return Choice(
+            1,
+            f"{backend} moves rows through the host, which waits for them: there is nothing to hide it behind",
+        )
     if tokens < _CHUNKS_FROM:
-        return Choice(1, f"{tokens} tokens per host and micro-batch are too few to be cut: from {_CHUNKS_FROM} on")
+        return Choice(
+            1, f"{tokens} tokens per host and micro-batch are too few to be cut: from {_CHUNKS_FROM} on"
+        )
     reason = f"{tokens} tokens per host and micro-batch: experts compute on one part while the other travels"
     return Choice(2, reason, (Rejected("1", "experts would wait for the whole exchange"),))
 
 
-def choose_kernel(config: Config, facts: ModelFacts, precision: str, capability: tuple[int, int] | None) -> Choice[str]:
+def choose_kernel(
+    config: Config, facts: ModelFacts, precision: str, capability: tuple[int, int] | None
+) -> Choice[str]:
     """What computes the experts, under every strategy. ``capability`` is that of the GPU; None on a CPU."""
     asked = config.device.expert_kernel
     fused = capability is not None and capability >= _FUSED_FROM and precision == "bf16"
@@ -148,9 +174,13 @@ def choose_kernel(config: Config, facts: ModelFacts, precision: str, capability:
     if not config.run.auto:
         return Choice("loop", PLAIN)
     if capability is None:
-        return Choice("auto", "on CPUs, as measured: grouped in fp32 where the sizes are multiples of four, else a loop")
+        return Choice(
+            "auto", "on CPUs, as measured: grouped in fp32 where the sizes are multiples of four, else a loop"
+        )
     here = f"compute capability {capability[0]}.{capability[1]} in {precision}"
     if fused:
         why = "one product after another, and the host waits for the row counts"
-        return Choice("grouped", f"fused from compute capability 9.0 in bf16; this is {here}", (Rejected("loop", why),))
+        return Choice(
+            "grouped", f"fused from compute capability 9.0 in bf16; this is {here}", (Rejected("loop", why),)
+        )
     return Choice("loop", f"grouped products are fused from compute capability 9.0 in bf16; this is {here}")

@@ -10,8 +10,18 @@ from orchestrator.config.checks import Switch
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
-from orchestrator.plan.cluster import Cluster, chosen_gpus
-from orchestrator.plan.course import (
+from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, memory
+from orchestrator.plan.experts import (
+    choose_chunks,
+    choose_gate,
+    choose_kernel,
+    choose_placement,
+    settle_strategy,
+    why_unused,
+)
+from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
+from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.schedule import (
     choose_data_on_device,
     choose_loader_workers,
     choose_log_every,
@@ -19,10 +29,7 @@ from orchestrator.plan.course import (
     choose_total_steps,
     choose_warmup,
 )
-from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, memory
-from orchestrator.plan.experts import choose_chunks, choose_gate, choose_kernel, choose_placement, settle_strategy, why_unused
-from orchestrator.plan.hardware import Gpu, Inventory
-from orchestrator.plan.parallel import (
+from orchestrator.plan.workers import (
     PLAIN,
     Strategy,
     check_gpu_mode,
@@ -37,9 +44,14 @@ from orchestrator.types import GIB, Choice, Rejected, bytes_text, seconds_text
 Arithmetic = Literal["fp32", "bf16", "fp16"]
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
 _COMPILE_FROM = (7, 0)
-_RATES = {True: 3e14, False: 6e13}  # FLOP/s that a good step reaches, from compute capability 9.0 on and below
+_RATES = {
+    True: 3e14,
+    False: 6e13,
+}  # FLOP/s that a good step reaches, from compute capability 9.0 on and below
 _LEAST_STEP_S = 0.004  # of a step, however small: the host launches some hundred kernels
-_WORTH_S = 300.0  # compiling took 20 s of a transformer's run on an H200, and made its steps an eighth shorter
+_WORTH_S = (
+    300.0  # compiling took 20 s of a transformer's run on an H200, and made its steps an eighth shorter
+)
 _HOST_SHARE = 0.8  # of the free RAM may be planned with
 
 
@@ -78,13 +90,15 @@ class Plan:
     flops_per_step: float
 
     @property
-    def holders(self) -> int:
+    def data_ranks(self) -> int:
         """Workers that hold a share of the batch: all, or the first alone where its gate routes for all."""
         primary = self.strategy.value == "expert_parallel" and self.gate.value == "primary"
         return 1 if primary else self.workers.value
 
     def choices(self) -> dict[str, Choice[Any]]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Choice)}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Choice)
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,12 +116,18 @@ def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
     gpus = chosen_gpus(inventory, asked)
     check_gpu_mode(config, len(gpus), inventory.gpu_error)
     if not gpus:
-        return Choice("cpu", inventory.gpu_error or "no GPU was found", (Rejected("cuda:0", "there is none"),))
+        return Choice(
+            "cpu", inventory.gpu_error or "no GPU was found", (Rejected("cuda:0", "there is none"),)
+        )
     best = gpus[0] if asked else max(gpus, key=lambda gpu: (gpu.memory_free // GIB, -gpu.index))
     reason = "the only GPU" if len(gpus) == 1 else "the GPU with the most free memory"
     if asked:
         reason = f"asked for by --devices {','.join(map(str, asked))}"
-    others = (Rejected(f"the other {len(gpus) - 1} GPUs", "one process trains on one device"),) if len(gpus) > 1 else ()
+    others = (
+        (Rejected(f"the other {len(gpus) - 1} GPUs", "one process trains on one device"),)
+        if len(gpus) > 1
+        else ()
+    )
     return Choice(f"cuda:{best.index}", f"{reason}: {best.name}, {bytes_text(best.memory_total)}", others)
 
 
@@ -137,16 +157,26 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
     if device == "cpu":
         if inventory.cpu_bf16:
             return Choice(
-                "fp32", "the CPU has bf16 units, but small models are seldom faster with them", (Rejected("bf16", "try --precision bf16"),)
+                "fp32",
+                "the CPU has bf16 units, but small models are seldom faster with them",
+                (Rejected("bf16", "try --precision bf16"),),
             )
-        return Choice("fp32", "the CPU has no bf16 units", (Rejected("bf16", "emulated, many times slower"), Rejected("fp16", "likewise")))
+        return Choice(
+            "fp32",
+            "the CPU has no bf16 units",
+            (Rejected("bf16", "emulated, many times slower"), Rejected("fp16", "likewise")),
+        )
     gpu = _gpu(inventory, device)
     capability = ".".join(str(part) for part in gpu.capability)
     if gpu.capability >= _BF16_FROM:
         return Choice(
-            "bf16", f"compute capability {capability} has bf16 units", (Rejected("fp16", "needs a loss scale"), Rejected("fp32", "slower"))
+            "bf16",
+            f"compute capability {capability} has bf16 units",
+            (Rejected("fp16", "needs a loss scale"), Rejected("fp32", "slower")),
         )
-    return Choice("fp16", f"compute capability {capability} has fp16 units but no bf16", (Rejected("fp32", "slower"),))
+    return Choice(
+        "fp16", f"compute capability {capability} has fp16 units but no bf16", (Rejected("fp32", "slower"),)
+    )
 
 
 @dataclass(frozen=True)
@@ -198,14 +228,18 @@ def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> 
         device,
         workers=Choice(1, "one process"),
         backend=Choice("none", "one process has nobody to talk to"),
-        sharding=Choice("none", nobody if asked in ("auto", "none") else f"{nobody}, in place of --sharding {asked}"),
+        sharding=Choice(
+            "none", nobody if asked in ("auto", "none") else f"{nobody}, in place of --sharding {asked}"
+        ),
         spread=Spread(),
         on_one_node=1,
         limit=_limit(config, inventory, device.value, 1),
     )
 
 
-def _together(config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[Strategy], cluster: Cluster) -> _Team:
+def _together(
+    config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[Strategy], cluster: Cluster
+) -> _Team:
     workers = choose_workers(config, cluster, inventory)
     device = choose_worker_device(config, inventory, cluster.gpus)
     on_gpu, count = device.value != "cpu", workers.value
@@ -214,7 +248,9 @@ def _together(config: Config, inventory: Inventory, facts: ModelFacts, strategy:
     strategy = settle_strategy(config, facts, strategy, count, limit, on_gpu)
     backend = choose_backend(config, on_gpu, count)
     if strategy.value == "expert_parallel":
-        sharding: Choice[Form] = Choice("none", "the experts are divided among the hosts; the rest is whole on each")
+        sharding: Choice[Form] = Choice(
+            "none", "the experts are divided among the hosts; the rest is whole on each"
+        )
         spread = Spread(count, "experts", primary=config.parallel.gate == "primary")
     else:
         sharding = choose_sharding(config, facts, count, limit, on_gpu)
@@ -222,7 +258,9 @@ def _together(config: Config, inventory: Inventory, facts: ModelFacts, strategy:
     return _Team(strategy, device, workers, backend, sharding, spread, on_one_node, limit)
 
 
-def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None, team: _Team) -> Plan:
+def _plan(
+    config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None, team: _Team
+) -> Plan:
     device, count, spread = team.device.value, team.workers.value, team.spread
     gpu = _gpu(inventory, device) if device != "cpu" else None
     gpu_memory = gpu.memory_total if gpu else None
@@ -234,7 +272,7 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
     loaders = choose_loader_workers(config, facts, device, threads)
     precision = choose_precision(config, inventory, device)
     unused = why_unused(team.strategy.value, facts)
-    tokens = batch * spread.holders * facts.units_per_sample // count
+    tokens = batch * spread.data_ranks * facts.units_per_sample // count
     return Plan(
         device=team.device,
         strategy=team.strategy,
@@ -253,7 +291,9 @@ def _plan(config: Config, inventory: Inventory, facts: ModelFacts, measured: Map
         global_batch_size=batching.global_batch,
         eval_batch_size=batching.evaluation,
         activation_checkpointing=batching.recompute,
-        compile=choose_compile(config, facts, team.strategy.value, team.sharding.value, gpu, flops * steps.value, steps.value),
+        compile=choose_compile(
+            config, facts, team.strategy.value, team.sharding.value, gpu, flops * steps.value, steps.value
+        ),
         fused_optimizer=_fused(config, facts),
         cudnn_benchmark=_cudnn(config, device),
         loader_workers=loaders,
@@ -273,7 +313,10 @@ def _gpu(inventory: Inventory, device: str) -> Gpu:
     if device != "cuda":
         return next(gpu for gpu in inventory.gpus if f"cuda:{gpu.index}" == device)
     smallest = min(inventory.gpus, key=lambda gpu: gpu.memory_total)
-    free, capability = min(gpu.memory_free for gpu in inventory.gpus), min(gpu.capability for gpu in inventory.gpus)
+    free, capability = (
+        min(gpu.memory_free for gpu in inventory.gpus),
+        min(gpu.capability for gpu in inventory.gpus),
+    )
     return replace(smallest, memory_free=free, capability=capability)
 
 
@@ -288,7 +331,10 @@ def _limit(config: Config, inventory: Inventory, device: str, on_one_node: int) 
 def _threads(inventory: Inventory, on_one_node: int) -> Choice[int]:
     if on_one_node == 1:
         return Choice(inventory.cores, f"{inventory.cores} usable cores")
-    return Choice(max(1, inventory.cores // on_one_node), f"{inventory.cores} usable cores for {on_one_node} workers on a node")
+    return Choice(
+        max(1, inventory.cores // on_one_node),
+        f"{inventory.cores} usable cores for {on_one_node} workers on a node",
+    )
 
 
 def _switch(value: Switch, flag: str) -> Choice[bool] | None:
@@ -306,11 +352,22 @@ def _tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
     if not config.run.auto:
         return Choice(False, PLAIN)
     has = _gpu(inventory, device).capability >= _TF32_FROM
-    return Choice(has, "fp32 products are several times faster with it, at 10 bits of mantissa" if has else "the GPU has no tf32 units")
+    return Choice(
+        has,
+        "fp32 products are several times faster with it, at 10 bits of mantissa"
+        if has
+        else "the GPU has no tf32 units",
+    )
 
 
 def choose_compile(
-    config: Config, facts: ModelFacts, strategy: Strategy, sharding: Form, gpu: Gpu | None, flops: float, steps: int
+    config: Config,
+    facts: ModelFacts,
+    strategy: Strategy,
+    sharding: Form,
+    gpu: Gpu | None,
+    flops: float,
+    steps: int,
 ) -> Choice[bool]:
     """Compiling takes half a minute, and saves a part of each step afterwards. ``flops`` are those of the whole run."""
     asked = _switch(config.device.compile, "--compile")
@@ -319,17 +376,27 @@ def choose_compile(
     if not config.run.auto:
         return Choice(False, PLAIN)
     if gpu is None or gpu.capability < _COMPILE_FROM:
-        return Choice(False, "on CPUs it seldom pays" if gpu is None else f"no compiler for compute capability {gpu.capability[0]}")
+        return Choice(
+            False,
+            "on CPUs it seldom pays"
+            if gpu is None
+            else f"no compiler for compute capability {gpu.capability[0]}",
+        )
     if config.run.deterministic:
         return Choice(False, "off in deterministic mode: compiled sums are made in another order")
     if strategy == "expert_parallel" or sharding != "none":
         return Choice(False, "a model in parts that does not compile would end the run; try --compile")
     seconds = max(flops / _RATES[gpu.capability >= (9, 0)], steps * _LEAST_STEP_S)
     if seconds < _WORTH_S:
-        return Choice(False, f"the run is short (about {seconds_text(seconds)} of work): compiling would take as long as it saves")
+        return Choice(
+            False,
+            f"the run is short (about {seconds_text(seconds)} of work): compiling would take as long as it saves",
+        )
     experts = "; experts and gates included" if facts.experts else ""
     return Choice(
-        True, f"about {seconds_text(seconds)} of work: compiling takes half a minute and saves more{experts}", (Rejected("off", "slower"),)
+        True,
+        f"about {seconds_text(seconds)} of work: compiling takes half a minute and saves more{experts}",
+        (Rejected("off", "slower"),),
     )
 
 
@@ -338,7 +405,11 @@ def _fused(config: Config, facts: ModelFacts) -> Choice[bool]:
         return Choice(False, "the task brings its own optimizer")
     if not config.run.auto:
         return Choice(False, PLAIN)
-    return Choice(True, "AdamW in one kernel per group", (Rejected("for-loop AdamW", "one kernel per parameter and operation"),))
+    return Choice(
+        True,
+        "AdamW in one kernel per group",
+        (Rejected("for-loop AdamW", "one kernel per parameter and operation"),),
+    )
 
 
 def _cudnn(config: Config, device: str) -> Choice[bool]:

@@ -48,7 +48,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from orchestrator.masking import Secrets, mask, masked
+from orchestrator.redaction import Secrets, mask, masked
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -163,7 +163,10 @@ def present(events: Iterable[Event]) -> list[Event]:
 
 def _restarted(events: Sequence[Event]) -> bool:
     """Whether new processes have begun since the failure: the recovery may be told when they have made steps already."""
-    last = next((event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")), None)
+    last = next(
+        (event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")),
+        None,
+    )
     return last == "start" and len(of_kind(events, "start")) > 1
 
 
@@ -174,7 +177,9 @@ def recovered_starts(events: Sequence[Event]) -> set[int]:
     found: set[int] = set()
     for before, place, after in zip(starts, starts[1:], [*starts[2:], len(events)], strict=False):
         step = events[place].get("step") or 0
-        match = next((at for at in unmatched if before < at < after and (events[at].get("step") or 0) == step), None)
+        match = next(
+            (at for at in unmatched if before < at < after and (events[at].get("step") or 0) == step), None
+        )
         if match is not None:
             unmatched.remove(match)
             found.add(place)
@@ -184,7 +189,11 @@ def recovered_starts(events: Sequence[Event]) -> set[int]:
 def sittings(events: Sequence[Event]) -> list[list[Event]]:
     """The events of each time the run was begun or taken up by its user; restarts of workers are part of theirs."""
     recovered = recovered_starts(events)
-    cuts = [place for place, event in enumerate(events) if event["event"] == "start" and place and place not in recovered]
+    cuts = [
+        place
+        for place, event in enumerate(events)
+        if event["event"] == "start" and place and place not in recovered
+    ]
     return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UserError
-from orchestrator.masking import Secrets
 from orchestrator.record.events import Event, EventLog, of_kind, read_events
+from orchestrator.redaction import Secrets
 
 LEDGER = "sweep.jsonl"
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "infeasible")
@@ -74,7 +74,11 @@ class Row:
     def score(self, objective: str) -> float | None:
         """The larger the better; None where the trial has none."""
         if objective == "validation_loss":
-            return -self.validation_loss if self.validation_loss is not None and math.isfinite(self.validation_loss) else None
+            return (
+                -self.validation_loss
+                if self.validation_loss is not None and math.isfinite(self.validation_loss)
+                else None
+            )
         return self.samples_per_second if self.measured else None
 
 
@@ -93,7 +97,9 @@ class SweepRecord:
     def best(self) -> Row | None:
         """The best completed trial by the objective."""
         scored = [
-            (score, -row.trial, row) for row in self.rows if row.status == "completed" and (score := row.score(self.objective)) is not None
+            (score, -row.trial, row)
+            for row in self.rows
+            if row.status == "completed" and (score := row.score(self.objective)) is not None
         ]
         return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
@@ -103,7 +109,9 @@ def read_sweep(folder: Path) -> SweepRecord:
     events = read_events(folder / LEDGER)
     headers = of_kind(events, "sweep")
     if not headers:
-        raise UserError(f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote")
+        raise UserError(
+            f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote"
+        )
     rows = {row.trial: row for event in of_kind(events, "trial") if (row := as_row(event)) is not None}
     settings = headers[-1].get("settings")
     for names in (settings if isinstance(settings, dict) else {}, *(row.point for row in rows.values())):
@@ -122,13 +130,23 @@ def holds_sweep(folder: Path) -> bool:
 def as_row(event: Event) -> Row | None:
     """The row of a line; None for one that is no trial of ours. Fields that it does not know are left out, and so are values
     of another kind than the field's: a damaged figure is no figure."""
-    if not _is(event.get("trial"), "int") or not isinstance(event.get("point"), dict) or event.get("status") not in STATUSES:
+    if (
+        not _is(event.get("trial"), "int")
+        or not isinstance(event.get("point"), dict)
+        or event.get("status") not in STATUSES
+    ):
         return None
     known = {f.name: str(f.type) for f in fields(Row)}
     return Row(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "Mapping[": (dict,)}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "Mapping[": (dict,),
+}
 
 
 def _is(value: Any, declared: str) -> bool:
@@ -145,7 +163,9 @@ class Ledger:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{folder} is being swept by another process; wait for it, or end it first") from None
+            raise UserError(
+                f"{folder} is being swept by another process; wait for it, or end it first"
+            ) from None
         self._log = EventLog(folder / LEDGER, secrets=secrets)
 
     def begin(self, header: Mapping[str, Any]) -> None:
@@ -154,8 +174,13 @@ class Ledger:
     def add(self, row: Row) -> None:
         filled = {f.name: getattr(row, f.name) for f in fields(Row)}
         needed = ("trial", "point", "status", "reason", "seconds")
-        filled["point"] = {name: str(value) if isinstance(value, Path) else value for name, value in row.point.items()}
-        self._log.write("trial", **{name: value for name, value in filled.items() if name in needed or value not in (None, {})})
+        filled["point"] = {
+            name: str(value) if isinstance(value, Path) else value for name, value in row.point.items()
+        }
+        self._log.write(
+            "trial",
+            **{name: value for name, value in filled.items() if name in needed or value not in (None, {})},
+        )
 
     def close(self) -> None:
         self._log.close()

@@ -61,7 +61,7 @@ class _HostReader:
     def __init__(self) -> None:
         import psutil
 
-        from orchestrator.plan.host import usable_memory
+        from orchestrator.plan.inventory.cpu import usable_memory
 
         self._psutil = psutil
         self._usable_memory = usable_memory
@@ -104,7 +104,10 @@ class _Statistics:
                 self._seen[name] = (count + 1, total + value, max(largest, value))
 
     def summary(self) -> dict[str, Any]:
-        return self._labels | {name: {"mean": total / count, "max": largest} for name, (count, total, largest) in self._seen.items()}
+        return self._labels | {
+            name: {"mean": total / count, "max": largest}
+            for name, (count, total, largest) in self._seen.items()
+        }
 
 
 class Monitor:
@@ -140,7 +143,9 @@ class Monitor:
     def start(self) -> Monitor:
         if self._thread is None:
             self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._sample_until, args=(self._stop,), name="monitor", daemon=True)
+            self._thread = threading.Thread(
+                target=self._sample_until, args=(self._stop,), name="monitor", daemon=True
+            )
             self._thread.start()
         return self
 
@@ -181,11 +186,14 @@ class Monitor:
         """What does not change: the GPUs' names and memory, the driver, cores and RAM."""
         import psutil
 
-        from orchestrator.plan.host import usable_memory
+        from orchestrator.plan.inventory.cpu import usable_memory
 
         devices = self._gpus.read() if self._gpus else ()
         return {
-            "devices": [{"index": device.index, "name": device.name, "memory_total": device.memory_total} for device in devices],
+            "devices": [
+                {"index": device.index, "name": device.name, "memory_total": device.memory_total}
+                for device in devices
+            ],
             "driver": self._gpus.driver() if self._gpus else None,
             "gpu_error": self._gpus.error if self._gpus else None,
             "cores": psutil.cpu_count(logical=False),
@@ -223,12 +231,17 @@ class Monitor:
         except Exception as error:
             first, self._error = self._error is None, f"{type(error).__name__}: {error}"
             if first:
-                self._warn(f"the monitor could not take a sample ({self._error}); training goes on, its figures may lack samples")
+                self._warn(
+                    f"the monitor could not take a sample ({self._error}); training goes on, its figures may lack samples"
+                )
 
     def _crossings(self, sample: Sample) -> list[str]:
         """Warnings for memory that has just come over the limit. One that stays there is not reported again."""
         levels = [("host memory", sample.host.memory_used, sample.host.memory_total)]
-        levels += [(f"memory of GPU {device.index}", device.memory_used, device.memory_total) for device in sample.devices]
+        levels += [
+            (f"memory of GPU {device.index}", device.memory_used, device.memory_total)
+            for device in sample.devices
+        ]
         warnings: list[str] = []
         for what, used, total in levels:
             share = used / total if used is not None and total else 0.0

@@ -36,7 +36,9 @@ class NvmlGpus:
             import pynvml
 
             pynvml.nvmlInit()
-        except Exception as error:  # no package, no driver, no permission: a machine without GPUs, as far as we can tell
+        except (
+            Exception
+        ) as error:  # no package, no driver, no permission: a machine without GPUs, as far as we can tell
             self.error = f"GPUs {list(wanted)} were to be watched, but NVML does not answer: {error}. Is the NVIDIA driver installed?"
             return
         self._nvml = pynvml
@@ -51,7 +53,11 @@ class NvmlGpus:
 
     def _add(self, position: int, gpu: int | str) -> None:
         try:
-            by = self._nvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else self._nvml.nvmlDeviceGetHandleByUUID
+            by = (
+                self._nvml.nvmlDeviceGetHandleByIndex
+                if isinstance(gpu, int)
+                else self._nvml.nvmlDeviceGetHandleByUUID
+            )
             handle = by(gpu)
         except Exception as error:
             seen = _value(self._nvml.nvmlDeviceGetCount)
@@ -89,5 +95,9 @@ def _value(read: Callable[[], Any]) -> Any:
 
 def _own_memory(processes: Sequence[Any]) -> int | None:
     """This process's bytes on a device; None when it is not listed (in a container NVML lists the pids of outside)."""
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid() and process.usedGpuMemory is not None]
+    own = [
+        process.usedGpuMemory
+        for process in processes
+        if process.pid == os.getpid() and process.usedGpuMemory is not None
+    ]
     return sum(own) if own else None

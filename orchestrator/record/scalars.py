@@ -12,14 +12,22 @@ def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event under the names that trackers show; empty for events without any."""
     match event["event"]:
         case "step":
-            named = {"loss": event.get("loss"), "grad_norm": event.get("grad_norm"), "learning_rate": event.get("lr")}
-            return _numbers("train/", named | _mapping(event.get("metrics")) | {"samples_per_second": _rate(event)})
+            named = {
+                "loss": event.get("loss"),
+                "grad_norm": event.get("grad_norm"),
+                "learning_rate": event.get("lr"),
+            }
+            return _numbers(
+                "train/", named | _mapping(event.get("metrics")) | {"samples_per_second": _rate(event)}
+            )
         case "evaluate":
             return _numbers("validation/", {"loss": event.get("loss")} | _mapping(event.get("metrics")))
         case "phases":
             return _numbers("phases/", _without(event, "steps") | _mapping(event.get("seconds")))
         case "exchange":
-            return _numbers("exchange/", {f"{name}_per_step": event.get(name) for name in ("bytes", "seconds", "rows")})
+            return _numbers(
+                "exchange/", {f"{name}_per_step": event.get(name) for name in ("bytes", "seconds", "rows")}
+            )
         case "epoch":
             memory = {f"memory_{name}": value for name, value in _mapping(event.get("memory")).items()}
             return _numbers("epoch/", _without(event, "epoch") | memory)
@@ -29,7 +37,11 @@ def scalars(event: Event) -> dict[str, float]:
             return _numbers("monitor/", _monitor_values(event))
         case "load":
             return _numbers(
-                "experts/", {f"layer{layer}_imbalance": _imbalance(loads) for layer, loads in enumerate(event.get("loads") or ())}
+                "experts/",
+                {
+                    f"layer{layer}_imbalance": _imbalance(loads)
+                    for layer, loads in enumerate(event.get("loads") or ())
+                },
             )
         case _:
             return {}
@@ -38,7 +50,11 @@ def scalars(event: Event) -> dict[str, float]:
 def _monitor_values(event: Event) -> dict[str, Any]:
     values = {f"host_{name}": value for name, value in _mapping(event.get("host")).items()}
     for device in event.get("devices") or ():
-        values |= {f"gpu{device.get('index')}_{name}": value for name, value in device.items() if name not in ("index", "name")}
+        values |= {
+            f"gpu{device.get('index')}_{name}": value
+            for name, value in device.items()
+            if name not in ("index", "name")
+        }
     return values
 
 
@@ -62,7 +78,9 @@ def number(value: Any) -> float | None:
 
 
 def _numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
-    return {prefix + str(name): found for name, value in values.items() if (found := number(value)) is not None}
+    return {
+        prefix + str(name): found for name, value in values.items() if (found := number(value)) is not None
+    }
 
 
 def _without(event: Event, *names: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.masking import Secrets, mask
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import number
-from orchestrator.record.wording import failure_text, recovery_text
+from orchestrator.record.text import failure_text, recovery_text
+from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class _Speed:
             return ""
         samples, units, seconds = (sum(column) for column in zip(*tuple(self._steps), strict=True))
         return (
-            f"{count_text(round(samples / seconds, 1))} samples/s" if units == samples else f"{count_text(round(units / seconds))} tokens/s"
+            f"{count_text(round(samples / seconds, 1))} samples/s"
+            if units == samples
+            else f"{count_text(round(units / seconds))} tokens/s"
         )
 
 
@@ -127,7 +129,11 @@ class Screen:
             self._quiet = True
             with suppress(Exception, SystemExit):
                 self.close()
-            _logger.warning("the display stopped (%s: %s); the run goes on, see its events.jsonl", type(error).__name__, error)
+            _logger.warning(
+                "the display stopped (%s: %s); the run goes on, see its events.jsonl",
+                type(error).__name__,
+                error,
+            )
 
     def _start(self, event: Event) -> None:
         self.close()  # a run that starts again in this process gets a fresh bar
@@ -146,7 +152,9 @@ class Screen:
         if not self._live and (state.step >= self._next_line or state.step == state.total):
             every = max(1, (state.total or 1000) // PLAIN_LINES)
             self._next_line = (state.step // every + 1) * every
-            self._line(f"epoch {_from_one(event.get('epoch'))}  step {state.step}/{state.total or '?'}  {state.text()}")
+            self._line(
+                f"epoch {_from_one(event.get('epoch'))}  step {state.step}/{state.total or '?'}  {state.text()}"
+            )
 
     def _monitor(self, event: Event) -> None:
         devices = [device.get("memory_used") for device in event.get("devices") or ()]
@@ -156,13 +164,17 @@ class Screen:
     def _evaluate(self, event: Event) -> None:
         numbers = {"validation loss": event.get("loss"), **(event.get("metrics") or {})}
         parts = [f"epoch {_from_one(event.get('epoch'))}", f"step {event.get('step')}"]
-        parts += [f"{name} {found:.4g}" for name, value in numbers.items() if (found := number(value)) is not None]
+        parts += [
+            f"{name} {found:.4g}" for name, value in numbers.items() if (found := number(value)) is not None
+        ]
         star = "★" if self._console.encoding.startswith("utf") else "*"
         self._line("  ".join([*parts, f"{star} best"] if event.get("best") is True else parts))
 
     def _resume(self, event: Event) -> None:
         for skipped in event.get("skipped") or ():
-            self._trouble(f"skipped checkpoint {PurePath(str(skipped.get('path'))).name}: {skipped.get('reason')}")
+            self._trouble(
+                f"skipped checkpoint {PurePath(str(skipped.get('path'))).name}: {skipped.get('reason')}"
+            )
         if event.get("weights_only"):
             self._line(f"began with the weights of {event.get('path')}")
         elif not self._recovering:  # the recovery tells it better
@@ -209,7 +221,10 @@ class Screen:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for label, value in rows:
-            table.add_row(Text(_clean(label, encoding), style="cyan"), Text(_clean(mask(value, self._secrets), encoding)))
+            table.add_row(
+                Text(_clean(label, encoding), style="cyan"),
+                Text(_clean(mask(value, self._secrets), encoding)),
+            )
         heading = Text(_clean(title, encoding), style="bold") if title else None
         self._console.print(Panel(table, title=heading, title_align="left", expand=False, border_style="dim"))
 
@@ -234,7 +249,9 @@ def _make_bar(console: Console, state: _State) -> Progress:
 
     columns = (
         MofNCompleteColumn(),
-        BarColumn(max(5, min(40, console.width - REST_OF_BAR)), complete_style="cyan", finished_style="green"),
+        BarColumn(
+            max(5, min(40, console.width - REST_OF_BAR)), complete_style="cyan", finished_style="green"
+        ),
         TextColumn("{task.fields[numbers]}", markup=False),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
-from orchestrator.record.hosting import per_step, settled_imbalance
-from orchestrator.record.soundness import is_sound
+from orchestrator.record.host_balance import per_step, settled_imbalance
+from orchestrator.record.validate import is_sound
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
@@ -30,7 +30,14 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "status": last_end["status"] if last_end else "killed",
         "reason": last_end["reason"] if last_end else "the process ended without a word",
         **{key: start.get(key) for key in ("task", "strategy")},
-        "workers": next((event["workers"] for event in reversed(events) if event["event"] in _PLACED and event.get("workers")), None),
+        "workers": next(
+            (
+                event["workers"]
+                for event in reversed(events)
+                if event["event"] in _PLACED and event.get("workers")
+            ),
+            None,
+        ),
         **{key: start.get(key) for key in ("device", "precision", "global_batch_size", "parameters", "unit")},
         "steps": steps[-1]["step"] if steps else 0,
         "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
@@ -39,13 +46,18 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "train_loss": steps[-1]["loss"] if steps else None,
         "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
-        "peak_memory_bytes": max((e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e), default=None),
+        "peak_memory_bytes": max(
+            (e["memory"]["allocated"] for e in [*of_kind(events, "epoch"), *ends] if "memory" in e),
+            default=None,
+        ),
         "imbalance": settled_imbalance(events, by_step(events, "load")),
         "exchange_bytes_per_step": per_step(exchanges, "bytes"),
         "exchange_seconds_per_step": per_step(exchanges, "seconds"),
         "failures": len(of_kind(events, "failure")),
         # The workers' restart that a recovery tells of is no other one.
-        "recoveries": len(recoveries) + len(of_kind(events, "oom")) + max(0, len(starts) - 1 - len(recovered_starts(events))),
+        "recoveries": len(recoveries)
+        + len(of_kind(events, "oom"))
+        + max(0, len(starts) - 1 - len(recovered_starts(events))),
         # A killed writer may have lost lines that the recovery knows of.
         "lost_steps": max(repeated, round(_total(recoveries, "lost_steps"))),
         "goodput": useful / spent if spent else None,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.space import plain_point
-from orchestrator.masking import Secrets, mask, masked
 from orchestrator.record.ledger import STATUSES, Row, SweepRecord
 from orchestrator.record.scalars import number
+from orchestrator.redaction import Secrets, mask, masked
 from orchestrator.types import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 BEST = 10  # rows of the table
 RUNNING = 6  # trials under way that are shown
 LONGEST = 300  # characters of a line; the whole of it is in sweep.jsonl
-_STYLES = {"completed": "green", "stopped": "dim", "failed": "red", "out_of_memory": "red", "infeasible": "yellow"}
+_STYLES = {
+    "completed": "green",
+    "stopped": "dim",
+    "failed": "red",
+    "out_of_memory": "red",
+    "infeasible": "yellow",
+}
 
 _logger = logging.getLogger("orchestrator")
 
@@ -59,10 +65,20 @@ def live_table(
     rows = record_or_rows.rows if isinstance(record_or_rows, SweepRecord) else record_or_rows
     objective = record_or_rows.objective if isinstance(record_or_rows, SweepRecord) else objective
     told = headline(rows, len(running), total, len(rows) if done is None else done)
-    table = Table(title=_text(told, encoding), title_justify="left", title_style="bold", header_style="bold", border_style="dim")
+    table = Table(
+        title=_text(told, encoding),
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        border_style="dim",
+    )
     loss = ["loss"] if objective == "validation_loss" else []
     for name in ("trial", "settings", *loss, "samples/s", "memory", "took"):
-        table.add_column(name, justify="left" if name == "settings" else "right", overflow="fold" if name == "settings" else "ellipsis")
+        table.add_column(
+            name,
+            justify="left" if name == "settings" else "right",
+            overflow="fold" if name == "settings" else "ellipsis",
+        )
     best = ranked(rows, objective)[:BEST]
     names = differing([one.point for one in (*best, *running[:RUNNING])])
     for place, row in enumerate(best):
@@ -78,16 +94,29 @@ def live_table(
     if running and table.row_count:
         table.add_section()
     for one in running[:RUNNING]:
-        cells = [f"{one.trial}", point_text(one.point, names), *([""] * len(loss)), "running", "", f"{time.monotonic() - one.since:.0f} s"]
+        cells = [
+            f"{one.trial}",
+            point_text(one.point, names),
+            *([""] * len(loss)),
+            "running",
+            "",
+            f"{time.monotonic() - one.since:.0f} s",
+        ]
         table.add_row(*(_text(cell, encoding) for cell in cells), style="cyan")
     return table
 
 
 def headline(rows: Sequence[Row], running: int, total: int, done: int) -> str:
     """'17 of 24 trials: 12 completed, 4 infeasible, 1 failed; 2 running; about 1m 10s left'."""
-    counts = [f"{count} {status.replace('_', ' ')}" for status in STATUSES if (count := sum(row.status == status for row in rows))]
+    counts = [
+        f"{count} {status.replace('_', ' ')}"
+        for status in STATUSES
+        if (count := sum(row.status == status for row in rows))
+    ]
     earlier = [f"{done - len(rows)} before"] if done > len(rows) else []
-    parts = [f"{done} of {total} trials" + (f": {', '.join([*counts, *earlier])}" if counts or earlier else "")]
+    parts = [
+        f"{done} of {total} trials" + (f": {', '.join([*counts, *earlier])}" if counts or earlier else "")
+    ]
     parts += [f"{running} running"] if running else []
     left = seconds_left(rows, running, total - done)
     return "; ".join([*parts, *([f"about {seconds_text(left)} left"] if left else [])])
@@ -111,7 +140,14 @@ def trial_line(row: Row, total: int) -> str:
     brief = " (measured too briefly for an interval)" if _is_brief(row) else ""
     speed = f"{speed_text(row)} samples/s{brief}" if row.measured else ""
     figures = [speed, f"validation loss {_loss(row)}" if _loss(row) else "", _memory(row)]
-    parts = [f"trial {row.trial} of {total}", row.status.replace("_", " "), point_text(row.point), *figures, _took(row.seconds), row.reason]
+    parts = [
+        f"trial {row.trial} of {total}",
+        row.status.replace("_", " "),
+        point_text(row.point),
+        *figures,
+        _took(row.seconds),
+        row.reason,
+    ]
     return "  ".join(part for part in parts if part)
 
 
@@ -122,20 +158,30 @@ def differing(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def point_text(point: Mapping[str, Any], names: Iterable[str] | None = None) -> str:
-    return ", ".join(f"{name} {value_text(point[name])}" for name in (point if names is None else names) if name in point)
+    return ", ".join(
+        f"{name} {value_text(point[name])}" for name in (point if names is None else names) if name in point
+    )
 
 
 def value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "on", False: "off"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else ",".join(map(str, value))
+        if isinstance(value, list | tuple)
+        else str(value)
+    )
 
 
 def speed_text(row: Row) -> str:
     """'1,234 ± 2.1%'; '1,234 ± ?' where it was measured too briefly for an interval."""
     if not row.measured or row.samples_per_second is None:
         return ""
-    speed = f"{row.samples_per_second:,.0f}" if row.samples_per_second >= 100 else f"{row.samples_per_second:.3g}"
+    speed = (
+        f"{row.samples_per_second:,.0f}" if row.samples_per_second >= 100 else f"{row.samples_per_second:.3g}"
+    )
     return speed + (" ± ?" if _is_brief(row) else f" ± {100 * (row.interval or 0):.1f}%")
 
 
@@ -238,7 +284,9 @@ class SweepScreen:
         with self._lock:
             rows, running = tuple(self._rows.values()), tuple(self._running.values())
         done = len(rows) + self._earlier
-        return live_table(rows, running, self._total, objective=self._objective, done=done, encoding=self._console.encoding)
+        return live_table(
+            rows, running, self._total, objective=self._objective, done=done, encoding=self._console.encoding
+        )
 
     def _start(self) -> None:
         from rich.live import Live
@@ -255,7 +303,9 @@ class SweepScreen:
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(_clean(text, self._console.encoding), style=style), soft_wrap=not self._is_live)
+        self._console.print(
+            Text(_clean(text, self._console.encoding), style=style), soft_wrap=not self._is_live
+        )
 
     def _guarded(self, show: Callable[[], None]) -> None:
         """A closed terminal or a fault of the display ends the display, not the sweep (rich exits on a broken pipe)."""
@@ -265,4 +315,8 @@ class SweepScreen:
             self._quiet = True
             with suppress(Exception, SystemExit):
                 self.close()
-            _logger.warning("the display stopped (%s: %s); the sweep goes on, see its sweep.jsonl", type(error).__name__, error)
+            _logger.warning(
+                "the display stopped (%s: %s); the sweep goes on, see its sweep.jsonl",
+                type(error).__name__,
+                error,
+            )

@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import scalars
-from orchestrator.record.tracker_kinds import Factory, Tracker, factories
+from orchestrator.record.tracker_backends import Factory, Tracker, factories
 
 MOST_ERRORS = 3  # in a row, before a tracker is given up
 
@@ -47,7 +47,9 @@ class TrackerThread:
         self._close_timeout_s = close_timeout_s
         self._warnings: deque[str] = deque()
         self._last_step = 0.0
-        self._workers = [_Worker(name, factory, queue_size, self._warnings.append) for name, factory in chosen.items()]
+        self._workers = [
+            _Worker(name, factory, queue_size, self._warnings.append) for name, factory in chosen.items()
+        ]
         for worker in self._workers:
             worker.start(run_dir, run_name, dict(config))
 
@@ -64,7 +66,9 @@ class TrackerThread:
             step = int(event.get("step") or 0)
             self._put(lambda tracker: tracker.log(step, values))
         if event["event"] == "start":
-            self.text("start", "\n".join(f"{name}: {value}" for name, value in event.items() if name != "event"))
+            self.text(
+                "start", "\n".join(f"{name}: {value}" for name, value in event.items() if name != "event")
+            )
         self._deliver_warnings()
 
     def _due(self, event: Event) -> bool:
@@ -115,7 +119,9 @@ class _Worker:
         self._failed_before = False
 
     def start(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(run_dir, run_name, config), name=f"tracker-{self.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(run_dir, run_name, config), name=f"tracker-{self.name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, action: Callable[[Tracker], None]) -> None:
@@ -128,7 +134,9 @@ class _Worker:
 
     def ask_to_finish(self) -> None:
         self._closing.set()
-        with suppress(queue.Full):  # a full queue needs no waking: its reader looks at the flag when it has emptied it
+        with suppress(
+            queue.Full
+        ):  # a full queue needs no waking: its reader looks at the flag when it has emptied it
             self._queue.put_nowait(None)
 
     def finish(self, deadline: float) -> None:
@@ -136,9 +144,13 @@ class _Worker:
         if self._thread.is_alive() and not self._gone:
             self._gone = True
             left = self._queue.qsize()
-            self._warn(f"the tracker {self.name} did not finish in time and is left behind; about {left} updates may be missing there")
+            self._warn(
+                f"the tracker {self.name} did not finish in time and is left behind; about {left} updates may be missing there"
+            )
         if self.dropped:
-            self._warn(f"the tracker {self.name} was too slow: {self.dropped} updates were dropped there; events.jsonl has them all")
+            self._warn(
+                f"the tracker {self.name} was too slow: {self.dropped} updates were dropped there; events.jsonl has them all"
+            )
             self.dropped = 0
 
     def _run(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
@@ -146,7 +158,9 @@ class _Worker:
             tracker = self._factory(run_dir, run_name, config)
         except (Exception, SystemExit) as error:
             self._gone = True
-            self._warn(f"the tracker {self.name} did not start: {_error_text(error)}. Training goes on without it")
+            self._warn(
+                f"the tracker {self.name} did not start: {_error_text(error)}. Training goes on without it"
+            )
             return
         self._feed(tracker)
         try:
@@ -174,7 +188,9 @@ class _Worker:
     def _report(self, error: BaseException, errors: int) -> None:
         if errors >= MOST_ERRORS:
             self._gone = True
-            self._warn(f"the tracker {self.name} failed {errors} times in a row and is switched off: {_error_text(error)}")
+            self._warn(
+                f"the tracker {self.name} failed {errors} times in a row and is switched off: {_error_text(error)}"
+            )
         elif not self._failed_before:
             self._failed_before = True
             self._warn(f"the tracker {self.name} failed: {_error_text(error)}. Training goes on")

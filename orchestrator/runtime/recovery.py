@@ -67,7 +67,9 @@ def worst(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: _ORDER.index(failure.kind))
 
 
-def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, halvings: int) -> Again | GiveUp:
+def decide(
+    failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, halvings: int
+) -> Again | GiveUp:
     """After the ``failures``-th failure of a run on ``workers`` workers that all begin again, where ``slots`` are to be had now."""
     end = _hopeless(failure, failures, max_failures)
     if end is not None or failure.kind == "fault":
@@ -77,7 +79,11 @@ def decide(failure: Failure, *, failures: int, max_failures: int, workers: int, 
     if failure.kind == "memory":
         return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
     if slots < workers:
-        return Again(slots, halvings, f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch")
+        return Again(
+            slots,
+            halvings,
+            f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch",
+        )
     return Again(workers, halvings, failure.message)
 
 
@@ -85,11 +91,19 @@ def _hopeless(failure: Failure, failures: int, max_failures: int) -> GiveUp | No
     if failure.kind == "error":
         return GiveUp(failure.message)
     if failures > max_failures:
-        limit = "no restart is allowed (--max-failures 0)" if max_failures == 0 else f"--max-failures is {max_failures}"
+        limit = (
+            "no restart is allowed (--max-failures 0)"
+            if max_failures == 0
+            else f"--max-failures is {max_failures}"
+        )
         often = "once" if failures == 1 else f"{failures} times"
-        return GiveUp(f"{failure.message}; the run has failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto")
+        return GiveUp(
+            f"{failure.message}; the run has failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto"
+        )
     if failure.kind == "memory" and failure.micro_batch == 1:
-        return GiveUp(f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model")
+        return GiveUp(
+            f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model"
+        )
     return None
 
 
@@ -97,12 +111,15 @@ def tallied(tally: Tally, failure: Failure, step: int) -> Tally:
     """With one more failure, at that step."""
     halvings = tally.halvings + (failure.kind == "memory")
     return replace(
-        tally, failures=tally.failures + 1, halvings=halvings, faulty_step=step if failure.kind == "fault" else tally.faulty_step
+        tally,
+        failures=tally.failures + 1,
+        halvings=halvings,
+        faulty_step=step if failure.kind == "fault" else tally.faulty_step,
     )
 
 
 @dataclass(frozen=True)
-class Seats:
+class HostStatus:
     """The hosts of a group by their seats, those of them that are lost, and others: ready to step in, or being started."""
 
     members: tuple[int, ...]
@@ -112,7 +129,13 @@ class Seats:
 
 
 def regroup(
-    failure: Failure, seats: Seats, tally: Tally, *, max_failures: int, repeated: bool = False, patient: bool = True
+    failure: Failure,
+    seats: HostStatus,
+    tally: Tally,
+    *,
+    max_failures: int,
+    repeated: bool = False,
+    patient: bool = True,
 ) -> Regroup | Wait | GiveUp:
     """How expert hosts go on after a failure that ``tally`` counts already. ``repeated``: the same step failed before in a way that
     nobody knows. ``patient``: hosts that are being started are worth waiting for, though others could go on without them."""
@@ -138,17 +161,27 @@ def regroup(
 
 
 @dataclass(frozen=True)
-class Vital:
+class HostHealth:
     """What is known of a host from outside: what it said last, for how long it has said nothing, and for how long nothing new."""
 
-    seat: int
+    host_id: int
     phase: str
     waiting: bool
     silent_s: float
     still_s: float
 
 
-_LIMITS = {"step": 1, "rest": 1, "join": 6, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
+_LIMITS = {
+    "step": 1,
+    "rest": 1,
+    "join": 6,
+    "data": 6,
+    "snapshot": 6,
+    "evaluate": 12,
+    "first step": 60,
+    "build": 60,
+    "save": 60,
+}
 """What a phase may take, in multiples of what a step may."""
 _SLOW = 3  # times as long as the slowest step so far
 _SILENT = 0.95  # of a limit: who says nothing is found out before it is over
@@ -160,17 +193,25 @@ def limit_s(phase: str, patience_s: float, slowest_s: float = 0.0) -> float:
     return max(_LIMITS.get(phase, 1) * patience_s, _SLOW * slowest_s)
 
 
-def stuck(vitals: Iterable[Vital], patience_s: float, slowest_s: float = 0.0) -> tuple[Vital, ...]:
+def stuck(vitals: Iterable[HostHealth], patience_s: float, slowest_s: float = 0.0) -> tuple[HostHealth, ...]:
     """Hosts that are frozen, out of reach, or at the same thing for too long. Who waits for others is not to blame, unless all do."""
     known = tuple(vitals)
-    limits = {vital.seat: limit_s(vital.phase, patience_s, slowest_s) for vital in known}
+    limits = {vital.host_id: limit_s(vital.phase, patience_s, slowest_s) for vital in known}
 
-    def over(vital: Vital) -> bool:
-        still = vital.still_s > limits[vital.seat] and not vital.waiting and vital.phase != "rest"
-        quiet = min(limits[vital.seat], _QUIET * patience_s) if vital.phase != "join" else limits[vital.seat]
+    def over(vital: HostHealth) -> bool:
+        still = vital.still_s > limits[vital.host_id] and not vital.waiting and vital.phase != "rest"
+        quiet = (
+            min(limits[vital.host_id], _QUIET * patience_s)
+            if vital.phase != "join"
+            else limits[vital.host_id]
+        )
         return still or vital.silent_s > _SILENT * quiet
 
     found = tuple(filter(over, known))
-    if not found and known and all(vital.waiting and vital.still_s > limits[vital.seat] for vital in known):
+    if (
+        not found
+        and known
+        and all(vital.waiting and vital.still_s > limits[vital.host_id] for vital in known)
+    ):
         return known
     return found

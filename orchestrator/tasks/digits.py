@@ -29,7 +29,9 @@ class Digits(Task):
         self.config = config
         size = 96 if config.data.data_dir else 64  # MNIST has thirty times the samples
         self.shape = Shape.of(config.model, config.moe, width=size, layers=2, experts=8, hidden=size, top_k=2)
-        self._train, self._validation = _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
+        self._train, self._validation = (
+            _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
+        )
 
     def build_model(self) -> nn.Module:
         model = Classifier(self._train.tensors[0].shape[1], 10, self.shape)
@@ -54,9 +56,13 @@ class Digits(Task):
 def _small_digits() -> tuple[TensorData, TensorData]:
     table = torch.from_numpy(_digits_table())
     images, labels = table[:, :-1].float() / 8 - 1, table[:, -1].long()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # one split for every seed
+    order = torch.randperm(
+        len(labels), generator=torch.Generator().manual_seed(0)
+    )  # one split for every seed
     held = len(labels) // _VALIDATION_SHARE
-    return TensorData(images[order[held:]], labels[order[held:]]), TensorData(images[order[:held]], labels[order[:held]])
+    return TensorData(images[order[held:]], labels[order[held:]]), TensorData(
+        images[order[:held]], labels[order[:held]]
+    )
 
 
 def _digits_table() -> np.ndarray:
@@ -74,8 +80,13 @@ def _digits_table() -> np.ndarray:
 
 
 def _mnist(folder: Path) -> tuple[TensorData, TensorData]:
-    pairs = [(_idx(folder, f"{part}-images-idx3-ubyte"), _idx(folder, f"{part}-labels-idx1-ubyte")) for part in ("train", "t10k")]
-    train, test = [TensorData(images.flatten(1).float() / 127.5 - 1, labels.long()) for images, labels in pairs]
+    pairs = [
+        (_idx(folder, f"{part}-images-idx3-ubyte"), _idx(folder, f"{part}-labels-idx1-ubyte"))
+        for part in ("train", "t10k")
+    ]
+    train, test = [
+        TensorData(images.flatten(1).float() / 127.5 - 1, labels.long()) for images, labels in pairs
+    ]
     return train, test
 
 
@@ -83,7 +94,9 @@ def _idx(folder: Path, name: str) -> Tensor:
     """One IDX file, plain or gzipped. The header says how many bytes must follow; they are counted."""
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
     if path is None:
-        raise UserError(f"--data-dir {folder} has no {name} or {name}.gz; the digits task needs MNIST's four IDX files there")
+        raise UserError(
+            f"--data-dir {folder} has no {name} or {name}.gz; the digits task needs MNIST's four IDX files there"
+        )
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zero, kind, dims = struct.unpack(">HBB", data[:4])
@@ -92,5 +105,7 @@ def _idx(folder: Path, name: str) -> Tensor:
         raise UserError(f"cannot read {path}: {error}; download the file again") from None
     expected = 4 + 4 * dims + int(torch.tensor(sizes).prod())
     if zero or kind != 8 or len(data) != expected:
-        raise UserError(f"{path} is no IDX file of bytes, or cut short: {len(data)} bytes found, {expected} needed; download it again")
+        raise UserError(
+            f"{path} is no IDX file of bytes, or cut short: {len(data)} bytes found, {expected} needed; download it again"
+        )
     return torch.frombuffer(bytearray(data[4 + 4 * dims :]), dtype=torch.uint8).view(sizes)

@@ -39,8 +39,14 @@ def load_task(config: Config) -> Task:
 def _user_task(name: str, config: Config) -> Task:
     module_name, _, attribute = name.partition(":")
     parts = module_name.split(".")
-    if not attribute.isidentifier() or not all(part.isidentifier() for part in parts) or (len(parts) > 1 and parts[-1] == "py"):
-        raise UserError(f"task {name!r} is no name of a task; write package.module:Name, with dots in place of slashes and without .py")
+    if (
+        not attribute.isidentifier()
+        or not all(part.isidentifier() for part in parts)
+        or (len(parts) > 1 and parts[-1] == "py")
+    ):
+        raise UserError(
+            f"task {name!r} is no name of a task; write package.module:Name, with dots in place of slashes and without .py"
+        )
     here = str(Path.cwd())
     if here not in sys.path:  # a console script does not look where it was started
         sys.path.insert(0, here)
@@ -49,29 +55,41 @@ def _user_task(name: str, config: Config) -> Task:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-                raise UserError(f"task {name!r}: there is no module {error.name!r} in {here} or among the installed packages") from None
+                raise UserError(
+                    f"task {name!r}: there is no module {error.name!r} in {here} or among the installed packages"
+                ) from None
             raise
     made = getattr(module, attribute, None)
     if made is None:
         names = [n for n, value in vars(module).items() if inspect.isclass(value)]
-        raise UserError(f"task {name!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, names)}")
+        raise UserError(
+            f"task {name!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, names)}"
+        )
     with user_code(f"making the task {attribute}"):
         task = _call(made, config) if callable(made) else made
     missing = [member for member in NEEDED if not _has(task, member)]
     if missing:
-        raise UserError(f"task {name!r} lacks {', '.join(missing)}; a task needs {', '.join(NEEDED)}: see orchestrator/tasks/task.py")
+        raise UserError(
+            f"task {name!r} lacks {', '.join(missing)}; a task needs {', '.join(NEEDED)}: see orchestrator/tasks/task.py"
+        )
     return task
 
 
 def _has(task: Any, member: str) -> bool:
     """Whether a task has written this member itself: what it inherits from the protocol does nothing."""
-    return callable(getattr(task, member, None)) and getattr(type(task), member, None) is not getattr(Task, member)
+    return callable(getattr(task, member, None)) and getattr(type(task), member, None) is not getattr(
+        Task, member
+    )
 
 
 def _call(made: Any, config: Config) -> Any:
     """A class or function that takes the config, or nothing."""
     try:
-        wants = [p for p in inspect.signature(made).parameters.values() if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+        wants = [
+            p
+            for p in inspect.signature(made).parameters.values()
+            if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
+        ]
     except (TypeError, ValueError):
         wants = []
     return made(config) if wants else made()
@@ -84,7 +102,10 @@ def user_code(doing: str) -> Iterator[None]:
         yield
     except OrchestratorError:
         raise
-    except (Exception, SystemExit) as error:  # a script that ends itself when imported would end us without a word
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a script that ends itself when imported would end us without a word
         raise TaskFailed(describe(error, doing)) from error
 
 
@@ -103,7 +124,11 @@ def _from_worker(text: str, doing: str) -> str | None:
     if "Original Traceback" not in text:
         return None
     lines = [line for line in text.splitlines() if line.strip()]
-    places = [n for n, line in enumerate(lines) if line.lstrip().startswith('File "') and "site-packages" not in line]
+    places = [
+        n
+        for n, line in enumerate(lines)
+        if line.lstrip().startswith('File "') and "site-packages" not in line
+    ]
     own = [n for n in places if not line_is_ours(lines[n])]
     shown = [f"  {lines[n].strip()}\n    {lines[n + 1].strip()}" for n in own[-3:] if n + 1 < len(lines)]
     return "\n".join([lines[-1].strip(), f"  while {doing}, in a loader process", *shown])
@@ -121,7 +146,12 @@ def describe(error: BaseException, doing: str, frames: int = 6) -> str:
     text = str(error).strip()[:1000] or "(no message)"
     shown = text.splitlines()[:_MESSAGE_LINES]
     more = ["  …"] if len(text.splitlines()) > _MESSAGE_LINES else []
-    lines = [f"{type(error).__name__}: {shown[0]}", *(f"  {line}" for line in shown[1:]), *more, f"  while {doing}"]
+    lines = [
+        f"{type(error).__name__}: {shown[0]}",
+        *(f"  {line}" for line in shown[1:]),
+        *more,
+        f"  while {doing}",
+    ]
     for frame in _own_frames(error)[-frames:]:
         lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}", f"    {frame.line}"]
     if isinstance(error, SyntaxError) and error.filename:

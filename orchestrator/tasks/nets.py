@@ -30,18 +30,34 @@ class Shape:
     """What its layers are besides these sizes."""
 
     @classmethod
-    def of(cls, model: ModelSettings, moe: MoeSettings, *, width: int, layers: int, experts: int, hidden: int, top_k: int) -> Shape:
+    def of(
+        cls,
+        model: ModelSettings,
+        moe: MoeSettings,
+        *,
+        width: int,
+        layers: int,
+        experts: int,
+        hidden: int,
+        top_k: int,
+    ) -> Shape:
         """The settings, and the task's own default for each that was left open. A single hidden size is every expert's."""
         experts = experts if moe.experts is None else moe.experts
         given = moe.expert_hidden_size or (hidden,)
         if moe.experts is None and len(given) > 1:
             experts = len(given)
         if len(given) not in (1, experts):
-            raise UserError(f"--expert-hidden-size has {len(given)} sizes for {experts} experts; give one size, or one per expert")
+            raise UserError(
+                f"--expert-hidden-size has {len(given)} sizes for {experts} experts; give one size, or one per expert"
+            )
         if moe.top_k is not None and moe.top_k > experts > 0:
-            raise UserError(f"--top-k {moe.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts")
+            raise UserError(
+                f"--top-k {moe.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts"
+            )
         sizes = given * experts if len(given) == 1 else given
-        return cls(model.width or width, model.layers or layers, sizes, moe.top_k or min(top_k, max(1, experts)), moe)
+        return cls(
+            model.width or width, model.layers or layers, sizes, moe.top_k or min(top_k, max(1, experts)), moe
+        )
 
 
 class FeedForward(nn.Module):
@@ -150,7 +166,9 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]
     return x, routings
 
 
-def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], moe: MoeSettings) -> Loss:
+def classification_loss(
+    model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], moe: MoeSettings
+) -> Loss:
     """Cross-entropy over the last dimension, and in training the gates' own losses, each a sum over the targets."""
     flat, count = logits.flatten(0, -2), targets.numel()
     cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
@@ -159,7 +177,9 @@ def classification_loss(model: nn.Module, logits: Tensor, targets: Tensor, routi
         metrics["accuracy"] = (flat.argmax(-1) == targets.flatten()).sum()
     if not model.training or not routings:
         return Loss(cross_entropy, count, metrics, tuple(r.counts_E for r in routings))
-    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (moe.balance_loss / len(routings))
+    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (
+        moe.balance_loss / len(routings)
+    )
     z = sum((r.z for r in routings), start=torch.zeros_like(cross_entropy)) * (moe.z_loss / len(routings))
     metrics |= {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
     return Loss(cross_entropy + balance + z, count, metrics, tuple(r.counts_E for r in routings))

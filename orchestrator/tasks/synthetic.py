@@ -28,7 +28,11 @@ class Synthetic(Task):
 
     def build_model(self) -> nn.Module:
         width = self.shape.width
-        model = Decoder(self.vocabulary, self.context, self.shape) if self.context else Classifier(width, _CLASSES, self.shape)
+        model = (
+            Decoder(self.vocabulary, self.context, self.shape)
+            if self.context
+            else Classifier(width, _CLASSES, self.shape)
+        )
         self.initialise(model)
         return model
 
@@ -55,7 +59,9 @@ class Synthetic(Task):
         tokens = torch.randint(self.vocabulary, (samples, self.context + 1), generator=generator)
         surprise = torch.rand(samples, self.context + 1, generator=generator) < 0.1
         for place in range(1, self.context + 1):
-            tokens[:, place] = torch.where(surprise[:, place], tokens[:, place], following[tokens[:, place - 1]])
+            tokens[:, place] = torch.where(
+                surprise[:, place], tokens[:, place], following[tokens[:, place - 1]]
+            )
         return tokens
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

@@ -101,7 +101,9 @@ class WindowData:
     def __init__(self, tokens: Tensor, context: int) -> None:
         self.tokens, self.context = tokens, context
         if len(self) < 1:
-            raise ValueError(f"{len(tokens)} tokens hold no window of {context} + 1; give more text or lower --context-length")
+            raise ValueError(
+                f"{len(tokens)} tokens hold no window of {context} + 1; give more text or lower --context-length"
+            )
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context

@@ -61,7 +61,9 @@ def read_text(source: Path | None) -> bytes:
         return "\n".join(topics[name] for name in sorted(topics)).encode()
     files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
-        raise UserError(f"--data-dir {source} is neither a text file nor a folder with .txt files; give one of the two")
+        raise UserError(
+            f"--data-dir {source} is neither a text file nor a folder with .txt files; give one of the two"
+        )
     try:
         return b"\n".join(file.read_bytes() for file in files)
     except OSError as error:

@@ -20,7 +20,7 @@ from experts.model import mix
 from orchestrator.errors import UserError
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, TensorData
-from orchestrator.train.world import World
+from orchestrator.train.parts.world import World
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,16 @@ class Ticket:
 class Feed:
     """A data set as a stream of steps, each a portion of the global batch."""
 
-    def __init__(self, data: Any, world: World, *, global_batch: int, micro_batch: int, seed: int | None, feeding: Feeding) -> None:
+    def __init__(
+        self,
+        data: Any,
+        world: World,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int | None,
+        feeding: Feeding,
+    ) -> None:
         """``micro_batch`` is the mean per worker. With ``seed`` None the order is the data's own (evaluation)."""
         self.data = as_data(data)
         self.samples = len(self.data)
@@ -76,12 +85,16 @@ class Feed:
         self.global_batch, self.micro_batch = min(global_batch, self.samples), micro_batch
         if isinstance(self.data, Gatherable) and feeding.on_device:
             self.data = self.data.to(world.device)
-        self._loader = None if isinstance(self.data, Gatherable) else _loader(self.data, feeding, world.device)
+        self._loader = (
+            None if isinstance(self.data, Gatherable) else _loader(self.data, feeding, world.device)
+        )
 
     @property
     def largest_part(self) -> int:
         """Samples of the largest micro-batch that this worker gets."""
-        part = self.world.cut(min(self.micro_batch * self.world.holders, self.global_batch))[self.world.rank]
+        part = self.world.cut(min(self.micro_batch * self.world.data_ranks, self.global_batch))[
+            self.world.rank
+        ]
         return max(1, part.stop - part.start)
 
     @property
@@ -91,7 +104,9 @@ class Feed:
     def order(self, epoch: int) -> Tensor:
         if self.seed is None:
             return torch.arange(self.samples)
-        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch)))
+        return torch.randperm(
+            self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch))
+        )
 
     def steps(self, epoch: int, position: int = 0) -> Iterator[Portion]:
         """The steps of an epoch, from the given sample of its order on. The last one may be short."""
@@ -113,16 +128,23 @@ class Feed:
     def _micro_batches(self, begin: int) -> Iterator[tuple[int, int]]:
         """Where the micro-batches of all workers together begin and end, for the step that begins at a sample."""
         end = min(begin + self.global_batch, self.samples)
-        together = self.micro_batch * self.world.holders
+        together = self.micro_batch * self.world.data_ranks
         yield from ((start, min(start + together, end)) for start in range(begin, end, together))
 
     def _cut(self, begin: int) -> list[tuple[int, slice]]:
         """This worker's micro-batches of the step that begins at a sample: how many samples count, and where they lie in the
         epoch's order. A worker without any gets some to stand in, which do not count: where workers wait for each other in
         a pass, all compute or none can."""
-        parts = [(start, self.world.cut(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)]
+        parts = [
+            (start, self.world.cut(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)
+        ]
         return [
-            (part.stop - part.start, slice(start + part.start, start + part.stop) if part.stop > part.start else self._stand_in(start))
+            (
+                part.stop - part.start,
+                slice(start + part.start, start + part.stop)
+                if part.stop > part.start
+                else self._stand_in(start),
+            )
             for start, part in parts
         ]
 
@@ -194,7 +216,11 @@ class _Batches(Dataset[Any]):
     def __getitem__(self, ticket: Ticket) -> Any:
         if get_worker_info() is not None:
             return self._make(ticket)
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # the training process has its own
+        before = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+        )  # the training process has its own
         try:
             return self._make(ticket)
         finally:
@@ -260,7 +286,9 @@ def as_data(data: Any) -> Any:
 
 def _device_of(data: Gatherable) -> torch.device:
     tensors = [value for value in vars(data).values() if isinstance(value, Tensor)]
-    tensors += [t for value in vars(data).values() if isinstance(value, tuple) for t in value if isinstance(t, Tensor)]
+    tensors += [
+        t for value in vars(data).values() if isinstance(value, tuple) for t in value if isinstance(t, Tensor)
+    ]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -269,7 +297,11 @@ def to_device(batch: Any, device: torch.device, pin: bool) -> Any:
     if isinstance(batch, Tensor):
         if batch.device == device or batch.device.type == device.type == "cpu":
             return batch.contiguous()
-        return (batch.pin_memory() if pin and device.type == "cuda" else batch).to(device, non_blocking=True).contiguous()
+        return (
+            (batch.pin_memory() if pin and device.type == "cuda" else batch)
+            .to(device, non_blocking=True)
+            .contiguous()
+        )
     if isinstance(batch, dict):
         return {key: to_device(value, device, pin) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

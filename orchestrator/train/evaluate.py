@@ -12,12 +12,12 @@ from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss
 from orchestrator.train.data import Feed, Micro, cut_batch
-from orchestrator.train.memory import free_cached, is_out_of_memory
-from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import Replica, shared_buffers
+from orchestrator.train.parts.memory import free_cached, is_out_of_memory
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.world import is_communication_error
 from orchestrator.train.step import WHOLE, as_loss, check_device
+from orchestrator.train.strategies.data_parallel import Strategy, shared_buffers
 from orchestrator.train.totals import Sums, Totals
-from orchestrator.train.world import is_communication_error
 
 _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memory
 
@@ -26,7 +26,7 @@ _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memo
 class Evaluation:
     """An evaluation ready to be made, again and again: shared out among the workers, who all get the result."""
 
-    replica: Replica
+    replica: Strategy
     feed: Feed
     precision: Precision
     most_batches: int | None = None
@@ -41,7 +41,7 @@ class Evaluation:
         """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
         model, world = self.replica.model, self.feed.world
         begun, was_training = perf_counter(), model.training
-        world.broadcast_(shared_buffers(model))  # one model is evaluated, not one per worker
+        world.broadcast(shared_buffers(model))  # one model is evaluated, not one per worker
         model.eval()
         try:
             totals, samples = self._totals(world.device)
@@ -52,18 +52,23 @@ class Evaluation:
         assert totals is not None
         count = max(1.0, float(totals.count))
         means = {name: float(value) / count for name, value in totals.metrics.items()}
-        return {"loss": float(totals.loss) / count, "metrics": means, "samples": samples, "seconds": perf_counter() - begun}
+        return {
+            "loss": float(totals.loss) / count,
+            "metrics": means,
+            "samples": samples,
+            "seconds": perf_counter() - begun,
+        }
 
     def _totals(self, device: torch.device) -> tuple[Totals | None, int]:
         """This worker's sums, and the samples of all."""
         totals, samples = None, 0
-        limit = WHOLE if self.replica.together else self.feed.largest_part
+        limit = WHOLE if self.replica.lockstep else self.feed.largest_part
         for number, portion in enumerate(self.feed.steps(0)):
             if self.most_batches is not None and number >= self.most_batches:
                 break
             samples += portion.samples
             for micro in portion.micros:
-                if micro.samples or self.replica.together:
+                if micro.samples or self.replica.lockstep:
                     more, limit = self._batch(micro, device, limit)
                     totals = more if totals is None else totals if more is None else totals.plus(more)
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
@@ -81,21 +86,27 @@ class Evaluation:
             part = batch if size == samples else cut_batch(batch, done, done + size, samples)
             made = _loss(self.replica, part, size, self.precision)
             if made is None:
-                if size == 1 or self.replica.together:
-                    raise ResourceError(f"out of memory in evaluation with a batch of {size}; lower --eval-batch-size or the model's sizes")
+                if size == 1 or self.replica.lockstep:
+                    raise ResourceError(
+                        f"out of memory in evaluation with a batch of {size}; lower --eval-batch-size or the model's sizes"
+                    )
                 limit = -(-size // 2)
                 free_cached(device)
                 continue
             loss, weight = made
             more = Totals(
-                loss.sum.double() * weight, loss.count, {name: value.double() for name, value in loss.metrics.items()}, loss.loads, size
+                loss.sum.double() * weight,
+                loss.count,
+                {name: value.double() for name, value in loss.metrics.items()},
+                loss.loads,
+                size,
             )
             totals = more if totals is None else totals.plus(more)
             done += size
         return totals if micro.samples else None, limit
 
 
-def _loss(replica: Replica, batch: Any, samples: int, precision: Precision) -> tuple[Loss, float] | None:
+def _loss(replica: Strategy, batch: Any, samples: int, precision: Precision) -> tuple[Loss, float] | None:
     """The loss of a batch; None when there is no memory for it."""
     try:
         with precision.autocast():
@@ -103,7 +114,11 @@ def _loss(replica: Replica, batch: Any, samples: int, precision: Precision) -> t
     except Exception as error:
         if is_out_of_memory(error):
             return None
-        if isinstance(error, OrchestratorError) or is_communication_error(error) or not raised_in_user_code(error):
+        if (
+            isinstance(error, OrchestratorError)
+            or is_communication_error(error)
+            or not raised_in_user_code(error)
+        ):
             raise
         with user_code("evaluating"):
             raise error

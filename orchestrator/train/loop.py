@@ -14,14 +14,14 @@ import torch
 
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
+from orchestrator.train.checkpoint.snapshots import Snapshots
+from orchestrator.train.checkpoint.state import Progress
+from orchestrator.train.checkpoint.writer import Saver
 from orchestrator.train.data import Feed, Portion
 from orchestrator.train.evaluate import Evaluation
-from orchestrator.train.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
+from orchestrator.train.heartbeat import Heartbeat
+from orchestrator.train.parts.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
 from orchestrator.train.pending import Figures, Pending, fetch
-from orchestrator.train.pulse import Pulse
-from orchestrator.train.saving import Saver
-from orchestrator.train.snapshots import Snapshots
-from orchestrator.train.state import Progress
 from orchestrator.train.step import Stepper
 from orchestrator.train.stopping import Stopping
 
@@ -68,7 +68,7 @@ class Loop:
     monitor: Callable[[], dict[str, Any]] | None = None
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     snapshots: Snapshots | None = None
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
     _pending: list[Pending] = field(default_factory=list)
     _first: int = 0
     _last_saved: int = -1
@@ -111,7 +111,9 @@ class Loop:
         self._save()
         self.saver.finish()
         if self.progress.step > self._first and self.saver.durable != self.progress.step:
-            raise ResourceError(f"the last checkpoint could not be written; the newest is of step {self.saver.durable}: see the warnings")
+            raise ResourceError(
+                f"the last checkpoint could not be written; the newest is of step {self.saver.durable}: see the warnings"
+            )
         return outcome
 
     def peak_memory(self) -> dict[str, int]:
@@ -125,7 +127,10 @@ class Loop:
         progress, cadence = self.progress, self.cadence
         if progress.step and (progress.step >= cadence.total_steps or progress.epoch >= cadence.epochs):
             self._out_of_patience()
-            return Outcome("completed", f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on")
+            return Outcome(
+                "completed",
+                f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on",
+            )
         # an epoch's checkpoint is written before its evaluation: a run killed in between evaluates now
         evaluated = progress.validation.get("step") == progress.step
         at_the_end = progress.position == 0 and not cadence.evaluate_every
@@ -194,7 +199,11 @@ class Loop:
         warming = progress.step - self._first == WARM_UP
         if warming or len(self._pending) >= self.cadence.log_every:
             self._flush()
-        if self.cadence.monitor_every and self.monitor is not None and progress.step % self.cadence.monitor_every == 0:
+        if (
+            self.cadence.monitor_every
+            and self.monitor is not None
+            and progress.step % self.cadence.monitor_every == 0
+        ):
             self.tell("monitor", step=progress.step, **self.monitor())
         if self.cadence.empty_cache_every and progress.step % self.cadence.empty_cache_every == 0:
             free_cached(self.stepper.world.device)
@@ -208,22 +217,49 @@ class Loop:
             return
         pending, self._pending = self._pending, []
         fetched = fetch(pending)
-        self.stepper.world.life.check()
-        if self.stepper.world.device.type != "cpu":  # the host ran ahead: only now has it waited for the device
+        self.stepper.world.membership.check()
+        if (
+            self.stepper.world.device.type != "cpu"
+        ):  # the host ran ahead: only now has it waited for the device
             mean = (perf_counter() - self._window_begun) / len(pending)
             pending = [replace(entry, seconds=mean) for entry in pending]
         events = [self._step_event(entry, figures) for entry, figures in zip(pending, fetched, strict=True)]
         phases = self.stepper.clock.take()
         if phases:
             total = sum(entry.seconds for entry in pending) / len(pending)
-            events.append({"event": "phases", "time": time.time(), "step": self.progress.step, **phases, "total": total})
-        if pending[-1].totals.travel is not None and self.stepper.replica.lodged:
-            sent, rows, waited = (torch.stack([p.totals.travel for p in pending if p.totals.travel is not None]).mean(0)).tolist()
+            events.append(
+                {"event": "phases", "time": time.time(), "step": self.progress.step, **phases, "total": total}
+            )
+        if pending[-1].totals.exchange_stats is not None and self.stepper.replica.num_expert_grads:
+            sent, rows, waited = (
+                torch.stack(
+                    [p.totals.exchange_stats for p in pending if p.totals.exchange_stats is not None]
+                ).mean(0)
+            ).tolist()
             fields = {"bytes": sent, "rows": rows, "seconds": waited / self.stepper.world.size}
-            events.append({"event": "exchange", "time": time.time(), "step": self.progress.step, "steps": len(pending), **fields})
+            events.append(
+                {
+                    "event": "exchange",
+                    "time": time.time(),
+                    "step": self.progress.step,
+                    "steps": len(pending),
+                    **fields,
+                }
+            )
         if pending[0].totals.loads:
-            loads = [torch.stack(layer).sum(0).tolist() for layer in zip(*(p.totals.loads for p in pending), strict=True)]
-            events.append({"event": "load", "time": time.time(), "step": self.progress.step, "steps": len(pending), "loads": loads})
+            loads = [
+                torch.stack(layer).sum(0).tolist()
+                for layer in zip(*(p.totals.loads for p in pending), strict=True)
+            ]
+            events.append(
+                {
+                    "event": "load",
+                    "time": time.time(),
+                    "step": self.progress.step,
+                    "steps": len(pending),
+                    "loads": loads,
+                }
+            )
         self.write(events)
         self._check(events)
         self._window_begun = perf_counter()
@@ -252,13 +288,17 @@ class Loop:
         """A run that has diverged stops here, before anything of it is saved over a good checkpoint."""
         fp16 = self.stepper.precision.scale is not None
         for event in events:
-            if event["event"] == "step" and not _finite(event["loss"] if fp16 else event["loss"] + event["grad_norm"]):
+            if event["event"] == "step" and not _finite(
+                event["loss"] if fp16 else event["loss"] + event["grad_norm"]
+            ):
                 raise TrainingFailed(
                     f"step {event['step']}: loss {event['loss']}, gradient norm {event['grad_norm']}: the run has diverged. "
                     "Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. Nothing of it was saved"
                 )
         if self.stepper.precision.lost():
-            raise TrainingFailed("fp16: gradients overflow at every loss scale; use --precision bf16 or fp32, or lower --learning-rate")
+            raise TrainingFailed(
+                "fp16: gradients overflow at every loss scale; use --precision bf16 or fp32, or lower --learning-rate"
+            )
         if self.stepper.compiled is not None:
             complaint = self.stepper.compiled.complaint()
             if complaint:
@@ -296,7 +336,10 @@ class Loop:
     def _peak_of_all(self, device: torch.device) -> dict[str, int]:
         """The most memory that any worker used in this epoch."""
         mine = peak_memory(device)
-        return {name: int(value) for name, value in zip(mine, self.stepper.world.most(list(mine.values())), strict=True)}
+        return {
+            name: int(value)
+            for name, value in zip(mine, self.stepper.world.all_reduce_max(list(mine.values())), strict=True)
+        }
 
     def _watch_for_leak(self, device: torch.device) -> None:
         """Memory that is still held at the end of each epoch should not grow from one to the next."""
@@ -355,7 +398,9 @@ class Loop:
 
 def metric_of(values: dict[str, float], name: str) -> float:
     if name not in values:
-        raise TrainingFailed(f"--early-stopping-metric {name!r} is not among the validation metrics: {', '.join(values)}")
+        raise TrainingFailed(
+            f"--early-stopping-metric {name!r} is not among the validation metrics: {', '.join(values)}"
+        )
     return values[name]
 
 

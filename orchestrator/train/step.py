@@ -13,25 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.load import moe_layers, settle
+from experts.balance import moe_layers, update_balance
 from experts.model import mix
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss, Task
-from orchestrator.train.clock import PhaseClock
-from orchestrator.train.compiling import Compiled, is_compile_error
 from orchestrator.train.data import Portion, cut_batch, tensors_of
-from orchestrator.train.memory import free_cached, is_out_of_memory
-from orchestrator.train.optim import Learner, finish_gradients
-from orchestrator.train.precision import Precision
-from orchestrator.train.replicate import Replica, statistics_of
+from orchestrator.train.parts.clock import PhaseClock
+from orchestrator.train.parts.compiling import Compiled, is_compile_error
+from orchestrator.train.parts.memory import free_cached, is_out_of_memory
+from orchestrator.train.parts.optim import Learner, finish_gradients
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.world import World, is_communication_error
+from orchestrator.train.strategies.data_parallel import Strategy, statistics_of
 from orchestrator.train.totals import Sums, Totals
-from orchestrator.train.world import World, is_communication_error
 
 Tell = Callable[..., None]
 
 _PROBLEMS = (None, "uncompile", "halve", "exhausted")  # from bad to worse
-WHOLE = 2**62  # a limit that cuts nothing: where workers wait for each other in a forward pass, all do as many
+WHOLE = (
+    2**62
+)  # a limit that cuts nothing: where workers wait for each other in a forward pass, all do as many
 GROW_AFTER = 100  # good steps before a micro-batch that was halved is doubled again; the wait doubles with each failure
 
 
@@ -40,7 +42,7 @@ class Stepper:
     """Everything a step needs, put together once."""
 
     world: World
-    replica: Replica
+    replica: Strategy
     learner: Learner
     precision: Precision
     micro_batch: int
@@ -59,8 +61,8 @@ class Stepper:
     _constants: dict[tuple[float, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.limit = WHOLE if self.replica.together else self.micro_batch
-        self._sums = Sums(self.world, "step", self.replica.lodged)
+        self.limit = WHOLE if self.replica.lockstep else self.micro_batch
+        self._sums = Sums(self.world, "step", self.replica.num_expert_grads)
         self.replica.learns(self.learner.parameters)
         self._routed = len(moe_layers(self.replica.model))
         self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
@@ -102,20 +104,24 @@ class Stepper:
         nominal = self._nominal(portion)
         totals: Totals | None = None
         for number, micro in enumerate(portion.micros, 1):
-            if not micro.samples and not self.replica.together:
+            if not micro.samples and not self.replica.lockstep:
                 continue
             batch = micro.fetch()
             self.clock.mark("data")
             samples = micro.samples or micro.standing_in  # a stand-in counts for nothing, but is computed
             hosts.silent = not micro.samples
-            with nullcontext() if micro.samples else self.replica.standing_in():
+            with nullcontext() if micro.samples else self.replica.dummy_pass():
                 for begin in range(0, samples, self.limit):
                     end = min(begin + self.limit, samples)
                     hosts.first, hosts.samples = micro.first + begin, end - begin
                     part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
-                    loss, weight = self._forward(part, end - begin, last=number == len(portion.micros) and end == samples)
+                    loss, weight = self._forward(
+                        part, end - begin, last=number == len(portion.micros) and end == samples
+                    )
                     self.clock.mark("forward")
-                    loss.sum.backward(self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0))
+                    loss.sum.backward(
+                        self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0)
+                    )
                     self.clock.mark("backward")
                     if micro.samples:
                         more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
@@ -131,7 +137,7 @@ class Stepper:
 
     def _vote(self, problem: str | None) -> str | None:
         """The worst that happened to any worker, which then happens to all."""
-        worst = int(self.world.most([float(_PROBLEMS.index(problem))])[0])
+        worst = int(self.world.all_reduce_max([float(_PROBLEMS.index(problem))])[0])
         return _PROBLEMS[worst]
 
     def _together(self, totals: Totals | None, portion: Portion, stop: bool) -> Totals:
@@ -143,12 +149,16 @@ class Stepper:
                 raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
             return totals
         try:
-            factor = self.replica.add_up()
+            factor = self.replica.all_reduce_gradients()
         except Exception as error:
             if is_out_of_memory(error):
-                raise OutOfMemory(f"worker {self.world.rank} ran out of memory in the sum of gradients", self._held()) from None
+                raise OutOfMemory(
+                    f"worker {self.world.rank} ran out of memory in the sum of gradients", self._held()
+                ) from None
             raise
-        whole = self._sums(totals, portion.samples, stop, self.replica.squares(), self.replica.travel())
+        whole = self._sums(
+            totals, portion.samples, stop, self.replica.squares(), self.replica.exchange_stats()
+        )
         whole.nominal = self._nominal(portion) * factor
         self.clock.mark("communication")
         return whole
@@ -184,7 +194,7 @@ class Stepper:
                 "try a smaller model, or a device with more memory"
             ) from None
         if totals.loads:
-            settle(self.replica.model, totals.loads)
+            update_balance(self.replica.model, totals.loads)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
         gradients = self.replica.local([p.grad for p in self.learner.parameters if p.grad is not None])
@@ -192,7 +202,9 @@ class Stepper:
         factor: float | Tensor = totals.nominal / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
-        totals.norm = finish_gradients(gradients, self.replica.norm(gradients, totals.squares), factor, self.clip_norm)
+        totals.norm = finish_gradients(
+            gradients, self.replica.norm(gradients, totals.squares), factor, self.clip_norm
+        )
         if self.precision.scale is not None:
             totals.finite = totals.norm.isfinite()
         self.learner.step(step, totals.finite)
@@ -214,10 +226,15 @@ class Stepper:
         if is_out_of_memory(error):
             if self.world.size > 1 and not self.replica.votes:
                 raise OutOfMemory(
-                    f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self._held()}", self._held()
+                    f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self._held()}",
+                    self._held(),
                 ) from None
             return "exhausted" if self.limit == 1 else "halve"
-        if self.compiled is not None and is_compile_error(error) and (self.world.size == 1 or self.replica.votes):
+        if (
+            self.compiled is not None
+            and is_compile_error(error)
+            and (self.world.size == 1 or self.replica.votes)
+        ):
             self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
         if self.world.size > 1 and is_communication_error(error):
@@ -244,12 +261,23 @@ class Stepper:
         self.replica.renew()
         before, self.limit = self.limit, -(-self.limit // 2)
         self._good, self._patience = 0, self._patience * 2
-        self.tell("oom", step=step + 1, micro_batch=before, next_micro_batch=self.limit, where=str(self.world.device))
+        self.tell(
+            "oom",
+            step=step + 1,
+            micro_batch=before,
+            next_micro_batch=self.limit,
+            where=str(self.world.device),
+        )
 
     def _tell_compiled(self, seconds: float) -> None:
         """Once: the first step is the one that compiled."""
         if self.compiled is not None and not self._compiled_told:
-            self.tell("compile", status="compiled", seconds=seconds, detail=f"{len(self.compiled.modules)} modules, in the first step")
+            self.tell(
+                "compile",
+                status="compiled",
+                seconds=seconds,
+                detail=f"{len(self.compiled.modules)} modules, in the first step",
+            )
         self._compiled_told = True
 
     def _grow_back(self, step: int) -> None:
@@ -258,7 +286,11 @@ class Stepper:
         if self.limit < self.micro_batch and self._good >= self._patience:
             self.limit, self._good = min(self.micro_batch, self.limit * 2), 0
             self.replica.renew()
-            self.tell("warning", kind="memory", message=f"step {step + 1}: memory allows again; micro-batch back to {self.limit}")
+            self.tell(
+                "warning",
+                kind="memory",
+                message=f"step {step + 1}: memory allows again; micro-batch back to {self.limit}",
+            )
 
 
 def power_of_two(value: float) -> float:
@@ -272,35 +304,47 @@ def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
     if isinstance(result, Loss):
         if all(isinstance(value, Tensor) for value in result.metrics.values()):
             return result, 1.0
-        metrics = {name: torch.as_tensor(value, device=result.sum.device) for name, value in result.metrics.items()}
+        metrics = {
+            name: torch.as_tensor(value, device=result.sum.device) for name, value in result.metrics.items()
+        }
         return replace(result, metrics=metrics), 1.0
     if isinstance(result, Tensor):
         if result.ndim:
-            raise UserError(f"the task's loss is a tensor of shape {tuple(result.shape)}; a scalar, (sum, count) or Loss was needed")
+            raise UserError(
+                f"the task's loss is a tensor of shape {tuple(result.shape)}; a scalar, (sum, count) or Loss was needed"
+            )
         return Loss(result, samples), float(samples)
     if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Tensor):
         metrics: Mapping[str, Tensor] = result[2] if len(result) == 3 else {}
         return as_loss(Loss(result[0], result[1], metrics), samples)
-    raise UserError(f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed")
+    raise UserError(
+        f"the task's loss is a {type(result).__name__}; a scalar tensor, (sum, count) or Loss was needed"
+    )
 
 
 def check_trainable(loss: Loss) -> None:
     """A loss that no weight can change is the task's mistake."""
     if not loss.sum.requires_grad:
-        raise UserError("the task's loss does not depend on any weight that is trained; compute it from the model's output, undetached")
+        raise UserError(
+            "the task's loss does not depend on any weight that is trained; compute it from the model's output, undetached"
+        )
 
 
 def built(task: Task) -> nn.Module:
     """The task's model, which must be one."""
     model = task.build_model()
     if not isinstance(model, nn.Module):
-        raise UserError(f"the task's build_model returns a {type(model).__name__}; a torch.nn.Module was needed")
+        raise UserError(
+            f"the task's build_model returns a {type(model).__name__}; a torch.nn.Module was needed"
+        )
     return model
 
 
 def check_device(batch: Any, device: torch.device) -> None:
     for tensor in tensors_of(batch):
-        if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
+        if tensor.device.type != device.type or (
+            device.index is not None and tensor.device.index != device.index
+        ):
             raise UserError(
                 f"a tensor of the batch is on {tensor.device}; the model is on {device}: leave the moving of batches to the loop"
             )

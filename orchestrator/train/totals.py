@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.tasks.task import Loss
-from orchestrator.train.world import World
+from orchestrator.train.parts.world import World
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Totals:
     """How many workers were asked to stop; None in one process."""
     squares: Tensor | None = None
     """Squared norms of gradients that live on one worker each, over all of them."""
-    travel: Tensor | None = None
+    exchange_stats: Tensor | None = None
     """What the exchange between hosts cost all of them: bytes, rows, seconds."""
 
     @classmethod
@@ -37,7 +37,13 @@ class Totals:
         """``copy`` where the model's outputs may lie in memory that its next run writes over (compiled graphs)."""
         whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
         metrics = {name: value.detach() for name, value in loss.metrics.items()}
-        return cls(whole, loss.count, metrics, tuple(load.clone() for load in loss.loads) if copy else loss.loads, samples)
+        return cls(
+            whole,
+            loss.count,
+            metrics,
+            tuple(load.clone() for load in loss.loads) if copy else loss.loads,
+            samples,
+        )
 
     def plus(self, other: Totals) -> Totals:
         return Totals(
@@ -60,18 +66,23 @@ class Sums:
         self._loads: list[int] = []
 
     def __call__(
-        self, totals: Totals | None, samples: int, stop: bool = False, squares: Tensor | None = None, travel: Sequence[float] = (0.0,) * 3
+        self,
+        totals: Totals | None,
+        samples: int,
+        stop: bool = False,
+        squares: Tensor | None = None,
+        travel: Sequence[float] = (0.0,) * 3,
     ) -> Totals:
         """The totals of all workers; ``samples`` is known beforehand."""
         if self._metrics is None:
             known = None if totals is None else [list(totals.metrics), [len(load) for load in totals.loads]]
-            self._metrics, self._loads = self.world.agree(self.name, known)
+            self._metrics, self._loads = self.world.broadcast_value(self.name, known)
         device = self.world.device
         head = torch.tensor([float(stop), *travel], dtype=torch.float64).to(device)
         tail = head.new_zeros(self._squares) if squares is None else squares
-        vector = self.world.sum_(torch.cat([head, tail, self._pack(totals, device)]))
+        vector = self.world.all_reduce(torch.cat([head, tail, self._pack(totals, device)]))
         sums = self._unpack(vector[len(head) + self._squares :])
-        sums.samples, sums.stop, sums.travel = samples, vector[0], vector[1 : len(head)]
+        sums.samples, sums.stop, sums.exchange_stats = samples, vector[0], vector[1 : len(head)]
         sums.squares = vector[len(head) : len(head) + self._squares] if self._squares else None
         return sums
 
@@ -80,15 +91,23 @@ class Sums:
         if totals is None:
             return torch.zeros(2 + len(names) + sum(self._loads), dtype=torch.float64, device=device)
         if list(totals.metrics) != names:
-            raise ValueError(f"the loss has metrics {list(totals.metrics)}; it began with {names}: name the same ones for every batch")
+            raise ValueError(
+                f"the loss has metrics {list(totals.metrics)}; it began with {names}: name the same ones for every batch"
+            )
         scalars = [totals.loss, totals.count, *totals.metrics.values()]
-        parts = [_scalar(value, device) for value in scalars] + [load.to(device, torch.float64) for load in totals.loads]
+        parts = [_scalar(value, device) for value in scalars] + [
+            load.to(device, torch.float64) for load in totals.loads
+        ]
         return torch.cat(parts)
 
     def _unpack(self, vector: Tensor) -> Totals:
         names = self._metrics or []
         loss, count, *metrics = vector[: 2 + len(names)].unbind()
-        loads = tuple(load.to(torch.int64) for load in vector[2 + len(names) :].split(self._loads)) if self._loads else ()
+        loads = (
+            tuple(load.to(torch.int64) for load in vector[2 + len(names) :].split(self._loads))
+            if self._loads
+            else ()
+        )
         return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, 0)
 
 

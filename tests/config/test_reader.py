@@ -13,12 +13,22 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cli import CheckOptions, InitOptions, PlanOptions, ReportOptions, TrainOptions
-from orchestrator.config.reader import Resolved, absolute, check_flags, dump, read_file, read_flags, read_own, to_json, write_file
+from orchestrator.cli.main import CheckOptions, InitOptions, PlanOptions, ReportOptions, TrainOptions
+from orchestrator.config.reader import (
+    Resolved,
+    absolute,
+    check_flags,
+    dump,
+    read_file,
+    read_flags,
+    read_own,
+    to_json,
+    write_file,
+)
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
 from orchestrator.config.spellings import SPELLINGS
 from orchestrator.errors import UserError
-from tests.support.plans import VALUES, configs
+from tests.support.inventories import VALUES, configs
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +94,9 @@ def test_a_comment_never_becomes_a_setting(scratch: Path):
     assert read_file(scratch).config == Config()
 
 
-@pytest.mark.parametrize("text", ["", "\n# only a comment\n", "run:\n", "run: {}\n", "---\n", "\ufeff", "null"])
+@pytest.mark.parametrize(
+    "text", ["", "\n# only a comment\n", "run:\n", "run: {}\n", "---\n", "\ufeff", "null"]
+)
 def test_an_empty_file_is_all_default(scratch: Path, text: str):
     assert reading(scratch, text) == Resolved(Config(), {})
 
@@ -93,8 +105,22 @@ def test_an_empty_file_is_all_default(scratch: Path, text: str):
 
 
 def test_origin_is_default_file_and_line_or_flag(scratch: Path):
-    scratch.write_text("# head\ntask: text\nrun:\n  epochs: 3\n\n  seed: 5\noptim:\n  learning_rate: 3e-4\n", encoding="utf-8")
-    resolved = flags("--config", str(scratch), "--seed", "7", "--no-auto", "--width=32", "--gpu_mode", "cpu", "--task", "digits")
+    scratch.write_text(
+        "# head\ntask: text\nrun:\n  epochs: 3\n\n  seed: 5\noptim:\n  learning_rate: 3e-4\n",
+        encoding="utf-8",
+    )
+    resolved = flags(
+        "--config",
+        str(scratch),
+        "--seed",
+        "7",
+        "--no-auto",
+        "--width=32",
+        "--gpu_mode",
+        "cpu",
+        "--task",
+        "digits",
+    )
     assert resolved.origin("epochs") == "file cfg.yaml:4"
     assert resolved.origin("learning_rate") == "file cfg.yaml:8"
     assert resolved.origin("seed") == "flag --seed"
@@ -103,7 +129,9 @@ def test_origin_is_default_file_and_line_or_flag(scratch: Path):
     assert resolved.origin("gpu_mode") == "flag --gpu_mode"
     assert resolved.origin("task") == "flag --task"
     assert resolved.origin("precision") == "default"
-    assert resolved.config == Config.of(epochs=3, seed=7, auto=False, width=32, gpu_mode="cpu", task="digits", learning_rate=3e-4)
+    assert resolved.config == Config.of(
+        epochs=3, seed=7, auto=False, width=32, gpu_mode="cpu", task="digits", learning_rate=3e-4
+    )
     assert resolved.origins.keys() <= flat_names().keys()
 
 
@@ -127,7 +155,11 @@ def test_each_origin_points_at_the_line_of_its_key(scratch: Path, config: Config
 def test_merged_keys_have_their_own_lines(scratch: Path):
     resolved = reading(scratch, "model: &m\n  width: 8\nrun:\n  <<: {epochs: 3, seed: 4}\n  epochs: 5\n")
     assert (resolved.config.run.epochs, resolved.config.run.seed) == (5, 4)
-    assert resolved.origins == {"width": "file cfg.yaml:2", "epochs": "file cfg.yaml:5", "seed": "file cfg.yaml:4"}
+    assert resolved.origins == {
+        "width": "file cfg.yaml:2",
+        "epochs": "file cfg.yaml:5",
+        "seed": "file cfg.yaml:4",
+    }
 
 
 def test_the_last_config_wins_as_with_every_flag(tmp_path: Path):
@@ -190,10 +222,20 @@ def test_any_slip_of_a_letter_finds_its_way_back(name: str):
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"), [("rum", "run"), ("modle", "model"), ("moee", "moe"), ("optimizer", "optim"), ("checkpoints", "checkpoint")]
+    ("typo", "meant"),
+    [
+        ("rum", "run"),
+        ("modle", "model"),
+        ("moee", "moe"),
+        ("optimizer", "optim"),
+        ("checkpoints", "checkpoint"),
+    ],
 )
 def test_a_misspelled_section_is_answered_with_the_right_one(scratch: Path, typo: str, meant: str):
-    assert refusal(scratch, f"{typo}:\n  x: 1\n") == f"cfg.yaml:1: unknown setting {typo!r} (did you mean {meant!r}?)"
+    assert (
+        refusal(scratch, f"{typo}:\n  x: 1\n")
+        == f"cfg.yaml:1: unknown setting {typo!r} (did you mean {meant!r}?)"
+    )
 
 
 def test_a_list_under_an_old_name_is_answered_as_one_would_write_it(scratch: Path):
@@ -204,7 +246,9 @@ def test_a_list_under_an_old_name_is_answered_as_one_would_write_it(scratch: Pat
 def test_an_unknown_key_far_from_all_lists_the_known_ones(scratch: Path):
     message = refusal(scratch, "optim:\n  zzzzzz: 1\n")
     assert message.startswith("cfg.yaml:2: unknown setting 'zzzzzz'; known in optim: learning_rate, ")
-    assert refusal(scratch, "zzzzzz: 1\n").startswith("cfg.yaml:1: unknown setting 'zzzzzz'; known here: task, run, ")
+    assert refusal(scratch, "zzzzzz: 1\n").startswith(
+        "cfg.yaml:1: unknown setting 'zzzzzz'; known here: task, run, "
+    )
     assert refused("--zzzzzz") == "unknown flag --zzzzzz; see --help"
 
 
@@ -263,17 +307,38 @@ def test_every_number_refuses_what_is_none(scratch: Path, name: str, value: str)
         ("run: {epochs: null}", "cfg.yaml:1: run.epochs is null; a whole number was needed"),
         ("run:\n  name: 5", "cfg.yaml:2: run.name is 5; text or null was needed"),
         ("task: yes", "cfg.yaml:1: task is true; text was needed"),
-        ("batch: {batch_size: most}", "cfg.yaml:1: batch.batch_size is 'most'; a whole number or 'auto' or null was needed"),
-        ("device: {precision: off}", "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed"),
-        ("moe: {expert_hidden_size: [8, x]}", "cfg.yaml:1: moe.expert_hidden_size is [8, 'x']; a list of whole numbers was needed"),
-        ("watch: {trackers: comet}", "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' was needed"),
-        ("parallel: {devices: '0,x'}", "cfg.yaml:1: parallel.devices is '0,x'; a list of whole numbers was needed"),
-        ("parallel: {workers: some}", "cfg.yaml:1: parallel.workers is 'some'; a whole number or 'auto' was needed"),
+        (
+            "batch: {batch_size: most}",
+            "cfg.yaml:1: batch.batch_size is 'most'; a whole number or 'auto' or null was needed",
+        ),
+        (
+            "device: {precision: off}",
+            "cfg.yaml:1: device.precision is false; 'auto' or 'fp32' or 'bf16' or 'fp16' was needed",
+        ),
+        (
+            "moe: {expert_hidden_size: [8, x]}",
+            "cfg.yaml:1: moe.expert_hidden_size is [8, 'x']; a list of whole numbers was needed",
+        ),
+        (
+            "watch: {trackers: comet}",
+            "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' was needed",
+        ),
+        (
+            "parallel: {devices: '0,x'}",
+            "cfg.yaml:1: parallel.devices is '0,x'; a list of whole numbers was needed",
+        ),
+        (
+            "parallel: {workers: some}",
+            "cfg.yaml:1: parallel.workers is 'some'; a whole number or 'auto' was needed",
+        ),
         ("parallel:\n  workers: 2\n  devices: [1, 1]", "cfg.yaml:3: devices is 1,1; name each GPU once"),
         ("run:\n  seed: 1\n  epochs: 0", "cfg.yaml:3: epochs is 0; it must be at least 1"),
         ("run: 3", "cfg.yaml:1: run is a section; its settings go below it, indented"),
         ("run: [1]", "cfg.yaml:1: run is a section; its settings go below it, indented"),
-        ("run:\n  model:\n    width: 3", "cfg.yaml:2: model is a section of its own; it begins at the top level, not below run"),
+        (
+            "run:\n  model:\n    width: 3",
+            "cfg.yaml:2: model is a section of its own; it begins at the top level, not below run",
+        ),
         ("<<: {run: 3}", "cfg.yaml:1: run is a section; its settings go below it, indented"),
         ("- run", "cfg.yaml holds a list; a mapping of sections was needed, see 'orchestrator init'"),
         ("run", "cfg.yaml holds a str; a mapping of sections was needed, see 'orchestrator init'"),
@@ -292,7 +357,10 @@ def test_a_huge_value_is_told_short(scratch: Path):
     assert len(refusal(scratch, f"run: {{epochs: {list(range(5000))}}}")) < 200
 
 
-@pytest.mark.parametrize(("word", "value"), [("on", "on"), ("off", "off"), ("ON", "on"), ("yes", "on"), ("false", "off"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("on", "on"), ("off", "off"), ("ON", "on"), ("yes", "on"), ("false", "off"), ("auto", "auto")],
+)
 @pytest.mark.parametrize("name", ["tf32", "activation_checkpointing", "cudnn_benchmark"])
 def test_on_and_off_are_words(scratch: Path, name: str, word: str, value: str):
     config = reading(scratch, f"device:\n  {name}: {word}\n").config
@@ -406,7 +474,9 @@ def test_a_file_does_not_say_which_cluster_is_joined(scratch: Path):
     assert told.startswith("cfg.yaml:2: ray_address is 'head.example:6379'")
     assert told.endswith("give --ray-address head.example:6379 if you know it")
     for address in ("head.example:6379", "local"):
-        assert flags("--config", str(scratch), "--ray-address", address).config.parallel.ray_address == address
+        assert (
+            flags("--config", str(scratch), "--ray-address", address).config.parallel.ray_address == address
+        )
     for address in ("auto", "local"):
         scratch.write_text(f"parallel:\n  ray_address: {address}\n")
         assert flags("--config", str(scratch)).config.parallel.ray_address == address
@@ -452,7 +522,9 @@ def test_flags_of_every_kind(argv: list[str], expected: dict[str, Any]):
     assert flags(*argv).config == Config.of(**expected)
 
 
-@pytest.mark.parametrize("argv", [("--profile", "true"), ("--profile=True",), ("--no-compile", "1"), ("--deterministic", "yes")])
+@pytest.mark.parametrize(
+    "argv", [("--profile", "true"), ("--profile=True",), ("--no-compile", "1"), ("--deterministic", "yes")]
+)
 def test_a_switch_with_a_value_is_told_how_to_write_it(argv: tuple[str, ...]):
     flag = argv[0].partition("=")[0].removeprefix("--no-").removeprefix("--")
     message = refused(*argv)
@@ -474,7 +546,9 @@ def test_a_verbs_own_flags_are_suggested_too():
 
 def test_verbs_without_settings(tmp_path: Path):
     assert read_own(CheckOptions, ["--json"], "x") == CheckOptions(json=True)
-    assert read_own(InitOptions, ["a.yaml", "--force"], "x", positional="path") == InitOptions(Path("a.yaml"), True)
+    assert read_own(InitOptions, ["a.yaml", "--force"], "x", positional="path") == InitOptions(
+        Path("a.yaml"), True
+    )
     assert read_own(ReportOptions, ["--folder", "a"], "x", positional="folder") == ReportOptions(Path("a"))
 
 
@@ -493,7 +567,9 @@ def test_a_placement_file_and_a_checkpoint_are_paths_too(tmp_path: Path):
     )
     assert absolute(Config.of(placement="/a.json"), tmp_path).parallel.placement == "/a.json"
     for word in ("auto", "round_robin"):
-        assert absolute(Config.of(placement=word, resume="auto"), tmp_path) == Config.of(placement=word, resume="auto")
+        assert absolute(Config.of(placement=word, resume="auto"), tmp_path) == Config.of(
+            placement=word, resume="auto"
+        )
 
 
 @settings(max_examples=30, deadline=None)

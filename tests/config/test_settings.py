@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.commands import setting_texts
+from orchestrator.cli.commands import setting_texts
 from orchestrator.config.settings import Config, did_you_mean, flat_names, section_types, setting_types
 from orchestrator.errors import UserError
-from tests.support.plans import VALUES
+from tests.support.inventories import VALUES
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -243,13 +243,22 @@ COPIES: dict[str, Any] = {"parallel_strategy": "data_parallel"}
     [
         ({"experts": 3, "top_k": 4}, ("top_k is 4", "only 3 experts")),
         ({"experts": 3, "expert_hidden_size": (8, 8)}, ("2 sizes", "3 experts")),
-        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 1}, ("8 × accumulation_steps 2", "is 16", "32")),
-        ({"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 4}, ("8 × accumulation_steps 2", "is 64", "32")),
+        (
+            {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 1},
+            ("8 × accumulation_steps 2", "is 16", "32"),
+        ),
+        (
+            {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 4},
+            ("8 × accumulation_steps 2", "is 64", "32"),
+        ),
         (
             {"batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "gpu_mode": "single_gpu"},
             ("is 16", "32", "two of the three"),
         ),
-        ({"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32}, ("workers auto", "32", "two of the three", "--workers N")),
+        (
+            {"batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32},
+            ("workers auto", "32", "two of the three", "--workers N"),
+        ),
         ({"gpu_mode": "cpu", "devices": (0, 2)}, ("devices 0,2", "gpu_mode is cpu")),
         ({"gpu_mode": "cpu", "backend": "nccl"}, ("backend nccl", "gpu_mode is cpu", "gloo")),
         ({"gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2", "multi_gpu")),
@@ -261,28 +270,53 @@ COPIES: dict[str, Any] = {"parallel_strategy": "data_parallel"}
         ({"deterministic": True, "share_by_speed": "on"}, ("deterministic", "share_by_speed")),
         ({"ray_address": "ray://head:10001"}, ("ray://head:10001", "not supported", "ray job submit")),
         ({"batch_size": 64, "global_batch_size": 32}, ("batch_size is 64", "global_batch_size 32")),
-        ({"accumulation_steps": 9, "global_batch_size": 8}, ("accumulation_steps is 9", "global_batch_size 8")),
+        (
+            {"accumulation_steps": 9, "global_batch_size": 8},
+            ("accumulation_steps is 9", "global_batch_size 8"),
+        ),
         ({"resume": "auto", "init_from": Path("x")}, ("resume", "init_from", "give one")),
         ({"deterministic": True, "tf32": "on"}, ("deterministic", "tf32")),
         ({"deterministic": True, "cudnn_benchmark": "on"}, ("deterministic", "cudnn_benchmark")),
         ({"gpu_mode": "cpu", "tf32": "on"}, ("tf32", "gpu_mode is cpu")),
         ({"batch_size": "auto", "auto": False}, ("batch_size auto", "--no-auto")),
         ({"experts": 0, "shared_expert_size": 64}, ("shared_expert_size is 64", "experts is 0", "dense")),
-        ({**HOSTS, "experts": 0}, ("experts is 0, a dense model", "expert_parallel", "raise --experts", "data_parallel")),
+        (
+            {**HOSTS, "experts": 0},
+            ("experts is 0, a dense model", "expert_parallel", "raise --experts", "data_parallel"),
+        ),
         ({**HOSTS, "sharding": "zero2"}, ("sharding zero2", "works with data_parallel", "expert_parallel")),
         ({**HOSTS, "sharding": "zero3"}, ("sharding zero3", "works with data_parallel", "expert_parallel")),
         ({**HOSTS, "cpu_offload": True}, ("cpu_offload", "works with data_parallel", "expert_parallel")),
-        ({**HOSTS, "sync_batchnorm": True}, ("sync_batchnorm", "works with data_parallel", "expert_parallel")),
+        (
+            {**HOSTS, "sync_batchnorm": True},
+            ("sync_batchnorm", "works with data_parallel", "expert_parallel"),
+        ),
         ({**HOSTS, "static_graph": True}, ("static_graph", "works with data_parallel", "DDP")),
-        ({**HOSTS, "find_unused_parameters": True}, ("find_unused_parameters", "works with data_parallel", "DDP")),
-        ({**HOSTS, "batch_size": "auto"}, ("batch_size auto", "expert_parallel", "whole models are measured")),
+        (
+            {**HOSTS, "find_unused_parameters": True},
+            ("find_unused_parameters", "works with data_parallel", "DDP"),
+        ),
+        (
+            {**HOSTS, "batch_size": "auto"},
+            ("batch_size auto", "expert_parallel", "whole models are measured"),
+        ),
         ({**HOSTS, "gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2")),
         ({"gate": "primary", "share_by_speed": "on"}, ("gate primary", "share_by_speed on", "leave one out")),
-        ({**COPIES, "gate": "primary"}, ("gate primary works with expert_parallel", "parallel_strategy is data_parallel", "leave it out")),
+        (
+            {**COPIES, "gate": "primary"},
+            ("gate primary works with expert_parallel", "parallel_strategy is data_parallel", "leave it out"),
+        ),
         ({**COPIES, "placement": "x.json"}, ("placement x.json works with expert_parallel", "data_parallel")),
         ({**COPIES, "exchange_chunks": 2}, ("exchange_chunks 2 works with expert_parallel", "data_parallel")),
         (
-            {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2},
+            {
+                **HOSTS,
+                "gate": "primary",
+                "batch_size": 8,
+                "accumulation_steps": 2,
+                "global_batch_size": 32,
+                "workers": 2,
+            },
             ("8 × accumulation_steps 2 × 1", "gate primary", "is 16", "32"),
         ),
     ],
@@ -315,7 +349,14 @@ def test_a_contradiction_names_both_sides(settings: dict[str, Any], words: tuple
         {**HOSTS, "gate": "primary", "placement": "round_robin", "exchange_chunks": 4},
         {**HOSTS, "workers": 1, "gpu_mode": "single_gpu"},
         {**HOSTS, "sharding": "none", "batch_size": 8, "bucket_cap_mb": 50},
-        {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32, "workers": 2},
+        {
+            **HOSTS,
+            "gate": "primary",
+            "batch_size": 8,
+            "accumulation_steps": 4,
+            "global_batch_size": 32,
+            "workers": 2,
+        },
         {**HOSTS, "gate": "primary", "batch_size": 8, "accumulation_steps": 4, "global_batch_size": 32},
         {**HOSTS, "batch_size": 8, "accumulation_steps": 2, "global_batch_size": 32, "workers": 2},
         {"gate": "primary", "placement": "x.json", "exchange_chunks": 2, "workers": 2},

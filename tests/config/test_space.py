@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import MOST_POINTS, Range, Values, parse_space, point_flags, point_key, read_space
+from orchestrator.config.space import (
+    MOST_POINTS,
+    Range,
+    Values,
+    parse_space,
+    point_flags,
+    point_key,
+    read_space,
+)
 from orchestrator.config.sweep import Sweep, restored, settings_of, workers_asked
 from orchestrator.errors import UserError
 
@@ -91,12 +99,16 @@ def test_draws_are_the_same_for_a_seed_and_none_comes_twice() -> None:
     assert all(1e-4 <= point["learning_rate"] <= 1e-2 and 2 <= point["experts"] <= 9 for point in first)
     below = sum(point["learning_rate"] < 1e-3 for point in islice(space.draws(0), 400))
     assert 140 < below < 260  # evenly in the logarithm: half of them
-    assert len(list(parse_space(["batch-size=1,2,3", "workers=1,2"]).draws(0))) == 6  # and then there are no more
+    assert (
+        len(list(parse_space(["batch-size=1,2,3", "workers=1,2"]).draws(0))) == 6
+    )  # and then there are no more
 
 
 def test_a_file_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
-    path.write_text("batch_size: [16, 64]\nlearning-rate: 1e-4..1e-2:log\nprecision: fp32\nexpert_hidden_size: [[8, 16], [32]]\n")
+    path.write_text(
+        "batch_size: [16, 64]\nlearning-rate: 1e-4..1e-2:log\nprecision: fp32\nexpert_hidden_size: [[8, 16], [32]]\n"
+    )
     space = read_space(path)
     assert space.domains["batch_size"] == Values((16, 64))
     assert space.domains["learning_rate"] == Range(1e-4, 1e-2, log=True, integer=False)
@@ -116,9 +128,14 @@ def test_a_file_says_the_same(tmp_path: Path) -> None:
 
 def test_a_file_may_list_points(tmp_path: Path) -> None:
     path = tmp_path / "points.yaml"
-    path.write_text("- {batch_size: 16, workers: 1}\n- {batch-size: 64, workers: 2, sharding: zero2}\n- {workers: 1, batch_size: 16}\n")
+    path.write_text(
+        "- {batch_size: 16, workers: 1}\n- {batch-size: 64, workers: 2, sharding: zero2}\n- {workers: 1, batch_size: 16}\n"
+    )
     space = read_space(path)
-    assert space.grid() == [{"batch_size": 16, "workers": 1}, {"batch_size": 64, "workers": 2, "sharding": "zero2"}]
+    assert space.grid() == [
+        {"batch_size": 16, "workers": 1},
+        {"batch_size": 64, "workers": 2, "sharding": "zero2"},
+    ]
     assert {point_key(point) for point in space.draws(0)} == {point_key(point) for point in space.grid()}
     assert space.domains["batch_size"] == Values((16, 64))
     again = Sweep.of_header(Sweep(space).header(), None)
@@ -132,9 +149,25 @@ def test_a_file_may_list_points(tmp_path: Path) -> None:
 
 
 def test_a_point_becomes_flags_that_give_its_settings() -> None:
-    point = {"batch_size": 16, "deterministic": True, "static_graph": False, "compile": "off", "capacity_factor": None, "precision": "fp32"}
+    point = {
+        "batch_size": 16,
+        "deterministic": True,
+        "static_graph": False,
+        "compile": "off",
+        "capacity_factor": None,
+        "precision": "fp32",
+    }
     flags = point_flags(point)
-    assert flags == ["--batch-size", "16", "--deterministic", "--no-static-graph", "--compile", "off", "--precision", "fp32"]
+    assert flags == [
+        "--batch-size",
+        "16",
+        "--deterministic",
+        "--no-static-graph",
+        "--compile",
+        "off",
+        "--precision",
+        "fp32",
+    ]
 
 
 def test_a_space_reads_back_the_same_from_the_ledger(tmp_path: Path) -> None:
@@ -156,7 +189,12 @@ def test_a_large_space_can_be_drawn_from() -> None:
 def test_a_sweep_is_checked_and_kept() -> None:
     space = parse_space(["batch-size=1,2,3", "workers=1,2"])
     sweep = Sweep(space, "optuna", 4, asha=True)
-    assert (sweep.points, Sweep(space).points, Sweep(space, trials=4).points, Sweep(space, "random", 99).points) == (4, 6, 4, 6)
+    assert (
+        sweep.points,
+        Sweep(space).points,
+        Sweep(space, trials=4).points,
+        Sweep(space, "random", 99).points,
+    ) == (4, 6, 4, 6)
     assert Sweep.of_header(sweep.header(), None) == sweep
     mistakes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"search": "random"}, "give --trials"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import TrainOptions
+from orchestrator.cli.main import TrainOptions
 from orchestrator.config.reader import check_flags, read_file, read_flags
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.spelling import Spelling
@@ -28,16 +28,25 @@ def every() -> list[tuple[str, Spelling]]:
 
 
 def test_every_target_is_a_setting_of_ours():
-    assert [old for old, spelling in every() if spelling.name is not None and spelling.name not in flat_names()] == []
+    assert [
+        old for old, spelling in every() if spelling.name is not None and spelling.name not in flat_names()
+    ] == []
 
 
 def test_a_value_that_belongs_elsewhere_is_known_there_by_its_lower_case():
-    wrong = [(old, value) for old, spelling in SPELLINGS.items() for value in spelling.elsewhere if value != value.lower()]
+    wrong = [
+        (old, value)
+        for old, spelling in SPELLINGS.items()
+        for value in spelling.elsewhere
+        if value != value.lower()
+    ]
     assert wrong == []
 
 
 def test_no_answer_says_that_there_is_but_one_device():
-    answers = [answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN for flag in (True, False)]
+    answers = [
+        answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN for flag in (True, False)
+    ]
     assert [text for text in answers if "one device" in text] == []
 
 
@@ -50,7 +59,11 @@ def test_old_spellings_are_kept_in_the_form_they_are_looked_up_in():
 
 
 def test_a_name_without_a_target_says_what_to_do():
-    assert [old for old, spelling in SPELLINGS.items() if spelling.name is None and "leave it out" not in spelling.note] == []
+    assert [
+        old
+        for old, spelling in SPELLINGS.items()
+        if spelling.name is None and "leave it out" not in spelling.note
+    ] == []
 
 
 # --- the names of features.md, row L7: what was given, our flag, our line of YAML and its section
@@ -67,8 +80,20 @@ L7 = [
     ("training_mode", "single_gpu", "--gpu-mode single_gpu", "gpu_mode: single_gpu", "device"),
     ("training_mode", "auto", "--gpu-mode auto", "gpu_mode: auto", "device"),
     ("training_mode", "multi_gpu", "--gpu-mode multi_gpu", "gpu_mode: multi_gpu", "device"),
-    ("training_mode", "distributed", "--parallel-strategy data_parallel", "parallel_strategy: data_parallel", "parallel"),
-    ("training_mode", "data_parallel", "--parallel-strategy data_parallel", "parallel_strategy: data_parallel", "parallel"),
+    (
+        "training_mode",
+        "distributed",
+        "--parallel-strategy data_parallel",
+        "parallel_strategy: data_parallel",
+        "parallel",
+    ),
+    (
+        "training_mode",
+        "data_parallel",
+        "--parallel-strategy data_parallel",
+        "parallel_strategy: data_parallel",
+        "parallel",
+    ),
     ("num_gpus", "4", "--workers 4", "workers: 4", "parallel"),
     ("use_deepspeed", "true", "--sharding zero2", "sharding: zero2", "parallel"),
     ("use_ddp", "true", "--parallel-strategy data_parallel", "parallel_strategy: data_parallel", "parallel"),
@@ -78,7 +103,9 @@ L7 = [
 
 
 @pytest.mark.parametrize(("old", "value", "flag", "line", "section"), L7)
-def test_the_names_of_the_documents_are_answered(tmp_path: Path, old: str, value: str, flag: str, line: str, section: str):
+def test_the_names_of_the_documents_are_answered(
+    tmp_path: Path, old: str, value: str, flag: str, line: str, section: str
+):
     for spelled in (f"--{old}", f"--{old.replace('_', '-')}"):
         for argv in ([spelled, value], [f"{spelled}={value}"]):
             with pytest.raises(UserError) as caught:
@@ -89,21 +116,32 @@ def test_the_names_of_the_documents_are_answered(tmp_path: Path, old: str, value
         path.write_text(text)
         with pytest.raises(UserError) as caught:
             read_file(path)
-        assert str(caught.value).startswith(f"cfg.yaml:{number}: unknown setting {old!r}; write {line} under {section}:")
+        assert str(caught.value).startswith(
+            f"cfg.yaml:{number}: unknown setting {old!r}; write {line} under {section}:"
+        )
 
 
-@pytest.mark.parametrize("old", ["master_port", "rdzv_endpoint", "rdzv_backend", "node_rank", "local_rank", "init_method"])
+@pytest.mark.parametrize(
+    "old", ["master_port", "rdzv_endpoint", "rdzv_backend", "node_rank", "local_rank", "init_method"]
+)
 def test_what_launchers_need_and_ray_does_not_is_left_out(old: str):
-    with pytest.raises(UserError, match=f"^unknown flag --{old}; Ray finds the workers and numbers them: leave it out$"):
+    with pytest.raises(
+        UserError, match=f"^unknown flag --{old}; Ray finds the workers and numbers them: leave it out$"
+    ):
         check_flags([f"--{old}", "29500"], ())
 
 
 @pytest.mark.parametrize("old", ["nnodes", "num_nodes", "num_machines"])
 def test_the_number_of_nodes_is_rays_matter(old: str):
-    assert "leave it out; --workers is the number of devices on all of them" in (answer(old, "2", flag=True) or "")
+    assert "leave it out; --workers is the number of devices on all of them" in (
+        answer(old, "2", flag=True) or ""
+    )
 
 
-@pytest.mark.parametrize(("old", "value"), [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")])
+@pytest.mark.parametrize(
+    ("old", "value"),
+    [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")],
+)
 def test_the_old_data_parallel_is_told_of_one_process_per_gpu(old: str, value: str):
     assert answer(old, value, flag=True) == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
 
@@ -114,7 +152,9 @@ def test_the_old_data_parallel_is_told_of_one_process_per_gpu(old: str, value: s
 def advised(flag: bool) -> list[str]:
     """Every distinct answer of the table to what people give, without its note."""
     answers = {answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN}
-    written = {re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")}
+    written = {
+        re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")
+    }
     return sorted(text for text in written if "…" not in text and "|" not in text)
 
 
@@ -136,7 +176,9 @@ def test_every_advised_flag_is_accepted(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("text", advised(flag=False))
 def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
     lines, _, section = text.removesuffix(":").rpartition(" under ")
-    (tmp_path / "cfg.yaml").write_text(f"{section}:\n" + "".join(f"  {line}\n" for line in lines.split(" and ")))
+    (tmp_path / "cfg.yaml").write_text(
+        f"{section}:\n" + "".join(f"  {line}\n" for line in lines.split(" and "))
+    )
     refused = ""
     try:
         read_file(tmp_path / "cfg.yaml")
@@ -182,7 +224,12 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
             "parallel_strategy: auto|data_parallel|expert_parallel",
         ),
         ("strategy", "ep", "--parallel-strategy expert_parallel", "parallel_strategy: expert_parallel"),
-        ("enable_expert_parallel", "true", "--parallel-strategy expert_parallel", "parallel_strategy: expert_parallel"),
+        (
+            "enable_expert_parallel",
+            "true",
+            "--parallel-strategy expert_parallel",
+            "parallel_strategy: expert_parallel",
+        ),
         ("num_local_experts", "8", "--experts 8", "experts: 8"),
         ("n_routed_experts", "64", "--experts 64", "experts: 64"),
         ("num_experts_per_tok", "2", "--top-k 2", "top_k: 2"),
@@ -216,7 +263,12 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
         ("sync_bn", "true", "--sync-batchnorm", "sync_batchnorm: true"),
         ("use_syncbn", None, "--sync-batchnorm", "sync_batchnorm: true"),
         ("ddp_bucket_cap_mb", "50", "--bucket-cap-mb 50", "bucket_cap_mb: 50"),
-        ("ddp_find_unused_parameters", "false", "--no-find-unused-parameters", "find_unused_parameters: false"),
+        (
+            "ddp_find_unused_parameters",
+            "false",
+            "--no-find-unused-parameters",
+            "find_unused_parameters: false",
+        ),
         ("ddp_broadcast_buffers", "true", "--broadcast-buffers on", "broadcast_buffers: on"),
         ("ddp_timeout", "1800", "--collective-timeout 1800", "collective_timeout: 1800"),
         ("max_restarts", "5", "--max-failures 5", "max_failures: 5"),
@@ -239,21 +291,39 @@ def test_values_are_translated(old: str, value: str | None, flag: str, line: str
     assert answer(old, value, flag=False) == f"write {line} under {section}:"
 
 
-@pytest.mark.parametrize("old", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"])
+@pytest.mark.parametrize(
+    "old", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"]
+)
 def test_a_degree_of_expert_parallel_is_a_strategy_and_a_number_of_hosts(old: str):
     assert answer(old, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
-    assert answer(old, "4", flag=False) == "write parallel_strategy: expert_parallel and workers: 4 under parallel:"
+    assert (
+        answer(old, "4", flag=False)
+        == "write parallel_strategy: expert_parallel and workers: 4 under parallel:"
+    )
     assert answer(old, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
 
 
 def test_a_number_of_shared_experts_is_no_size():
-    assert answer("n_shared_experts", "2", flag=True) == "write --shared-expert-size … (one expert of their hidden sizes together)"
-    assert answer("num_shared_experts", "0", flag=True) == "leave it out: that is the default of shared_expert_size"
-    assert answer("drop_tokens", "false", flag=False) == "leave it out: that is the default of capacity_factor"
+    assert (
+        answer("n_shared_experts", "2", flag=True)
+        == "write --shared-expert-size … (one expert of their hidden sizes together)"
+    )
+    assert (
+        answer("num_shared_experts", "0", flag=True)
+        == "leave it out: that is the default of shared_expert_size"
+    )
+    assert (
+        answer("drop_tokens", "false", flag=False) == "leave it out: that is the default of capacity_factor"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("mixed_precision: no", "precision: fp32"), ("fp16: true", "precision: fp16"), ("amp: off", "precision: fp32")]
+    ("text", "name"),
+    [
+        ("mixed_precision: no", "precision: fp32"),
+        ("fp16: true", "precision: fp16"),
+        ("amp: off", "precision: fp32"),
+    ],
 )
 def test_yamls_truth_values_are_understood(tmp_path: Path, text: str, name: str):
     (tmp_path / "cfg.yaml").write_text(text)

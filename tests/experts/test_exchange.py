@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.exchange import Together
-from experts.hosts import Hosts
+from experts.context import MoEContext
+from experts.exchange import GroupExchange
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
-from orchestrator.train.world import file_store, joined
+from orchestrator.train.parts.world import file_store, process_group_world
 from tests.support.ranks import run_ranks
 
 
@@ -44,7 +44,11 @@ CASES = {
     "parts without tokens": Case((3, 9, 3, 5), 2, (0, 1, 0, 1), (9, 1), chunks=4),
     "all to all": Case((4,) * 9, 9, (0, 1, 2, 0, 1, 2, 0, 1, 2), (3, 3, 3)),
     "ffn, sigmoid, not normalised": Case(
-        (4, 6, 4), 2, (1, 0, 1), (5, 8), options=(("kind", "ffn"), ("scores", "sigmoid"), ("normalise", False))
+        (4, 6, 4),
+        2,
+        (1, 0, 1),
+        (5, 8),
+        options=(("kind", "ffn"), ("scores", "sigmoid"), ("normalise", False)),
     ),
     "shared expert": Case((4, 6, 4), 2, (1, 0, 1), (5, 8), chunks=2, options=(("shared", 5),)),
     "capacity": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("capacity", 0.6),)),
@@ -64,14 +68,18 @@ def make(case: Case) -> MoELayer:
 
 
 def tokens_of(case: Case) -> Tensor:
-    return torch.randn(sum(case.tokens), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        sum(case.tokens), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def passed(layer: MoELayer, case: Case, places_T: Tensor) -> dict[str, Tensor]:
     """Output, counts and gradients of one pass over the tokens of these places."""
     x_TD = tokens_of(case)[places_T].requires_grad_()
     y_TD, routing = layer(x_TD)
-    upstream_TD = torch.sin(places_T.double()).unsqueeze(1) * torch.linspace(-1, 1, WIDTH, dtype=torch.float64)
+    upstream_TD = torch.sin(places_T.double()).unsqueeze(1) * torch.linspace(
+        -1, 1, WIDTH, dtype=torch.float64
+    )
     ((y_TD * upstream_TD).sum() + 0.3 * routing.balance + 0.1 * routing.z).backward()
     assert x_TD.grad is not None
     found = {"y": y_TD.detach(), "x": x_TD.grad, "counts": routing.counts_E}
@@ -83,10 +91,10 @@ def passed(layer: MoELayer, case: Case, places_T: Tensor) -> dict[str, Tensor]:
 
 
 def on_host(rank: int, size: int, store: str, case: Case) -> dict[str, Tensor]:
-    with joined(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
         layer = make(case)
-        hosts = Hosts(Together(world.group), chunks=case.chunks, silent=rank in case.silent)
+        hosts = MoEContext(GroupExchange(world.group), chunks=case.chunks, silent=rank in case.silent)
         attach(layer, hosts)
         place(layer, [case.host_of], rank)
         mine_T = places(case)[rank]
@@ -104,15 +112,19 @@ def test_hosts_equal_one_process(name: str) -> None:
     case = CASES[name]
     heard = [host for host in range(case.hosts) if host not in case.silent]
     layer = make(case)
-    attach(layer, Hosts())
+    attach(layer, MoEContext())
     alone = passed(layer, case, torch.cat([places(case)[host] for host in heard]))
     found = run_ranks(on_host, case.hosts, case)
     for key in ("y", "x"):
-        torch.testing.assert_close(torch.cat([found[host][key] for host in heard]), alone[key], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat([found[host][key] for host in heard]), alone[key], rtol=1e-11, atol=1e-12
+        )
     assert torch.stack([found[host]["counts"] for host in heard]).sum(0).tolist() == alone["counts"].tolist()
     experts = {key: value for answer in found for key, value in answer.items() if key[0].isdigit()}
     assert experts.keys() == {key for key in alone if key[0].isdigit()}
     for key, value in experts.items():
         torch.testing.assert_close(value, alone[key], rtol=1e-11, atol=1e-12)
     for key in [key for key in alone if key.startswith("dense")]:
-        torch.testing.assert_close(torch.stack([found[host][key] for host in heard]).sum(0), alone[key], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            torch.stack([found[host][key] for host in heard]).sum(0), alone[key], rtol=1e-11, atol=1e-12
+        )

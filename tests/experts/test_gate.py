@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experts.balance import update_balance
 from experts.gate import Gate, noise, scaled_share
 from experts.layer import MoELayer
-from experts.load import settle
 from experts.model import initialise
 from experts.types import Routing
 
@@ -79,8 +79,14 @@ def test_neighbours_have_nothing_to_do_with_each_other(lag: int) -> None:
     beside = {
         "position": (here_TD, drawn(torch.arange(lag, 20_000 + lag), width=8)),
         "seed": (here_TD, drawn(torch.arange(20_000), seed=11 + lag, width=8)),
-        "seed for position": (drawn(torch.arange(lag, 20_000 + lag), width=8), drawn(torch.arange(20_000), seed=11 + lag, width=8)),
-        "column": (drawn(torch.arange(100), width=2048)[:, :1000], drawn(torch.arange(100), width=2048)[:, lag : 1000 + lag]),
+        "seed for position": (
+            drawn(torch.arange(lag, 20_000 + lag), width=8),
+            drawn(torch.arange(20_000), seed=11 + lag, width=8),
+        ),
+        "column": (
+            drawn(torch.arange(100), width=2048)[:, :1000],
+            drawn(torch.arange(100), width=2048)[:, lag : 1000 + lag],
+        ),
     }
     for name, (a, b) in beside.items():
         together = float(torch.corrcoef(torch.stack([a.reshape(-1), b.reshape(-1)]))[0, 1])
@@ -144,7 +150,9 @@ def test_overwhelming_logits_have_finite_weights_and_gradients(scores: Any) -> N
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("bias_rate", [0.0, 0.1])
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (8, 3), (17, 4)])
-def test_ties_are_broken_alike_whoever_else_is_there(scores: Any, bias_rate: float, experts: int, top_k: int) -> None:
+def test_ties_are_broken_alike_whoever_else_is_there(
+    scores: Any, bias_rate: float, experts: int, top_k: int
+) -> None:
     """Rows of small whole numbers: most have equal scores. A token's choice must not depend on the batch it is in."""
     gate = make(top_k, width=2, experts=experts, scores=scores, bias_rate=bias_rate)
     with torch.no_grad():
@@ -172,18 +180,18 @@ def test_weights_of_a_tie_are_even() -> None:
 
 def test_the_bias_moves_towards_the_experts_that_had_too_few() -> None:
     layer = MoELayer(4, [3, 3, 3, 3], 1, bias_rate=0.25)
-    settle(layer, [torch.tensor([3, 9, 0, 0])])
+    update_balance(layer, [torch.tensor([3, 9, 0, 0])])
     assert layer.gate.bias_E.tolist() == [0.0, -0.25, 0.25, 0.25]
-    settle(layer, [torch.tensor([4, 4, 4, 5])])  # a mean of 4.25
+    update_balance(layer, [torch.tensor([4, 4, 4, 5])])  # a mean of 4.25
     assert layer.gate.bias_E.tolist() == [0.25, 0.0, 0.5, 0.0]
-    settle(layer, [torch.tensor([2, 2, 2, 2])])
+    update_balance(layer, [torch.tensor([2, 2, 2, 2])])
     assert layer.gate.bias_E.tolist() == [0.25, 0.0, 0.5, 0.0]
     assert layer.load_E.tolist() == [2, 2, 2, 2]
 
 
 def test_without_a_rate_the_bias_stays() -> None:
     layer = MoELayer(4, [3, 3], 1)
-    settle(layer, [torch.tensor([9, 1])])
+    update_balance(layer, [torch.tensor([9, 1])])
     assert not layer.gate.bias_E.any()
     assert "gate.bias_E" in layer.state_dict()
 
@@ -207,7 +215,7 @@ def test_the_bias_evens_out_the_load() -> None:
     for _ in range(60):
         _, routing = layer(x_TD)
         loads.append(float(routing.counts_E.max() / routing.counts_E.double().mean()))
-        settle(layer, [routing.counts_E])
+        update_balance(layer, [routing.counts_E])
     assert loads[0] > 1.8
     assert loads[-1] < 1.2
 
@@ -276,7 +284,10 @@ def test_a_layer_under_autocast_takes_and_gives_the_same_type(dtype: torch.dtype
     assert routing.weights_TK.dtype == torch.float32
     assert x.grad is not None
     assert x.grad.dtype == dtype
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
+        for p in layer.parameters()
+    )
 
 
 # --- the balance loss, and mistakes

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import experts.group as module
-from experts.group import Group, Lines
-from experts.membership import Left, Membership
-from orchestrator.train.world import is_communication_error, open_store, tcp_store
+from experts.group import Group, GroupFactory
+from experts.membership import GroupLeft, GroupMembership
+from orchestrator.train.parts.world import is_communication_error, open_store, tcp_store
 from tests.support.ranks import gloo, run_ranks, start_ranks
 
 Place = tuple[str, int]
@@ -39,7 +39,9 @@ def seen(store: Any, *keys: str) -> None:
     """Wait until all of these were set."""
     deadline = time.monotonic() + 60.0
     while not store.check(list(keys)):
-        assert time.monotonic() < deadline, f"{keys} were not set: {[key for key in keys if not store.check([key])]}"
+        assert time.monotonic() < deadline, (
+            f"{keys} were not set: {[key for key in keys if not store.check([key])]}"
+        )
         time.sleep(0.005)
 
 
@@ -48,15 +50,17 @@ class Host:
 
     def __init__(self, place: Place, rank: int) -> None:
         self.store, self._beside, self._place = (*(tcp_store(*place, 1, False, 60) for _ in range(2)), place)
-        self.rank, self.life = rank, Membership()
+        self.rank, self.life = rank, GroupMembership()
 
-    def join(self, name: str, rank: int, size: int, anew: bool = False) -> Lines:
+    def join(self, name: str, rank: int, size: int, anew: bool = False) -> GroupFactory:
         """``anew``: with another way to the store, for a peer that dies while they connect keeps the one it has busy for a minute."""
-        self.life = Membership()
+        self.life = GroupMembership()
         threading.Thread(target=self._watch, args=(name, self.life), daemon=True).start()
-        return Lines(tcp_store(*self._place, 1, False, 60) if anew else self.store, name, rank, size, self.life)
+        return GroupFactory(
+            tcp_store(*self._place, 1, False, 60) if anew else self.store, name, rank, size, self.life
+        )
 
-    def _watch(self, name: str, life: Membership) -> None:
+    def _watch(self, name: str, life: GroupMembership) -> None:
         looks = 0
         while not life.left:
             time.sleep(0.01)
@@ -69,13 +73,13 @@ class Host:
 
 def summed(group: Group, number: int = 3) -> list[float]:
     value = torch.full((number,), float(group.rank + 1))
-    group.add_up(value).wait()
+    group.all_reduce(value).wait()
     return value.tolist()
 
 
 COLLECTIVES: dict[str, Callable[[Group], Any]] = {
-    "sum": lambda group: group.add_up(torch.ones(NUMBER)),
-    "largest": lambda group: group.largest(torch.ones(NUMBER)),
+    "sum": lambda group: group.all_reduce(torch.ones(NUMBER)),
+    "largest": lambda group: group.all_reduce_max(torch.ones(NUMBER)),
     "exchange": lambda group: group.all_to_all(
         torch.empty(NUMBER * 3), torch.ones(NUMBER * 3), [NUMBER] * group.size, [NUMBER] * group.size
     ),
@@ -92,16 +96,16 @@ def hangs_and_leaves(rank: int, size: int, _: str, place: Place, what: str) -> d
     seen(host.store, "go")
     if rank == size - 1:
         time.sleep(600)
-    works = [COLLECTIVES[what](group), other.add_up(torch.ones(NUMBER))]  # two under way at once
+    works = [COLLECTIVES[what](group), other.all_reduce(torch.ones(NUMBER))]  # two under way at once
     found: dict[str, Any] = {"before": before, "pid": os.getpid()}
     try:
         works[0].wait()
-    except Left:
+    except GroupLeft:
         found["left"] = True
     lines.close()
     try:
-        group.add_up(torch.ones(1))
-    except Left:
+        group.all_reduce(torch.ones(1))
+    except GroupLeft:
         found["closed"] = True
     again = host.join("second", rank, size - 1)
     found["after"] = summed(again.form(), 5)
@@ -116,7 +120,9 @@ def test_a_group_is_left_while_a_peer_is_frozen(what: str) -> None:
         ranks.kill(2, signal.SIGSTOP)
         store.set("go", "")
         seen(store, "first/waits/0", "first/waits/1")
-        assert all(process.is_alive() for process in ranks.processes), "they wait: nobody has told them to leave"
+        assert all(process.is_alive() for process in ranks.processes), (
+            "they wait: nobody has told them to leave"
+        )
         store.set("first/leave", "")
         for rank, found in enumerate(ranks.results(60.0, ranks=(0, 1))):
             assert found["pid"] == ranks.processes[rank].pid
@@ -136,7 +142,7 @@ def wakes_late(rank: int, size: int, _: str, place: Place) -> Any:
     seen(host.store, "go")
     try:
         return summed(group, NUMBER)[0]
-    except Left:
+    except GroupLeft:
         lines.close()
     except RuntimeError as error:
         return is_communication_error(error)
@@ -153,7 +159,9 @@ def test_who_wakes_up_finds_the_others_gone() -> None:
         assert ranks.results(60.0, ranks=(0, 1)) == [[3.0] * 3] * 2
         store.delete_key("first/leave")
         ranks.kill(2, signal.SIGCONT)
-        assert ranks.results(60.0, ranks=(2,)) == [True], "it has lost touch, and does not sum what is none of its own"
+        assert ranks.results(60.0, ranks=(2,)) == [True], (
+            "it has lost touch, and does not sum what is none of its own"
+        )
 
 
 def loses_a_peer(rank: int, size: int, _: str, place: Place) -> dict[str, Any]:
@@ -166,7 +174,7 @@ def loses_a_peer(rank: int, size: int, _: str, place: Place) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         summed(group, NUMBER)
-    except Left:
+    except GroupLeft:
         found["error"] = "left"
     except RuntimeError as error:
         found["error"] = is_communication_error(error)
@@ -192,13 +200,16 @@ def forms_in_vain(rank: int, size: int, _: str, place: Place, lives: int) -> dic
         return {}
     for life in range(lives):
         lines = host.join(f"vain-{life}", rank, size)
-        with pytest.raises(Left):
+        with pytest.raises(GroupLeft):
             lines.form()
         lines.close()
     lines = host.join("second", rank, size - 1)
     after = summed(lines.form())
     lines.close()
-    return {"after": after, "forming": settled(lambda: sum(thread.name == "forming" for thread in threading.enumerate()), 0)}
+    return {
+        "after": after,
+        "forming": settled(lambda: sum(thread.name == "forming" for thread in threading.enumerate()), 0),
+    }
 
 
 def settled(count: Callable[[], int], wanted: int) -> int:
@@ -249,10 +260,12 @@ def dies_while_forming(rank: int, size: int, _: str, place: Place) -> list[float
     host = Host(place, rank)
     lines = host.join("first", rank, size, anew=True)
     if rank == 1:
-        threading.Thread(target=lambda: (seen(host.store, "die"), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+        threading.Thread(
+            target=lambda: (seen(host.store, "die"), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+        ).start()
     if rank == 2:
         seen(host.store, "late")
-    with pytest.raises((Left, RuntimeError)) as caught:
+    with pytest.raises((GroupLeft, RuntimeError)) as caught:
         summed(lines.form(), NUMBER)
     assert is_communication_error(caught.value), caught.value
     host.store.set(f"failed/{rank}", "")
@@ -267,7 +280,9 @@ def test_a_peer_that_dies_while_the_group_forms() -> None:
         store.set("die", "")
         ranks.processes[1].join(30.0)
         store.set("late", "")
-        deadline = time.monotonic() + 60.0  # it depends on their ports who calls whom: it is refused, or waits to be called
+        deadline = (
+            time.monotonic() + 60.0
+        )  # it depends on their ports who calls whom: it is refused, or waits to be called
         while not (store.check(["failed/2"]) or store.check(["first/waits/2"])):
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -286,15 +301,17 @@ def lives_on(rank: int, size: int, _: str, place: Place, lives: int, left: bool)
         host.store.set(f"done/{life}/{rank}", "")
         seen(host.store, *(f"done/{life}/{other}" for other in range(size)))
         if left and rank != life % size:
-            work = groups[0].add_up(torch.ones(NUMBER))
+            work = groups[0].all_reduce(torch.ones(NUMBER))
             host.life.leave()
-            with pytest.raises((Left, RuntimeError)):
+            with pytest.raises((GroupLeft, RuntimeError)):
                 work.wait()
             del work
         host.life.leave()
         lines.close()
         del groups, lines
-        threads = settled(lambda: sum(thread.name in ("forming", "leaving") for thread in threading.enumerate()), 0)
+        threads = settled(
+            lambda: sum(thread.name in ("forming", "leaving") for thread in threading.enumerate()), 0
+        )
         counts.append((settled(open_files, min((files for files, _ in counts), default=10**6)), threads))
     return counts
 
@@ -322,7 +339,10 @@ def collectives(rank: int, size: int, store_path: str, place: Place) -> list[boo
         assert isinstance(dist.group.WORLD, dist.ProcessGroup)
         for group in (lines.form(), Group(rank, size, dist.group.WORLD)):
             for dtype in (torch.float64, torch.float32, torch.int64, torch.uint8):
-                equal += [torch.equal(*both) for both in pairs(group, torch.randint(0, 9, (7, 2), generator=generator).to(dtype))]
+                equal += [
+                    torch.equal(*both)
+                    for both in pairs(group, torch.randint(0, 9, (7, 2), generator=generator).to(dtype))
+                ]
     lines.close()
     return equal
 
@@ -330,15 +350,15 @@ def collectives(rank: int, size: int, store_path: str, place: Place) -> list[boo
 def pairs(group: Group, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     rank, size = group.rank, group.size
     ours, theirs = tensor.clone(), tensor.clone()
-    group.add_up(ours).wait()
+    group.all_reduce(ours).wait()
     dist.all_reduce(theirs)
     yield ours, theirs
     ours, theirs = tensor.clone(), tensor.clone()
-    group.largest(ours).wait()
+    group.all_reduce_max(ours).wait()
     dist.all_reduce(theirs, dist.ReduceOp.MAX)
     yield ours, theirs
     ours, theirs = tensor.clone(), tensor.clone()
-    group.from_first(ours).wait()
+    group.broadcast(ours).wait()
     dist.broadcast(theirs, 0)
     yield ours, theirs
     sends = [[0, 3, 4], [7, 0, 0], [2, 2, 3]]  # rows from each to each: none among them
@@ -367,33 +387,37 @@ def alone(rank: int, size: int, _: str, place: Place) -> list[Any]:
 
 def test_a_group_of_one() -> None:
     with meeting_place() as (_, place):
-        assert run_ranks(alone, 1, place) == [[1.0, 1.0, 1.0, 3.0, False]], "all there, formed, and summed: three answers"
+        assert run_ranks(alone, 1, place) == [[1.0, 1.0, 1.0, 3.0, False]], (
+            "all there, formed, and summed: three answers"
+        )
 
 
 # Membership
 
 
 def test_who_has_left_does_not_wait() -> None:
-    life = Membership()
+    life = GroupMembership()
     life.check()
     life.leave()
     assert life.left
-    with pytest.raises(Left):
+    with pytest.raises(GroupLeft):
         life.check()
-    with pytest.raises(Left):
+    with pytest.raises(GroupLeft):
         life.until(lambda: False)
 
 
 def test_what_is_there_already_is_taken_by_who_has_left() -> None:
-    life = Membership()
+    life = GroupMembership()
     life.leave()
     life.until(lambda: True)
     assert (life.answers, life.waiting) == (1, False)
 
 
 def test_an_onlooker_sees_who_waits() -> None:
-    life, there, waited = Membership(), threading.Event(), []
-    thread = threading.Thread(target=lambda: life.until(lambda: bool(waited.append(life.waiting)) or there.is_set()))
+    life, there, waited = GroupMembership(), threading.Event(), []
+    thread = threading.Thread(
+        target=lambda: life.until(lambda: bool(waited.append(life.waiting)) or there.is_set())
+    )
     thread.start()
     while not waited:
         time.sleep(0.001)
@@ -405,12 +429,12 @@ def test_an_onlooker_sees_who_waits() -> None:
 
 
 def test_from_another_thread_it_is_left_at_once() -> None:
-    life, caught = Membership(), []
+    life, caught = GroupMembership(), []
 
     def wait() -> None:
         try:
             life.until(lambda: False)
-        except Left as error:
+        except GroupLeft as error:
             caught.append(error)
 
     thread = threading.Thread(target=wait)
@@ -422,7 +446,7 @@ def test_from_another_thread_it_is_left_at_once() -> None:
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "closed"])
 def test_what_a_device_waits_for_is_aborted_when_the_group_is_left_or_closed(left: bool) -> None:
-    life, over, aborted = Membership(), threading.Event(), threading.Event()
+    life, over, aborted = GroupMembership(), threading.Event(), threading.Event()
     handle = SimpleNamespace(abort=aborted.set)
     thread = threading.Thread(target=module._abort_in_time, args=(handle, life, over))
     thread.start()

@@ -20,14 +20,23 @@ WIDTH, HIDDEN = 10, 7
 EAGER: dict[str, Any] = {"experts_implementation": "eager"}
 
 
-def mixtral(experts: int = 5, top_k: int = 2, width: int = WIDTH, hidden: int = HIDDEN, **other: Any) -> nn.Module:
+def mixtral(
+    experts: int = 5, top_k: int = 2, width: int = WIDTH, hidden: int = HIDDEN, **other: Any
+) -> nn.Module:
     config = MixtralConfig(
         hidden_size=width, intermediate_size=hidden, num_local_experts=experts, num_experts_per_tok=top_k, **EAGER, **other
     )  # fmt: skip
     return filled(MixtralSparseMoeBlock(config))
 
 
-def qwen(experts: int = 5, top_k: int = 2, width: int = WIDTH, hidden: int = HIDDEN, normalise: bool = True, **other: Any) -> nn.Module:
+def qwen(
+    experts: int = 5,
+    top_k: int = 2,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    normalise: bool = True,
+    **other: Any,
+) -> nn.Module:
     config = Qwen3MoeConfig(
         hidden_size=width, moe_intermediate_size=hidden, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=normalise,
         **EAGER, **other,
@@ -173,17 +182,38 @@ def interleaved() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(3, 3), r"Linear holds bias, weight; needed were gate.weight, experts.gate_up_proj, experts.down_proj"),
+        (
+            lambda: nn.Linear(3, 3),
+            r"Linear holds bias, weight; needed were gate.weight, experts.gate_up_proj, experts.down_proj",
+        ),
         (with_shared_expert, r"shared_expert.weight; needed were gate.weight, .* and nothing else"),
-        (lambda: with_tensor("gate", "weight", 5), r"gate.weight has the shape \[5\]; \[experts, width\] was needed"),
-        (lambda: with_tensor("gate", "weight", 6, WIDTH), r"down_proj has the shape \[5, 10, 7\]; \[6, 10, 7\] was needed"),
-        (lambda: with_tensor("experts", "gate_up_proj", 5, WIDTH, 14), r"gate_up_proj has the shape \[5, 10, 14\]; \[5, 14, 10\]"),
-        (lambda: with_tensor("experts", "down_proj", 5, 9, 7), r"down_proj has the shape \[5, 9, 7\]; \[5, 10, 7\] was needed"),
+        (
+            lambda: with_tensor("gate", "weight", 5),
+            r"gate.weight has the shape \[5\]; \[experts, width\] was needed",
+        ),
+        (
+            lambda: with_tensor("gate", "weight", 6, WIDTH),
+            r"down_proj has the shape \[5, 10, 7\]; \[6, 10, 7\] was needed",
+        ),
+        (
+            lambda: with_tensor("experts", "gate_up_proj", 5, WIDTH, 14),
+            r"gate_up_proj has the shape \[5, 10, 14\]; \[5, 14, 10\]",
+        ),
+        (
+            lambda: with_tensor("experts", "down_proj", 5, 9, 7),
+            r"down_proj has the shape \[5, 9, 7\]; \[5, 10, 7\] was needed",
+        ),
         (lambda: with_tensor("experts", "down_proj"), r"down_proj has the shape \[\]"),
-        (interleaved, r"MixtralExperts is transposed or interleaved; stacks \[E, 2H, D\] with gate before value were needed"),
+        (
+            interleaved,
+            r"MixtralExperts is transposed or interleaved; stacks \[E, 2H, D\] with gate before value were needed",
+        ),
         (lambda: mixtral(hidden_act="gelu"), r"activation is GELUActivation; SiLU was needed"),
         (lambda: mixtral(router_jitter_noise=0.1), r"trains with jitter_noise 0.1, .* set it to 0 first"),
-        (with_router_of_its_own, r"the router is a OtherRouter; Mixtral's, or one with norm_topk_prob, was needed"),
+        (
+            with_router_of_its_own,
+            r"the router is a OtherRouter; Mixtral's, or one with norm_topk_prob, was needed",
+        ),
         (lambda: mixtral(top_k=1), r"gives its one expert per token the weight 1"),
     ],
 )
@@ -196,14 +226,26 @@ def test_blocks_that_are_no_such_layer_are_refused(make: Callable[[], nn.Module]
     ("layer", "message"),
     [
         (MoELayer(8, [HIDDEN] * 5, 2), "width 8, where the block needs 10"),
-        (MoELayer(WIDTH, [HIDDEN] * 4, 2), "experts 4, where the block needs 5; experts held here 4, where the block needs 5"),
-        (MoELayer(WIDTH, [HIDDEN, 6, HIDDEN, 6, 6], 2), r"hidden sizes \[6, 7\], where the block needs \[7\]"),
+        (
+            MoELayer(WIDTH, [HIDDEN] * 4, 2),
+            "experts 4, where the block needs 5; experts held here 4, where the block needs 5",
+        ),
+        (
+            MoELayer(WIDTH, [HIDDEN, 6, HIDDEN, 6, 6], 2),
+            r"hidden sizes \[6, 7\], where the block needs \[7\]",
+        ),
         (MoELayer(WIDTH, [HIDDEN] * 5, 3), "top_k 3, where the block needs 2"),
         (MoELayer(WIDTH, [HIDDEN] * 5, 2, normalise=False), "normalise False, where the block needs True"),
         (MoELayer(WIDTH, [HIDDEN] * 5, 2, kind="ffn"), "kind ffn, where the block needs swiglu"),
         (MoELayer(WIDTH, [HIDDEN] * 5, 2, scores="sigmoid"), "scores sigmoid, where the block needs softmax"),
-        (MoELayer(WIDTH, [HIDDEN] * 5, 2, bias_rate=0.1, jitter=0.2), "bias_rate 0.1, where the block needs 0.0; jitter 0.2, where"),
-        (MoELayer(WIDTH, [HIDDEN] * 5, 2, capacity=1.5, shared=3), "capacity 1.5, where the block needs None; shared True, where"),
+        (
+            MoELayer(WIDTH, [HIDDEN] * 5, 2, bias_rate=0.1, jitter=0.2),
+            "bias_rate 0.1, where the block needs 0.0; jitter 0.2, where",
+        ),
+        (
+            MoELayer(WIDTH, [HIDDEN] * 5, 2, capacity=1.5, shared=3),
+            "capacity 1.5, where the block needs None; shared True, where",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_are_refused_and_nothing_is_written(layer: MoELayer, message: str) -> None:

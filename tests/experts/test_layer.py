@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.balance import moe_layers, update_balance
+from experts.context import MoEContext
 from experts.gate import noise
-from experts.hosts import Hosts
 from experts.layer import MoELayer
-from experts.load import moe_layers, settle
 from experts.model import attach, initialise
 from tests.support.oracle import moe_oracle
 
@@ -69,7 +69,7 @@ def noise_of(layer: MoELayer, positions: Tensor) -> Tensor | None:
 @pytest.mark.parametrize(("width", "sizes", "top_k", "tokens"), SHAPES)
 def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: int, name: str) -> None:
     layer = make(width, sizes, top_k, **OPTIONS[name])
-    attach(layer, Hosts(seed=12345))
+    attach(layer, MoEContext(seed=12345))
     x = tokens_of(tokens, width).requires_grad_()
     y, routing = layer(x)
     expected, balance, z, counts = moe_oracle(layer, x, noise_of(layer, torch.arange(tokens)))
@@ -80,9 +80,13 @@ def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: i
     parameters = [x, *layer.parameters()]
     weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
     ours = torch.autograd.grad((y * weight).sum() + 0.3 * routing.balance + 0.1 * routing.z, parameters)
-    theirs = torch.autograd.grad((expected * weight).sum() + 0.3 * balance + 0.1 * z, parameters, allow_unused=True)
+    theirs = torch.autograd.grad(
+        (expected * weight).sum() + 0.3 * balance + 0.1 * z, parameters, allow_unused=True
+    )
     for mine, other, parameter in zip(ours, theirs, parameters, strict=True):
-        torch.testing.assert_close(mine, torch.zeros_like(parameter) if other is None else other, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            mine, torch.zeros_like(parameter) if other is None else other, rtol=1e-10, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
@@ -95,7 +99,10 @@ def test_every_option_changes_something(name: str) -> None:
 
 def test_the_bias_changes_the_choice_and_neither_weights_nor_losses() -> None:
     x = tokens_of(40, 7)
-    without, biased = make(7, [4] * 5, 2, normalise=False), make(7, [4] * 5, 2, normalise=False, bias_rate=0.1)
+    without, biased = (
+        make(7, [4] * 5, 2, normalise=False),
+        make(7, [4] * 5, 2, normalise=False, bias_rate=0.1),
+    )
     before, after = without(x)[1], biased(x)[1]
     assert not torch.equal(before.experts_TK, after.experts_TK)
     scores_TE = (x @ biased.gate.weight_ED.t()).softmax(-1)
@@ -124,17 +131,19 @@ def test_a_token_without_room_gets_the_shared_expert_alone() -> None:
 def test_jitter_is_drawn_by_the_place_in_the_global_batch_and_in_training_alone() -> None:
     layer = make(6, [4, 4, 4], 2, jitter=0.9)
     x = tokens_of(5, 3, 6)
-    attach(layer, Hosts(seed=7))
+    attach(layer, MoEContext(seed=7))
     whole, _ = layer(x)
     parts = []
     for begin, end in ((0, 2), (2, 5)):
-        attach(layer, Hosts(seed=7, first=begin))
+        attach(layer, MoEContext(seed=7, first=begin))
         parts.append(layer(x[begin:end])[0])
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
-    attach(layer, Hosts(seed=8))
+    attach(layer, MoEContext(seed=8))
     assert not torch.allclose(layer(x)[0], whole), "another step, other noise"
     layer.eval()
-    torch.testing.assert_close(layer(x)[0].flatten(0, 1), moe_oracle(layer, x.flatten(0, 1))[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        layer(x)[0].flatten(0, 1), moe_oracle(layer, x.flatten(0, 1))[0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_expert_without_tokens_has_zero_gradient_not_none() -> None:
@@ -155,17 +164,21 @@ def test_forward_stores_nothing_and_settle_stores_counts() -> None:
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     _, routing = layer(torch.randn(10, 6, dtype=torch.float64))
     assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
-    settle(layer, [routing.counts_E])
+    update_balance(layer, [routing.counts_E])
     assert torch.equal(layer.load_E, routing.counts_E)
     assert [name for name, _ in moe_layers(layer)] == [""]
     with pytest.raises(ValueError, match="2 MoE layers; the model has 1"):
-        settle(layer, [routing.counts_E, routing.counts_E])
+        update_balance(layer, [routing.counts_E, routing.counts_E])
 
 
 def test_initial_weights_depend_on_seed_name_and_id_alone() -> None:
     alone, mixed = make(6, [8, 8, 8], 2), make(6, [8, 4, 8], 2)
-    torch.testing.assert_close(alone.bank.get_parameter("up_8")[0], mixed.bank.get_parameter("up_8")[0], rtol=0, atol=0)
-    torch.testing.assert_close(alone.bank.get_parameter("up_8")[2], mixed.bank.get_parameter("up_8")[1], rtol=0, atol=0)
+    torch.testing.assert_close(
+        alone.bank.get_parameter("up_8")[0], mixed.bank.get_parameter("up_8")[0], rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        alone.bank.get_parameter("up_8")[2], mixed.bank.get_parameter("up_8")[1], rtol=0, atol=0
+    )
     other = make(6, [8, 8, 8], 2, seed=4)
     assert not torch.equal(alone.bank.get_parameter("up_8"), other.bank.get_parameter("up_8"))
 
@@ -173,5 +186,8 @@ def test_initial_weights_depend_on_seed_name_and_id_alone() -> None:
 def test_a_new_layer_is_initialised() -> None:
     """Of memory that nobody has filled, some tensors would be zero and others anything."""
     layer = MoELayer(64, [32, 48], 2)
-    for parameter, std in [(layer.gate.weight_ED, 0.02), *((stack, stack.shape[1] ** -0.5) for _, _, stack in layer.bank.stacks())]:
+    for parameter, std in [
+        (layer.gate.weight_ED, 0.02),
+        *((stack, stack.shape[1] ** -0.5) for _, _, stack in layer.bank.stacks()),
+    ]:
         assert float(parameter.detach().std()) == pytest.approx(std, rel=0.3)

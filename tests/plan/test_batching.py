@@ -13,13 +13,28 @@ from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import ModelFacts, Spread, largest_fitting, memory
 from orchestrator.types import GIB, MIB, Choice
-from tests.support.plans import configs, model, models
+from tests.support.inventories import configs, model, models
 
-BATCH_NAMES = ("batch_size", "accumulation_steps", "global_batch_size", "eval_batch_size", "auto", "debug", "activation_checkpointing")
+BATCH_NAMES = (
+    "batch_size",
+    "accumulation_steps",
+    "global_batch_size",
+    "eval_batch_size",
+    "auto",
+    "debug",
+    "activation_checkpointing",
+)
 
 
-def batches(facts: ModelFacts | None = None, memory_total: float | None = None, limit: float = 64.0 * GIB, **given: Any) -> Batching:
-    return plan_batches(Config.of(**given), facts or model(), None if memory_total is None else int(memory_total), limit, None)
+def batches(
+    facts: ModelFacts | None = None,
+    memory_total: float | None = None,
+    limit: float = 64.0 * GIB,
+    **given: Any,
+) -> Batching:
+    return plan_batches(
+        Config.of(**given), facts or model(), None if memory_total is None else int(memory_total), limit, None
+    )
 
 
 def sizes(found: Batching) -> tuple[int, int, int]:
@@ -71,7 +86,9 @@ def test_the_effective_batch_of_a_class_is_kept_and_cut_anew(gigabytes: float, e
     """The table's portions are where the plan starts; the estimate then cuts the same samples into the largest that fit."""
     found = batches(memory_total=gigabytes * 10**9)
     assert sizes(found) == (effective, 1, effective)
-    tight = batches(memory_total=gigabytes * 10**9, limit=memory(model(), 20, recompute=False, limit=None).total)
+    tight = batches(
+        memory_total=gigabytes * 10**9, limit=memory(model(), 20, recompute=False, limit=None).total
+    )
     assert tight.global_batch.value == effective
     assert 10 < tight.batch_size.value <= 20
 
@@ -130,10 +147,13 @@ def test_a_reason_never_claims_what_was_not_done():
 
 
 @pytest.mark.parametrize(
-    ("whole", "fitting", "size"), [(64, 64, 64), (64, 40, 32), (64, 20, 16), (60, 20, 20), (97, 60, 49), (61, 20, 16), (101, 100, 51)]
+    ("whole", "fitting", "size"),
+    [(64, 64, 64), (64, 40, 32), (64, 20, 16), (60, 20, 20), (97, 60, 49), (61, 20, 16), (101, 100, 51)],
 )
 def test_portions_are_equal_where_that_is_decent_and_nearly_equal_else(whole: int, fitting: int, size: int):
-    found = batches(global_batch_size=whole, limit=memory(model(), fitting, recompute=False, limit=None).total)
+    found = batches(
+        global_batch_size=whole, limit=memory(model(), fitting, recompute=False, limit=None).total
+    )
     assert found.batch_size.value == size
     assert found.batch_size.value * found.accumulation.value >= whole
     if size < whole:
@@ -147,7 +167,13 @@ def test_accumulation_alone_does_not_force_a_batch_that_cannot_fit():
 
 
 def test_recomputation_is_the_last_resort():
-    facts = model(activation_bytes=4.0 * GIB, block_bytes=4.0 * GIB, blocks=16, block_input_bytes=1.0 * MIB, largest_bytes=0.0)
+    facts = model(
+        activation_bytes=4.0 * GIB,
+        block_bytes=4.0 * GIB,
+        blocks=16,
+        block_input_bytes=1.0 * MIB,
+        largest_bytes=0.0,
+    )
     assert not batches(facts, limit=8.0 * GIB).recompute.value
     tight = batches(facts, limit=1.0 * GIB)
     assert tight.recompute.value
@@ -159,7 +185,11 @@ def test_recomputation_is_the_last_resort():
 
 
 def test_recomputation_is_not_turned_on_where_it_cannot_help():
-    heavy: dict[str, Any] = {"activation_bytes": 4.0 * GIB, "block_bytes": 4.0 * GIB, "block_input_bytes": 1.0 * MIB}
+    heavy: dict[str, Any] = {
+        "activation_bytes": 4.0 * GIB,
+        "block_bytes": 4.0 * GIB,
+        "block_input_bytes": 1.0 * MIB,
+    }
     no_blocks = batches(model(**heavy, blocks=0), limit=1.0 * GIB).recompute
     assert (no_blocks.value, "no blocks" in no_blocks.reason) == (False, True)
     one_block = batches(model(**heavy, blocks=1), limit=1.0 * GIB).recompute
@@ -174,7 +204,9 @@ def test_where_nothing_fits_the_plan_says_so_and_takes_one():
 
 def test_a_measured_batch_takes_the_place_of_the_estimate():
     def found(**given_settings: Any) -> Batching:
-        return plan_batches(Config.of(batch_size="auto", **given_settings), model(), None, 64.0 * GIB, {"batch_size": 24})
+        return plan_batches(
+            Config.of(batch_size="auto", **given_settings), model(), None, 64.0 * GIB, {"batch_size": 24}
+        )
 
     assert sizes(found()) == (24, 1, 24)
     assert sizes(found(accumulation_steps=3)) == (24, 3, 72)
@@ -194,14 +226,18 @@ def test_the_reason_of_the_evaluation_batch_is_that_of_its_size():
     few = batches(model(validation_samples=10), batch_size=32).evaluation
     assert few.reason.startswith("all validation samples at once: ")
     assert "twice the training batch" not in few.reason
-    assert "a worker's share of 10" in shared(4, model(validation_samples=10), batch_size=32).evaluation.reason
+    assert (
+        "a worker's share of 10" in shared(4, model(validation_samples=10), batch_size=32).evaluation.reason
+    )
     assert "no validation samples" in batches(model(validation_samples=0), batch_size=32).evaluation.reason
 
 
 # --- over several workers
 
 
-def shared(workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any) -> Batching:
+def shared(
+    workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any
+) -> Batching:
     """As planned for so many workers with 64 GiB each; ``spread`` and ``limit`` may be given too."""
     limit, spread = given.pop("limit", 64.0 * GIB), given.pop("spread", Spread(workers))
     return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit, known, spread)
@@ -236,7 +272,9 @@ def test_sizes_over_workers(workers: int, given_settings: dict[str, Any], expect
 
 def test_a_batch_larger_than_a_workers_share_is_cut_and_says_so():
     found = shared(4, batch_size=32, global_batch_size=64)
-    assert found.batch_size.reason == "asked for by --batch-size 32, cut to 16: a worker's share of 64 samples"
+    assert (
+        found.batch_size.reason == "asked for by --batch-size 32, cut to 16: a worker's share of 64 samples"
+    )
     assert "3 workers" in shared(3, accumulation_steps=2).global_batch.reason
 
 
@@ -260,7 +298,9 @@ def test_a_measured_batch_is_that_of_each_worker():
 
 
 def test_a_global_batch_with_less_than_a_sample_for_each_worker_is_refused():
-    with pytest.raises(UserError, match=r"^8 workers need a global batch of 8 samples at least; it has 6 \(asked for") as caught:
+    with pytest.raises(
+        UserError, match=r"^8 workers need a global batch of 8 samples at least; it has 6 \(asked for"
+    ) as caught:
         shared(8, global_batch_size=6)
     assert "raise --global-batch-size" in str(caught.value)
     with pytest.raises(UserError, match=r"it has 5 .*\. Lower --workers$"):
@@ -299,7 +339,9 @@ def test_experts_that_live_elsewhere_leave_room_for_a_larger_batch():
         ({"debug": True}, (4, 1, 4)),
     ],
 )
-def test_a_primary_gate_has_the_whole_batch_on_one_host(given_settings: dict[str, Any], expected: tuple[int, int, int]):
+def test_a_primary_gate_has_the_whole_batch_on_one_host(
+    given_settings: dict[str, Any], expected: tuple[int, int, int]
+):
     found = shared(4, spread=Spread(4, "experts", primary=True), **given_settings)
     assert sizes(found) == expected
     assert "workers" not in found.global_batch.reason + found.accumulation.reason
@@ -334,16 +376,32 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
     assert (batch - 1) * workers < whole
     if config.batch.global_batch_size and not config.run.debug:
         assert whole == min(config.batch.global_batch_size, facts.samples)
-    choices = [found.starting, found.batch_size, found.accumulation, found.global_batch, found.evaluation, found.recompute]
+    choices = [
+        found.starting,
+        found.batch_size,
+        found.accumulation,
+        found.global_batch,
+        found.evaluation,
+        found.recompute,
+    ]
     assert all(choice.reason for choice in choices)
 
 
 @settings(max_examples=200, deadline=None)
-@given(facts=models(), memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)), limit=st.floats(0, 400.0 * GIB), data=st.data())
+@given(
+    facts=models(),
+    memory_total=st.one_of(st.none(), st.integers(2 * GIB, 200 * GIB)),
+    limit=st.floats(0, 400.0 * GIB),
+    data=st.data(),
+)
 def test_what_the_plan_chooses_freely_fits_unless_nothing_does(
     facts: ModelFacts, memory_total: int | None, limit: float, data: st.DataObject
 ):
-    config = data.draw(st.one_of(configs("global_batch_size"), configs("accumulation_steps"), configs("activation_checkpointing")))
+    config = data.draw(
+        st.one_of(
+            configs("global_batch_size"), configs("accumulation_steps"), configs("activation_checkpointing")
+        )
+    )
     found = plan_batches(config, facts, memory_total, limit, None)
     recompute = found.recompute.value
     fits = memory(facts, found.batch_size.value, recompute, limit).fits

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, largest_fitting, memory
+from orchestrator.plan.estimate import (
+    Form,
+    Memory,
+    ModelFacts,
+    Spread,
+    flops_per_step,
+    largest_fitting,
+    memory,
+)
 from orchestrator.types import GIB, KIB, MIB
-from tests.support.plans import model, models
+from tests.support.inventories import model, models
 
 limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 
@@ -37,7 +45,9 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
 
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), batch=st.integers(1, 10**6), recompute=st.booleans(), limit=limits)
-def test_every_part_is_real_and_the_total_is_their_sum(facts: ModelFacts, batch: int, recompute: bool, limit: float | None):
+def test_every_part_is_real_and_the_total_is_their_sum(
+    facts: ModelFacts, batch: int, recompute: bool, limit: float | None
+):
     found = memory(facts, batch, recompute, limit)
     parts = [found.parameters, found.gradients, found.optimizer, found.activations, found.gate]
     assert min(parts) >= 0
@@ -52,7 +62,10 @@ def test_every_part_is_real_and_the_total_is_their_sum(facts: ModelFacts, batch:
 def test_more_samples_need_as_much_more_each(facts: ModelFacts, batch: int, recompute: bool):
     one, some, more = (memory(facts, count, recompute, None).total for count in (1, batch, 2 * batch))
     assert one <= some <= more
-    assert more - some == pytest.approx((some - one) / max(1, batch - 1) * batch, rel=1e-6, abs=1e3) or batch == 1
+    assert (
+        more - some == pytest.approx((some - one) / max(1, batch - 1) * batch, rel=1e-6, abs=1e3)
+        or batch == 1
+    )
 
 
 def test_activations_grow_with_the_batch_and_nothing_else_does():
@@ -63,7 +76,10 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
 
 def test_recomputation_keeps_less_where_there_are_several_blocks():
     facts = model(blocks=4, block_input_bytes=32.0 * KIB)
-    assert memory(facts, 64, recompute=True, limit=None).activations < 0.5 * memory(facts, 64, recompute=False, limit=None).activations
+    assert (
+        memory(facts, 64, recompute=True, limit=None).activations
+        < 0.5 * memory(facts, 64, recompute=False, limit=None).activations
+    )
     bare = model(blocks=0)
     assert memory(bare, 64, recompute=True, limit=None) == memory(bare, 64, recompute=False, limit=None)
 
@@ -129,14 +145,20 @@ def of_experts(hosts: int, **changes: Any) -> Memory:
     return memory(facts, 1, recompute=False, limit=None, spread=Spread(hosts, "experts"))
 
 
-@pytest.mark.parametrize(("hosts", "here"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (7, 2), (8, 1), (100, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "here"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (7, 2), (8, 1), (100, 1)]
+)
 def test_a_host_has_its_experts_and_everything_else(hosts: int, here: int):
     found, parameters = of_experts(hosts), 400_000 + 600_000 * here / 8
-    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx((4 * parameters, 4 * parameters, 8 * parameters))
+    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(
+        (4 * parameters, 4 * parameters, 8 * parameters)
+    )
 
 
 def test_one_host_costs_what_one_process_costs():
-    assert of_experts(1, largest_bytes=1.0 * MIB) == memory(model(gate_parameters=0, largest_bytes=1.0 * MIB), 1, False, None)
+    assert of_experts(1, largest_bytes=1.0 * MIB) == memory(
+        model(gate_parameters=0, largest_bytes=1.0 * MIB), 1, False, None
+    )
 
 
 def test_gates_are_whole_on_every_host():
@@ -155,7 +177,10 @@ def test_frozen_parameters_are_taken_to_be_experts():
 
 
 def test_rows_on_their_way_need_room_between_hosts_only():
-    travelling = of_experts(2, largest_bytes=1.0 * MIB).activations - of_experts(1, largest_bytes=1.0 * MIB).activations
+    travelling = (
+        of_experts(2, largest_bytes=1.0 * MIB).activations
+        - of_experts(1, largest_bytes=1.0 * MIB).activations
+    )
     assert travelling == 2 * MIB
 
 
@@ -174,10 +199,11 @@ def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(f
 
 
 @pytest.mark.parametrize(
-    ("spread", "holders"), [(Spread(), 1), (Spread(4), 4), (Spread(4, "experts"), 4), (Spread(4, "experts", primary=True), 1)]
+    ("spread", "holders"),
+    [(Spread(), 1), (Spread(4), 4), (Spread(4, "experts"), 4), (Spread(4, "experts", primary=True), 1)],
 )
 def test_who_holds_a_share_of_the_batch(spread: Spread, holders: int):
-    assert spread.holders == holders
+    assert spread.data_ranks == holders
 
 
 def test_without_a_limit_everything_fits():
@@ -199,7 +225,9 @@ def test_backward_costs_two_forward_passes_and_recomputation_one():
     limit=limits,
     spread=st.sampled_from([Spread(), Spread(4, "zero2"), Spread(3, "zero3", True), Spread(3, "experts")]),
 )
-def test_largest_fitting_is_the_last_that_fits(facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread):
+def test_largest_fitting_is_the_last_that_fits(
+    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread
+):
     found = largest_fitting(facts, most, recompute, limit, spread)
     assert 0 <= found <= most
     if found:
@@ -212,5 +240,7 @@ def test_largest_fitting_is_the_last_that_fits(facts: ModelFacts, most: int, rec
 def test_largest_fitting_against_counting(most: int):
     facts = model()
     limit = memory(facts, 64, recompute=False, limit=None).total
-    counted = max((n for n in range(1, most + 1) if memory(facts, n, recompute=False, limit=limit).fits), default=0)
+    counted = max(
+        (n for n in range(1, most + 1) if memory(facts, n, recompute=False, limit=limit).fits), default=0
+    )
     assert largest_fitting(facts, most, recompute=False, limit=limit) == counted == min(most, 64)

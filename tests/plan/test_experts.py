@@ -8,17 +8,19 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.cluster import Cluster
 from orchestrator.plan.estimate import Form, ModelFacts, Spread, memory
 from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strategy, unused_settings
-from orchestrator.plan.hardware import Inventory
-from orchestrator.plan.parallel import PLAIN, Strategy
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
+from orchestrator.plan.workers import PLAIN, Strategy
 from orchestrator.types import GIB, Choice
-from tests.support.plans import cluster, gpu, machine, model
+from tests.support.inventories import cluster, gpu, machine, model
 
 CPU, ONE, TWO = machine(), machine(gpu()), machine(gpu(), gpu(1))
-EXPERTS = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4)  # 16 GB of state, most in experts
+EXPERTS = model(
+    parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4
+)  # 16 GB of state, most in experts
 DENSE = model(experts=0, expert_parameters=0, gate_parameters=0, moe_layers=0)
 FOUND: Choice[Strategy] = Choice("data_parallel", "4 GPUs were found: one worker for each")
 
@@ -28,11 +30,15 @@ def need(form: Form, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
     return min(memory(facts, 1, recompute, None, Spread(workers, form)).total for recompute in (False, True))
 
 
-def settled(limit: float, facts: ModelFacts = EXPERTS, workers: int = 4, on_gpu: bool = True, **given: Any) -> Choice[Strategy]:
+def settled(
+    limit: float, facts: ModelFacts = EXPERTS, workers: int = 4, on_gpu: bool = True, **given: Any
+) -> Choice[Strategy]:
     return settle_strategy(Config.of(**given), facts, FOUND, workers, limit, on_gpu)
 
 
-def planned(inventory: Inventory, facts: ModelFacts | None = None, where: Cluster | None = None, **given: Any) -> Plan:
+def planned(
+    inventory: Inventory, facts: ModelFacts | None = None, where: Cluster | None = None, **given: Any
+) -> Plan:
     return plan(Config.of(**given), inventory, facts or model(), cluster=where)
 
 
@@ -47,7 +53,9 @@ def test_experts_are_shared_out_where_whole_copies_do_not_fit_even_recomputed():
     assert settled(need("none")).value == "data_parallel"
     found = settled(need("none") - 1)
     assert found.value == "expert_parallel"
-    assert found.reason.startswith("4 GPUs were found: one worker for each; with the experts shared out one sample needs ")
+    assert found.reason.startswith(
+        "4 GPUs were found: one worker for each; with the experts shared out one sample needs "
+    )
     assert found.rejected[0].option == "data_parallel"
     assert "14.9 GiB" in found.rejected[0].why
 
@@ -89,7 +97,9 @@ def test_where_the_dense_part_is_what_does_not_fit_sharding_is_taken():
     found = settled(limit, heavy)
     assert found.value == "data_parallel"
     assert "outside the experts" in found.rejected[-1].why
-    assert settled(limit, heavy, on_gpu=False).value == "expert_parallel", "on CPUs nothing is sharded by itself"
+    assert settled(limit, heavy, on_gpu=False).value == "expert_parallel", (
+        "on CPUs nothing is sharded by itself"
+    )
     assert settled(limit, heavy, sharding="none").value == "expert_parallel", "nor where that is refused"
 
 
@@ -108,7 +118,8 @@ def test_what_is_asked_for_by_name_stays():
 def test_a_dense_model_under_expert_parallel_is_told_what_to_do():
     for inventory in (CPU, TWO):
         with pytest.raises(
-            UserError, match=r"this one has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N"
+            UserError,
+            match=r"this one has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N",
         ):
             hosted(inventory, DENSE)
 
@@ -116,11 +127,20 @@ def test_a_dense_model_under_expert_parallel_is_told_what_to_do():
 def test_the_whole_plan_shares_experts_out_by_itself():
     four = machine(*(gpu(index, total=12 * GIB) for index in range(4)))
     found = planned(four, EXPERTS)
-    assert (found.strategy.value, found.workers.value, found.sharding.value, found.backend.value) == ("expert_parallel", 4, "none", "nccl")
+    assert (found.strategy.value, found.workers.value, found.sharding.value, found.backend.value) == (
+        "expert_parallel",
+        4,
+        "none",
+        "nccl",
+    )
     assert "whole on each" in found.sharding.reason
     assert found.memory.fits
     assert found.memory == memory(
-        EXPERTS, found.batch_size.value, found.activation_checkpointing.value, found.memory.limit, Spread(4, "experts")
+        EXPERTS,
+        found.batch_size.value,
+        found.activation_checkpointing.value,
+        found.memory.limit,
+        Spread(4, "experts"),
     )
     assert planned(four, EXPERTS, parallel_strategy="data_parallel").sharding.value != "none"
     assert planned(four).strategy.value == "data_parallel"
@@ -134,7 +154,12 @@ def test_in_a_cluster_the_node_of_a_worker_sets_the_limit():
 
 def test_one_host_is_allowed():
     found = hosted(workers=1)
-    assert (found.strategy.value, found.workers.value, found.backend.value, found.holders) == ("expert_parallel", 1, "gloo", 1)
+    assert (found.strategy.value, found.workers.value, found.backend.value, found.data_ranks) == (
+        "expert_parallel",
+        1,
+        "gloo",
+        1,
+    )
     assert found.memory == planned(CPU, batch_size=found.batch_size.value).memory
 
 
@@ -147,19 +172,25 @@ def test_more_hosts_than_experts_are_allowed():
 
 def test_the_gate_is_everywhere_unless_asked_for():
     found = hosted(workers=2, batch_size=32)
-    assert (found.gate.value, found.holders, found.global_batch_size.value) == ("replicated", 2, 64)
+    assert (found.gate.value, found.data_ranks, found.global_batch_size.value) == ("replicated", 2, 64)
     assert found.gate.rejected[0].option == "primary"
     primary = hosted(workers=2, batch_size=32, gate="primary")
-    assert (primary.gate.value, primary.holders, primary.global_batch_size.value) == ("primary", 1, 32)
+    assert (primary.gate.value, primary.data_ranks, primary.global_batch_size.value) == ("primary", 1, 32)
     assert "asked for by --gate primary" in primary.gate.reason
     assert primary.flops_per_step * 2 == found.flops_per_step
 
 
 @pytest.mark.parametrize(
     ("inventory", "facts", "words"),
-    [(CPU, None, "one process has all experts"), (TWO, None, "every worker has all experts"), (CPU, DENSE, "the model has no experts")],
+    [
+        (CPU, None, "one process has all experts"),
+        (TWO, None, "every worker has all experts"),
+        (CPU, DENSE, "the model has no experts"),
+    ],
 )
-def test_elsewhere_the_settings_of_expert_parallel_are_not_used(inventory: Inventory, facts: ModelFacts | None, words: str):
+def test_elsewhere_the_settings_of_expert_parallel_are_not_used(
+    inventory: Inventory, facts: ModelFacts | None, words: str
+):
     found = planned(inventory, facts)
     assert (found.gate.value, found.placement.value, found.exchange_chunks.value) == ("replicated", "none", 1)
     for choice in (found.gate, found.placement, found.exchange_chunks):
@@ -169,7 +200,7 @@ def test_elsewhere_the_settings_of_expert_parallel_are_not_used(inventory: Inven
     assert asked.gate.reason.endswith(", in place of --gate primary")
     assert asked.placement.reason.endswith(", in place of --placement x.json")
     assert asked.exchange_chunks.reason.endswith(", in place of --exchange-chunks 3")
-    assert asked.holders == asked.workers.value
+    assert asked.data_ranks == asked.workers.value
 
 
 # --- placement
@@ -179,7 +210,9 @@ def test_placement_is_by_cost_and_speed_unless_asked_for():
     assert hosted(workers=2).placement.value == "auto"
     assert hosted(workers=2).placement.rejected[0].option == "round_robin"
     for asked in ("round_robin", "/x/y.json"):
-        assert hosted(workers=2, placement=asked).placement == Choice(asked, f"asked for by --placement {asked}")
+        assert hosted(workers=2, placement=asked).placement == Choice(
+            asked, f"asked for by --placement {asked}"
+        )
     assert hosted(workers=1).placement.reason == "one host has all experts"
     assert hosted(workers=2, auto=False).placement == Choice("round_robin", PLAIN)
 
@@ -188,7 +221,12 @@ def test_placement_is_by_cost_and_speed_unless_asked_for():
 
 
 def chunks(
-    tokens: int = 8192, workers: int = 4, backend: str = "nccl", on_gpu: bool = True, unused: str | None = None, **given: Any
+    tokens: int = 8192,
+    workers: int = 4,
+    backend: str = "nccl",
+    on_gpu: bool = True,
+    unused: str | None = None,
+    **given: Any,
 ) -> Choice[int]:
     return choose_chunks(Config.of(**given), unused, workers, backend, on_gpu, tokens)
 
@@ -237,7 +275,9 @@ def test_the_plan_counts_the_tokens_of_a_host():
         ((9, 0), "fp16", "loop"),
     ],
 )
-def test_grouped_products_where_they_are_fused(capability: tuple[int, int] | None, precision: str, expected: str):
+def test_grouped_products_where_they_are_fused(
+    capability: tuple[int, int] | None, precision: str, expected: str
+):
     assert choose_kernel(Config(), model(), precision, capability).value == expected
     for asked in ("loop", "grouped"):
         found = choose_kernel(Config.of(expert_kernel=asked), model(), precision, capability)
@@ -246,7 +286,12 @@ def test_grouped_products_where_they_are_fused(capability: tuple[int, int] | Non
 
 
 def test_the_kernel_is_planned_under_every_strategy():
-    assert planned(ONE).expert_kernel.value == planned(TWO).expert_kernel.value == hosted(TWO).expert_kernel.value == "grouped"
+    assert (
+        planned(ONE).expert_kernel.value
+        == planned(TWO).expert_kernel.value
+        == hosted(TWO).expert_kernel.value
+        == "grouped"
+    )
     assert planned(ONE, precision="fp32").expert_kernel.value == "loop"
     assert planned(CPU).expert_kernel.value == "auto"
     assert planned(ONE, auto=False).expert_kernel == Choice("loop", PLAIN)
@@ -255,7 +300,9 @@ def test_the_kernel_is_planned_under_every_strategy():
 
 def test_the_new_choices_are_in_the_json():
     found = hosted(workers=2).to_json()["choices"]
-    assert {name: found[name]["value"] for name in ("gate", "placement", "exchange_chunks", "expert_kernel")} == {
+    assert {
+        name: found[name]["value"] for name in ("gate", "placement", "exchange_chunks", "expert_kernel")
+    } == {
         "gate": "replicated",
         "placement": "auto",
         "exchange_chunks": 1,
@@ -270,12 +317,16 @@ def test_settings_between_hosts_are_told_where_there_are_none():
     given = Config.of(gate="primary", placement="round_robin", exchange_chunks=4)
     told = unused_settings(given, "single", model())
     assert told is not None
-    assert told.startswith("--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process has all experts; ")
+    assert told.startswith(
+        "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process has all experts; "
+    )
     assert "--parallel-strategy expert_parallel" in told
     one = unused_settings(Config.of(exchange_chunks=4), "data_parallel", model())
     assert one is not None
     assert one.startswith("--exchange-chunks 4 is not used: every worker has all experts")
-    assert unused_settings(given, "single", DENSE) == "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: " + (
+    assert unused_settings(
+        given, "single", DENSE
+    ) == "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: " + (
         "the model has no experts"
     )
 

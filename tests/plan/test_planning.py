@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.estimate import ModelFacts, Spread, memory
-from orchestrator.plan.hardware import Inventory
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import PLAIN, Plan, choose_device, choose_precision, plan
 from orchestrator.types import GIB, MIB
-from tests.support.plans import configs, gpu, machine, machines, model, models, planned_or_refused
+from tests.support.inventories import configs, gpu, machine, machines, model, models, planned_or_refused
 
 CPU = machine()
 H200 = machine(gpu())
@@ -42,10 +42,18 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
         assert choice.value is not None, name
         assert len(choice.reason.strip()) >= 3, name
         assert all(rejected.option and rejected.why for rejected in choice.rejected), name
-    batch, recompute, spread = found.batch_size.value, found.activation_checkpointing.value, spread_of(found, config.parallel.cpu_offload)
+    batch, recompute, spread = (
+        found.batch_size.value,
+        found.activation_checkpointing.value,
+        spread_of(found, config.parallel.cpu_offload),
+    )
     assert found.memory == memory(facts, batch, recompute, found.memory.limit, spread)
-    assert found.holders == spread.holders
-    assert batch * found.accumulation_steps.value * found.holders >= found.global_batch_size.value >= found.holders
+    assert found.data_ranks == spread.data_ranks
+    assert (
+        batch * found.accumulation_steps.value * found.data_ranks
+        >= found.global_batch_size.value
+        >= found.data_ranks
+    )
     assert found.total_steps.value >= 1
     assert found.loader_workers.value >= 0
     assert found.log_every.value >= 1
@@ -78,7 +86,9 @@ def test_the_same_question_has_the_same_answer():
 
 def test_the_plan_as_json_keeps_values_reasons_and_what_was_rejected():
     found = json.loads(json.dumps(planned(machine(gpu(), gpu(1)), gpu_mode="single_gpu").to_json()))
-    assert found["choices"]["device"]["rejected"] == [{"option": "the other 1 GPUs", "why": "one process trains on one device"}]
+    assert found["choices"]["device"]["rejected"] == [
+        {"option": "the other 1 GPUs", "why": "one process trains on one device"}
+    ]
     assert found["choices"]["strategy"]["value"] == "single"
     assert found["choices"]["starting_batch"]["value"] == "16 × 4"
     assert found["memory"]["total"] > 0
@@ -131,7 +141,15 @@ def test_a_gpu_that_cannot_be_used_is_the_reason_for_the_cpu():
 
 @pytest.mark.parametrize(
     ("capability", "precision"),
-    [((6, 1), "fp16"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16"), ((12, 0), "bf16")],
+    [
+        ((6, 1), "fp16"),
+        ((7, 0), "fp16"),
+        ((7, 5), "fp16"),
+        ((8, 0), "bf16"),
+        ((8, 9), "bf16"),
+        ((9, 0), "bf16"),
+        ((12, 0), "bf16"),
+    ],
 )
 def test_precision_by_compute_capability(capability: tuple[int, int], precision: str):
     inventory = machine(gpu(capability=capability))
@@ -174,7 +192,10 @@ def test_a_switch_asked_for_is_given_where_the_device_has_it(name: str, value: s
 def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
     long, short = model(flops_per_sample=1e12, samples=10**6), model(flops_per_sample=1e9, samples=1000)
     assert planned(H200, long).compile.value
-    assert (planned(H200, short).compile.value, planned(H200, short).compile.reason[:16]) == (False, "the run is short")
+    assert (planned(H200, short).compile.value, planned(H200, short).compile.reason[:16]) == (
+        False,
+        "the run is short",
+    )
     assert not planned(CPU, long).compile.value
     assert not planned(H200, long, deterministic=True).compile.value
     assert not planned(H200, long, compile="off").compile.value
@@ -202,7 +223,11 @@ def test_no_auto_gives_plain_defaults_and_says_so():
         "warmup_steps": 0,
         "log_every": 10,
     }
-    assert (found["accumulation_steps"].value, found["global_batch_size"].value, found["eval_batch_size"].value) == (1, 32, 32)
+    assert (
+        found["accumulation_steps"].value,
+        found["global_batch_size"].value,
+        found["eval_batch_size"].value,
+    ) == (1, 32, 32)
     gathered = planned(H200, auto=False).data_on_device
     assert (gathered.value, gathered.reason) == (False, PLAIN)
     fetched = planned(H200, facts, auto=False, loader_workers=3).prefetch
@@ -210,14 +235,25 @@ def test_no_auto_gives_plain_defaults_and_says_so():
 
 
 def test_no_auto_keeps_what_was_asked_for():
-    asked: dict[str, Any] = {"precision": "bf16", "tf32": "on", "batch_size": 48, "loader_workers": 2, "warmup_steps": 7, "log_every": 3}
+    asked: dict[str, Any] = {
+        "precision": "bf16",
+        "tf32": "on",
+        "batch_size": 48,
+        "loader_workers": 2,
+        "warmup_steps": 7,
+        "log_every": 3,
+    }
     found = planned(H200, auto=False, **asked).choices()
     assert {name: found[name].value for name in asked} == asked | {"tf32": True}
     assert all("asked for" in found[name].reason for name in asked)
 
 
 @settings(max_examples=100, deadline=None)
-@given(config=configs("auto", "precision", "tf32", "loader_workers", "batch_size"), inventory=machines(), facts=models())
+@given(
+    config=configs("auto", "precision", "tf32", "loader_workers", "batch_size"),
+    inventory=machines(),
+    facts=models(),
+)
 def test_only_no_auto_speaks_of_no_auto(config: Config, inventory: Inventory, facts: ModelFacts):
     chosen = planned_or_refused(config, inventory, facts).choices()
     said = [name for name, choice in chosen.items() if "--no-auto" in choice.reason]
@@ -242,7 +278,9 @@ def test_loader_processes_take_the_cores_beside_the_one_that_trains(cores: int, 
     assert planned(machine(gpu(), cores=cores), loader_workers=5).loader_workers.value == 5
 
 
-@pytest.mark.parametrize(("gathered", "on_device"), [(None, False), (0, True), (3 * GIB, True), (5 * GIB, False)])
+@pytest.mark.parametrize(
+    ("gathered", "on_device"), [(None, False), (0, True), (3 * GIB, True), (5 * GIB, False)]
+)
 def test_small_data_lives_on_the_gpu(gathered: int | None, on_device: bool):
     assert planned(H200, model(gathered_bytes=gathered)).data_on_device.value == on_device
     assert not planned(CPU, model(gathered_bytes=gathered)).data_on_device.value

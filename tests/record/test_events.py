@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from orchestrator.record import events as events_module
-from orchestrator.record.events import Event, EventLog, by_step, encode, last_events, mend_events, of_kind, read_events
+from orchestrator.record.events import (
+    Event,
+    EventLog,
+    by_step,
+    encode,
+    last_events,
+    mend_events,
+    of_kind,
+    read_events,
+)
 
 
 @pytest.fixture
@@ -38,7 +47,9 @@ def test_each_event_is_on_disk_before_the_log_is_closed(path: Path) -> None:
     log.close()  # idempotent
 
 
-@pytest.mark.parametrize("torn", [b'{"event": "step", "st', b"{", b"\xff\xfe", '{"event": "warning", "message": "§'.encode()[:-1]])
+@pytest.mark.parametrize(
+    "torn", [b'{"event": "step", "st', b"{", b"\xff\xfe", '{"event": "warning", "message": "§'.encode()[:-1]]
+)
 def test_a_torn_final_line_is_dropped_by_readers(path: Path, torn: bytes) -> None:
     write_steps(path, 1, 2)
     path.write_bytes(path.read_bytes() + torn)
@@ -60,7 +71,9 @@ def test_a_file_that_is_one_torn_line_starts_afresh(path: Path) -> None:
     assert [event["step"] for event in read_events(path)] == [1]
 
 
-def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(events_module, "_TAIL", 16)
     write_steps(path, 1, 2)
     whole = path.read_bytes()
@@ -89,13 +102,19 @@ def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
         log.write("step", step=step, loss=loss)
         log.write("evaluate", step=step, loss=-loss)
     log.close()
-    assert [(event["step"], event["loss"]) for event in by_step(read_events(path))] == [(1, 0.9), (2, 0.82), (3, 0.72)]
+    assert [(event["step"], event["loss"]) for event in by_step(read_events(path))] == [
+        (1, 0.9),
+        (2, 0.82),
+        (3, 0.72),
+    ]
     assert [event["loss"] for event in by_step(read_events(path), "evaluate")] == [-0.9, -0.82, -0.72]
     assert len(of_kind(read_events(path), "step")) == 5
 
 
 def test_numbers_that_json_cannot_carry_become_their_names() -> None:
-    line = encode({"event": "step", "loss": math.nan, "metrics": {"a": math.inf, "b": [1.0, -math.inf], "c": (2.5,)}})
+    line = encode(
+        {"event": "step", "loss": math.nan, "metrics": {"a": math.inf, "b": [1.0, -math.inf], "c": (2.5,)}}
+    )
     read = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))
     assert read == {"event": "step", "loss": "nan", "metrics": {"a": "inf", "b": [1.0, "-inf"], "c": [2.5]}}
     assert math.isnan(float(read["loss"]))
@@ -130,7 +149,9 @@ def test_listeners_see_the_line_already_on_disk(path: Path) -> None:
     assert seen == [1, 2]
 
 
-@pytest.mark.parametrize("line", ["", "not json", "[1, 2]", "17", '"step"', "null", '{"step": 3}', '{"event": 7}'])
+@pytest.mark.parametrize(
+    "line", ["", "not json", "[1, 2]", "17", '"step"', "null", '{"step": 3}', '{"event": 7}']
+)
 def test_unknown_lines_are_skipped(path: Path, line: str) -> None:
     write_steps(path, 1)
     path.write_text(path.read_text() + line + "\n")

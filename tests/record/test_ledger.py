@@ -10,7 +10,16 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import LEDGER, Ledger, Row, as_row, holds_sweep, read_sweep
 
-DONE = Row(1, {"batch_size": 16}, "completed", seconds=2.0, samples_per_second=100.0, interval=0.02, phases={"forward": 0.1}, compile=False)
+DONE = Row(
+    1,
+    {"batch_size": 16},
+    "completed",
+    seconds=2.0,
+    samples_per_second=100.0,
+    interval=0.02,
+    phases={"forward": 0.1},
+    compile=False,
+)
 
 
 def written(folder: Path, *rows: Row, objective: str = "throughput") -> Path:
@@ -24,7 +33,11 @@ def written(folder: Path, *rows: Row, objective: str = "throughput") -> Path:
 
 
 def test_rows_read_back(tmp_path: Path) -> None:
-    rows = (DONE, Row(2, {"batch_size": 64}, "infeasible", "too many"), Row(3, {"batch_size": 1}, "failed", "no"))
+    rows = (
+        DONE,
+        Row(2, {"batch_size": 64}, "infeasible", "too many"),
+        Row(3, {"batch_size": 1}, "failed", "no"),
+    )
     record = read_sweep(written(tmp_path, *rows))
     assert (record.rows, record.header["task"], holds_sweep(tmp_path)) == (rows, "digits", True)
 
@@ -41,7 +54,15 @@ def test_a_later_line_of_a_trial_counts_and_a_torn_one_does_not(tmp_path: Path) 
 
 
 def test_what_is_of_another_kind_is_left_out() -> None:
-    event = {"event": "trial", "trial": 1, "point": {}, "status": "completed", "samples_per_second": "fast", "workers": True, "more": 3}
+    event = {
+        "event": "trial",
+        "trial": 1,
+        "point": {},
+        "status": "completed",
+        "samples_per_second": "fast",
+        "workers": True,
+        "more": 3,
+    }
     assert as_row(event) == Row(1, {}, "completed")
     for broken in ({"trial": "1"}, {"status": "great"}, {"point": [1]}):
         assert as_row(event | broken) is None
@@ -68,6 +89,8 @@ def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
     assert not holds_sweep(tmp_path)
     with pytest.raises(UserError, match="holds no sweep"):
         read_sweep(tmp_path)
-    (tmp_path / LEDGER).write_text(json.dumps({"event": "trial", "trial": 1, "point": {}, "status": "failed"}) + "\n")
+    (tmp_path / LEDGER).write_text(
+        json.dumps({"event": "trial", "trial": 1, "point": {}, "status": "failed"}) + "\n"
+    )
     with pytest.raises(UserError, match="holds no sweep"):
         read_sweep(tmp_path)

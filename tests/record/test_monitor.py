@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.plan import host
+from orchestrator.plan.inventory import cpu as host
 from orchestrator.record.monitor import Monitor, Sample
 from orchestrator.record.nvml import DeviceSample
 from orchestrator.types import GIB
@@ -127,7 +127,17 @@ def test_the_fields_of_a_monitor_event() -> None:
     fields = Monitor(gpus=FakeGpus(10)).event_fields()
     assert set(fields) == {"host", "devices"}
     assert set(fields["host"]) == {"cpu_percent", "memory_used", "memory_total", "process_memory"}
-    device = {"index", "name", "memory_used", "memory_total", "process_memory", "utilization", "memory_utilization", "temperature", "power"}
+    device = {
+        "index",
+        "name",
+        "memory_used",
+        "memory_total",
+        "process_memory",
+        "utilization",
+        "memory_utilization",
+        "temperature",
+        "power",
+    }
     assert set(fields["devices"][0]) == device
     assert fields["devices"][0]["temperature"] is None
     json.dumps(fields)
@@ -148,7 +158,16 @@ def test_event_fields_read_anew_only_while_no_thread_does() -> None:
 
 def test_it_warns_once_per_crossing() -> None:
     warnings: list[str] = []
-    used = (50, 95, 99, 93, 96, 80, 97, 97)  # 93 is under the limit, but not far enough to count the next as a crossing
+    used = (
+        50,
+        95,
+        99,
+        93,
+        96,
+        80,
+        97,
+        97,
+    )  # 93 is under the limit, but not far enough to count the next as a crossing
     monitor = Monitor(gpus=FakeGpus(*used, total=100), memory_warning=0.95, on_warning=warnings.append)
     seen = []
     for _ in used:

@@ -19,6 +19,14 @@ def test_nvml_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nvml_does_not_give_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("Name", "MemoryInfo", "UtilizationRates", "PowerUsage", "Temperature", "ComputeRunningProcesses", "Index")
+    names = (
+        "Name",
+        "MemoryInfo",
+        "UtilizationRates",
+        "PowerUsage",
+        "Temperature",
+        "ComputeRunningProcesses",
+        "Index",
+    )
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(tuple(f"nvmlDeviceGet{name}" for name in names)))
     assert NvmlGpus(("GPU-aaaa",)).read() == (DeviceSample(0),)

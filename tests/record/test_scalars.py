@@ -9,7 +9,15 @@ from orchestrator.record.scalars import scalars
 
 
 def test_step_events() -> None:
-    event = {"event": "step", "time": 1.0, "step": 7, "epoch": 0, "loss": 0.5, "grad_norm": "nan", "lr": 0.003}
+    event = {
+        "event": "step",
+        "time": 1.0,
+        "step": 7,
+        "epoch": 0,
+        "loss": 0.5,
+        "grad_norm": "nan",
+        "lr": 0.003,
+    }
     event |= {
         "samples": 64,
         "units": 64,
@@ -53,9 +61,18 @@ NUMBERS = [
             "optimizer": 0.1,
             "total": 0.8,
         },
-        {"phases/data": 0.1, "phases/forward": 0.2, "phases/backward": 0.4, "phases/optimizer": 0.1, "phases/total": 0.8},
+        {
+            "phases/data": 0.1,
+            "phases/forward": 0.2,
+            "phases/backward": 0.4,
+            "phases/optimizer": 0.1,
+            "phases/total": 0.8,
+        },
     ),
-    ({"event": "phases", "step": 7, "steps": 5, "seconds": {"data": 0.1}, "total": 0.8}, {"phases/data": 0.1, "phases/total": 0.8}),
+    (
+        {"event": "phases", "step": 7, "steps": 5, "seconds": {"data": 0.1}, "total": 0.8},
+        {"phases/data": 0.1, "phases/total": 0.8},
+    ),
     (
         {
             "event": "epoch",
@@ -82,13 +99,33 @@ NUMBERS = [
         {"experts/layer0_imbalance": 1.0, "experts/layer1_imbalance": 3.0},
     ),
     (
-        {"event": "exchange", "time": 1.0, "step": 7, "steps": 5, "bytes": 4096, "seconds": 0.002, "rows": 16},
-        {"exchange/bytes_per_step": 4096.0, "exchange/seconds_per_step": 0.002, "exchange/rows_per_step": 16.0},
+        {
+            "event": "exchange",
+            "time": 1.0,
+            "step": 7,
+            "steps": 5,
+            "bytes": 4096,
+            "seconds": 0.002,
+            "rows": 16,
+        },
+        {
+            "exchange/bytes_per_step": 4096.0,
+            "exchange/seconds_per_step": 0.002,
+            "exchange/rows_per_step": 16.0,
+        },
     ),
     ({"event": "exchange", "step": 7, "bytes": None, "seconds": "x"}, {}),
     ({"event": "placement", "step": 0, "method": "lpt", "hosts": [], "layers": []}, {}),
     (
-        {"event": "recovery", "step": 35, "attempt": 1, "workers": 2, "lost_steps": 5, "total_seconds": 12.5, "reason": "lost"},
+        {
+            "event": "recovery",
+            "step": 35,
+            "attempt": 1,
+            "workers": 2,
+            "lost_steps": 5,
+            "total_seconds": 12.5,
+            "reason": "lost",
+        },
         {"recovery/workers": 2.0, "recovery/lost_steps": 5.0, "recovery/total_seconds": 12.5},
     ),
     ({"event": "end", "status": "completed", "steps": 4}, {}),

@@ -25,7 +25,16 @@ def terminal(width: int = 80) -> tuple[Screen, io.StringIO]:
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
-    return {"event": "step", "step": number, "epoch": 0, "loss": 0.15234, "samples": 64, "units": 64, "seconds": 0.05, **fields}
+    return {
+        "event": "step",
+        "step": number,
+        "epoch": 0,
+        "loss": 0.15234,
+        "samples": 64,
+        "units": 64,
+        "seconds": 0.05,
+        **fields,
+    }
 
 
 def start(total: int | None, first: int = 0) -> dict[str, Any]:
@@ -33,8 +42,19 @@ def start(total: int | None, first: int = 0) -> dict[str, Any]:
 
 
 END = {"event": "end", "status": "completed"}
-EVALUATE = {"event": "evaluate", "epoch": 3, "step": 69, "loss": 0.15234, "metrics": {"accuracy": 0.9617}, "best": True}
-GPUS = {"event": "monitor", "host": {"process_memory": 2**30}, "devices": [{"memory_used": 3 * 2**30}, {"memory_used": None}]}
+EVALUATE = {
+    "event": "evaluate",
+    "epoch": 3,
+    "step": 69,
+    "loss": 0.15234,
+    "metrics": {"accuracy": 0.9617},
+    "best": True,
+}
+GPUS = {
+    "event": "monitor",
+    "host": {"process_memory": 2**30},
+    "devices": [{"memory_used": 3 * 2**30}, {"memory_used": None}],
+}
 
 
 def without_escapes(text: str) -> str:
@@ -145,7 +165,10 @@ def test_an_evaluation_stands_above_the_bar() -> None:
     screen(EVALUATE)
     screen(END)
     lines = drawn_lines(out.getvalue())
-    assert lines.index(next(line for line in lines if "validation loss 0.1523  accuracy 0.9617  ★ best" in line)) < len(lines) - 1
+    assert (
+        lines.index(next(line for line in lines if "validation loss 0.1523  accuracy 0.9617  ★ best" in line))
+        < len(lines) - 1
+    )
     assert "69/100" in lines[-1]
 
 
@@ -159,21 +182,46 @@ TROUBLE = [
     ({"event": "warning", "kind": "disk", "message": "the disk is slow"}, "warning: the disk is slow"),
     ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "rank 1 died ..."),
     (
-        {"event": "failure", "kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40, "final": False},
+        {
+            "event": "failure",
+            "kind": "worker",
+            "message": "host 1 was lost",
+            "rank": 1,
+            "step": 40,
+            "final": False,
+        },
         "step 40: host 1 was lost ...",
     ),
     (
-        {"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5},
+        {
+            "event": "recovery",
+            "total_seconds": 12.3,
+            "workers_before": 2,
+            "workers": 2,
+            "step": 35,
+            "lost_steps": 5,
+        },
         "recovered in 12.3 s on 2 workers at step 35, 5 steps repeated",
     ),
     (
         {"event": "oom", "step": 12, "micro_batch": 32, "next_micro_batch": 16, "where": "backward"},
         "out of memory at step 12 (backward) with a micro-batch of 32; going on with 16",
     ),
-    ({"event": "oom", "step": 2, "micro_batch": 1, "next_micro_batch": None, "where": "forward"}, "no smaller one is left to try"),
-    ({"event": "resume", "step": 40, "path": "c/step_00000040", "skipped": []}, "resumed at step 40 from c/step_00000040"),
     (
-        {"event": "resume", "step": 40, "path": "c/step_40", "skipped": [{"path": "c/step_60", "reason": "model.safetensors: wrong hash"}]},
+        {"event": "oom", "step": 2, "micro_batch": 1, "next_micro_batch": None, "where": "forward"},
+        "no smaller one is left to try",
+    ),
+    (
+        {"event": "resume", "step": 40, "path": "c/step_00000040", "skipped": []},
+        "resumed at step 40 from c/step_00000040",
+    ),
+    (
+        {
+            "event": "resume",
+            "step": 40,
+            "path": "c/step_40",
+            "skipped": [{"path": "c/step_60", "reason": "model.safetensors: wrong hash"}],
+        },
         "skipped checkpoint step_60: model.safetensors: wrong hash",
     ),
 ]
@@ -194,11 +242,31 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     screen, out = piped()
     screen(start(100))
     screen(step(40))
-    screen({"event": "failure", "kind": "worker", "message": "host 1 was lost", "rank": 1, "step": 40, "final": False})
+    screen(
+        {
+            "event": "failure",
+            "kind": "worker",
+            "message": "host 1 was lost",
+            "rank": 1,
+            "step": 40,
+            "final": False,
+        }
+    )
     screen(start(100, first=35))
     screen({"event": "resume", "step": 35, "path": "checkpoints/step_00000035", "skipped": []})
-    screen({"event": "placement", "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean"})
-    screen({"event": "recovery", "total_seconds": 12.3, "workers_before": 2, "workers": 2, "step": 35, "lost_steps": 5})
+    screen(
+        {"event": "placement", "sentence": "6 experts on 3 hosts (as before): slowest host 1.12 of the mean"}
+    )
+    screen(
+        {
+            "event": "recovery",
+            "total_seconds": 12.3,
+            "workers_before": 2,
+            "workers": 2,
+            "step": 35,
+            "lost_steps": 5,
+        }
+    )
     screen(step(36))
     screen({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True})
     told = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
@@ -217,7 +285,14 @@ def test_text_from_outside_is_neither_markup_nor_control(make: Any) -> None:
     screen({"event": "warning", "message": f"[/nope] [blink]a{ESCAPE}[2Jb\nc\rd :smile:"})
     screen({**EVALUATE, "metrics": {"[red]acc": 0.5}})
     shown = out.getvalue()
-    for literal in ("[red]task[/red]", "[/oops] [bold]x", "[link=http://x]title", "[/nope] [blink]a", "b c d :smile:", "[red]acc 0.5"):
+    for literal in (
+        "[red]task[/red]",
+        "[/oops] [bold]x",
+        "[link=http://x]title",
+        "[/nope] [blink]a",
+        "b c d :smile:",
+        "[red]acc 0.5",
+    ):
         assert literal in shown
     assert f"{ESCAPE}[2J" not in shown
 
@@ -255,7 +330,9 @@ def test_quiet_shows_nothing() -> None:
 
 def test_an_ascii_output_gets_ascii() -> None:
     raw = io.BytesIO()
-    screen = Screen(Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), force_terminal=False))
+    screen = Screen(
+        Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), force_terminal=False)
+    )
     screen(EVALUATE)
     screen({"event": "warning", "message": "naïve → 5 µs"})
     assert raw.getvalue().decode("ascii").splitlines() == [
@@ -264,8 +341,12 @@ def test_an_ascii_output_gets_ascii() -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError("input/output error"), SystemExit(1), KeyError("bug")])
-def test_a_display_that_fails_does_not_end_the_run(error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError("input/output error"), SystemExit(1), KeyError("bug")]
+)
+def test_a_display_that_fails_does_not_end_the_run(
+    error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     screen, _ = piped()
     screen(start(3))
 
@@ -348,7 +429,9 @@ def test_a_notice_is_a_line_of_its_own() -> None:
 def test_a_placement_is_one_quiet_line() -> None:
     screen, out = piped()
     screen(start(10))
-    screen({"event": "placement", "step": 0, "hosts": [], "sentence": "5 experts on 3 hosts\n\x1b[31m(exact)"})
+    screen(
+        {"event": "placement", "step": 0, "hosts": [], "sentence": "5 experts on 3 hosts\n\x1b[31m(exact)"}
+    )
     screen({"event": "placement"})
     screen({"event": "exchange", "step": 10, "steps": 10, "bytes": 4096, "seconds": 0.1, "rows": 4})
     assert out.getvalue().splitlines() == ["5 experts on 3 hosts  [31m(exact)"]

@@ -14,7 +14,8 @@ def at(time: float, event: str, **fields: Any) -> Event:
 
 def steps(first: int, last: int, time: float, loss: float = 1.0) -> list[Event]:
     return [
-        at(time + n - first + 1, "step", step=n, loss=loss, seconds=1.0, samples=4, units=4, metrics={}) for n in range(first, last + 1)
+        at(time + n - first + 1, "step", step=n, loss=loss, seconds=1.0, samples=4, units=4, metrics={})
+        for n in range(first, last + 1)
     ]
 
 
@@ -23,7 +24,16 @@ def start(time: float, step: int, workers: int = 2) -> Event:
 
 
 def recovery(time: float, step: int, workers: int = 2, lost: int = 5) -> Event:
-    return at(time, "recovery", attempt=1, workers_before=2, workers=workers, step=step, lost_steps=lost, total_seconds=10.0)
+    return at(
+        time,
+        "recovery",
+        attempt=1,
+        workers_before=2,
+        workers=workers,
+        step=step,
+        lost_steps=lost,
+        total_seconds=10.0,
+    )
 
 
 FAILURE = at(40, "failure", kind="killed", message="", rank=1, step=40, final=False)
@@ -49,13 +59,19 @@ def test_a_recovery_counts_once_whenever_it_is_told(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_was_undone_is_gone(order: str) -> None:
-    events = [event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40]  # ends before it has caught up
+    events = [
+        event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40
+    ]  # ends before it has caught up
     assert [event["step"] for event in by_step(present(events))] == list(range(1, 38))
     assert [event["loss"] for event in by_step(present(events))][-3:] == [1.0, 2.0, 2.0]
 
 
 def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
-    again = [start(500, 35), *steps(36, 45, 500), at(511, "end", status="completed", reason="", steps=45, seconds=11.0)]
+    again = [
+        start(500, 35),
+        *steps(36, 45, 500),
+        at(511, "end", status="completed", reason="", steps=45, seconds=11.0),
+    ]
     summary = summarise([start(0, 0), *steps(1, 40, 0), *again])
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (0, 1, 5)
     assert summary["seconds"] == 40 + 11  # the pause between the two is nobody's
@@ -65,7 +81,17 @@ def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
 
 
 def test_two_recoveries_to_the_same_step() -> None:
-    twice = [*BEGIN, recovery(50, 35), start(50, 35), *steps(36, 38, 50), FAILURE, start(65, 35), recovery(65, 35, lost=3), *AFTER, END]
+    twice = [
+        *BEGIN,
+        recovery(50, 35),
+        start(50, 35),
+        *steps(36, 38, 50),
+        FAILURE,
+        start(65, 35),
+        recovery(65, 35, lost=3),
+        *AFTER,
+        END,
+    ]
     summary = summarise(twice)
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (2, 2, 8)
     assert len(recovered_starts(twice)) == 2
@@ -78,7 +104,9 @@ def test_running_out_of_memory_is_a_recovery_too() -> None:
 
 def test_a_final_failure_counts_and_is_not_recovered_from() -> None:
     final = FAILURE | {"final": True}
-    summary = summarise([*BEGIN[:-1], final, at(41, "end", status="failed", reason="killed", steps=40, seconds=41.0)])
+    summary = summarise(
+        [*BEGIN[:-1], final, at(41, "end", status="failed", reason="killed", steps=40, seconds=41.0)]
+    )
     assert (summary["failures"], summary["recoveries"], summary["status"]) == (1, 0, "failed")
 
 
@@ -106,27 +134,52 @@ def exchange(step: int, count: int, size: float) -> Event:
 
 def test_imbalance_and_exchange_of_hosts() -> None:
     begin = start(0, 0) | {"strategy": "expert_parallel"}
-    early = [load(1, 600, 0, 0), load(2, 0, 0, 200)]  # the gate settles: the second half is told, as in the report
-    events = [begin, PLACED, *steps(1, 4, 0), *early, load(3, 6, 3, 2), load(4, 12, 3, 2), exchange(1, 1, 10), exchange(4, 3, 30)]
+    early = [
+        load(1, 600, 0, 0),
+        load(2, 0, 0, 200),
+    ]  # the gate settles: the second half is told, as in the report
+    events = [
+        begin,
+        PLACED,
+        *steps(1, 4, 0),
+        *early,
+        load(3, 6, 3, 2),
+        load(4, 12, 3, 2),
+        exchange(1, 1, 10),
+        exchange(4, 3, 30),
+    ]
     summary = summarise(events)
     assert summary["imbalance"] == pytest.approx((60 + 120) / (60 + 80))
-    assert (summary["exchange_bytes_per_step"], summary["exchange_seconds_per_step"]) == (25, pytest.approx(0.025))
+    assert (summary["exchange_bytes_per_step"], summary["exchange_seconds_per_step"]) == (
+        25,
+        pytest.approx(0.025),
+    )
 
 
 def test_steps_that_are_done_again_count_once() -> None:
     """Loads and exchanges past the step that a recovery went back to are gone with their steps."""
     before = [PLACED, load(35, 6, 3, 2), load(40, 600, 0, 0), exchange(35, 1, 10), exchange(40, 1, 999)]
     again = [PLACED | {"step": 35}, load(40, 6, 3, 2), exchange(40, 1, 10)]
-    begin = [event | {"strategy": "expert_parallel"} if event["event"] == "start" else event for event in BEGIN]
+    begin = [
+        event | {"strategy": "expert_parallel"} if event["event"] == "start" else event for event in BEGIN
+    ]
     summary = summarise([*begin[:-1], *before, FAILURE, recovery(50, 35), *again, *AFTER, END])
     assert (summary["imbalance"], summary["exchange_bytes_per_step"]) == (1.0, 10)
 
 
 def test_without_hosts_there_is_nothing_to_say_of_them() -> None:
     summary = summarise(ORDERS["without new processes"])
-    assert {summary[name] for name in ("imbalance", "exchange_bytes_per_step", "exchange_seconds_per_step")} == {None}
+    assert {
+        summary[name] for name in ("imbalance", "exchange_bytes_per_step", "exchange_seconds_per_step")
+    } == {None}
 
 
 def test_nothing_recorded_is_nothing_claimed() -> None:
     summary = summarise([])
-    assert (summary["status"], summary["steps"], summary["goodput"], summary["seconds"], summary["workers"]) == ("killed", 0, None, 0, None)
+    assert (
+        summary["status"],
+        summary["steps"],
+        summary["goodput"],
+        summary["seconds"],
+        summary["workers"],
+    ) == ("killed", 0, None, 0, None)

@@ -21,7 +21,9 @@ def piped(width: int = 80, **options) -> tuple[SweepScreen, io.StringIO]:
 
 def terminal(width: int = 100, **options) -> tuple[SweepScreen, io.StringIO]:
     out = io.StringIO()
-    return SweepScreen(Console(file=out, force_terminal=True, width=width, _environ={"TERM": "xterm"}), **options), out
+    return SweepScreen(
+        Console(file=out, force_terminal=True, width=width, _environ={"TERM": "xterm"}), **options
+    ), out
 
 
 def plain(text: str) -> str:
@@ -49,7 +51,9 @@ def test_piped_output_is_a_line_for_each_trial(tmp_path) -> None:
     lines = out.getvalue().splitlines()
     assert ESCAPE not in out.getvalue()
     assert len(lines) == 2 * len(rows)
-    assert lines[0] == "trial 1 of 36  started  precision fp32, batch_size 16, accumulation_steps 1, workers 1"
+    assert (
+        lines[0] == "trial 1 of 36  started  precision fp32, batch_size 16, accumulation_steps 1, workers 1"
+    )
     assert lines[1].startswith(
         "trial 1 of 36  completed  precision fp32, batch_size 16, accumulation_steps 1, workers 1  1,546 ± 1.1% samples/s"
     )
@@ -81,13 +85,19 @@ def test_the_terminal_has_the_best_rows_and_those_under_way(tmp_path) -> None:
 def test_the_headline_counts(tmp_path) -> None:
     rows = made(tmp_path, MIXED).rows
     told = headline(rows[:20], 2, 36, 20)
-    assert told.startswith("20 of 36 trials: 8 completed, 1 stopped, 1 failed, 4 out of memory, 6 infeasible; 2 running; about ")
+    assert told.startswith(
+        "20 of 36 trials: 8 completed, 1 stopped, 1 failed, 4 out of memory, 6 infeasible; 2 running; about "
+    )
     assert headline([], 0, 4, 0) == "0 of 4 trials"
     assert headline([], 0, 4, 3) == "3 of 4 trials: 3 before"
 
 
 def test_the_time_left_is_by_the_mean_and_how_many_run_together() -> None:
-    rows = [Row(1, {}, "completed", seconds=10.0), Row(2, {}, "failed", seconds=2.0), Row(3, {}, "infeasible")]
+    rows = [
+        Row(1, {}, "completed", seconds=10.0),
+        Row(2, {}, "failed", seconds=2.0),
+        Row(3, {}, "infeasible"),
+    ]
     assert seconds_left(rows, 2, 8) == pytest.approx(24.0), "six seconds each, two at a time"
     assert seconds_left(rows, 0, 1) == pytest.approx(6.0)
     assert seconds_left(rows, 1, 0) is None
@@ -104,7 +114,11 @@ def test_only_settings_that_differ_are_shown() -> None:
 
 
 def test_by_validation_loss_the_lowest_is_first() -> None:
-    rows = [Row(1, {}, "completed", validation_loss=0.5), Row(2, {}, "completed", validation_loss=0.25), Row(3, {}, "completed")]
+    rows = [
+        Row(1, {}, "completed", validation_loss=0.5),
+        Row(2, {}, "completed", validation_loss=0.25),
+        Row(3, {}, "completed"),
+    ]
     lines = drawn(live_table(rows, [], 3, objective="validation_loss")).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["2", "1"]
 
@@ -182,7 +196,14 @@ def test_no_secret_is_shown() -> None:
         screen.note("data in /data/hunter2hunter2")
         screen.trial_started(1, {"data_dir": Path("/data/hunter2hunter2"), "batch_size": 4})
         shown = drawn(screen.table())
-        screen.trial_done(Row(1, {"data_dir": "/data/hunter2hunter2", "batch_size": 4}, "failed", "no login with hunter2hunter2"))
+        screen.trial_done(
+            Row(
+                1,
+                {"data_dir": "/data/hunter2hunter2", "batch_size": 4},
+                "failed",
+                "no login with hunter2hunter2",
+            )
+        )
         screen.close()
         assert "hunter2" not in out.getvalue() + shown + drawn(screen.table())
         assert "no login with ***" in plain(out.getvalue())

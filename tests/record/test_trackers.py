@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.record.events import EventLog
-from orchestrator.record.tracker_kinds import Factory, Tracker
+from orchestrator.record.tracker_backends import Factory, Tracker
 from orchestrator.record.trackers import TrackerThread
 from tests.support.fake_tracker import CONFIG, FakeTracker
 
@@ -42,7 +42,9 @@ def test_short_steps_are_thinned_to_ten_a_second(tmp_path: Path) -> None:
 def test_a_tracker_gets_all_numbers_in_one_thread_of_its_own(tmp_path: Path) -> None:
     made: list[FakeTracker] = []
     warnings: list[str] = []
-    thread = TrackerThread({"one": keeping(made), "two": keeping(made)}, tmp_path, "run-1", CONFIG, warnings.append)
+    thread = TrackerThread(
+        {"one": keeping(made), "two": keeping(made)}, tmp_path, "run-1", CONFIG, warnings.append
+    )
     log = EventLog(tmp_path / "events.jsonl", [thread])
     log.write("start", task="digits", step=0)
     for number in range(1, 101):
@@ -72,7 +74,9 @@ def test_a_tracker_that_raises_is_reported_once_and_switched_off(tmp_path: Path)
 
     made: list[Any] = []
     warnings: list[str] = []
-    thread = TrackerThread({"bad": keeping(made, Raising), "good": keeping(made)}, tmp_path, "run-1", CONFIG, warnings.append)
+    thread = TrackerThread(
+        {"bad": keeping(made, Raising), "good": keeping(made)}, tmp_path, "run-1", CONFIG, warnings.append
+    )
     for number in range(1, 21):
         thread(step(number))
     thread.close()
@@ -171,7 +175,9 @@ def test_one_that_hangs_in_log_delays_nobody(tmp_path: Path, release: threading.
 
 
 @pytest.mark.parametrize("where", ["construction", "close"])
-def test_one_that_hangs_elsewhere_is_left_behind(where: str, tmp_path: Path, release: threading.Event) -> None:
+def test_one_that_hangs_elsewhere_is_left_behind(
+    where: str, tmp_path: Path, release: threading.Event
+) -> None:
     entered = threading.Event()
 
     def hang() -> None:
@@ -189,7 +195,9 @@ def test_one_that_hangs_elsewhere_is_left_behind(where: str, tmp_path: Path, rel
                 hang()
 
     warnings: list[str] = []
-    thread = TrackerThread({"hanging": Hanging}, tmp_path, "run-1", CONFIG, warnings.append, close_timeout_s=0.2)
+    thread = TrackerThread(
+        {"hanging": Hanging}, tmp_path, "run-1", CONFIG, warnings.append, close_timeout_s=0.2
+    )
     thread(step(1))
     thread.close()
     assert entered.wait(30)
@@ -209,7 +217,9 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, release: threading.Event)
 
     made: list[FakeTracker] = []
     warnings: list[str] = []
-    thread = TrackerThread({"slow": keeping(made, Slow)}, tmp_path, "run-1", CONFIG, warnings.append, queue_size=4)
+    thread = TrackerThread(
+        {"slow": keeping(made, Slow)}, tmp_path, "run-1", CONFIG, warnings.append, queue_size=4
+    )
     thread(step(1))
     assert entered.wait(30)
     for number in range(2, 12):
@@ -219,12 +229,16 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, release: threading.Event)
     thread.close()
     assert [number for number, _ in made[0].points["train/loss"]] == [1, 2, 3, 4, 5]
     assert made[0].closed == 1
-    assert warnings == ["the tracker slow was too slow: 6 updates were dropped there; events.jsonl has them all"]
+    assert warnings == [
+        "the tracker slow was too slow: 6 updates were dropped there; events.jsonl has them all"
+    ]
 
 
 def test_the_real_trackers_run_side_by_side(tmp_path: Path, elsewhere: Path) -> None:
     warnings: list[str] = []
-    thread = TrackerThread(["tensorboard", "wandb"], tmp_path / "run", "run-1", CONFIG, warnings.append, close_timeout_s=120)
+    thread = TrackerThread(
+        ["tensorboard", "wandb"], tmp_path / "run", "run-1", CONFIG, warnings.append, close_timeout_s=120
+    )
     thread(step(1))
     thread.close()
     assert warnings == []

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from orchestrator.record.events import Event
-from orchestrator.report.charts import esc
-from orchestrator.report.page import page
-from orchestrator.report.read import read_run
-from orchestrator.report.sweep_page import sweep_page
+from orchestrator.report.run.page import page
+from orchestrator.report.run.read import read_run
+from orchestrator.report.run.svg import esc
+from orchestrator.report.sweep.page import sweep_page
 from tests.support.fake_run import FakeRun, run_events, write_run
 from tests.support.fake_sweep import FakeSweep, made
 
@@ -48,7 +48,11 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
         self.handlers += sum(name.startswith("on") for name, _ in attrs)
-        self.images += [str(value) for name, value in attrs if name in ("src", "href") and not str(value).startswith(("data:", "#"))]
+        self.images += [
+            str(value)
+            for name, value in attrs
+            if name in ("src", "href") and not str(value).startswith(("data:", "#"))
+        ]
 
 
 def assert_harmless(text: str) -> None:
@@ -74,7 +78,9 @@ def poisoned(value: Any) -> Any:
 
 
 RUNS = {
-    "one device": FakeRun(name=EVIL, warnings=(EVIL,), gpu=True, experts=4, steps=40, ooms=1, compiled="compiled"),
+    "one device": FakeRun(
+        name=EVIL, warnings=(EVIL,), gpu=True, experts=4, steps=40, ooms=1, compiled="compiled"
+    ),
     "failed": FakeRun(name=EVIL, steps=0, ends="failed"),
     "hosts": FakeRun(name=EVIL, hosted=True, workers=3, experts=5, layers=2, steps=40),
 }
@@ -84,7 +90,9 @@ RUNS = {
 def test_the_page_of_a_run(tmp_path: Path, name: str) -> None:
     events: list[Event] = [{**poisoned(event), "event": event["event"]} for event in run_events(RUNS[name])]
     folder = write_run(tmp_path / "run", RUNS[name])
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in events), encoding="utf-8"
+    )
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     plan["choices"][EVIL] = {"value": EVIL, "reason": EVIL, "rejected": [{"option": EVIL, "why": EVIL}]}
     plan["hardware"] = {"gpus": [{"name": EVIL}], "cpu_name": EVIL, "versions": {EVIL: EVIL}}

@@ -10,11 +10,11 @@ from orchestrator.runtime.recovery import (
     Again,
     Failure,
     GiveUp,
+    HostHealth,
+    HostStatus,
     Kind,
     Regroup,
-    Seats,
     Tally,
-    Vital,
     Wait,
     decide,
     limit_s,
@@ -67,9 +67,15 @@ ONCE = Tally(failures=1)
 
 
 def after_loss(
-    *lost: int, ready: tuple[int, ...] = (), coming: tuple[int, ...] = (), members: tuple[int, ...] = THREE, patient: bool = True
+    *lost: int,
+    ready: tuple[int, ...] = (),
+    coming: tuple[int, ...] = (),
+    members: tuple[int, ...] = THREE,
+    patient: bool = True,
 ) -> Regroup | Wait | GiveUp:
-    return regroup(LOST, Seats(members, frozenset(lost), ready, coming), ONCE, max_failures=3, patient=patient)
+    return regroup(
+        LOST, HostStatus(members, frozenset(lost), ready, coming), ONCE, max_failures=3, patient=patient
+    )
 
 
 def members_after(*lost: int, **others: Any) -> tuple[int, ...]:
@@ -110,7 +116,9 @@ def test_all_are_lost() -> None:
     assert isinstance(made, GiveUp)
     assert "no host is left" in made.reason
     assert isinstance(after_loss(*THREE, coming=THREE), Wait)
-    assert isinstance(after_loss(*THREE, coming=THREE, patient=False), Wait), "there is nobody who could go on without them"
+    assert isinstance(after_loss(*THREE, coming=THREE, patient=False), Wait), (
+        "there is nobody who could go on without them"
+    )
     assert members_after(*THREE, ready=THREE) == THREE
     assert members_after(*THREE, ready=(4,)) == (4,)
     assert "3 hosts to" in getattr(after_loss(*THREE, coming=THREE), "reason", "")
@@ -127,7 +135,9 @@ def test_members_that_live_are_never_spares() -> None:
 
 
 def test_who_has_only_lost_touch_stays() -> None:
-    made = regroup(Failure("communication", "lost touch"), Seats(THREE, ready=(3,)), ONCE, max_failures=3)
+    made = regroup(
+        Failure("communication", "lost touch"), HostStatus(THREE, ready=(3,)), ONCE, max_failures=3
+    )
     assert made == Regroup(THREE, 0, "lost touch")
 
 
@@ -137,34 +147,38 @@ def test_nobody_is_waited_for_where_nobody_is_missing() -> None:
 
 def test_hosts_out_of_memory_go_on_with_half() -> None:
     ran_out = Failure("memory", "host 0 ran out", 0, 16)
-    made = regroup(ran_out, Seats(THREE), tallied(ONCE, ran_out, 7), max_failures=3)
+    made = regroup(ran_out, HostStatus(THREE), tallied(ONCE, ran_out, 7), max_failures=3)
     assert made == Regroup(THREE, 1, "host 0 ran out; going on with half of it")
 
 
 def test_a_micro_batch_of_one_is_not_halved() -> None:
-    made = regroup(Failure("memory", "host 0 ran out", 0, 1), Seats(THREE), ONCE, max_failures=3)
+    made = regroup(Failure("memory", "host 0 ran out", 0, 1), HostStatus(THREE), ONCE, max_failures=3)
     assert isinstance(made, GiveUp)
     assert "cannot be halved" in made.reason
     assert "--activation-checkpointing" in made.reason
 
 
 def test_an_error_of_the_run_is_never_mended() -> None:
-    made = regroup(Failure("error", "it diverged"), Seats(THREE, ready=(3,)), ONCE, max_failures=3)
+    made = regroup(Failure("error", "it diverged"), HostStatus(THREE, ready=(3,)), ONCE, max_failures=3)
     assert made == GiveUp("it diverged")
 
 
 def test_the_same_fault_twice_at_a_step_is_the_last() -> None:
-    fault, seats = Failure("fault", "OSError: once"), Seats(THREE)
+    fault, seats = Failure("fault", "OSError: once"), HostStatus(THREE)
     assert isinstance(regroup(fault, seats, ONCE, max_failures=3), Regroup)
     made = regroup(fault, seats, ONCE, max_failures=3, repeated=True)
     assert isinstance(made, GiveUp)
     assert "failed twice" in made.reason
-    assert isinstance(regroup(LOST, seats, ONCE, max_failures=3, repeated=True), Regroup), "a lost host says nothing of the step"
+    assert isinstance(regroup(LOST, seats, ONCE, max_failures=3, repeated=True), Regroup), (
+        "a lost host says nothing of the step"
+    )
 
 
-@pytest.mark.parametrize(("failures", "most", "ends"), [(3, 3, False), (4, 3, True), (1, 0, True), (1, 1, False)])
+@pytest.mark.parametrize(
+    ("failures", "most", "ends"), [(3, 3, False), (4, 3, True), (1, 0, True), (1, 1, False)]
+)
 def test_hosts_fail_as_often_as_is_allowed(failures: int, most: int, ends: bool) -> None:
-    made = regroup(LOST, Seats(THREE, frozenset({1}), (3,)), Tally(failures), max_failures=most)
+    made = regroup(LOST, HostStatus(THREE, frozenset({1}), (3,)), Tally(failures), max_failures=most)
     assert isinstance(made, GiveUp) == ends
     if ends:
         assert "--max-failures" in made.reason
@@ -188,7 +202,9 @@ def test_the_cause_is_told_from_what_it_did(cause: Kind, others: tuple[Kind, ...
 
 
 def test_of_two_that_are_alike_the_first_is_told() -> None:
-    assert worst([Failure("communication", "x"), Failure("worker", "a", 0), Failure("worker", "b", 1)]).rank == 0
+    assert (
+        worst([Failure("communication", "x"), Failure("worker", "a", 0), Failure("worker", "b", 1)]).rank == 0
+    )
 
 
 def test_what_a_run_has_been_through() -> None:
@@ -204,12 +220,14 @@ def test_what_a_run_has_been_through() -> None:
 # Hosts that stand still
 
 
-def vital(seat: int, phase: str = "step", waiting: bool = False, silent: float = 0.1, still: float = 0.1) -> Vital:
-    return Vital(seat, phase, waiting, silent, still)
+def vital(
+    seat: int, phase: str = "step", waiting: bool = False, silent: float = 0.1, still: float = 0.1
+) -> HostHealth:
+    return HostHealth(seat, phase, waiting, silent, still)
 
 
-def seats_of(*vitals: Vital, slowest: float = 0.0) -> list[int]:
-    return [found.seat for found in stuck(vitals, 10.0, slowest)]
+def seats_of(*vitals: HostHealth, slowest: float = 0.0) -> list[int]:
+    return [found.host_id for found in stuck(vitals, 10.0, slowest)]
 
 
 def test_hosts_that_move_are_left_alone() -> None:
@@ -220,7 +238,9 @@ def test_hosts_that_move_are_left_alone() -> None:
 
 def test_a_host_that_is_frozen_says_nothing() -> None:
     assert seats_of(vital(0, waiting=True, still=12.0), vital(1, silent=10.1, still=10.1)) == [1]
-    assert seats_of(vital(0, waiting=True, still=12.0), vital(1, waiting=True, silent=10.1, still=10.1)) == [1], "frozen while it waited"
+    assert seats_of(vital(0, waiting=True, still=12.0), vital(1, waiting=True, silent=10.1, still=10.1)) == [
+        1
+    ], "frozen while it waited"
 
 
 def test_a_host_that_does_not_get_on_is_stuck_though_it_speaks() -> None:
@@ -228,13 +248,20 @@ def test_a_host_that_does_not_get_on_is_stuck_though_it_speaks() -> None:
 
 
 def test_who_waits_is_not_to_blame() -> None:
-    assert seats_of(vital(0, waiting=True, still=1000.0), vital(1, waiting=True, still=1000.0), vital(2, still=9.0)) == []
+    assert (
+        seats_of(
+            vital(0, waiting=True, still=1000.0), vital(1, waiting=True, still=1000.0), vital(2, still=9.0)
+        )
+        == []
+    )
 
 
 def test_all_that_wait_for_each_other_are() -> None:
     waiting = [vital(seat, waiting=True, still=10.5) for seat in THREE]
     assert seats_of(*waiting) == [0, 1, 2]
-    assert seats_of(*waiting[:2], vital(2, waiting=True, still=9.0)) == [], "the last of them has just begun to"
+    assert seats_of(*waiting[:2], vital(2, waiting=True, still=9.0)) == [], (
+        "the last of them has just begun to"
+    )
     assert seats_of(vital(0, waiting=True, still=11.0)) == [0]
 
 
@@ -243,7 +270,17 @@ def test_a_rest_is_no_standing_still_but_silence_is() -> None:
     assert seats_of(vital(0, "rest", silent=10.5, still=500.0)) == [0]
 
 
-LONG = {"step": 1, "rest": 1, "join": 6, "data": 6, "snapshot": 6, "evaluate": 12, "first step": 60, "build": 60, "save": 60}
+LONG = {
+    "step": 1,
+    "rest": 1,
+    "join": 6,
+    "data": 6,
+    "snapshot": 6,
+    "evaluate": 12,
+    "first step": 60,
+    "build": 60,
+    "save": 60,
+}
 
 
 @pytest.mark.parametrize("phase", LONG)
@@ -258,7 +295,10 @@ def test_long_phases_take_long(phase: str) -> None:
 def test_no_phase_is_so_long_that_a_host_says_nothing(phase: str) -> None:
     """It speaks from beside its work: three times what a step may take is long enough, whatever it is busy with."""
     quiet = min(10.0 * LONG[phase], 30.0)
-    assert seats_of(vital(0, phase, silent=0.9 * quiet, still=0.9 * quiet), vital(1, waiting=True, still=quiet)) == []
+    assert (
+        seats_of(vital(0, phase, silent=0.9 * quiet, still=0.9 * quiet), vital(1, waiting=True, still=quiet))
+        == []
+    )
     assert seats_of(vital(0, phase, silent=quiet, still=quiet), vital(1, waiting=True, still=quiet)) == [0]
 
 

@@ -64,20 +64,32 @@ class Leaky(Synthetic):
 def leaky_task(folder: Path, raises: bool, past: bool = False) -> None:
     """``leaky:Leaky`` in a folder: it tells what it finds in the environment and in its settings. ``raises``: in the midst of it;
     ``past``: a program of its own writes too."""
-    (folder / "leaky.py").write_text(_TASK.format(names=list(ENVIRONMENT), raises=raises, past=past), encoding="utf-8")
+    (folder / "leaky.py").write_text(
+        _TASK.format(names=list(ENVIRONMENT), raises=raises, past=past), encoding="utf-8"
+    )
 
 
 def _forms(canary: str) -> tuple[str, ...]:
     """As it is, and as JSON, Python, HTML, an address and a shell would write it."""
     return (
-        *(canary, json.dumps(canary)[1:-1], json.dumps(canary, ensure_ascii=False)[1:-1], repr(canary)[1:-1], escape(canary)),
+        *(
+            canary,
+            json.dumps(canary)[1:-1],
+            json.dumps(canary, ensure_ascii=False)[1:-1],
+            repr(canary)[1:-1],
+            escape(canary),
+        ),
         *(quote(canary), quote(canary, safe=""), shlex.quote(canary).strip("'")),
     )
 
 
 def assert_none_in(where: Path | str) -> None:
     """In none of the forms in which something writes them."""
-    texts = {"the text": where.encode()} if isinstance(where, str) else {str(p): p.read_bytes() for p in where.rglob("*") if p.is_file()}
+    texts = (
+        {"the text": where.encode()}
+        if isinstance(where, str)
+        else {str(p): p.read_bytes() for p in where.rglob("*") if p.is_file()}
+    )
     forms = {form for canary in CANARIES for form in _forms(canary)}
     found = [(name, form) for name, text in texts.items() for form in forms if form.encode() in text]
     assert not found, found

@@ -42,8 +42,12 @@ class Cluster:
         return path
 
     def add_node(self, cpus: int, gpus: int = 0) -> int:
-        own = self.folder / f"n{len(self.nodes)}"  # a folder of its own, as on a host of its own: nodes unpack jobs into it
-        self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={own}")
+        own = (
+            self.folder / f"n{len(self.nodes)}"
+        )  # a folder of its own, as on a host of its own: nodes unpack jobs into it
+        self._start(
+            f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={own}"
+        )
         self._wait(lambda: "Ray runtime started" in self._said(len(self.nodes) - 1), "a node did not start")
         return len(self.nodes) - 1
 
@@ -63,16 +67,23 @@ class Cluster:
 
     def _start(self, *arguments: str) -> None:
         with open(self.folder / f"node_{len(self.nodes)}.log", "wb") as log:
-            agent = f"--dashboard-agent-listen-port={_free_port()}"  # its default can be had once on a machine
+            agent = (
+                f"--dashboard-agent-listen-port={_free_port()}"  # its default can be had once on a machine
+            )
             command = [*RAY, "start", *arguments, agent, "--block", "--disable-usage-stats"]
-            self.nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment, start_new_session=True))
+            self.nodes.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=log, env=self.environment, start_new_session=True
+                )
+            )
 
     def _said(self, number: int) -> str:
         return (self.folder / f"node_{number}.log").read_text(encoding="utf-8", errors="replace")
 
     def _found(self, pattern: str) -> str:
         self._wait(
-            lambda: re.search(pattern, self._said(0)) is not None and "Ray runtime started" in self._said(0), "the head did not start"
+            lambda: re.search(pattern, self._said(0)) is not None and "Ray runtime started" in self._said(0),
+            "the head did not start",
         )
         match = re.search(pattern, self._said(0))
         assert match

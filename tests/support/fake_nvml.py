@@ -23,7 +23,10 @@ def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
     def by_uuid(uuid: str) -> int:
         return by_index({"GPU-aaaa": 0, "GPU-bbbb": 1}.get(uuid, 9))
 
-    own = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB), SimpleNamespace(pid=-1, usedGpuMemory=GIB)]
+    own = [
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB),
+        SimpleNamespace(pid=-1, usedGpuMemory=GIB),
+    ]
     functions = {
         "nvmlInit": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "555.1",
@@ -38,4 +41,6 @@ def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
         "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: own,
     }
-    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **{**functions, **dict.fromkeys(missing, unsupported)})
+    return SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **{**functions, **dict.fromkeys(missing, unsupported)}
+    )

@@ -125,7 +125,11 @@ class _Teller:
 
     def start(self, step: int) -> None:
         run = self.run
-        joined = {"backend": "nccl" if run.gpu else "gloo", "sharding": "none", "nodes": 1} if run.workers > 1 else {}
+        joined = (
+            {"backend": "nccl" if run.gpu else "gloo", "sharding": "none", "nodes": 1}
+            if run.workers > 1
+            else {}
+        )
         joined |= {"gate": "replicated"} if run.hosted else {}
         self.say(
             "start", version="0.1.0", task="text" if run.experts else "digits", strategy=run.strategy, workers=self.workers, **joined,
@@ -159,20 +163,37 @@ class _Teller:
         self.say("phases", step=step, steps=width, **parts, total=run.step_s)
         if run.hosted:
             rows = round(run.units * 2 * run.layers * (1 - 1 / self.workers))
-            self.say("exchange", step=step, steps=width, bytes=rows * 2 * 256 * 2, seconds=run.exchange * run.step_s, rows=rows)
+            self.say(
+                "exchange",
+                step=step,
+                steps=width,
+                bytes=rows * 2 * 256 * 2,
+                seconds=run.exchange * run.step_s,
+                rows=rows,
+            )
         if run.experts:
-            self.say("load", step=step, steps=width, loads=[self.loads(layer, done) for layer in range(run.layers)])
+            self.say(
+                "load", step=step, steps=width, loads=[self.loads(layer, done) for layer in range(run.layers)]
+            )
         self.say("monitor", step=step, host=self.host(), devices=[self.device()] if run.gpu else [])
 
     def loads(self, layer: int, done: float) -> list[int]:
         """Experts start unevenly and settle, each layer with favourites of its own."""
         taste = random.Random(f"{self.run.seed}-{layer}")
-        pulls = [math.exp(self.run.skew * (1.6 - done) * taste.gauss(0, 1) + 0.05 * self.draw.gauss(0, 1)) for _ in range(self.run.experts)]
+        pulls = [
+            math.exp(self.run.skew * (1.6 - done) * taste.gauss(0, 1) + 0.05 * self.draw.gauss(0, 1))
+            for _ in range(self.run.experts)
+        ]
         return [round(pull / sum(pulls) * self.run.units * 2 * 10) for pull in pulls]
 
     def host(self) -> dict[str, Any]:
         busy = (35 if self.run.gpu else 92) + self.draw.uniform(-6, 6)
-        return {"cpu_percent": busy, "memory_used": 3 * GIB, "memory_total": 8 * GIB, "process_memory": 700 * MIB}
+        return {
+            "cpu_percent": busy,
+            "memory_used": 3 * GIB,
+            "memory_total": 8 * GIB,
+            "process_memory": 700 * MIB,
+        }
 
     def device(self) -> dict[str, Any]:
         return {
@@ -183,7 +204,11 @@ class _Teller:
 
     def epoch(self, step: int) -> None:
         run, number = self.run, (step - 1) // self.run.per_epoch
-        memory = {"allocated": run.peak, "reserved": int(run.peak * 1.18)} if run.gpu else {"allocated": run.peak, "reserved": None}
+        memory = (
+            {"allocated": run.peak, "reserved": int(run.peak * 1.18)}
+            if run.gpu
+            else {"allocated": run.peak, "reserved": None}
+        )
         took = run.per_epoch * run.step_s * (1 + 0.05 * self.draw.random())
         samples = run.per_epoch * run.batch
         done = step / run.steps
@@ -195,12 +220,19 @@ class _Teller:
         path = f"checkpoints/step_{step:08d}"
         held = {"stall": run.checkpoint_s / 10} if run.workers > 1 else {}
         stall = held.get("stall", run.checkpoint_s)
-        self.say("checkpoint", took=stall, step=step, path=path, bytes=2_443_112, seconds=run.checkpoint_s, **held)
+        self.say(
+            "checkpoint", took=stall, step=step, path=path, bytes=2_443_112, seconds=run.checkpoint_s, **held
+        )
 
     def recovery(self, lost_at: int, step: int) -> None:
         run, before, self.workers = self.run, self.workers, self.run.workers_after
-        self.say("failure", took=0.2, kind="worker", message="worker 1 was lost", rank=1, step=lost_at, final=False)
-        parts = {name: share * run.recovery_s for name, share in (("detect", 0.1), ("regroup", 0.8), ("restore", 0.1))}
+        self.say(
+            "failure", took=0.2, kind="worker", message="worker 1 was lost", rank=1, step=lost_at, final=False
+        )
+        parts = {
+            name: share * run.recovery_s
+            for name, share in (("detect", 0.1), ("regroup", 0.8), ("restore", 0.1))
+        }
         self.say(
             "recovery", took=run.recovery_s, attempt=1, workers_before=before, workers=self.workers, step=step, lost_steps=lost_at - step,
             **{f"{name}_seconds": seconds for name, seconds in parts.items()}, total_seconds=run.recovery_s, reason="a worker was lost",
@@ -268,8 +300,12 @@ def run_events(run: FakeRun) -> list[Event]:
         teller.say("failure", kind="TaskFailed", message="ValueError: batch has 3 channels, the model takes 1 (task.py:41)",
                    rank=None, step=run.steps, final=True)  # fmt: skip
     if run.ends != "killed":
-        reason = {"completed": "all epochs done", "stopped": "early stopping", "failed": "the task raised"}[run.ends]
-        teller.say("end", took=0.1, status=run.ends, reason=reason, steps=run.steps, seconds=teller.clock - T0)
+        reason = {"completed": "all epochs done", "stopped": "early stopping", "failed": "the task raised"}[
+            run.ends
+        ]
+        teller.say(
+            "end", took=0.1, status=run.ends, reason=reason, steps=run.steps, seconds=teller.clock - T0
+        )
     return teller.events
 
 
@@ -284,7 +320,13 @@ def _config(run: FakeRun) -> dict[str, Any]:
 
 def _plan(run: FakeRun) -> dict[str, Any]:
     base = run.peak * 0.9
-    parts = {"parameters": 0.08, "gradients": 0.08, "optimizer": 0.16, "activations": 0.66, "gate": 0.02 if run.experts else 0.0}
+    parts = {
+        "parameters": 0.08,
+        "gradients": 0.08,
+        "optimizer": 0.16,
+        "activations": 0.66,
+        "gate": 0.02 if run.experts else 0.0,
+    }
     memory = {name: int(share * base) for name, share in parts.items()}
     return {
         "choices": {

@@ -47,7 +47,9 @@ class FakeSweep:
     seed: int = 0
 
 
-def write_sweep(folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None) -> Path:
+def write_sweep(
+    folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
+) -> Path:
     """Writes ``sweep.jsonl``: of the whole grid, or of some points."""
     sweep = sweep or FakeSweep()
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,9 @@ def write_sweep(folder: Path, sweep: FakeSweep | None = None, points: Sequence[M
     return folder
 
 
-def made(folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None) -> SweepRecord:
+def made(
+    folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
+) -> SweepRecord:
     return read_sweep(write_sweep(folder, sweep, points))
 
 
@@ -99,7 +103,9 @@ def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
     if number in sweep.failing:
         return Row(number, dict(point), "failed", sweep.reason, seconds=2.1)
     if (whole.peak_memory_bytes or 0) > sweep.memory:
-        return Row(number, dict(point), "out_of_memory", f"CUDA out of memory: batch {whole.batch_size}", seconds=3.4)
+        return Row(
+            number, dict(point), "out_of_memory", f"CUDA out of memory: batch {whole.batch_size}", seconds=3.4
+        )
     if number in sweep.stopped:
         return replace(whole, status="stopped", reason="others were faster by step 20", seconds=4.0, steps=20)
     return whole
@@ -107,11 +113,20 @@ def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
 
 def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
     chance = random.Random(f"{sweep.seed} {sorted(point.items())}")
-    workers, batch, accumulation = int(point.get("workers", 1)), _batch(point), int(point.get("accumulation_steps", 1))
+    workers, batch, accumulation = (
+        int(point.get("workers", 1)),
+        _batch(point),
+        int(point.get("accumulation_steps", 1)),
+    )
     precision = "bf16" if point.get("precision") in ("bf16", "auto") else str(point.get("precision", "fp32"))
     strategy = "single" if workers == 1 else str(point.get("parallel_strategy", "data_parallel"))
-    step = accumulation * (0.004 + batch * (0.00016 if precision == "bf16" else 0.0004) / (1.3 if point.get("compile") == "on" else 1))
-    waited = 0.0 if workers == 1 else 0.003 * math.log2(workers) * (2.2 if strategy == "expert_parallel" else 1.4)
+    step = accumulation * (
+        0.004
+        + batch * (0.00016 if precision == "bf16" else 0.0004) / (1.3 if point.get("compile") == "on" else 1)
+    )
+    waited = (
+        0.0 if workers == 1 else 0.003 * math.log2(workers) * (2.2 if strategy == "expert_parallel" else 1.4)
+    )
     whole = (step + waited) * chance.uniform(0.99, 1.01)
     rate = workers * batch * accumulation / whole
     parts = {"data": 0.04, "forward": 0.31, "backward": 0.52, "optimizer": 0.1}
@@ -136,7 +151,8 @@ def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
         step_seconds=whole,
         steps=40,
         peak_memory_bytes=int((800 + batch * (40 if precision == "bf16" else 80)) * MIB),
-        phases={name: share * step for name, share in parts.items()} | ({"communication": waited} if waited else {}),
+        phases={name: share * step for name, share in parts.items()}
+        | ({"communication": waited} if waited else {}),
         train_loss=1.2 + chance.random() / 10,
         validation_loss=_loss(point, chance) if sweep.objective == "validation_loss" else None,
     )
@@ -155,7 +171,11 @@ def _loss(point: Mapping[str, Any], chance: random.Random) -> float:
 MIXED = FakeSweep(devices=2, memory=16 * GIB, failing=(2,), stopped=(5, 9))
 """Every status there is."""
 EXPERTS = FakeSweep(
-    space={"parallel_strategy": ("data_parallel", "expert_parallel"), "workers": (1, 2, 4, 8), "batch_size": (8, 32)},
+    space={
+        "parallel_strategy": ("data_parallel", "expert_parallel"),
+        "workers": (1, 2, 4, 8),
+        "batch_size": (8, 32),
+    },
     devices=8,
     experts=True,
     task="text",

@@ -35,8 +35,14 @@ class Whom:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.who not in get_args(Who) or (self.who == "ranks") != bool(self.ranks) or any(rank < 0 for rank in self.ranks):
-            raise ValueError(f"a victim is {self.who!r} with ranks {self.ranks}; ranks name some, and nobody else does")
+        if (
+            self.who not in get_args(Who)
+            or (self.who == "ranks") != bool(self.ranks)
+            or any(rank < 0 for rank in self.ranks)
+        ):
+            raise ValueError(
+                f"a victim is {self.who!r} with ranks {self.ranks}; ranks name some, and nobody else does"
+            )
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,15 @@ class When:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.phase not in get_args(Phase) or self.step < 0 or self.seconds < 0 or (self.phase in INSIDE and self.seconds):
-            raise ValueError(f"no moment: {self}; phases are {', '.join(get_args(Phase))}, and seconds are counted outside a step")
+        if (
+            self.phase not in get_args(Phase)
+            or self.step < 0
+            or self.seconds < 0
+            or (self.phase in INSIDE and self.seconds)
+        ):
+            raise ValueError(
+                f"no moment: {self}; phases are {', '.join(get_args(Phase))}, and seconds are counted outside a step"
+            )
 
     @property
     def inside(self) -> bool:
@@ -70,11 +83,17 @@ class Fault:
         if self.what not in get_args(What):
             raise ValueError(f"no fault is called {self.what!r}; there are {', '.join(get_args(What))}")
         if (self.what in ("raylet", "driver")) != (self.whom.who == "nobody"):
-            raise ValueError(f"{self.what} of {self.whom.who}: a raylet or the driver is nobody's rank, and the rest is somebody's")
+            raise ValueError(
+                f"{self.what} of {self.whom.who}: a raylet or the driver is nobody's rank, and the rest is somebody's"
+            )
         if self.what in ("exception", "oom", "disk") and not self.when.inside:
-            raise ValueError(f"{self.what} happens inside a step; phase {self.when.phase} is seen from outside")
+            raise ValueError(
+                f"{self.what} happens inside a step; phase {self.when.phase} is seen from outside"
+            )
         if self.when.inside and self.whom.who != "ranks":
-            raise ValueError(f"a process knows its rank, and not whether it is the {self.whom.who}: name ranks for phase {self.when.phase}")
+            raise ValueError(
+                f"a process knows its rank, and not whether it is the {self.whom.who}: name ranks for phase {self.when.phase}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,10 +106,14 @@ class Schedule:
     def add(self, fault: Fault) -> Schedule:
         return replace(self, faults=(*self.faults, fault))
 
-    def kill(self, rank: int | Sequence[int] | Who, step: int = 0, phase: Phase = "anywhere", seconds: float = 0.0) -> Schedule:
+    def kill(
+        self, rank: int | Sequence[int] | Who, step: int = 0, phase: Phase = "anywhere", seconds: float = 0.0
+    ) -> Schedule:
         return self.add(Fault("sigkill", _whom(rank), When(phase, step, seconds)))
 
-    def stop(self, rank: int, step: int = 0, phase: Phase = "anywhere", wakes_after: float | None = None) -> Schedule:
+    def stop(
+        self, rank: int, step: int = 0, phase: Phase = "anywhere", wakes_after: float | None = None
+    ) -> Schedule:
         return self.add(Fault("sigstop", _whom(rank), When(phase, step), wakes_after))
 
     def fail(self, what: What, rank: int = 0, step: int = 0, phase: Phase = "forward") -> Schedule:
@@ -121,19 +144,29 @@ def _fault(entry: dict[str, Any]) -> Fault:
     return Fault(entry["what"], whom, When(**entry["when"]), entry["wakes_after"])
 
 
-def random_kills(seed: int, kills: int, *, hosts: int, first: int, last: int, phases: Sequence[Phase] = ()) -> Schedule:
+def random_kills(
+    seed: int, kills: int, *, hosts: int, first: int, last: int, phases: Sequence[Phase] = ()
+) -> Schedule:
     """So many SIGKILLs between two steps, any host, any moment: as many in the ``phases`` as their weights say. A kill in the recovery
     from another hits another host than that one did, or the one that has just taken its place."""
     if kills > last - first:
-        raise ValueError(f"{kills} kills need as many steps to happen at; between steps {first} and {last} there are {last - first}")
+        raise ValueError(
+            f"{kills} kills need as many steps to happen at; between steps {first} and {last} there are {last - first}"
+        )
     draw, known = random.Random(f"kills/{seed}"), list(phases or WEIGHTS)
     steps, faults = sorted(draw.sample(range(first, last), kills)), list[Fault]()
     hit = 0
     for step in steps:
         phase = draw.choices(known, [WEIGHTS[phase] for phase in known])[0]
         if phase == "recovery" and faults:
-            whom = Whom("newcomer") if draw.random() < 0.5 else Whom("ranks", ((hit + draw.randrange(1, hosts)) % hosts,))
-            faults.append(Fault("sigkill", whom, When("recovery", 0, round(draw.uniform(0, _LONGEST_WAIT), 3))))
+            whom = (
+                Whom("newcomer")
+                if draw.random() < 0.5
+                else Whom("ranks", ((hit + draw.randrange(1, hosts)) % hosts,))
+            )
+            faults.append(
+                Fault("sigkill", whom, When("recovery", 0, round(draw.uniform(0, _LONGEST_WAIT), 3)))
+            )
             continue
         hit = draw.randrange(hosts)
         phase = "anywhere" if phase == "recovery" else phase
@@ -146,7 +179,13 @@ def kills_every(seed: int, seconds: float, *, hosts: int, until: float) -> Sched
     """A SIGKILL of any host every so many seconds of training."""
     draw = random.Random(f"every/{seed}")
     at = [seconds * number for number in range(1, round(until / seconds) + 1) if seconds * number < until]
-    return Schedule(tuple(Fault("sigkill", Whom("ranks", (draw.randrange(hosts),)), When("anywhere", 0, moment)) for moment in at), seed)
+    return Schedule(
+        tuple(
+            Fault("sigkill", Whom("ranks", (draw.randrange(hosts),)), When("anywhere", 0, moment))
+            for moment in at
+        ),
+        seed,
+    )
 
 
 # --- what has happened: a file for each victim of each fault, made before the fault, by whoever carries it out

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import torch
 
-from experts.load import moe_layers
+from experts.balance import moe_layers
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
@@ -99,7 +99,14 @@ class Agent:
             return
         if self._record is None:
             self._record = (self.post.folder / "seen" / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
-        line = {"time": time(), "rank": rank, "step": self.step, "attempt": self.attempt, "pid": os.getpid(), "ids": ids}
+        line = {
+            "time": time(),
+            "rank": rank,
+            "step": self.step,
+            "attempt": self.attempt,
+            "pid": os.getpid(),
+            "ids": ids,
+        }
         self._record.write(json.dumps(line) + "\n")
         self._record.flush()
 
@@ -139,9 +146,9 @@ def _gathering(agent: Agent) -> None:
 
 MOMENTS: tuple[tuple[str, str, Callable[[Agent], None], bool], ...] = (
     ("experts.group", "Group.all_to_all", _in_exchange, True),
-    ("orchestrator.train.snapshots", "_fill", lambda agent: agent.at("snapshot"), True),
-    ("orchestrator.train.saving", "capture", _gathering, False),
-    ("orchestrator.train.checkpoint", "_write_json", lambda agent: agent.at("checkpoint"), False),
+    ("orchestrator.train.checkpoint.snapshots", "_fill", lambda agent: agent.at("snapshot"), True),
+    ("orchestrator.train.checkpoint.writer", "capture", _gathering, False),
+    ("orchestrator.train.checkpoint.store", "_write_json", lambda agent: agent.at("checkpoint"), False),
 )
 """Module and name of a function, what to do when it is called, and whether that is after it has begun its work."""
 

@@ -12,7 +12,9 @@ from experts.layer import MoELayer
 from experts.types import Kind
 
 
-def moe_oracle(layer: MoELayer, x_TD: Tensor, noise_TD: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+def moe_oracle(
+    layer: MoELayer, x_TD: Tensor, noise_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Output, balance loss, z-loss and counts of one forward pass. ``noise_TD`` are the factors on what the gate sees."""
     gate, experts = layer.gate, expert_weights(layer)
     share = shares(layer.load_E.tolist())
@@ -22,7 +24,11 @@ def moe_oracle(layer: MoELayer, x_TD: Tensor, noise_TD: Tensor | None = None) ->
     for t, x_D in enumerate(x_TD):
         seen_D = x_D if noise_TD is None else x_D * noise_TD[t]
         logits = [(gate.weight_ED[e] * seen_D).sum() for e in range(len(experts))]
-        scores = [1 / (1 + (-logit).exp()) for logit in logits] if gate.scores == "sigmoid" else of_sum_one([x.exp() for x in logits])
+        scores = (
+            [1 / (1 + (-logit).exp()) for logit in logits]
+            if gate.scores == "sigmoid"
+            else of_sum_one([x.exp() for x in logits])
+        )
         probabilities = of_sum_one(scores)
         balance = balance + sum(probabilities[e] * share[e] for e in range(len(experts)))
         z = z + torch.stack([logit.exp() for logit in logits]).sum().log() ** 2
@@ -39,7 +45,9 @@ def moe_oracle(layer: MoELayer, x_TD: Tensor, noise_TD: Tensor | None = None) ->
             if kept[t][k]:
                 out = out + weights[t][k] * expert_oracle(x_D, *experts[e], layer.bank.kind)
         if layer.shared is not None:
-            out = out + expert_oracle(x_D, layer.shared.up.weight.t(), layer.shared.down.weight.t(), layer.shared.kind)
+            out = out + expert_oracle(
+                x_D, layer.shared.up.weight.t(), layer.shared.down.weight.t(), layer.shared.kind
+            )
         rows.append(out)
     counts = [sum(chosen.count(e) for chosen in choices) for e in range(len(experts))]
     return torch.stack(rows) if rows else x_TD, balance, z, counts

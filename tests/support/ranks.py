@@ -43,12 +43,18 @@ PRELOAD = (
     "torch._dynamo",  # what the first optimizer of a process imports
     "torch.testing",
     "pytest",
-    "orchestrator.train.assemble",
+    "orchestrator.train.worker.build",
     "orchestrator.record.trackers",
-    "tests.support.parts",
+    "tests.support.steppers",
 )
 GRACE_S = 5.0  # for the others to fail too, once a rank has failed
-PEER_GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Socket closed", "Connection refused")
+PEER_GONE = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+)
 
 
 class RanksFailed(AssertionError):
@@ -62,7 +68,9 @@ class RanksFailed(AssertionError):
 class Ranks:
     """Running ranks. ``start_ranks`` makes them, and ends them all when its block ends."""
 
-    def __init__(self, function: Callable[..., Any], size: int, arguments: tuple[Any, ...], folder: Path) -> None:
+    def __init__(
+        self, function: Callable[..., Any], size: int, arguments: tuple[Any, ...], folder: Path
+    ) -> None:
         self.store_path = str(folder / "store")
         self._folder = folder
         self._killed: set[int] = set()
@@ -77,7 +85,9 @@ class Ranks:
         context = _context()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, self._job, theirs, str(self._stack(rank))), name=f"rank-{rank}")
+            process = context.Process(
+                target=_rank_main, args=(rank, self._job, theirs, str(self._stack(rank))), name=f"rank-{rank}"
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -120,7 +130,9 @@ class Ranks:
             if rank in self._killed:
                 self._answers[rank] = None
             else:
-                self._failures[rank] = f"ended without a word, exit code {self.processes[rank].exitcode}\n{self._said(rank)}"
+                self._failures[rank] = (
+                    f"ended without a word, exit code {self.processes[rank].exitcode}\n{self._said(rank)}"
+                )
             return
         (self._answers if well else self._failures)[rank] = content
 
@@ -176,7 +188,9 @@ def gloo(rank: int, size: int, store_path: str, timeout_s: float = 60.0) -> Iter
     import torch.distributed as dist
 
     store = dist.FileStore(store_path, size)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tests.support.watched_disk import Operation
+from tests.support.traced_disk import Operation
 
 
 @dataclass
@@ -18,7 +18,9 @@ class _Node:
     is_folder: bool
     names: dict[str, int] = field(default_factory=dict)
     safe_names: dict[str, int] = field(default_factory=dict)
-    pending: list[tuple[str, str, int]] = field(default_factory=list)  # old name, new name, node: since the folder was synced
+    pending: list[tuple[str, str, int]] = field(
+        default_factory=list
+    )  # old name, new name, node: since the folder was synced
     data: bytes = b""
     safe_data: bytes = b""
 
@@ -51,7 +53,9 @@ class StrictDisk:
         """A name that appears (no old one), changes, or goes (no new one)."""
         folder = self._at(str(PurePosixPath(old or new).parent))
         before, after = PurePosixPath(old).name, PurePosixPath(new).name
-        assert not (old and new) or PurePosixPath(old).parent == PurePosixPath(new).parent, "a move between folders is not modelled"
+        assert not (old and new) or PurePosixPath(old).parent == PurePosixPath(new).parent, (
+            "a move between folders is not modelled"
+        )
         folder.names.pop(before, None)
         if after:
             folder.names[after] = number
@@ -66,7 +70,11 @@ class StrictDisk:
                 self._at(operation.path).data = b""
             case "write":
                 node = self._at(operation.path)
-                node.data = node.data[: operation.at] + operation.content + node.data[operation.at + len(operation.content) :]
+                node.data = (
+                    node.data[: operation.at]
+                    + operation.content
+                    + node.data[operation.at + len(operation.content) :]
+                )
             case "truncate":
                 node = self._at(operation.path)
                 node.data = node.data[: operation.at].ljust(operation.at, b"\0")

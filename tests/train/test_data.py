@@ -16,12 +16,14 @@ from torch.utils.data import TensorDataset
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.tasks.task import TensorData, WindowData
 from orchestrator.train.data import Feed, Feeding, cut_batch, to_device
-from orchestrator.train.world import World
+from orchestrator.train.parts.world import World
 
 
 def feed(samples: int, whole: int, micro: int, world: World | None = None, seed: int | None = 0) -> Feed:
     data = TensorData(torch.arange(samples))
-    return Feed(data, world or World.alone(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding())
+    return Feed(
+        data, world or World.alone(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding()
+    )
 
 
 def seen(steps: Any) -> list[list[int]]:
@@ -30,10 +32,15 @@ def seen(steps: Any) -> list[list[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 40), st.integers(1, 17), st.integers(1, 4), st.integers(0, 3))
-def test_each_sample_once_and_steps_do_not_depend_on_the_cut(samples: int, whole: int, micro: int, workers: int, epoch: int) -> None:
+def test_each_sample_once_and_steps_do_not_depend_on_the_cut(
+    samples: int, whole: int, micro: int, workers: int, epoch: int
+) -> None:
     one = seen(feed(samples, whole, whole).steps(epoch))
     assert sorted(v for step in one for v in step) == list(range(samples))
-    ranks = [seen(feed(samples, whole, micro, World(r, workers, torch.device("cpu"))).steps(epoch)) for r in range(workers)]
+    ranks = [
+        seen(feed(samples, whole, micro, World(r, workers, torch.device("cpu"))).steps(epoch))
+        for r in range(workers)
+    ]
     for number, step in enumerate(one):
         assert sorted(v for rank in ranks for v in rank[number]) == sorted(step)
 
@@ -72,7 +79,10 @@ def test_shares_by_speed_are_whole_and_in_proportion(count: int, shares: list[fl
     world = World(0, len(shares), torch.device("cpu")).sharing(shares)
     lengths = [part.stop - part.start for part in world.cut(count)]
     assert sum(lengths) == count
-    assert all(abs(length - count * share / sum(shares)) <= 1.0 + 1e-9 for length, share in zip(lengths, shares, strict=True))
+    assert all(
+        abs(length - count * share / sum(shares)) <= 1.0 + 1e-9
+        for length, share in zip(lengths, shares, strict=True)
+    )
 
 
 class Augmented:
@@ -88,8 +98,17 @@ class Augmented:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(workers: int) -> None:
     def read(count: int, first: int) -> list[Any]:
-        made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding(loader_workers=count))
-        return [micro.fetch() for epoch in (0, 1) for step in made.steps(epoch, first) for micro in step.micros]
+        made = Feed(
+            Augmented(),
+            World.alone(),
+            global_batch=6,
+            micro_batch=4,
+            seed=1,
+            feeding=Feeding(loader_workers=count),
+        )
+        return [
+            micro.fetch() for epoch in (0, 1) for step in made.steps(epoch, first) for micro in step.micros
+        ]
 
     plain, other = read(0, 0), read(workers, 0)
     assert [b[0].tolist() for b in plain] == [b[0].tolist() for b in other]
@@ -112,8 +131,18 @@ def test_an_error_in_the_data_set_is_the_users() -> None:
 
 
 def test_what_may_be_data() -> None:
-    for data in (torch.zeros(4, 2), (torch.zeros(4), torch.ones(4)), TensorDataset(torch.zeros(4)), [1, 2, 3, 4]):
-        assert Feed(data, World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()).steps_per_epoch == 2
+    for data in (
+        torch.zeros(4, 2),
+        (torch.zeros(4), torch.ones(4)),
+        TensorDataset(torch.zeros(4)),
+        [1, 2, 3, 4],
+    ):
+        assert (
+            Feed(
+                data, World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()
+            ).steps_per_epoch
+            == 2
+        )
     with pytest.raises(UserError, match="generator"):
         Feed((x for x in range(3)), World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
     with pytest.raises(UserError, match="empty"):
@@ -140,7 +169,9 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
 
 def test_closing_a_feed_ends_its_processes() -> None:
     others = {child.pid for child in multiprocessing.active_children()}
-    made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2))
+    made = Feed(
+        Augmented(), World.alone(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2)
+    )
     next(made.steps(0))
     own = {child.pid for child in multiprocessing.active_children()} - others
     assert len(own) == 2
@@ -158,7 +189,12 @@ def test_lists_of_samples_are_cut_and_lists_of_fields_too() -> None:
 
 
 def test_cutting_a_nested_batch() -> None:
-    batch = {"x": torch.arange(6), "names": list("abcdef"), "pair": (torch.arange(12).view(6, 2), torch.tensor(3.0)), "k": 7}
+    batch = {
+        "x": torch.arange(6),
+        "names": list("abcdef"),
+        "pair": (torch.arange(12).view(6, 2), torch.tensor(3.0)),
+        "k": 7,
+    }
     part = cut_batch(batch, 2, 5, 6)
     assert part["x"].tolist() == [2, 3, 4]
     assert part["names"] == ["c", "d", "e"]

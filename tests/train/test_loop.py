@@ -13,7 +13,7 @@ from orchestrator.record.events import by_step, of_kind, present, read_events
 from orchestrator.record.summary import summarise
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.loop import better_than
-from tests.train.test_assemble import run
+from tests.train.worker.test_build import run
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,33 @@ class _Counting(nn.Module):
 
 
 VALUES = {4: 5.0, 8: 6.0, 12: 4.0, 16: 7.0, 20: 7.5, 24: 8.0}
-SETTINGS: dict[str, Any] = {"batch_size": 4, "epochs": 6, "early_stopping_patience": 2, "experts": None, "expert_hidden_size": ()}
+SETTINGS: dict[str, Any] = {
+    "batch_size": 4,
+    "epochs": 6,
+    "early_stopping_patience": 2,
+    "experts": None,
+    "expert_hidden_size": (),
+}
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 2, 4])
 @pytest.mark.parametrize("killed_at", [4, 8, 12, 20])
-def test_early_stopping_decides_the_same_after_a_restart(tmp_path: Path, checkpoint_every: int, killed_at: int) -> None:
+def test_early_stopping_decides_the_same_after_a_restart(
+    tmp_path: Path, checkpoint_every: int, killed_at: int
+) -> None:
     settings = SETTINGS | {"checkpoint_every": checkpoint_every}
     whole, _ = run(tmp_path / "whole", Scripted(VALUES), **settings)
     assert whole.progress.step == 20
     run(tmp_path / "parts", Scripted(VALUES), **settings | {"max_steps": killed_at})
     resumed, _ = run(tmp_path / "parts", Scripted(VALUES), **settings | {"resume": "auto"})
-    assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.bad_evaluations) == (20, 12, 2)
-    best = [e["step"] for e in of_kind(read_events(tmp_path / "parts" / "events.jsonl"), "evaluate") if e["best"]]
+    assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.bad_evaluations) == (
+        20,
+        12,
+        2,
+    )
+    best = [
+        e["step"] for e in of_kind(read_events(tmp_path / "parts" / "events.jsonl"), "evaluate") if e["best"]
+    ]
     assert best[-1] == 12
 
 
@@ -93,19 +107,53 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path, evaluate_eve
 
 def test_the_summary_is_of_the_run_as_it_went() -> None:
     def step(number: int, loss: float) -> dict[str, Any]:
-        return {"event": "step", "time": 0, "step": number, "loss": loss, "seconds": 1.0, "samples": 4, "units": 4, "metrics": {}}
+        return {
+            "event": "step",
+            "time": 0,
+            "step": number,
+            "loss": loss,
+            "seconds": 1.0,
+            "samples": 4,
+            "units": 4,
+            "metrics": {},
+        }
 
     first = [{"event": "start", "time": 0, "step": 0}, *(step(n, 9.0) for n in range(1, 12))]
     second = [{"event": "start", "time": 0, "step": 8}, step(9, 1.0), step(10, 2.0)]
-    end = {"event": "end", "time": 0, "status": "completed", "reason": "", "steps": 10, "seconds": 5.0, "memory": {"allocated": 7}}
+    end = {
+        "event": "end",
+        "time": 0,
+        "status": "completed",
+        "reason": "",
+        "steps": 10,
+        "seconds": 5.0,
+        "memory": {"allocated": 7},
+    }
     summary = summarise([*first, *second, end])
-    assert (summary["steps"], summary["train_loss"], summary["lost_steps"], summary["peak_memory_bytes"]) == (10, 2.0, 3, 7)
+    assert (summary["steps"], summary["train_loss"], summary["lost_steps"], summary["peak_memory_bytes"]) == (
+        10,
+        2.0,
+        3,
+        7,
+    )
     assert [e["loss"] for e in by_step(present([*first, *second]))][-3:] == [9.0, 1.0, 2.0]
 
 
 def test_throughput_leaves_the_first_steps_of_each_process_out() -> None:
     steps = [
-        {"event": "step", "time": 0, "step": n, "loss": 1.0, "seconds": s, "samples": 10, "units": 10, "metrics": {}, **w}
-        for n, (s, w) in enumerate([(60.0, {"warm_up": True}), (0.1, {}), (0.1, {}), (30.0, {"warm_up": True}), (0.1, {})], 1)
+        {
+            "event": "step",
+            "time": 0,
+            "step": n,
+            "loss": 1.0,
+            "seconds": s,
+            "samples": 10,
+            "units": 10,
+            "metrics": {},
+            **w,
+        }
+        for n, (s, w) in enumerate(
+            [(60.0, {"warm_up": True}), (0.1, {}), (0.1, {}), (30.0, {"warm_up": True}), (0.1, {})], 1
+        )
     ]
     assert summarise(steps)["samples_per_second"] == pytest.approx(100)

@@ -15,8 +15,7 @@ from experts.gate import Gate
 from experts.layer import MoELayer
 from orchestrator.errors import UserError
 from orchestrator.train import step as stepping
-from tests.support.parts import assert_gradients_equal
-from tests.support.planting import (
+from tests.support.planted_faults import (
     SIZES,
     Case,
     Plant,
@@ -25,7 +24,8 @@ from tests.support.planting import (
     on_hosts,
     shows,
 )
-from tests.support.tiny import Tiny
+from tests.support.steppers import assert_gradients_equal
+from tests.support.tiny_model import Tiny
 
 # Balance loss wrong under accumulation.
 
@@ -42,12 +42,16 @@ def balances_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
 def balance_does_not_depend_on_the_cut(plant: Plant | None) -> None:
     case = Case(micro=2, steps=3)
     expected, hosts = alone(case, plant), on_hosts(case, plant)
-    assert hosts[0].losses == pytest.approx(expected.losses, rel=1e-12), "the loss depends on how the batch is cut"
+    assert hosts[0].losses == pytest.approx(expected.losses, rel=1e-12), (
+        "the loss depends on how the batch is cut"
+    )
     assert_gradients_equal(merged([host.gradients for host in hosts]), expected.gradients, 1e-10, 1e-12)
 
 
 def test_balance_loss_wrong_under_accumulation() -> None:
-    shows(balance_does_not_depend_on_the_cut, balances_each_micro_batch, "loss depends on how the batch is cut")
+    shows(
+        balance_does_not_depend_on_the_cut, balances_each_micro_batch, "loss depends on how the batch is cut"
+    )
 
 
 # Recomputation counts expert loads twice.
@@ -84,12 +88,14 @@ def test_recomputation_counts_expert_loads_twice() -> None:
 
 
 def never_settles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepping, "settle", lambda model, loads: None)
+    patch.setattr(stepping, "update_balance", lambda model, loads: None)
 
 
 def settles_once(patch: pytest.MonkeyPatch) -> None:
-    real, calls = stepping.settle, count()
-    patch.setattr(stepping, "settle", lambda model, loads: None if next(calls) else real(model, loads))
+    real, calls = stepping.update_balance, count()
+    patch.setattr(
+        stepping, "update_balance", lambda model, loads: None if next(calls) else real(model, loads)
+    )
 
 
 def biases_move_at_every_step(plant: Plant | None) -> None:
@@ -101,7 +107,9 @@ def biases_move_at_every_step(plant: Plant | None) -> None:
             for layer, load in enumerate(loads):
                 even = sum(load) / len(load)
                 expected[layer] += rate * torch.sign(even - torch.tensor(load, dtype=torch.float64))
-                assert torch.equal(biases[layer], expected[layer]), f"layer {layer} was not balanced after step {step}"
+                assert torch.equal(biases[layer], expected[layer]), (
+                    f"layer {layer} was not balanced after step {step}"
+                )
         assert float(torch.stack(host.biases[-1]).abs().max()) > rate
 
 

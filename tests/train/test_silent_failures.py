@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
-from orchestrator.train import state
-from orchestrator.train.checkpoint import Contents
+from orchestrator.train.checkpoint import state
+from orchestrator.train.checkpoint.state import Progress, capture, restore
+from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.data import Portion, cut_batch
-from orchestrator.train.state import Progress, capture, restore
+from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals
-from orchestrator.train.world import World
-from tests.support.parts import make_stepper, mean_loss
-from tests.support.planting import (
+from tests.support.planted_faults import (
     HOSTS,
     RATE,
     SIZES,
@@ -35,7 +34,8 @@ from tests.support.planting import (
     shows,
 )
 from tests.support.ranks import PEER_GONE, run_ranks
-from tests.support.tiny import Tiny
+from tests.support.steppers import make_stepper, mean_loss
+from tests.support.tiny_model import Tiny
 
 # The checkpoint keeps one rank's experts, and the run resumes silently.
 
@@ -59,7 +59,9 @@ SAVED = Case(steps=4)
 SAVED_AT = 2
 
 
-def saved_on_host(rank: int, size: int, store: str, plant: Plant | None) -> tuple[Contents | None, dict[str, Tensor]]:
+def saved_on_host(
+    rank: int, size: int, store: str, plant: Plant | None
+) -> tuple[Contents | None, dict[str, Tensor]]:
     """A checkpoint in the middle of a run, and the weights at its end."""
     with hosted(rank, size, store, plant) as world:
         stepper, feed = SAVED.stepper(world)
@@ -92,13 +94,21 @@ def a_checkpoint_has_all_experts(plant: Plant | None) -> None:
     lacking = expected.keys() - contents.tensors["model"].keys()
     assert not lacking, f"the checkpoint lacks {sorted(lacking)}"
     for name, weight in resumed_alone(contents).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=f"{name} is wrong after resuming")
+        torch.testing.assert_close(
+            weight, expected[name], rtol=1e-9, atol=1e-9, msg=f"{name} is wrong after resuming"
+        )
 
 
 def test_checkpoint_keeps_one_ranks_experts() -> None:
-    shows(a_checkpoint_has_all_experts, keeps_own_experts, r"the checkpoint lacks .'blocks\.0\.ffn\.bank\.1\.down'")
+    shows(
+        a_checkpoint_has_all_experts,
+        keeps_own_experts,
+        r"the checkpoint lacks .'blocks\.0\.ffn\.bank\.1\.down'",
+    )
     for plant in (keeps_own_experts, keeps_own_moments):  # nor would it be taken up silently
-        with pytest.raises(UserError, match=r"has no blocks\.0\.ffn\.bank\.\d\.\w+; the model has that expert"):
+        with pytest.raises(
+            UserError, match=r"has no blocks\.0\.ffn\.bank\.\d\.\w+; the model has that expert"
+        ):
             resumed_alone(saved(plant)[0])
 
 
@@ -135,7 +145,11 @@ def hurt_on_host(rank: int, size: int, store: str, hosts: bool, plant: Plant | N
     losses, counts, error, kind, limit = [], [], "", "", 0
     try:
         with hosted(rank, size, store, plant) as world:
-            stepper, feed = HURT.stepper(world) if hosts else make_stepper(HURT.task, HURT.micro, HURT.whole, RATE, HURT.clip, world=world)
+            stepper, feed = (
+                HURT.stepper(world)
+                if hosts
+                else make_stepper(HURT.task, HURT.micro, HURT.whole, RATE, HURT.clip, world=world)
+            )
             if rank == 1:
                 stepper._forward = short_of_memory(stepper._forward)
             for step, portion in enumerate(portions(feed, HURT.steps)):
@@ -144,7 +158,10 @@ def hurt_on_host(rank: int, size: int, store: str, hosts: bool, plant: Plant | N
                 counts.append(int(totals.count))
             limit = stepper.limit
     except Exception as caught:
-        kind, error = type(caught).__name__, GONE if any(phrase in str(caught) for phrase in PEER_GONE) else str(caught)
+        kind, error = (
+            type(caught).__name__,
+            GONE if any(phrase in str(caught) for phrase in PEER_GONE) else str(caught),
+        )
     return Hurt(losses, counts, error, kind, limit)
 
 
@@ -156,7 +173,10 @@ def goes_on_with_half(patch: pytest.MonkeyPatch) -> None:
         try:
             return real(self, portion, step)
         except torch.OutOfMemoryError:
-            half = [replace(m, samples=m.samples // 2, fetch=lambda m=m: _half(m.fetch(), m.samples)) for m in portion.micros]
+            half = [
+                replace(m, samples=m.samples // 2, fetch=lambda m=m: _half(m.fetch(), m.samples))
+                for m in portion.micros
+            ]
             return real(self, replace(portion, micros=half), step)
 
     patch.setattr(Stepper, "_attempt", attempt)
@@ -174,7 +194,9 @@ def hosts_end_together(plant: Plant | None) -> None:
     """Tokens have left already: nobody can be asked, and the run begins again with less."""
     first, second = run_ranks(hurt_on_host, HOSTS, True, plant)
     expected = alone(HURT, None).losses[:1]
-    assert [len(host.losses) for host in (first, second)] == [1, 1], f"went on with batches of {second.counts} of {HURT.whole}"
+    assert [len(host.losses) for host in (first, second)] == [1, 1], (
+        f"went on with batches of {second.counts} of {HURT.whole}"
+    )
     assert first.losses == second.losses == pytest.approx(expected, rel=1e-12)
     assert first.error == GONE
     assert second.kind == OutOfMemory.__name__

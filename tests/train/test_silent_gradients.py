@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from experts.gate import Gate
-from orchestrator.train.hosting import Hosted
-from orchestrator.train.optim import norm_of
-from orchestrator.train.replicate import Replica
-from tests.support.parts import assert_gradients_equal
-from tests.support.planting import (
+from orchestrator.train.parts.optim import norm_of
+from orchestrator.train.strategies.data_parallel import Strategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from tests.support.planted_faults import (
     HOSTS,
     SIZES,
     Case,
@@ -29,16 +28,17 @@ from tests.support.planting import (
     shows,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny import Tiny
+from tests.support.steppers import assert_gradients_equal
+from tests.support.tiny_model import Tiny
 
 # Gradient norm averaged over ranks that own different experts.
 
 
 def averages_norms(patch: pytest.MonkeyPatch) -> None:
-    def averaged(self: Hosted, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
-        return self.world.sum_(norm_of(gradients)) / self.world.size
+    def averaged(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
+        return self.world.all_reduce(norm_of(gradients)) / self.world.size
 
-    patch.setattr(Hosted, "norm", averaged)
+    patch.setattr(ExpertParallelStrategy, "norm", averaged)
 
 
 def norms_equal_one_process(plant: Plant | None) -> None:
@@ -56,7 +56,7 @@ def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
 
 
 def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hosted, "norm", lambda self, gradients, squares: norm_of(gradients))
+    patch.setattr(ExpertParallelStrategy, "norm", lambda self, gradients, squares: norm_of(gradients))
 
 
 def dense_weights_stay_together(plant: Plant | None) -> None:
@@ -79,17 +79,17 @@ def test_each_expert_group_clips_by_its_own_norm() -> None:
 
 
 def leaves_experts_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hosted, "norm", lambda self, gradients, squares: _dense_norm(self))
+    patch.setattr(ExpertParallelStrategy, "norm", lambda self, gradients, squares: _dense_norm(self))
 
 
 def counts_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
-    def counted(self: Hosted, gradients: list[Tensor], squares: Tensor) -> Tensor:
+    def counted(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor) -> Tensor:
         return (_dense_norm(self).square() * self.world.size + squares.sum()).sqrt()
 
-    patch.setattr(Hosted, "norm", counted)
+    patch.setattr(ExpertParallelStrategy, "norm", counted)
 
 
-def _dense_norm(replica: Hosted) -> Tensor:
+def _dense_norm(replica: ExpertParallelStrategy) -> Tensor:
     return norm_of([p.grad for p in replica._dense if p.grad is not None])
 
 
@@ -127,7 +127,9 @@ class Nudged(Tiny):
 
 def directions(model: nn.Module, part: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    drawn = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in model.named_parameters()}
+    drawn = {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in model.named_parameters()
+    }
     return {name: direction for name, direction in drawn.items() if part in name}
 
 
@@ -138,28 +140,37 @@ def gradients_are_slopes(part: str, plant: Plant | None) -> None:
     model = cases[0].task.build_model()
     direction = by_expert(model, directions(model, part))
     one, hosts = [alone(case, plant) for case in cases], run_ranks(on_host, HOSTS, cases, plant)
-    for runs, gradients in ((one, one[0].gradients), (hosts[0], merged([host[0].gradients for host in hosts]))):
+    for runs, gradients in (
+        (one, one[0].gradients),
+        (hosts[0], merged([host[0].gradients for host in hosts])),
+    ):
         along = sum(float((gradients[name] * direction[name]).sum()) for name in direction)
         slope = (runs[1].losses[0] - runs[2].losses[0]) / (2 * small)
         assert abs(slope) > 1e-3
-        assert along == pytest.approx(slope, rel=1e-6), f"the gradient of the {part} is not the slope of the loss"
+        assert along == pytest.approx(slope, rel=1e-6), (
+            f"the gradient of the {part} is not the slope of the loss"
+        )
 
 
 def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
-    real = Hosted.add_up
+    real = ExpertParallelStrategy.add_up
 
-    def doubled(self: Hosted) -> float:
+    def doubled(self: ExpertParallelStrategy) -> float:
         factor = real(self)
         for stack in (stack for bank in self._banks for _, _, stack in bank.stacks()):
             assert stack.grad is not None
             stack.grad.mul_(2)
         return factor
 
-    patch.setattr(Hosted, "add_up", doubled)
+    patch.setattr(ExpertParallelStrategy, "all_reduce_gradients", doubled)
 
 
 def test_expert_gradients_exactly_doubled() -> None:
-    shows(lambda plant: gradients_are_slopes("bank", plant), doubles_expert_gradients, "gradient of the bank is not the slope")
+    shows(
+        lambda plant: gradients_are_slopes("bank", plant),
+        doubles_expert_gradients,
+        "gradient of the bank is not the slope",
+    )
     case = Case(steps=6)
     hidden, right = on_hosts(case, doubles_expert_gradients)[0].losses, alone(case).losses
     assert hidden == pytest.approx(right, rel=1e-4), "the losses would have told"
@@ -169,15 +180,15 @@ def test_expert_gradients_exactly_doubled() -> None:
 
 
 def doubles_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    real = Replica.loss
+    real = Strategy.loss
 
-    def doubled(self: Replica, batch: Any, last: bool) -> Any:
+    def doubled(self: Strategy, batch: Any, last: bool) -> Any:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(2)
         return real(self, batch, last)
 
-    patch.setattr(Replica, "loss", doubled)
+    patch.setattr(Strategy, "loss", doubled)
 
 
 def accumulated_gradients_equal_one_pass(plant: Plant | None) -> None:
@@ -204,4 +215,8 @@ def cuts_the_router_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_router_cut_off_by_a_non_differentiable_gather() -> None:
-    shows(lambda plant: gradients_are_slopes("gate", plant), cuts_the_router_off, "gradient of the gate is not the slope")
+    shows(
+        lambda plant: gradients_are_slopes("gate", plant),
+        cuts_the_router_off,
+        "gradient of the gate is not the slope",
+    )

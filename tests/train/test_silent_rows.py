@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from experts import bank as banks
+from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from experts.exchange import Together
+from experts.exchange import GroupExchange
 from experts.group import Group
 from experts.kernels import grouped
 from experts.layer import MoELayer
-from experts.load import moe_layers
 from experts.model import initialise
 from orchestrator.config.settings import Config
-from tests.support.parts import assert_gradients_equal
-from tests.support.planting import (
+from tests.support.planted_faults import (
     CHOOSY,
     HOSTS,
     RATE,
@@ -37,7 +36,8 @@ from tests.support.planting import (
     shows,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny import Tiny
+from tests.support.steppers import assert_gradients_equal
+from tests.support.tiny_model import Tiny
 
 # Experts without tokens get no gradient.
 
@@ -65,9 +65,17 @@ def idle_experts_keep_momentum_and_decay(plant: Plant | None) -> None:
         expected = nn.Parameter(begun[name])
         optimizer = torch.optim.AdamW([expected], lr=RATE, weight_decay=Config.of().optim.weight_decay)
         for step in range(case.steps):
-            expected.grad = torch.zeros_like(expected) if step else gradients.get(name, torch.zeros_like(expected))
+            expected.grad = (
+                torch.zeros_like(expected) if step else gradients.get(name, torch.zeros_like(expected))
+            )
             optimizer.step()
-        torch.testing.assert_close(weights[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=f"{name}: momentum or decay diverged")
+        torch.testing.assert_close(
+            weights[name],
+            expected.detach(),
+            rtol=1e-12,
+            atol=1e-12,
+            msg=f"{name}: momentum or decay diverged",
+        )
     assert gradients.keys() == begun.keys()
 
 
@@ -114,18 +122,18 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def takes_any_counts(patch: pytest.MonkeyPatch) -> None:
-    def unchecked(self: Together, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
+    def unchecked(self: GroupExchange, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
         received = torch.empty_like(mine_NC)
         self.group.all_to_all(received, mine_NC.contiguous(), [], []).wait()
         return received.tolist()
 
-    patch.setattr(Together, "counts", unchecked)
+    patch.setattr(GroupExchange, "counts", unchecked)
 
 
 def out_of_step(rank: int, size: int, store: str, ahead: int, plant: Plant | None) -> str:
     """Each sends the other a row; the second host is some exchanges ahead, and tells of the rows of the one it is at."""
     with hosted(rank, size, store, plant) as world:
-        exchange = Together(Group(rank, size, world.process_group))
+        exchange = GroupExchange(Group(rank, size, world.process_group))
         exchange._number = ahead * rank
         told_NC = torch.tensor([[1 + 2 * ahead * rank], [1]])
 
@@ -139,7 +147,9 @@ def out_of_step(rank: int, size: int, store: str, ahead: int, plant: Plant | Non
 def wrong_counts_are_refused(plant: Plant | None) -> None:
     assert run_ranks(out_of_step, HOSTS, 0, plant) == ["no word, 2"] * HOSTS
     said = run_ranks(out_of_step, HOSTS, 1, plant)
-    assert all("out of step; nothing was sent" in words for words in said), f"took rows that nobody sent: {said}"
+    assert all("out of step; nothing was sent" in words for words in said), (
+        f"took rows that nobody sent: {said}"
+    )
 
 
 def test_uninitialised_tail_rows() -> None:
@@ -184,7 +194,9 @@ def an_expert_that_nobody_chose_changes_nothing(plant: Plant | None) -> None:
     ill = replace(case, task=Poisoned((SIZES,), top_k=1, expert=expert))
     hosts = on_hosts(ill, plant)
     for found in (alone(ill, plant), *hosts):
-        assert found.losses == pytest.approx(healthy.losses, rel=1e-12), "an expert that nobody chose reached the loss"
+        assert found.losses == pytest.approx(healthy.losses, rel=1e-12), (
+            "an expert that nobody chose reached the loss"
+        )
         assert found.norms == pytest.approx(healthy.norms, rel=1e-12)
     assert_gradients_equal(merged([host.gradients for host in hosts]), healthy.gradients, 1e-10, 1e-12)
 

@@ -14,7 +14,7 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.step import GROW_AFTER, as_loss, power_of_two
-from tests.support.parts import (
+from tests.support.steppers import (
     DoubleDigits,
     DoubleText,
     Events,
@@ -25,13 +25,23 @@ from tests.support.parts import (
     run_steps,
 )
 
-CONFIG = Config.of(expert_hidden_size=(8, 16, 8, 24, 16), experts=5, width=16, balance_loss=0.05, z_loss=0.001, context_length=24, layers=2)
+CONFIG = Config.of(
+    expert_hidden_size=(8, 16, 8, 24, 16),
+    experts=5,
+    width=16,
+    balance_loss=0.05,
+    z_loss=0.001,
+    context_length=24,
+    layers=2,
+)
 
 
 class OutOfMemory:
     """Wraps a task: its loss runs out of memory when more than ``room`` samples meet, at the given calls."""
 
-    def __init__(self, task: Any, room: int, calls: range | None = None, after_backward: bool = False) -> None:
+    def __init__(
+        self, task: Any, room: int, calls: range | None = None, after_backward: bool = False
+    ) -> None:
         self.task, self.room, self.calls, self.count = task, room, calls, 0
         self.after_backward = after_backward
         self.units_per_sample = task.units_per_sample
@@ -62,7 +72,9 @@ class _Explode(torch.autograd.Function):
         raise torch.OutOfMemoryError("injected in backward")
 
 
-@pytest.mark.parametrize(("task", "micro", "whole"), [(DoubleDigits, 16, 64), (DoubleDigits, 7, 64), (DoubleText, 5, 16)])
+@pytest.mark.parametrize(
+    ("task", "micro", "whole"), [(DoubleDigits, 16, 64), (DoubleDigits, 7, 64), (DoubleText, 5, 16)]
+)
 def test_accumulation_is_exact_in_fp64(task: type, micro: int, whole: int) -> None:
     one, feed = make_stepper(task(CONFIG), whole, whole)
     cut, cut_feed = make_stepper(task(CONFIG), micro, whole)
@@ -189,7 +201,9 @@ def test_norm_and_clipping_against_torch() -> None:
     (loss.sum / loss.count).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     assert float(totals.norm) == pytest.approx(float(norm), rel=1e-12)  # pyright: ignore[reportArgumentType]
-    assert_gradients_equal(gradients(stepper.replica.model), gradients(model), 1e-4, 1e-12)  # torch adds 1e-6 to the norm
+    assert_gradients_equal(
+        gradients(stepper.replica.model), gradients(model), 1e-4, 1e-12
+    )  # torch adds 1e-6 to the norm
 
 
 def test_power_of_two() -> None:

@@ -1,0 +1,95 @@
+"""Whole training steps on a batch that stays on the device, timed: what predictions are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.planning import Plan
+from orchestrator.tasks.task import Task
+from orchestrator.train.data import Feed, Feeding, Micro, Portion
+from orchestrator.train.parts.world import World
+from orchestrator.train.step import Stepper
+from orchestrator.train.worker.build import build_parts, build_stepper
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Does step number n when called."""
+
+    stepper: Stepper
+    portion: Portion
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stepper.replica.model
+
+    def __call__(self, step: int) -> None:
+        self.stepper.run(self.portion, step)
+
+
+def build_steps(
+    config: Config,
+    chosen: Plan,
+    task: Task,
+    world: World,
+    micro_batch: int,
+    host_of: Sequence[Sequence[int]] | None = None,
+) -> Steps:
+    """Steps of as many micro-batches as the plan accumulates; ``micro_batch`` is per worker."""
+    parts = build_parts(config, chosen, task, world, host_of=host_of)
+    together = micro_batch * world.data_ranks * chosen.accumulation_steps.value
+    feed = Feed(
+        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, feeding=Feeding()
+    )
+    return Steps(
+        build_stepper(config, world, parts, micro_batch, lambda *_, **__: None), _kept(next(feed.steps(0)))
+    )
+
+
+def _kept(portion: Portion) -> Portion:
+    """The same with its batches brought to the device, once."""
+    micros = []
+    for micro in portion.micros:
+        batch = micro.fetch()
+        micros.append(Micro(micro.samples, lambda batch=batch: batch, micro.first, micro.standing_in))
+    return Portion(micros, portion.samples, portion.shared)
+
+
+def handed_over_seconds(
+    run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None
+) -> list[float]:
+    """Seconds after which the host has handed each step to a GPU that was idle: not those that the GPU then takes."""
+    seconds = []
+    for step in range(warm_up + steps):
+        torch.cuda.synchronize(device)
+        begun = perf_counter()
+        run(step)
+        seconds.append(perf_counter() - begun)
+    torch.cuda.synchronize(device)
+    return seconds[warm_up:]
+
+
+def step_seconds(
+    run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None
+) -> list[float]:
+    """Seconds of each step after some that warm up. On a GPU, where the host runs ahead, four are timed together."""
+    on_gpu = device is not None and device.type == "cuda"
+    for step in range(warm_up):
+        run(step)
+    seconds, together = [], 4 if on_gpu else 1
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    for begin in range(warm_up, warm_up + steps, together):
+        begun = perf_counter()
+        for step in range(begin, begin + together):
+            run(step)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append((perf_counter() - begun) / together)
+    return seconds

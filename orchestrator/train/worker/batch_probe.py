@@ -1,0 +1,124 @@
+"""Short runs at a given batch size: for ``--batch-size auto`` and for ``bench``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.estimate import ModelFacts, largest_fitting
+from orchestrator.plan.planning import Plan
+from orchestrator.tasks.task import Gatherable, Task
+from orchestrator.train.data import Feed, Feeding, Micro, Portion, as_data, to_device
+from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
+from orchestrator.train.parts.world import World
+from orchestrator.train.step import Stepper
+from orchestrator.train.worker.batch_size import Found, Probe, fastest_batch, largest_batch
+from orchestrator.train.worker.build import build_parts, build_stepper
+from orchestrator.types import Choice
+
+_STEPS_IN_AN_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
+_SECONDS = 0.4  # of measuring on a CPU
+
+
+def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> Found:
+    """Measure the batch size for this task on this device. Several workers probe at the same time, each for itself, and all
+    take the same next step from what the worst of them found."""
+    most = max(
+        1,
+        min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples)
+        // world.size,
+    )
+    data = as_data(task.train_data())
+    limit = float("inf") if plan.memory.limit is None else plan.memory.limit
+
+    def try_(batch: int) -> Probe:
+        return agreed(world, probe(config, plan, task, World.alone(world.device), data, batch))
+
+    if world.device.type != "cuda":
+        return fastest_batch(try_, min(8, most), most, float("inf"))
+    guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)
+    return largest_batch(try_, limit, max(1, guess), most)
+
+
+def agreed(world: World, found: Probe) -> Probe:
+    """The worst of what the workers found: the most memory, the least speed, and failed if it failed anywhere."""
+    failed, peak, slowness = world.all_reduce_max(
+        [float(found.peak is None), found.peak or 0.0, -found.samples_per_second]
+    )
+    return Probe(found.batch, None if failed else peak, 0.0 if failed else -slowness)
+
+
+def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> Probe:
+    """Two whole optimizer steps at a batch size, with a model of their own."""
+    free_cached(world.device)
+    reset_peak(world.device)
+    try:
+        speed = _measure(config, at_batch(plan, batch), task, world, data, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Probe(batch, None, 0.0)
+    finally:
+        free_cached(world.device)
+    peak = float(peak_memory(world.device)["allocated"]) if world.device.type == "cuda" else 0.0
+    return Probe(batch, peak, speed)
+
+
+def at_batch(plan: Plan, batch: int) -> Plan:
+    return replace(
+        plan,
+        batch_size=Choice(batch, "probe"),
+        global_batch_size=Choice(batch, "probe"),
+        compile=Choice(False, "probe"),
+    )
+
+
+def _measure(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> float:
+    stepper = build_stepper(config, world, build_parts(config, plan, task, world), batch, _raise_on_oom)
+    portion = first_batch(data, world, batch)
+    _one_step(stepper, portion, 0)
+    begun, steps = perf_counter(), 0
+    while steps < 1 or (world.device.type == "cpu" and perf_counter() - begun < _SECONDS and steps < 64):
+        steps += 1
+        _one_step(stepper, portion, steps)
+    return batch * steps / (perf_counter() - begun)
+
+
+def _one_step(stepper: Stepper, portion: Portion, step: int) -> None:
+    stepper.run(portion, step)
+    if stepper.world.device.type == "cuda":
+        torch.cuda.synchronize(stepper.world.device)
+
+
+def _raise_on_oom(event: str, **fields: object) -> None:
+    """A probe that would go on in halves has failed."""
+    if event == "oom":
+        raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
+
+
+def first_batch(data: object, world: World, batch: int) -> Portion:
+    """A batch of the first samples, begun again where there are too few. It stays on the device."""
+    if isinstance(data, Gatherable):
+        made = to_device(data.gather(torch.arange(batch) % len(data)), world.device, pin=False)
+        return Portion([Micro(batch, lambda: made)], batch, shared=True)
+    feed = Feed(
+        _Repeated(data, batch), world, global_batch=batch, micro_batch=batch, seed=None, feeding=Feeding()
+    )
+    loaded = next(feed.steps(0)).micros[0].fetch()
+    return Portion([Micro(batch, lambda: loaded)], batch, shared=True)
+
+
+class _Repeated:
+    def __init__(self, data: object, length: int) -> None:
+        self._data, self._length = data, length
+        if hasattr(data, "collate"):
+            self.collate = data.collate  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> object:
+        return self._data[index % len(self._data)]  # pyright: ignore[reportIndexIssue, reportArgumentType]

@@ -1,0 +1,221 @@
+"""Each check against a fault put in its way: the message says what was found, what was needed, what to do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.plan.checks import arithmetic, probes
+from orchestrator.plan.checks.probe_types import GPU_FIX, Check, Probe
+from orchestrator.plan.checks.probes import probes_for, run_guarded, run_probes
+from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.types import GIB, MIB
+from tests.support.probe_checks import assert_fails
+
+H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 130 * GIB, (9, 0), 132, "GPU-1")
+T4 = Gpu(1, "Tesla T4", 16 * GIB, GIB, (7, 5), 40, "GPU-2")
+VERSIONS = {"python": "3.12.1", "torch": "2.13.0+cpu", "ray": "2.60.0"}
+
+
+def machine(*gpus: Gpu, error: str | None = None) -> Inventory:
+    return Inventory(gpus, 2, 8 * GIB, 4 * GIB, "a CPU", "aarch64", False, None, VERSIONS, error, 50 * GIB)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+# --- faults
+
+
+FAULTS: dict[str, tuple[Callable[[], Check], str, str, str]] = {
+    "old python": (
+        lambda: probes.version("python", "3.9.18", probes.MIN_PYTHON, "install Python"),
+        "3.9.18",
+        ">= 3.11",
+        "install Python",
+    ),
+    "old torch": (
+        lambda: probes.version("torch", "2.9.1+cu126", probes.MIN_TORCH, "pip install"),
+        "2.9.1",
+        ">= 2.11",
+        "pip install",
+    ),
+    "no ray": (
+        lambda: probes.version("ray", None, probes.MIN_RAY, probes.RAY_FIX),
+        "not installed",
+        ">= 2.56",
+        "pip install",
+    ),
+    "ray does not import": (
+        lambda: probes.ray_imports("import no_such_ray"),
+        "No module named 'no_such_ray'",
+        "import ray",
+        "pip install",
+    ),
+    "ray hangs": (
+        lambda: probes.ray_imports("import time; time.sleep(60)", 0.2),
+        "no answer after 0.2 s",
+        "import ray",
+        "pip install",
+    ),
+    "little RAM": (lambda: probes.ram_free(900 * MIB), "900.0 MiB free", "2.0 GiB", "memory limit"),
+    "few open files": (lambda: probes.open_files(256), "256", "1024", "ulimit -n"),
+    "GPU not seen": (
+        lambda: probes.gpu_count(1, 2),
+        "torch sees 1, NVML 2",
+        "the same GPUs",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    "torch without CUDA": (
+        lambda: probes.gpu_count(0, 2, "no CUDA\nget a build"),
+        "no CUDA",
+        "the same GPUs",
+        "get a build",
+    ),
+    "GPU held": (
+        lambda: probes.gpu_memory(T4, ["jupyter (pid 4711)"]),
+        "held by jupyter (pid 4711)",
+        "3.2 GiB free",
+        "end that process",
+    ),
+    "GPU held, nobody named": (
+        lambda: probes.gpu_memory(T4, []),
+        "1.0 GiB free of 16.0 GiB",
+        "3.2 GiB free",
+        "another GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_says_found_needed_and_fix(fault: str):
+    check, found, needed, fix = FAULTS[fault]
+    assert_fails(check(), found, needed, fix)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    assert_fails(
+        probes.disk_writable(tmp_path / "file" / "run"),
+        "cannot write to",
+        "a folder to write to",
+        "--run-dir",
+    )
+
+
+def test_a_disk_that_is_full(tmp_path: Path):
+    assert_fails(
+        probes.disk_writable(tmp_path, least=2**60),
+        f"free at {tmp_path}",
+        "1073741824.0 GiB free",
+        "free some space",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_memory_that_is_small(tmp_path: Path):
+    assert_fails(probes.shared_memory(tmp_path, least=2**60), f"at {tmp_path}", "GiB free", "--shm-size")
+
+
+def test_no_port_to_be_had(taken: int):
+    assert_fails(
+        probes.ports_free(free_port(), free_port(), spare=taken),
+        "no free port",
+        "a free port",
+        "ip_local_port_range",
+    )
+
+
+def test_a_device_that_raises_fails_with_the_first_line():
+    check = run_guarded(Probe("cuda:9 computes", lambda: arithmetic.device_computes("cuda:9"), GPU_FIX))
+    assert_fails(check, "Error", "no error", "nvidia-smi")
+    assert "\n" not in check.found
+    assert len(check.found) < 260
+
+
+def test_an_error_without_a_message_is_told_by_its_class():
+    def broken() -> Check:
+        raise MemoryError
+
+    assert_fails(
+        run_guarded(Probe("it", broken, "do that")), "MemoryError: no message", "no error", "do that"
+    )
+
+
+# --- what is no fault
+
+
+def test_taken_ports_of_ray_are_no_fault(taken: int):
+    check = probes.ports_free(ray=taken, dashboard=free_port())
+    assert check.status == "pass"
+    assert f"{taken} in use: a Ray cluster may be running; we would join it" in check.found
+    assert "next free port" in probes.ports_free(ray=free_port(), dashboard=taken).found
+
+
+def test_mixed_models_are_told_not_failed():
+    check = probes.gpu_models([H200, T4])
+    assert (check.status, check.found) == (
+        "pass",
+        "mixed: 1 × NVIDIA H200, 1 × Tesla T4; the slowest sets the pace",
+    )
+    assert probes.gpu_models([H200, H200]).found == "2 × NVIDIA H200"
+
+
+def test_checks_that_do_not_apply_are_skipped(tmp_path: Path):
+    assert probes.gpu_count(0, None).status == "skip"
+    assert probes.gpu_count(0, 0).status == "skip"
+    assert "not monitored" in probes.gpu_count(2, None).found
+    assert probes.gpu_models([]).status == "skip"
+    assert probes.shared_memory(tmp_path / "none").status == "skip"
+
+
+def test_no_limit_on_open_files_passes():
+    import resource
+
+    assert probes.open_files(resource.RLIM_INFINITY).found == "no limit"
+
+
+def test_a_disk_check_leaves_nothing_and_makes_nothing(tmp_path: Path):
+    assert probes.disk_writable(tmp_path / "results" / "run", least=1).status == "pass"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prereleases_and_local_versions_count():
+    assert probes.version("torch", "2.11.0a0+git123", (2, 11), "").status == "pass"
+    assert probes.version("torch", "10.0", (2, 11), "").status == "pass"
+
+
+# --- all together
+
+
+def test_every_gpu_computes_and_the_weakest_sets_what_is_expected(tmp_path: Path):
+    by_name = {probe.name: probe for probe in probes_for(machine(H200, T4), tmp_path)}
+    assert {"cuda:0 computes", "cuda:1 computes", "cuda:0 memory", "cuda:1 memory"} <= by_name.keys()
+    assert by_name["tf32"].run().found == "compute capability 7.5"
+    assert all(probe.fix for probe in by_name.values())
+
+
+@pytest.mark.slow
+def test_all_probes_of_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one real compilation of these tests."""
+    monkeypatch.setattr(probes, "nvml_view", lambda: None)
+    checks = list(run_probes(machine(), tmp_path))
+    assert [check.name for check in checks] == [probe.name for probe in probes_for(machine(), tmp_path)]
+    assert {check.name: check.found for check in checks if check.status == "fail"} == {}
+    assert {check.name for check in checks if check.status == "skip"} == {"GPU count", "GPU models", "tf32"}
+    assert "GFLOP/s" in next(check.found for check in checks if check.name == "cpu computes")
+    assert all(check.seconds > 0 for check in checks)

@@ -1,0 +1,177 @@
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.errors import UserError
+from orchestrator.report.draw.theme import JS
+from orchestrator.report.run.page import draw_report, page, write_page
+from orchestrator.report.run.read import read_run
+from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+
+EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
+VOID = {"meta", "link", "img", "input", "br", "path"}
+RUNS = {
+    "dense": FakeRun(),
+    "moe": FakeRun(gpu=True, experts=8, steps=60, ooms=1, compiled="compiled"),
+    "none": FakeRun(steps=0, ends="failed"),
+    "one": FakeRun(steps=1, epochs=1, experts=2),
+    "killed": FakeRun(ends="killed"),
+    "resumed": FakeRun(resume_at=77),
+    "broken": FakeRun(broken={5: "nan", 9: "inf"}),
+    "hostile": FakeRun(name=EVIL, warnings=(EVIL,)),
+    "hosted": FakeRun(hosted=True, workers=3, experts=5, layers=2),
+    "hosted, large": FakeRun(hosted=True, workers=8, experts=64, layers=24, steps=40),
+}
+
+
+class Checker(HTMLParser):
+    """Collects tags and attributes, and fails on one that is closed in the wrong place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.tags, self.attributes = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def checked(text):
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name):
+    found = checked(page(read_run(write_run(tmp_path, RUNS[name]))))
+    assert found.tags.count("script") == 1
+    links = [
+        value
+        for _, attribute, value in found.attributes
+        if attribute in ("src", "href", "srcset", "action", "data")
+    ]
+    assert all(link.startswith("data:") for link in links)
+    assert not [attribute for _, attribute, _ in found.attributes if attribute.startswith("on")]
+
+
+def test_style_and_script_name_no_address(tmp_path):
+    assert not re.search(r"@import|url\(|https?://", page(read_run(write_events(tmp_path, []))))
+
+
+def test_the_page_runs_its_own_script_only(tmp_path):
+    text = page(read_run(write_run(tmp_path)))
+    digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+    assert f"<script>{JS}</script>" in text
+    assert "default-src 'none'" in text
+
+
+def test_hostile_content_stays_text_everywhere(tmp_path):
+    folder = write_run(
+        tmp_path, FakeRun(steps=12, experts=2, name=EVIL, warnings=(EVIL,), compiled=EVIL, ends="failed")
+    )
+    for name, parse, dump in (
+        ("config.yaml", yaml.safe_load, yaml.safe_dump),
+        ("plan.json", json.loads, json.dumps),
+    ):
+        (folder / name).write_text(dump(poisoned(parse((folder / name).read_text()))))
+    write_events(
+        folder, [poisoned(event) for event in run_events(FakeRun(steps=12, experts=2, gpu=True, resume_at=7))]
+    )
+    found = checked(page(read_run(folder)))
+    assert found.tags.count("script") == 1
+    assert found.tags.count("img") == 4, "one per layer"
+
+
+def poisoned(value: Any) -> Any:
+    """Every text but the kind of an event, and every key of a metric, replaced by markup."""
+    if isinstance(value, dict):
+        kept = {key: item if key == "event" else poisoned(item) for key, item in value.items()}
+        return kept | {"metrics": {EVIL: 0.5}} if "metrics" in value else kept
+    if isinstance(value, list):
+        return [poisoned(item) for item in value]
+    return EVIL if isinstance(value, str) else value
+
+
+def test_sections_without_data_are_left_out(tmp_path):
+    text = page(read_run(write_run(tmp_path / "a", RUNS["none"])))
+    assert "Use of the experts" not in text
+    assert "<h2>Training" not in text
+    assert "batch has 3 channels" in text
+    bare = page(read_run(write_events(tmp_path / "b", run_events(FakeRun(steps=12)))))
+    assert "Plan and settings" not in bare
+    assert "<h2>Training" in bare
+
+
+def test_all_parts_of_a_full_run_are_there(tmp_path):
+    text = page(read_run(write_run(tmp_path, RUNS["moe"])))
+    for said in (
+        "Training",
+        "Use of the experts",
+        "Where the time goes",
+        "Memory",
+        "Device use",
+        "What happened",
+        "Plan and settings",
+    ):
+        assert f"<h2>{said}" in text, said
+
+
+def test_a_run_on_hosts_says_where_its_experts_live(tmp_path):
+    assert "<h2>Where the experts live" in page(read_run(write_run(tmp_path / "a", RUNS["hosted"])))
+    assert "Where the experts live" not in page(read_run(write_run(tmp_path / "b", RUNS["moe"])))
+
+
+def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
+    write_run(tmp_path, FakeRun(steps=20, epochs=1, experts=2))
+    before = {path.name for path in tmp_path.iterdir()}
+    written = draw_report(tmp_path)
+    names = ["training_metrics.png", "expert_activations.png", "performance_summary.txt", "report.html"]
+    assert [path.name for path in written] == names
+    assert {path.name for path in tmp_path.iterdir()} == before | set(names), "nothing half-written is left"
+    assert draw_report(tmp_path) == written
+
+
+def test_the_same_folder_gives_the_same_page(tmp_path):
+    record = read_run(write_run(tmp_path, FakeRun(steps=20, epochs=1)))
+    assert page(record) == page(read_run(tmp_path))
+
+
+def test_the_page_may_go_elsewhere(tmp_path):
+    record = read_run(write_run(tmp_path / "run"))
+    assert write_page(record, tmp_path / "out") == tmp_path / "out" / "report.html"
+
+
+def test_a_report_of_no_run_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match=r"holds no events\.jsonl"):
+        draw_report(tmp_path)
+
+
+def test_a_long_run_stays_a_small_page(tmp_path):
+    text = page(
+        read_run(
+            write_run(
+                tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4)
+            )
+        )
+    )
+    assert len(text) < 1_000_000

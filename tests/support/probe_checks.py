@@ -1,0 +1,10 @@
+"""What the tests of the probes share."""
+
+from orchestrator.plan.checks.probe_types import Check
+
+
+def assert_fails(check: Check, found: str, needed: str, fix: str) -> None:
+    assert check.status == "fail"
+    assert found in check.found
+    assert needed in check.needed
+    assert fix in check.fix

@@ -1,0 +1,145 @@
+"""A tiny MoE classifier of random features, with every option of the layer, for runs by the hundred."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experts.balance import moe_layers
+from experts.layer import MoELayer
+from experts.model import initialise
+from orchestrator.tasks.task import Loss, Task, TensorData
+
+FEATURES, CLASSES = 7, 4
+OPTIONS = (
+    ("kind", "ffn"),
+    ("scores", "sigmoid"),
+    ("normalise", False),
+    ("shared", 3),
+    ("bias_rate", 0.01),
+    ("jitter", 0.2),
+)
+
+
+@dataclass(frozen=True)
+class Tiny(Task):
+    """``tokens`` per sample; 1 gives samples without a second dimension."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    """Hidden sizes of the experts, by layer."""
+    top_k: int = 2
+    width: int = 8
+    tokens: int = 1
+    samples: int = 40
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build_model(self) -> nn.Module:
+        model = TinyModel(self)
+        initialise(model, 5)
+        for _, layer in moe_layers(model):
+            layer.gate.weight_ED.data.mul_(
+                30
+            )  # decided gates: uneven loads, and no ties for rounding to decide
+        return model.to(self.dtype)
+
+    def train_data(self) -> TensorData:
+        generator = torch.Generator().manual_seed(2)
+        shape = (self.samples, self.tokens, FEATURES) if self.tokens > 1 else (self.samples, FEATURES)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return TensorData(x.to(self.dtype), torch.randint(CLASSES, shape[:-1], generator=generator))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, labels = batch
+        logits, routings = model(x)
+        total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        for routing in routings:
+            total = total + 0.05 * routing.balance + 0.001 * routing.z
+        return Loss(total, labels.numel(), {}, tuple(r.counts_E for r in routings))
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, task: Tiny, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(task.width)
+        self.ffn = MoELayer(task.width, sizes, min(task.top_k, len(sizes)), **task.options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y, routing = self.ffn(self.norm(x))
+        return x + y, routing
+
+
+class TinyModel(nn.Module):
+    def __init__(self, task: Tiny) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, task.width)
+        self.blocks = nn.ModuleList(TinyBlock(task, sizes) for sizes in task.sizes)
+        self.head = nn.Linear(task.width, CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
+        x, routings = self.stem(x), []
+        for block in self.blocks:
+            x, routing = block(x)
+            routings.append(routing)
+        return self.head(x), routings
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """A run on hosts: where the experts of each layer live, how the batch is cut, and who has a share of it."""
+
+    task: Tiny
+    hosts: int
+    host_of: tuple[tuple[int, ...], ...]
+    micro: int
+    whole: int
+    primary: bool = False
+    shares: tuple[float, ...] = ()
+    chunks: int = 1
+    recompute: bool = False
+    bucket_mb: int = 1
+
+    @property
+    def holders(self) -> int:
+        return 1 if self.primary else self.hosts
+
+
+def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
+    """A case that a seed names: any number of experts up to 17, any sizes, any placement, hosts without experts or tokens."""
+    draw = random.Random(f"{seed}/{hosts}/{dtype}")
+    layers, experts = draw.choice([1, 1, 2, 3]), draw.randint(1, 17)
+    sizes = tuple(tuple(draw.choice([1, 2, 3, 4, 5, 8, 13]) for _ in range(experts)) for _ in range(layers))
+    homes = [
+        draw.sample(range(hosts), draw.randint(1, hosts)) for _ in range(layers)
+    ]  # some hosts may have none
+    options: dict[str, Any] = {name: value for name, value in OPTIONS if draw.random() < 0.25}
+    if draw.random() < 0.15:
+        options["capacity"] = draw.choice([0.5, 1.0, 2.0])
+    primary = draw.random() < 0.25
+    micro = draw.randint(1, 6)
+    task = Tiny(
+        sizes,
+        draw.randint(1, min(4, experts)),
+        tokens=draw.choice([1, 1, 3]),
+        samples=draw.randint(9, 40),
+        dtype=dtype,
+        options=options,
+    )
+    return HostCase(
+        task,
+        hosts,
+        tuple(tuple(draw.choice(home) for _ in range(experts)) for home in homes),
+        micro,
+        whole=draw.randint(1, 4) * micro * (1 if primary else hosts) - draw.randint(0, micro - 1),
+        primary=primary,
+        shares=tuple(draw.choice([1.0, 2.0, 0.25]) for _ in range(hosts))
+        if not primary and draw.random() < 0.3
+        else (),
+        chunks=draw.choice([1, 1, 2, 3]),
+        recompute=layers > 1 and draw.random() < 0.3,
+    )

@@ -1,0 +1,64 @@
+"""Compilation: undone without a trace, recompilations noticed, named and kept off the screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experts.layer import MoELayer
+from orchestrator.errors import UserError
+from orchestrator.train.parts.compiling import Compiled, is_compile_error
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo without the code generator behind it."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager", dynamic=False))
+    torch._dynamo.reset()
+
+
+def test_recompilations_are_noticed_and_named_but_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    compiled = Compiled(model, "default", "all")
+    assert compiled.complaint() is None
+    for batch in range(1, 12):
+        model(torch.zeros(batch, 4))
+    complaint = compiled.complaint()
+    assert complaint is not None
+    assert "size mismatch at index 0" in complaint
+    assert compiled.complaint() is None  # once
+    compiled.undo()
+    assert "Recompiling" not in "".join(capfd.readouterr())
+
+
+def test_undone_is_as_if_never_compiled() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    names = set(model.state_dict())
+    before = model(torch.ones(2, 4))
+    compiled = Compiled(model, "default", "all")
+    assert set(model.state_dict()) == names
+    compiled.undo()
+    assert torch.equal(model(torch.ones(2, 4)), before)
+
+
+def test_parts() -> None:
+    layer = MoELayer(8, [4, 4], 1)
+    assert Compiled(layer, "default", "gate").modules == [layer.gate]
+    assert Compiled(layer, "default", "experts").modules == [layer.bank]
+    with pytest.raises(UserError, match="has no experts"):
+        Compiled(nn.Linear(2, 2), "default", "experts")
+
+
+def test_errors_of_the_compiler_are_told_from_errors_of_the_model() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("code generator")
+
+    compiled = torch._dynamo.optimize(broken)(lambda x: x + 1)
+    with pytest.raises(Exception) as caught:
+        compiled(torch.zeros(1))
+    assert is_compile_error(caught.value)
+    assert not is_compile_error(ValueError("of the model"))

@@ -1,0 +1,275 @@
+"""The search for a batch size against simulated devices: memory with a base, a slope, blocks and fragments; throughput that
+saturates, falls or shakes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.errors import ResourceError
+from orchestrator.train.worker.batch_size import MOST_PROBES, Found, Probe, fastest_batch, largest_batch
+from orchestrator.types import GIB, MIB
+
+BLOCK = 2 * MIB
+PLENTY = 10**9
+
+
+@dataclass
+class Device:
+    """Peak memory of a batch is base + slope × batch, the activations up to ``fragments`` more, rounded up to whole blocks.
+
+    Fragments differ from batch to batch but not from try to try. ``hidden`` ones count against the capacity without being
+    seen in the peak, as what the allocator reserves is against what it hands out."""
+
+    capacity: float
+    base: float
+    slope: float
+    fragments: float = 0.0
+    hidden: bool = False
+    salt: int = 0
+    tried: list[int] = field(default_factory=list)
+
+    def need(self, batch: int) -> float:
+        extra = random.Random(f"{self.salt} {batch}").random() * self.fragments
+        return math.ceil((self.base + self.slope * batch * (1 + extra)) / BLOCK) * BLOCK
+
+    def fits(self, batch: int) -> bool:
+        return self.need(batch) <= self.capacity
+
+    def probe(self, batch: int) -> Probe:
+        assert isinstance(batch, int)
+        assert batch >= 1
+        assert batch not in self.tried, f"{batch} was tried before: {self.tried}"
+        self.tried.append(batch)
+        seen = (
+            math.ceil((self.base + self.slope * batch) / BLOCK) * BLOCK if self.hidden else self.need(batch)
+        )
+        return Probe(batch, float(seen) if self.fits(batch) else None, 1.0)
+
+    def largest(self, most: int = PLENTY) -> int:
+        top = min(most, int((self.capacity - self.base) / self.slope) + 1)
+        return next((batch for batch in range(top, 0, -1) if self.fits(batch)), 0)
+
+    @property
+    def failures(self) -> int:
+        return sum(not self.fits(batch) for batch in self.tried)
+
+
+@st.composite
+def devices(draw: st.DrawFn, largest: st.SearchStrategy[int]) -> Device:
+    """A device on which about ``largest`` samples fit: 1 GiB to 128 GiB, up to 0.7 of it taken before the first sample."""
+    capacity = 2 ** draw(st.floats(30, 37))
+    base = capacity * draw(st.floats(0.02, 0.7))
+    slope = (capacity - base) / (draw(largest) + draw(st.floats(0.1, 0.9)))
+    return Device(
+        capacity,
+        base,
+        slope,
+        draw(st.sampled_from([0, 0.01, 0.02])),
+        draw(st.booleans()),
+        draw(st.integers(0, 10**6)),
+    )
+
+
+sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000))
+
+
+def search(device: Device, factor: float, most: int = PLENTY) -> Found:
+    guess = max(1, min(most, round(device.largest() * factor)))
+    return largest_batch(device.probe, device.capacity, guess, most)
+
+
+def check(device: Device, found: Found, most: int = PLENTY) -> None:
+    """What holds whatever the guess was."""
+    assert len(device.tried) <= MOST_PROBES == 4
+    assert [p.batch for p in found.probes] == device.tried
+    assert device.fits(found.batch_size)
+    assert found.batch_size in device.tried
+    assert max(device.tried) <= most
+    assert f"{len(device.tried)} probes, {device.failures} out of memory" in found.reason
+
+
+@settings(max_examples=500, deadline=None)
+@given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 2**power))
+def test_a_guess_within_a_factor_of_two_finds_the_largest(device: Device, factor: float):
+    if not device.largest():
+        return
+    found = search(device, factor)
+    check(device, found)
+    assert device.failures <= 1
+    assert found.batch_size >= 0.95 * device.largest()
+
+
+@settings(max_examples=500, deadline=None)
+@given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 10**power))
+def test_a_guess_off_by_ten_costs_no_more_probes_and_still_answers(device: Device, factor: float):
+    if not device.largest():
+        return
+    found = search(device, factor)
+    check(device, found)
+    assert found.batch_size >= 0.3 * device.largest()
+
+
+def test_guesses_off_by_ten_mostly_find_it_too():
+    shares = []
+    for seed in range(400):
+        draw = random.Random(seed)
+        capacity = 2 ** draw.uniform(30, 37)
+        base = capacity * draw.uniform(0.02, 0.7)
+        device = Device(
+            capacity, base, (capacity - base) / 2 ** draw.uniform(0.1, 12.3), 0.02, seed % 2 == 0, seed
+        )
+        if device.largest():
+            shares.append(search(device, 10 ** draw.uniform(-1, 1)).batch_size / device.largest())
+    good = sum(share >= 0.95 for share in shares)
+    assert good >= 0.95 * len(shares)
+
+
+@settings(max_examples=300, deadline=None)
+@given(device=devices(sizes), most=st.integers(1, 6000), factor=st.floats(-1, 1).map(lambda power: 2**power))
+def test_never_more_than_is_of_use(device: Device, most: int, factor: float):
+    if not device.largest(most):
+        return
+    found = search(device, factor, most)
+    check(device, found, most)
+    assert found.batch_size >= 0.95 * device.largest(most)
+    assert ("the most of use" in found.reason) == (found.batch_size == most)
+
+
+@pytest.mark.parametrize("true", range(1, 41))
+@pytest.mark.parametrize("guess", [1, 2, 3, 5, 9, 17, 33, 65, 129])
+def test_small_batches_on_an_exact_device(true: int, guess: int):
+    device = Device(GIB + true * 64 * MIB + 32 * MIB, GIB, 64 * MIB)
+    assert device.largest() == true
+    found = largest_batch(device.probe, device.capacity, guess, PLENTY)
+    check(device, found)
+    if true / 2 <= guess <= 2 * true:
+        assert found.batch_size >= 0.95 * true
+        assert device.failures <= 1
+
+
+def test_an_exact_guess_on_a_quiet_device_fails_nowhere_and_stops_early():
+    device = Device(80 * GIB, 8 * GIB, 72 * GIB / 1000.5)
+    found = largest_batch(device.probe, device.capacity, 1000, PLENTY)
+    assert (device.failures, len(device.tried)) == (0, 3)
+    assert found.batch_size >= 980
+
+
+def test_a_peak_over_the_limit_is_a_failure_even_if_the_device_bears_it():
+    """The limit may be less than the device has: another process took some of it meanwhile."""
+    device = Device(80 * GIB, 8 * GIB, 0.1 * GIB)
+    found = largest_batch(device.probe, 40.0 * GIB, 700, PLENTY)
+    peak = next(p.peak for p in found.probes if p.batch == found.batch_size)
+    assert peak is not None
+    assert peak <= 40 * GIB
+    assert found.batch_size >= 0.95 * 320
+
+
+def test_without_a_limit_the_most_of_use_is_taken():
+    device = Device(80 * GIB, 8 * GIB, 0.1 * GIB)
+    assert largest_batch(device.probe, math.inf, 100, 500).batch_size == 500
+
+
+def test_where_not_one_sample_fits_it_says_so():
+    device = Device(GIB, 2 * GIB, MIB)
+    with pytest.raises(ResourceError, match="not even a batch of one sample fits") as caught:
+        largest_batch(device.probe, device.capacity, 8, PLENTY)
+    assert caught.value.exit_code == 3
+    assert len(device.tried) <= MOST_PROBES
+
+
+def test_an_estimate_beyond_reason_ends_with_advice():
+    device = Device(GIB, GIB / 2, GIB / 4)
+    with pytest.raises(ResourceError, match=r"no batch down to .* samples fits .* --batch-size 1"):
+        largest_batch(device.probe, device.capacity, 10**7, PLENTY)
+    assert len(device.tried) == MOST_PROBES
+
+
+# --- the fastest, on a CPU
+
+
+def runner(speed: Callable[[int], float], capacity: int = PLENTY) -> tuple[Callable[[int], Probe], list[int]]:
+    tried: list[int] = []
+
+    def probe(batch: int) -> Probe:
+        assert batch >= 1
+        assert batch not in tried
+        tried.append(batch)
+        return Probe(batch, float(batch), speed(batch)) if batch <= capacity else Probe(batch, None, 0.0)
+
+    return probe, tried
+
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "saturates early": lambda batch: 1000 * batch / (batch + 10),
+    "saturates late": lambda batch: 1000 * batch / (batch + 2000),
+    "flat": lambda batch: 500.0,
+    "falls": lambda batch: 1000 / (1 + batch / 50),
+    "rises, then falls out of cache": lambda batch: min(batch, 256) * (1.0 if batch <= 256 else 0.6),
+    "linear": lambda batch: float(batch),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("start", [1, 8])
+@pytest.mark.parametrize("most", [1, 5, 64, 1000, 8192])
+def test_fastest_is_near_the_best_it_saw_and_the_smallest_such(name: str, start: int, most: int):
+    speed = CURVES[name]
+    probe, tried = runner(speed)
+    found = fastest_batch(probe, start, most, math.inf)
+    best = max(speed(batch) for batch in tried)
+    assert max(tried) <= most
+    assert speed(found.batch_size) >= 0.97 * best
+    assert [batch for batch in tried if batch < found.batch_size and speed(batch) >= 0.97 * best] == []
+    assert len(tried) <= 2 + math.log2(most)
+    assert all(f"{batch}: " in found.reason for batch in tried)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "largest"),
+    [("saturates early", 64, 512), ("flat", 8, 8), ("falls", 8, 8), ("linear", 8192, 8192)],
+)
+def test_fastest_goes_as_far_as_it_pays(name: str, least: int, largest: int):
+    probe, _ = runner(CURVES[name])
+    assert least <= fastest_batch(probe, 8, 8192, math.inf).batch_size <= largest
+
+
+def test_doubling_stops_where_it_no_longer_pays():
+    probe, tried = runner(CURVES["rises, then falls out of cache"])
+    assert fastest_batch(probe, 8, 8192, math.inf).batch_size == 256
+    assert max(tried) == 512
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 8, 20, 100])
+@pytest.mark.parametrize("start", [1, 8, 64])
+def test_fastest_never_returns_what_does_not_fit(start: int, capacity: int):
+    probe, _ = runner(CURVES["linear"], capacity)
+    assert fastest_batch(probe, start, PLENTY, math.inf).batch_size <= capacity
+    probe, _ = runner(CURVES["linear"])
+    assert fastest_batch(probe, start, PLENTY, float(capacity)).batch_size <= capacity
+
+
+def test_fastest_says_when_nothing_fits():
+    probe, tried = runner(CURVES["linear"], capacity=0)
+    with pytest.raises(ResourceError, match="not even a batch of one sample"):
+        fastest_batch(probe, 8, 64, math.inf)
+    assert tried == [8, 4, 2, 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    noise=st.lists(st.floats(0.9, 1.1), min_size=20, max_size=20),
+    half=st.integers(1, 500),
+    most=st.integers(1, 10_000),
+)
+def test_shaking_measurements_only_shift_the_choice(noise: list[float], half: int, most: int):
+    probe, tried = runner(lambda batch: 1000 * batch / (batch + half) * noise[batch.bit_length()])
+    found = fastest_batch(probe, 8, most, math.inf)
+    assert found.batch_size in tried
+    assert len(tried) <= 2 + math.log2(max(1, most))
