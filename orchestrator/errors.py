@@ -1,5 +1,5 @@
-"""Errors a person can act on. Each carries the exit code of its class; everything else is a bug of ours and keeps its
-traceback."""
+"""Errors that a person can act on. Each class carries its exit code; any other exception is a bug of this project and
+keeps its traceback."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ class OrchestratorError(Exception):
 
 
 class UserError(OrchestratorError):
-    """The user's mistake: a wrong setting, a missing file, a task that cannot be loaded."""
+    """A mistake of the user: a wrong setting, a missing file, a task that cannot be loaded."""
 
     exit_code = 2
 
 
 class ResourceError(OrchestratorError):
-    """Resources that are not to be had: a GPU where there is none, memory that no batch fits."""
+    """Insufficient resources: a GPU is required and none is present, or no batch fits the memory."""
 
     exit_code = 3
 
 
 class OutOfMemory(ResourceError):
-    """A worker ran out of memory where the others could not be told in time: the run begins again with less at once."""
+    """A worker ran out of memory and could not warn its peers in time; the run restarts with smaller micro-batches."""
 
     def __init__(self, message: str, micro_batch: int = 0) -> None:
+        # Both values go to the base class: pickle rebuilds an exception from its args.
         super().__init__(message, micro_batch)
         self.micro_batch = micro_batch
 
@@ -40,13 +41,13 @@ class TrainingFailed(OrchestratorError):
 
 
 class TaskFailed(OrchestratorError):
-    """The user's own code raised. The message shows their frame; it is never retried."""
+    """The user's own code raised. The message shows the user's frame; the run is not retried."""
 
     exit_code = 2
 
 
 class CheckpointDamaged(OrchestratorError):
-    """A checkpoint whose files do not match its manifest."""
+    """The files of a checkpoint do not match its manifest."""
 
     exit_code = 4
 

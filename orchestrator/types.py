@@ -1,4 +1,4 @@
-"""Values every floor speaks in. No torch, no Ray, nothing that costs time to import."""
+"""Value types, constants and text formats shared by every package. A leaf module: no torch, no Ray, fast to import."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ T = TypeVar("T")
 JSON = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
 
 VERSION = "0.1.0"
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+PHASES = ("data", "forward", "backward", "communication", "optimizer")
+"""The phases of a training step that the clock can tell apart, in the order in which they run."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """An option that was weighed and not taken."""
+    """An option that was considered and not chosen."""
 
     option: str
     why: str
@@ -22,7 +28,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A value with its reason, and what was weighed against it."""
+    """A chosen value, the reason for it, and the options that were rejected."""
 
     value: T
     reason: str
@@ -30,7 +36,7 @@ class Choice(Generic[T]):
 
 
 def bytes_text(count: float) -> str:
-    """A size for people: 1536 -> '1.5 KiB'."""
+    """Return a size for people: 1536 -> '1.5 KiB'."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
@@ -38,7 +44,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A number for people: 124439808 -> '124.4M'."""
+    """Return a number for people: 124439808 -> '124.4M'."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.1f}{unit}"
@@ -46,7 +52,7 @@ def count_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration for people: 75 -> '1m 15s'."""
+    """Return a duration for people: 75 -> '1m 15s'."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:
@@ -56,3 +62,31 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
+
+
+def speed_text(samples_per_second: float | None) -> str:
+    """Return a throughput for people, without its unit: 1234.5 -> '1,234', 12.345 -> '12.3', None -> '–'."""
+    if samples_per_second is None:
+        return "–"
+    if 100 <= samples_per_second < 1e12:
+        return f"{samples_per_second:,.0f}"
+    return f"{samples_per_second:.3g}"
+
+
+def value_text(value: object) -> str:
+    """Return the value of a setting for people: True -> 'on', None -> 'none', 0.5 -> '0.5', [1, 2] -> '1,2'."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return ",".join(map(value_text, value))
+    return str(value)
+
+
+def first_line(message: object, max_chars: int | None = 200) -> str:
+    """Return the first line of an error's message, cut to ``max_chars``; its class name if the message is empty."""
+    lines = str(message).strip().splitlines()
+    return lines[0][:max_chars] if lines else type(message).__name__
