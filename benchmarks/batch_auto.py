@@ -72,7 +72,7 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
         **settings,
     )
     prepared = Trainer(task=load_task(config), config=config, quiet=True).prepare()
-    world = World.alone(prepared.plan.device.value)
+    world = World.single_process(prepared.plan.device.value)
     with machine_settings(config, prepared.plan, world.device):
         begun = time.perf_counter()
         found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)

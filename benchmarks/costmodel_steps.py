@@ -90,7 +90,7 @@ def work(job: dict[str, Any]) -> None:
     config, chosen, task = chosen_plan(case, on_gpu=False)
     with machine_settings(config, chosen, torch.device("cpu")):
         if case.workers == 1:
-            found = _steps(case, config, chosen, task, World.alone(), job["steps"])
+            found = _steps(case, config, chosen, task, World.single_process(), job["steps"])
         else:
             store = file_store(str(folder / "store"), case.workers)
             with process_group_world(
@@ -149,7 +149,7 @@ def _most_handed_out(watched: Any) -> float:
 def measured_here(case: Case, steps: int) -> tuple[float, float, float]:
     """On the GPU, in this process: a step, the host's part of it, and the most memory."""
     config, chosen, task = chosen_plan(case, on_gpu=True)
-    world = World.alone("cuda:0")
+    world = World.single_process("cuda:0")
     free_cached(world.device)
     reset_peak(world.device)
     with machine_settings(config, chosen, world.device):

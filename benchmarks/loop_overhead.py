@@ -178,7 +178,7 @@ def ours(case: Case, device: torch.device) -> float:
             prepared.resolved.config,
             prepared.plan,
             task,
-            World.alone(prepared.plan.device.value),
+            World.single_process(prepared.plan.device.value),
             run_dir,
             log,
         )

@@ -106,7 +106,7 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
         model,
         optimizer,
         Precision("fp32", device),
-        World.alone(device),
+        World.single_process(device),
         side.outbox,
         PinnedBuffers(device),
     )

@@ -157,7 +157,7 @@ class Trainer:
 
         prepared = self.prepare()
         config, chosen = prepared.resolved.config, prepared.plan
-        world = World.alone(chosen.device.value)
+        world = World.single_process(chosen.device.value)
         with machine_settings(config, chosen, world.device):
             return find_batch(config, chosen, prepared.task, world, prepared.facts)
 
@@ -245,7 +245,7 @@ class Trainer:
         with kept_randomness(), recording(config, run_dir, self._screen) as log, interruptible() as asked:
             self._introduce(prepared, banner_rows(prepared, run_dir))
             try:
-                outcome, parts = work(prepared, World.alone(prepared.plan.device.value), run_dir, log, asked)
+                outcome, parts = work(prepared, World.single_process(prepared.plan.device.value), run_dir, log, asked)
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - begun, log)
                 raise

@@ -38,7 +38,7 @@ class Measured:
 
 def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measured:
     """Whole training steps on one batch that stays on the device; warm-up left out."""
-    world = World.alone(chosen.device.value)
+    world = World.single_process(chosen.device.value)
     free_cached(world.device)
     reset_peak(world.device)
     with machine_settings(config, chosen, world.device):

@@ -149,7 +149,7 @@ class Chosen:
 
     def built(self) -> Steps:
         with machine_settings(self.config, self.plan, self.device):
-            return build_steps(self.config, self.plan, self.task, World.alone(self.device), self.batch)
+            return build_steps(self.config, self.plan, self.task, World.single_process(self.device), self.batch)
 
     def seconds(self, run: Steps, steps: int) -> float:
         """Of the host of a GPU, or of a CPU: the median."""

@@ -97,7 +97,7 @@ def first_samples(data: Any, count: int) -> Any:
         raise UserError("the training data is empty; at least one sample is needed")
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
-    feed = Feed(data, World.alone(), global_batch=count, micro_batch=count, seed=None, feeding=Feeding())
+    feed = Feed(data, World.single_process(), global_batch=count, micro_batch=count, seed=None, feeding=Feeding())
     return next(feed.steps(0)).micros[0].fetch()
 
 

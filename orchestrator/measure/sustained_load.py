@@ -102,7 +102,7 @@ def _seen(large: Large, made: Device, found: Inventory, device: torch.device) ->
     work = trace_step(task, batch, Setting(True, large.precision, False))
     predicted = predict(work, Machine(made), Team(tf32=chosen.tf32.value))
     with machine_settings(config, chosen, device):
-        run = build_steps(config, chosen, task, World.alone(device), batch)
+        run = build_steps(config, chosen, task, World.single_process(device), batch)
         return Seen(
             large.name, work, predicted, statistics.median(step_seconds(run, _STEPS, _WARM_UP, device))
         )

@@ -94,7 +94,7 @@ def measurement(
             if plan.strategy.value == "expert_parallel":
                 host_of = decide_hosting(config, plan, facts, world, {}, []).host_of
             world = (
-                world.primary() if plan.data_ranks < world.size else with_shares(config, plan, world, {})[0]
+                world.with_data_on_main() if plan.data_ranks < world.size else with_shares(config, plan, world, {})[0]
             )
             parts = build_parts(config, plan, task, world, _no_news, host_of)
             feed = build_feed(plan, task, world, config.run.seed)

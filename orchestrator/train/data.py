@@ -92,7 +92,7 @@ class Feed:
     @property
     def largest_part(self) -> int:
         """Samples of the largest micro-batch that this worker gets."""
-        part = self.world.cut(min(self.micro_batch * self.world.data_ranks, self.global_batch))[
+        part = self.world.split_batch(min(self.micro_batch * self.world.data_ranks, self.global_batch))[
             self.world.rank
         ]
         return max(1, part.stop - part.start)
@@ -136,7 +136,7 @@ class Feed:
         epoch's order. A worker without any gets some to stand in, which do not count: where workers wait for each other in
         a pass, all compute or none can."""
         parts = [
-            (start, self.world.cut(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)
+            (start, self.world.split_batch(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)
         ]
         return [
             (
@@ -155,7 +155,7 @@ class Feed:
 
     def _portion(self, begin: int, micros: list[Micro]) -> Portion:
         ends = list(self._micro_batches(begin))
-        parts = [part for start, end in (ends[0], ends[-1]) for part in self.world.cut(end - start)]
+        parts = [part for start, end in (ends[0], ends[-1]) for part in self.world.split_batch(end - start)]
         return Portion(micros, ends[-1][1] - begin, all(part.start < part.stop for part in parts))
 
     def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[Portion]:

@@ -87,7 +87,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], rel: float) -> None:
 
 def test_synchronized_batch_norm_is_that_of_one_process() -> None:
     """Equal at an equal global micro-batch: 2 × 16 against 32, in fp64, statistics included."""
-    one = steps(Normed(CONFIG), 64, 32, 8, World.alone(GPU))
+    one = steps(Normed(CONFIG), 64, 32, 8, World.single_process(GPU))
     for many in run_ranks(rank_steps, 2, Normed, 64, 16, 8, {}):
         same(many, one, 1e-12)
         assert_gradients_equal(many["gradients"], one["gradients"], 1e-10, 1e-12)
@@ -109,7 +109,7 @@ def test_synchronized_batch_norm_is_that_of_one_process() -> None:
     ids=str,
 )
 def test_two_ranks_on_a_gpu_are_exact_in_fp64(settings: dict[str, Any]) -> None:
-    one = steps(DoubleDigits(CONFIG), 50, 50, 8, World.alone(GPU))
+    one = steps(DoubleDigits(CONFIG), 50, 50, 8, World.single_process(GPU))
     for many in run_ranks(rank_steps, 2, DoubleDigits, 50, 10, 8, settings):
         same(many, one, 1e-12)
         assert_gradients_equal(many["gradients"], one["gradients"], 1e-10, 1e-12)
@@ -212,14 +212,14 @@ def test_two_hosts_on_a_gpu_have_the_losses_of_one(
 ) -> None:
     """Fifty steps at a learning rate of 1e-3, two micro-batches each, experts of four sizes. bf16 rounds sums to 8 bits, and
     hosts round other sums than one process."""
-    one = digit_losses(World.alone(GPU), 48, kind)
+    one = digit_losses(World.single_process(GPU), 48, kind)
     for many in run_ranks(hosted_losses, 2, kind, chunks):
         assert many == pytest.approx(one, rel=rel, abs=absolute)
 
 
 def test_two_hosts_on_a_gpu_are_exact_in_fp64() -> None:
     placed = {"host_of": PLACED, "chunks": 2, "recompute": True}
-    one = steps(DoubleDigits(CONFIG), 50, 20, 8, World.alone(GPU))
+    one = steps(DoubleDigits(CONFIG), 50, 20, 8, World.single_process(GPU))
     many = run_ranks(rank_steps, 2, DoubleDigits, 50, 10, 8, placed)
     for host in many:
         same(host, one, 1e-12)

@@ -44,7 +44,7 @@ MOE: dict[str, Any] = {
 def assembled(**settings: Any) -> tuple[Any, Any, Any]:
     config = Config.of(**settings)
     prepared = Trainer(config=config, quiet=True).prepare()
-    world = World.alone(prepared.plan.device.value)
+    world = World.single_process(prepared.plan.device.value)
     parts = build_parts(config, prepared.plan, prepared.task, world)
     stepper = build_stepper(config, world, parts, prepared.plan.batch_size.value, Events())
     return stepper, build_feed(prepared.plan, prepared.task, world, 0), prepared
@@ -179,7 +179,7 @@ def test_data_that_is_read_sample_by_sample_is_pinned_and_moved() -> None:
         quiet=True,
     )
     prepared = trainer.prepare()
-    feed = build_feed(prepared.plan, prepared.task, World.alone("cuda:0"), 0)
+    feed = build_feed(prepared.plan, prepared.task, World.single_process("cuda:0"), 0)
     assert prepared.plan.loader_workers.value == 2
     seen = sorted(
         int(v) for step in feed.steps(0) for micro in step.micros for v in micro.fetch()[0][:, 0].tolist()

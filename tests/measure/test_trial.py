@@ -29,7 +29,7 @@ def measured(
     config = Config.of(**TINY, **settings)
     prepared = Trainer(config=config).prepare()
     made, facts = task or Digits(config), model_facts(Digits(config), "cpu", "fp32")
-    with measurement(config, prepared.plan, facts, made, world or World.alone(), limits) as measuring:
+    with measurement(config, prepared.plan, facts, made, world or World.single_process(), limits) as measuring:
         found = [measuring.advance(1 / parts)]
         while not found[-1].done:
             found.append(measuring.advance(1 / parts))

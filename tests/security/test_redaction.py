@@ -312,7 +312,7 @@ def learning() -> tuple[nn.Linear, torch.optim.Optimizer, Precision]:
 
 def saved(folder: Path, parts: Any, progress: Progress) -> Contents:
     model, optimizer, precision = parts
-    contents = capture(model, optimizer, precision, progress, World.alone())
+    contents = capture(model, optimizer, precision, progress, World.single_process())
     assert contents is not None
     return load(CheckpointStore(folder).save(progress.step, contents))
 

@@ -135,7 +135,7 @@ def on_hosts(case: Case, plant: Plant | None) -> list[Ran]:
 
 def alone(case: Case, plant: Plant | None = None) -> Ran:
     with planted(plant):
-        return ran(case, World.alone())
+        return ran(case, World.single_process())
 
 
 def merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

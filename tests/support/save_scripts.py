@@ -114,7 +114,7 @@ def by_the_saver(folder: Path, tell: Tell) -> None:
         model=_MODEL,
         optimizer=_OPTIMIZER,
         precision=Precision("fp32", torch.device("cpu")),
-        world=World.alone(),
+        world=World.single_process(),
         log=_Told(tell),
     )
     for number, (step, best) in enumerate(SAVES, 1):

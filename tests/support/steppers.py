@@ -79,7 +79,7 @@ def make_stepper(
 ) -> tuple[Stepper, Feed]:
     """``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers."""
     config = Config.of(learning_rate=learning_rate)
-    world, tell = world or World.alone(), tell or Events()
+    world, tell = world or World.single_process(), tell or Events()
     model = task.build_model()
     model.train()
     if sharding == "none":
@@ -96,7 +96,7 @@ def make_stepper(
             model, task, world, options or DdpOptions(), lambda message: tell("warning", message=message)
         )
     if recompute:
-        recompute_blocks(model, replica.hosts)
+        recompute_blocks(model, replica.context)
     learner = Learner(
         build_adamw(model.parameters(), config.optim, fused=True), warmup_then("constant", 0, 1000)
     )

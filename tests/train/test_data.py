@@ -22,7 +22,7 @@ from orchestrator.train.parts.world import World
 def feed(samples: int, whole: int, micro: int, world: World | None = None, seed: int | None = 0) -> Feed:
     data = TensorData(torch.arange(samples))
     return Feed(
-        data, world or World.alone(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding()
+        data, world or World.single_process(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding()
     )
 
 
@@ -68,7 +68,7 @@ def test_another_batch_size_goes_on_where_the_first_left_off() -> None:
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_shares_are_even_and_whole(count: int, size: int) -> None:
-    parts = World(0, size, torch.device("cpu")).cut(count)
+    parts = World(0, size, torch.device("cpu")).split_batch(count)
     lengths = [part.stop - part.start for part in parts]
     assert sum(lengths) == count
     assert max(lengths) - min(lengths) <= 1
@@ -76,8 +76,8 @@ def test_shares_are_even_and_whole(count: int, size: int) -> None:
 
 @given(st.integers(0, 200), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6))
 def test_shares_by_speed_are_whole_and_in_proportion(count: int, shares: list[float]) -> None:
-    world = World(0, len(shares), torch.device("cpu")).sharing(shares)
-    lengths = [part.stop - part.start for part in world.cut(count)]
+    world = World(0, len(shares), torch.device("cpu")).with_shares(shares)
+    lengths = [part.stop - part.start for part in world.split_batch(count)]
     assert sum(lengths) == count
     assert all(
         abs(length - count * share / sum(shares)) <= 1.0 + 1e-9
@@ -100,7 +100,7 @@ def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(work
     def read(count: int, first: int) -> list[Any]:
         made = Feed(
             Augmented(),
-            World.alone(),
+            World.single_process(),
             global_batch=6,
             micro_batch=4,
             seed=1,
@@ -125,7 +125,7 @@ def test_an_error_in_the_data_set_is_the_users() -> None:
         def __getitem__(self, index: int) -> Any:
             raise FileNotFoundError("image 7 is gone")
 
-    made = Feed(Broken(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    made = Feed(Broken(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
     with pytest.raises(TaskFailed, match="image 7 is gone"):
         next(made.steps(0))
 
@@ -139,14 +139,14 @@ def test_what_may_be_data() -> None:
     ):
         assert (
             Feed(
-                data, World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()
+                data, World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()
             ).steps_per_epoch
             == 2
         )
     with pytest.raises(UserError, match="generator"):
-        Feed((x for x in range(3)), World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+        Feed((x for x in range(3)), World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
     with pytest.raises(UserError, match="empty"):
-        Feed([], World.alone(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+        Feed([], World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
 
 
 def test_windows_cover_the_text_once() -> None:
@@ -162,7 +162,7 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
     random.seed(5)
     expected = random.random()
     random.seed(5)
-    made = Feed(Augmented(), World.alone(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    made = Feed(Augmented(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
     next(made.steps(0))
     assert random.random() == expected
 
@@ -170,7 +170,7 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
 def test_closing_a_feed_ends_its_processes() -> None:
     others = {child.pid for child in multiprocessing.active_children()}
     made = Feed(
-        Augmented(), World.alone(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2)
+        Augmented(), World.single_process(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2)
     )
     next(made.steps(0))
     own = {child.pid for child in multiprocessing.active_children()} - others

@@ -74,7 +74,7 @@ def saved_on_host(
 
 
 def resumed_alone(contents: Contents) -> dict[str, Tensor]:
-    stepper, feed = SAVED.stepper(World.alone())
+    stepper, feed = SAVED.stepper(World.single_process())
     model = stepper.replica.model
     restore(contents, model, stepper.learner.optimizer, stepper.precision)
     for step, portion in enumerate(portions(feed, SAVED.steps)):

@@ -348,7 +348,7 @@ def _world(config: Config, plan: Plan, place: tuple[str, int], rank: int, size: 
     on_gpu = plan.device.value != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # an actor sees its own GPU alone
     if plan.strategy.value == "single":
-        yield World.alone(device)
+        yield World.single_process(device)
         return
     patience = config.parallel.patience(hosts=False)
     store = tcp_store(*place, size, rank == 0, patience)

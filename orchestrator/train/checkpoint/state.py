@@ -103,7 +103,7 @@ def _bring_together(
         if key.partition("/")[2] in experts
     }
     theirs = {key: value for key, value in values.items() if key.partition("/")[2] in experts}
-    for tensors, plain in world.to_main(mine, theirs, f"experts/{step}"):
+    for tensors, plain in world.gather_to_main(mine, theirs, f"experts/{step}"):
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             both[kind][name] = tensor

@@ -42,18 +42,18 @@ class World:
     """Where the group can be left: what forms it, and more like it."""
     cpu_group: Group | None = None
     """For what lies in host memory, where the group itself carries only what lies on devices."""
-    spoken: list[str] = field(default_factory=list, compare=False)
+    published_keys: list[str] = field(default_factory=list, compare=False)
     """Keys in the store that this worker has set for all to read."""
 
     @classmethod
-    def alone(cls, device: str | torch.device = "cpu") -> World:
+    def single_process(cls, device: str | torch.device = "cpu") -> World:
         return cls(0, 1, torch.device(device))
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sharing(self, shares: Sequence[float]) -> World:
+    def with_shares(self, shares: Sequence[float]) -> World:
         """The same workers with other shares of the batch."""
         if len(shares) != self.size or min(shares) <= 0:
             raise ValueError(
@@ -61,7 +61,7 @@ class World:
             )
         return replace(self, shares=tuple(shares))
 
-    def primary(self) -> World:
+    def with_data_on_main(self) -> World:
         """The same workers, of which the first takes all samples."""
         return replace(self, shares=(1.0, *(0.0 for _ in range(self.size - 1))))
 
@@ -70,7 +70,7 @@ class World:
         """Workers that have a share of the batch."""
         return sum(share > 0 for share in self.shares) if self.shares else self.size
 
-    def cut(self, count: int) -> list[slice]:
+    def split_batch(self, count: int) -> list[slice]:
         """How ``count`` samples fall to the workers: in order, evenly or by their shares, none left out."""
         if not self.shares:
             bounds = [count * rank // self.size for rank in range(self.size + 1)]
@@ -146,7 +146,7 @@ class World:
         if self.size > 1:
             self.all_reduce_max([0.0])
 
-    def to_main(
+    def gather_to_main(
         self, named: Mapping[str, Tensor], beside: Any, name: str
     ) -> list[tuple[dict[str, Tensor], Any]]:
         """Tensors in host memory and a plain value from each of the others to the main worker, who gets them by rank; nobody
@@ -204,11 +204,11 @@ class World:
         if knows == self.size:
             return None
         store, key = self._store, f"agree/{name}"
-        while self.spoken:  # all have come this far: what was agreed on before has been read
-            store.delete_key(self.spoken.pop())
+        while self.published_keys:  # all have come this far: what was agreed on before has been read
+            store.delete_key(self.published_keys.pop())
         if knows == self.rank:
             store.set(key, json.dumps(value))
-            self.spoken.append(key)
+            self.published_keys.append(key)
         self.membership.until(lambda: store.check([key]))
         return json.loads(store.get(key))
 

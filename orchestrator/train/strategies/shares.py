@@ -42,7 +42,7 @@ def with_shares(
         return world, {}
     devices = measured_devices(plan, world, known)
     shares = even_out([device.speed for device in devices])
-    return (world.sharing(shares) if len(set(shares)) > 1 else world), {
+    return (world.with_shares(shares) if len(set(shares)) > 1 else world), {
         device.name: device.speed for device in devices
     }
 

@@ -35,7 +35,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
 
     def try_(batch: int) -> Probe:
-        return agreed(world, probe(config, plan, task, World.alone(world.device), data, batch))
+        return agreed(world, probe(config, plan, task, World.single_process(world.device), data, batch))
 
     if world.device.type != "cuda":
         return fastest_batch(try_, min(8, most), most, float("inf"))

@@ -130,7 +130,7 @@ class WorkerRun:
         hosting = self._hosting(prepared, known)
         known |= hosting.measured(config.parallel.placement) if hosting else {}
         if prepared.plan.data_ranks < self.world.size:
-            self.world, speeds = self.world.primary(), {}
+            self.world, speeds = self.world.with_data_on_main(), {}
         else:
             self.world, speeds = with_shares(config, prepared.plan, self.world, known)
         if self.world.is_main:

@@ -186,7 +186,7 @@ def test_one_process_goes_on_from_the_copies_of_three(three: tuple[Copies, Conte
     copies, contents = three
     model, optimizer, precision = alone()
     assert restore(put_together(copies, 0, names_elsewhere(model)), model, optimizer, precision) == PROGRESS
-    again = capture(model, optimizer, precision, PROGRESS, World.alone())
+    again = capture(model, optimizer, precision, PROGRESS, World.single_process())
     assert again is not None
     assert_same(replace(again, state={**again.state, "random": contents.state["random"]}), contents)
 
@@ -338,14 +338,14 @@ def weight_in(copy: tuple[Header, Bytes]) -> float:
 
 
 def test_when_a_copy_is_due(parts: Any) -> None:
-    snapshots = snapping(4, parts, World.alone(), Shelf())
+    snapshots = snapping(4, parts, World.single_process(), Shelf())
     assert [step for step in range(1, 13) if snapshots.due(step)] == [4, 8, 12]
-    assert not any(snapping(0, parts, World.alone(), Shelf()).due(step) for step in range(13))
+    assert not any(snapping(0, parts, World.single_process(), Shelf()).due(step) for step in range(13))
 
 
 def test_a_step_is_copied_once(parts: Any) -> None:
     shelf = Shelf()
-    snapshots = snapping(4, parts, World.alone(), shelf)
+    snapshots = snapping(4, parts, World.single_process(), shelf)
     for step in (4, 4, 8):
         snapshots.take(Progress(step=step))
     assert [header.step for header, _ in shelf.held] == [4, 8]
@@ -353,7 +353,7 @@ def test_a_step_is_copied_once(parts: Any) -> None:
 
 def test_a_copy_is_of_its_moment(parts: Any) -> None:
     shelf = Shelf()
-    snapshots = snapping(1, parts, World.alone(), shelf)
+    snapshots = snapping(1, parts, World.single_process(), shelf)
     progress = Progress(step=1)
     step_to(parts[0], 1.0)
     snapshots.take(progress)
@@ -367,7 +367,7 @@ def test_what_is_being_fetched_and_what_waits_are_not_written_over(parts: Any) -
     """Two rooms: while the first copy is on its way the second is made, and the third waits until the second is on its way, when
     the first has arrived."""
     outbox, life = Watched(), GroupMembership()
-    world = World.alone()
+    world = World.single_process()
     snapshots = snapping(1, parts, world, outbox)
     on_its_way: list[tuple[Header, Bytes]] = []
     for step in range(1, 8):
@@ -397,14 +397,14 @@ def _with_life(life: GroupMembership) -> World:
     from experts.group import GroupFactory
     from orchestrator.train.parts.world import open_store
 
-    return replace(World.alone(), lines=GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, life))
+    return replace(World.single_process(), lines=GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, life))
 
 
 def test_growing_state_gets_larger_rooms(parts: Any) -> None:
     """An optimizer has nothing before its first step."""
     model, precision = parts[0], parts[2]
     optimizer, shelf = torch.optim.AdamW(model.parameters()), Shelf()
-    snapshots = Snapshots(1, 0, model, optimizer, precision, World.alone(), shelf, PinnedBuffers(CPU))
+    snapshots = Snapshots(1, 0, model, optimizer, precision, World.single_process(), shelf, PinnedBuffers(CPU))
     for step in range(3):
         snapshots.take(Progress(step=step))
         model.weight.grad = torch.ones_like(model.weight)
@@ -429,7 +429,7 @@ def test_where_tensors_lie_is_worked_out_once(parts: Any, monkeypatch: pytest.Mo
     place = snapshots_module._place
     monkeypatch.setattr(snapshots_module, "_place", watched)
     shelf, model = Shelf(), parts[0]
-    snapshots = snapping(1, parts, World.alone(), shelf)
+    snapshots = snapping(1, parts, World.single_process(), shelf)
     for step in range(1, 7):
         step_to(model, float(step))
         snapshots.take(Progress(step=step))
@@ -452,7 +452,7 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
     rooms, size = PinnedBuffers(torch.device("cuda", 0)), 4 * 1600 + 3 * 64  # the bias has 160 bytes
     model, optimizer, precision = parts
     for _ in range(2):  # one membership after another
-        snapshots = Snapshots(4, 0, model, optimizer, precision, World.alone(), Shelf(), rooms)
+        snapshots = Snapshots(4, 0, model, optimizer, precision, World.single_process(), Shelf(), rooms)
         for _ in range(3):
             snapshots.prepare()
         assert len({rooms.next(size).data_ptr() for _ in range(4)}) == 2
@@ -465,7 +465,7 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
         model,
         optimizer,
         precision,
-        World.alone(),
+        World.single_process(),
         Shelf(),
         other := PinnedBuffers(torch.device("cuda", 0)),
     ).prepare()

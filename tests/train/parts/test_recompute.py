@@ -97,7 +97,7 @@ def trained(case: HostCase, world: World) -> dict[str, Any]:
         chunks=case.chunks,
         recompute=case.recompute,
     )
-    exchange = stepper.replica.hosts.exchange
+    exchange = stepper.replica.context.exchange
     if not isinstance(exchange, GroupExchange):
         return outcome(stepper, feed)
     with counted(exchange) as calls:
@@ -124,7 +124,7 @@ def assert_same(plain: Mapping[str, Any], again: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_the_same_in_one_process(name: str) -> None:
     case = HostCase(Tiny((SIZES, SIZES), tokens=3, options=OPTIONS[name]), 1, (), micro=4, whole=10)
-    assert_same(trained(case, World.alone()), trained(replace(case, recompute=True), World.alone()))
+    assert_same(trained(case, World.single_process()), trained(replace(case, recompute=True), World.single_process()))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -64,8 +64,8 @@ def own(rank: int) -> dict[str, Tensor]:
 def sends(rank: int, size: int, store: str, lodges: bool, piece: int) -> list[tuple[dict[str, Tensor], Any]]:
     module._PIECE_BYTES = piece  # in a process of its own
     with member(rank, size, store, lodges) as world:
-        first = world.to_main(own(rank), {"rank": rank, "none": None}, "first")
-        again = world.to_main({} if rank == 1 else {"x": torch.full((3,), rank)}, None, "again")
+        first = world.gather_to_main(own(rank), {"rank": rank, "none": None}, "first")
+        again = world.gather_to_main({} if rank == 1 else {"x": torch.full((3,), rank)}, None, "again")
         return first + again
 
 
@@ -85,7 +85,7 @@ def test_tensors_to_the_main_worker(lodges: bool, piece: int) -> None:
 
 
 def test_one_process_sends_nothing() -> None:
-    assert World.alone().to_main({"x": torch.ones(1)}, 1, "x") == []
+    assert World.single_process().gather_to_main({"x": torch.ones(1)}, 1, "x") == []
 
 
 def agrees(rank: int, size: int, store: str, lodges: bool) -> list[Any]:
@@ -107,7 +107,7 @@ def test_a_value_that_some_know(lodges: bool) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    alone = World.alone()
+    alone = World.single_process()
     alone.wait_for_main("anywhere")
     assert alone.broadcast_value("x", 3) == 3
     assert alone.broadcast_value("y", None) is None
@@ -116,7 +116,7 @@ def test_one_process_agrees_with_itself() -> None:
 WAYS: dict[str, Callable[[World], Any]] = {
     "meet": lambda world: world.wait_for_main("never"),
     "agree": lambda world: world.broadcast_value("never", None),
-    "to_main": lambda world: world.to_main({"x": torch.ones(3)}, None, "never"),
+    "to_main": lambda world: world.gather_to_main({"x": torch.ones(3)}, None, "never"),
     "sum": lambda world: world.all_reduce(torch.ones(3)),
     "broadcast": lambda world: world.broadcast([torch.ones(3)]),
     "another": lambda world: world.new_group(),
@@ -198,6 +198,6 @@ def test_one_life_after_another() -> None:
 
 
 def test_a_group_that_cannot_be_left_has_a_life_nobody_ends() -> None:
-    life = World.alone().membership
+    life = World.single_process().membership
     life.until(lambda: True)
     assert not life.left

@@ -128,7 +128,7 @@ def _each(stepper: Any, feed: Any, steps: int) -> Any:
 
 def ran_rank(rank: int, size: int, store: str, case: Case) -> Ran:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        return ran(case, world.sharing(case.shares) if case.shares else world)
+        return ran(case, world.with_shares(case.shares) if case.shares else world)
 
 
 FP64 = [

@@ -32,9 +32,9 @@ def trained(case: HostCase, world: World, steps: int = STEPS) -> dict[str, Any]:
     """Losses, norms and loads of some steps, the gradients of the first, and the weights after the last. One process does
     not recompute: what is recomputed on hosts is held against what is not."""
     if world.size > 1 and case.primary:
-        world = world.primary()
+        world = world.with_data_on_main()
     elif world.size > 1 and case.shares:
-        world = world.sharing(case.shares)
+        world = world.with_shares(case.shares)
     micro = case.micro if world.size > 1 else case.micro * case.holders  # the same micro-batches, uncut
     stepper, feed = make_stepper(
         case.task,
@@ -119,7 +119,7 @@ def check(cases: Sequence[HostCase]) -> None:
     for number, case in enumerate(cases):
         try:
             assert_equal(
-                [answer[number] for answer in answers], trained(case, World.alone(), steps_of(case)), case
+                [answer[number] for answer in answers], trained(case, World.single_process(), steps_of(case)), case
             )
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
@@ -215,7 +215,7 @@ def built_on_host(rank: int, size: int, store: str, task: Tiny, host_of: Any) ->
 @pytest.mark.parametrize("kind", [Partly, Frozen])
 def test_what_the_optimizer_does_not_have_counts_for_nothing(kind: type[Tiny]) -> None:
     task, host_of = kind((SIZES,)), ((0, 1, 0, 1, 1, 1, 1),)  # both experts of size 3 on one host
-    alone = built_and_run(task, World.alone(), host_of)
+    alone = built_and_run(task, World.single_process(), host_of)
     for host in run_ranks(built_on_host, 2, task, host_of):
         assert host["norm"] == pytest.approx(alone["norm"], rel=1e-12)
         for name, weight in host["weights"].items():
@@ -259,8 +259,8 @@ class Tied(Tiny):
 
 def test_a_model_whose_experts_live_elsewhere_is_the_same_otherwise() -> None:
     task = Tied((SIZES, SIZES), dtype=torch.float32)
-    whole = build_model(Config(), task, World.alone(), None)
-    part = build_model(Config(), task, World.alone(), [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)])
+    whole = build_model(Config(), task, World.single_process(), None)
+    part = build_model(Config(), task, World.single_process(), [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)])
     assert part.get_buffer("mask").tolist() == [0.0, 1.0, 2.0]
     assert part.get_parameter("head.weight") is part.get_parameter("other.weight")
     theirs = by_expert(whole, dict(whole.named_parameters()))

@@ -38,7 +38,7 @@ def run(run_dir: Path, task: Any = None, **settings: Any) -> tuple[Loop, list[fl
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
     run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(run_dir / "events.jsonl")
-    loop, _ = build_loop(config, prepared.plan, prepared.task, World.alone(), run_dir, log)
+    loop, _ = build_loop(config, prepared.plan, prepared.task, World.single_process(), run_dir, log)
     loop.run()
     log.close()
     return loop, [event["loss"] for event in by_step(read_events(run_dir / "events.jsonl"))]
@@ -60,7 +60,7 @@ def test_a_hundred_corruptions_and_each_run_continues_from_the_one_before(tmp_pa
             ).split()[0]
         )
         log = EventLog(folder / "events.jsonl")
-        loop, _ = build_loop(config, prepared.plan, prepared.task, World.alone(), folder, log)
+        loop, _ = build_loop(config, prepared.plan, prepared.task, World.single_process(), folder, log)
         resumed = of_kind(read_events(folder / "events.jsonl"), "resume")[0]
         assert resumed["step"] == 6
         assert resumed["skipped"][0]["path"] == "step_00000008"
@@ -92,12 +92,12 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
     loop, _ = run(tmp_path / "first", max_steps=5)
     config = Config.of(**SMALL, init_from=tmp_path / "first" / "checkpoints" / "step_00000005")
     prepared = Trainer(config=config, quiet=True).prepare()
-    parts = build_parts(config, prepared.plan, prepared.task, World.alone())
+    parts = build_parts(config, prepared.plan, prepared.task, World.single_process())
     progress = begin(
         config,
         parts,
         CheckpointStore(tmp_path / "second"),
-        World.alone(),
+        World.single_process(),
         EventLog(tmp_path / "events.jsonl"),
     )
     assert progress.step == 0

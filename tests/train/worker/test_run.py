@@ -77,7 +77,7 @@ def trained(
         run_dir.mkdir(exist_ok=True)
         log = EventLog(run_dir / "events.jsonl")
         prepared = Trainer(config=config.but(parallel_strategy="auto"), quiet=True).prepare()
-        work(prepared, World.alone(), run_dir, log, lambda: False, restart)
+        work(prepared, World.single_process(), run_dir, log, lambda: False, restart)
         log.close()
     else:
         assert len(set(run_ranks(run_rank, workers, config, stop_at, restart))) == 1
