@@ -36,19 +36,43 @@ class RecomputeCache:
             yield
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """The part of a step's global batch that one forward and backward pass computes."""
+
+    seed: int = 0
+    """Seed of the optimizer step, the same on all hosts. The gate's noise is a function of it and of a token's
+    position in the global batch."""
+    first_sample: int = 0
+    """Index of the pass's first sample in the global batch."""
+    num_samples: int | None = None
+    """Samples of the pass, from which the tokens per sample follow. None: the first dimension of a layer's input
+    counts them."""
+    dummy: bool = False
+    """The pass only keeps this host in step with the others. Its tokens are sent to no host and count nowhere."""
+
+
 @dataclass
 class MoEContext:
-    """The hosts, as one of them sees them. ``silent`` says that the tokens at hand stand in for none: they go nowhere and
-    are counted nowhere. ``first`` is the place of the first of the ``samples`` at hand in the global batch (0 samples: as many
-    as the first dimension says), ``seed`` that of the step: noise is drawn by them."""
+    """Context shared by the MoE layers of a model on one host.
+
+    User models call ``layer(x)``, so that values of the current pass cannot be arguments of ``forward``. The layers
+    read them from ``step``, which ``use_step`` replaces as a whole."""
 
     exchange: Exchange = field(default_factory=LocalExchange)
     chunks: int = 1
-    silent: bool = False
-    first: int = 0
-    samples: int = 0
-    seed: int = 0
+    step: StepContext = field(default_factory=StepContext)
     cache: RecomputeCache | None = None
+
+    @contextmanager
+    def use_step(self, step: StepContext) -> Iterator[None]:
+        """Make ``step`` the current one. The backward pass belongs inside: recomputation reads it again."""
+        before = self.step
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = before
 
     def replayed(self, make: Callable[[], T]) -> T:
         """What ``make`` returns, or what it returned when the pass at hand was made the first time."""

@@ -39,7 +39,7 @@ def names_elsewhere(model: nn.Module) -> set[str]:
 
 def lives_on_hosts(model: nn.Module) -> bool:
     """Whether the model's experts are shared out among several hosts."""
-    return any(layer.hosts.exchange.size > 1 for _, layer in moe_layers(model))
+    return any(layer.context.exchange.size > 1 for _, layer in moe_layers(model))
 
 
 def split_experts(state: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ class MoELayer(nn.Module):
     ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads it; whoever runs the
     steps sums the counts of a step's routings and hands them to ``load.settle``. ``shared`` is the hidden size of an expert
     that sees every token. ``capacity`` bounds the rows of an expert to that multiple of its even share of a micro-batch;
-    later choices are dropped first, and among them later tokens. ``hosts`` and ``host_E`` say where experts live: here, all
+    later choices are dropped first, and among them later tokens. ``context`` and ``host_E`` say where experts live: here, all
     of them, until ``model.place`` says otherwise."""
 
     load_E: Tensor
@@ -49,15 +49,16 @@ class MoELayer(nn.Module):
         self.bank = ExpertBank(width, sizes, kind)
         self.shared = SharedExpert(width, shared, kind) if shared else None
         self.jitter, self.capacity = jitter, capacity
-        self.hosts, self.number = MoEContext(), 0
+        self.context = MoEContext()
+        self.number = 0
         self.register_buffer("load_E", torch.zeros(len(sizes), dtype=torch.int64))
         self.register_buffer("host_E", torch.zeros(len(sizes), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        x_TD, hosts = x.reshape(-1, x.shape[-1]), self.hosts
+        x_TD = x.reshape(-1, x.shape[-1])
         routing = self._route(x_TD, x.shape[0])
         sent_TD = x_TD.to(computing_dtype(x_TD))
-        if hosts.exchange.size == 1:
+        if self.context.exchange.size == 1:
             y_TD = self._forward_local(sent_TD, routing)
             if self.shared is not None:
                 y_TD = y_TD + self.shared(sent_TD)
@@ -66,14 +67,15 @@ class MoELayer(nn.Module):
         return y_TD.reshape(x.shape).to(x.dtype), routing
 
     def _route(self, x_TD: Tensor, samples: int) -> Routing:
-        hosts = self.hosts
+        context = self.context
         noise_TD = None
         if self.jitter and self.training:
-            per_sample = len(x_TD) // max(1, hosts.samples or samples)
-            position_T = hosts.first * per_sample + torch.arange(len(x_TD), device=x_TD.device)
+            step = context.step
+            per_sample = len(x_TD) // max(1, step.num_samples or samples)
+            position_T = step.first_sample * per_sample + torch.arange(len(x_TD), device=x_TD.device)
             exact = torch.promote_types(x_TD.dtype, torch.float32)
-            noise_TD = noise(hosts.seed + self.number, position_T, x_TD.shape[1], self.jitter, exact)
-        return self.gate(x_TD, self.load_E, noise_TD, hosts.replayed if hosts.cache is not None else None)
+            noise_TD = noise(step.seed + self.number, position_T, x_TD.shape[1], self.jitter, exact)
+        return self.gate(x_TD, self.load_E, noise_TD, context.replayed if context.cache is not None else None)
 
     def _forward_local(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """All experts are here: tokens go straight to them."""
@@ -81,7 +83,7 @@ class MoELayer(nn.Module):
         if self.capacity is not None and not isinstance(
             x_TD, FakeTensor
         ):  # traced, there are no numbers: all are kept
-            kept_TK = kept_choices(routing.experts_TK, len(self.load_E), self.capacity, self.hosts)
+            kept_TK = kept_choices(routing.experts_TK, len(self.load_E), self.capacity, self.context)
             slots_TK = torch.where(kept_TK, slots_TK, -1)
             rows = int(kept_TK.sum())
         rows_RD, trip = dispatch(x_TD, slots_TK, routing.weights_TK, len(self.bank.held), rows)
@@ -89,13 +91,13 @@ class MoELayer(nn.Module):
 
     def _forward_exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tokens travel to their experts' hosts, in parts, and back; the shared expert computes meanwhile."""
-        hosts = self.hosts
+        context = self.context
         kept_TK = None
         if self.capacity is not None:
-            kept_TK = hosts.replayed(
-                lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, hosts)
+            kept_TK = context.replayed(
+                lambda: kept_choices(routing.experts_TK, len(self.load_E), self.capacity or 0.0, context)
             )
-        crossing = TokenExchange.of(x_TD, routing, self.host_E, kept_TK, hosts, self.number)
+        crossing = TokenExchange.of(x_TD, routing, self.host_E, kept_TK, context, self.number)
         crossing.set_out()
         beside_TD = self.shared(x_TD) if self.shared is not None else None
         for part in crossing.parts:

@@ -22,10 +22,11 @@ def mix(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def attach(model: nn.Module, hosts: MoEContext) -> None:
+def attach(model: nn.Module, context: MoEContext) -> None:
     """Let the MoE layers of a model know of the step and of the other hosts."""
     for name, layer in moe_layers(model):
-        layer.hosts, layer.number = hosts, mix("layer", name) >> 20
+        layer.context = context
+        layer.number = mix("layer", name) >> 20
 
 
 def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:

@@ -74,7 +74,7 @@ class TokenExchange:
         """Who goes where. All hosts must call it: they tell each other how many rows will come. ``layer`` is its number, which
         must be the same on all."""
         host_TK = host_E[routing.experts_TK]
-        if hosts.silent:
+        if hosts.step.dummy:
             host_TK = torch.full_like(host_TK, -1)
         elif kept_TK is not None:
             host_TK = torch.where(kept_TK, host_TK, -1)
@@ -168,7 +168,7 @@ def kept_choices(experts_TK: Tensor, experts: int, capacity: float, hosts: MoECo
     flat_R = experts_TK.t().reshape(-1)
     counts_KE = torch.zeros(top_k, experts, dtype=torch.int64, device=flat_R.device)
     counts_KE = counts_KE.scatter_add_(1, experts_TK.t(), torch.ones_like(experts_TK.t()))
-    if hosts.silent:
+    if hosts.step.dummy:
         counts_KE = torch.zeros_like(counts_KE)
     exchange = hosts.exchange
     told = exchange.counts(counts_KE.reshape(1, -1).expand(exchange.size, -1).contiguous(), (experts, top_k))

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from experts.context import StepContext
 from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss
 from orchestrator.train.data import Feed, Micro, cut_batch
+from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import is_communication_error
 from orchestrator.train.step import WHOLE, as_loss, check_device
 from orchestrator.train.strategies.data_parallel import Strategy, shared_buffers
 from orchestrator.train.totals import Sums, Totals
@@ -80,11 +81,12 @@ class Evaluation:
         batch, done, samples = micro.fetch(), 0, micro.samples or micro.standing_in
         totals: Totals | None = None
         check_device(batch, device)
-        self.replica.hosts.silent = not micro.samples
+        context = StepContext(dummy=not micro.samples)
         while done < samples:
             size = min(limit, samples - done)
             part = batch if size == samples else cut_batch(batch, done, done + size, samples)
-            made = _loss(self.replica, part, size, self.precision)
+            with self.replica.context.use_step(context):
+                made = _loss(self.replica, part, size, self.precision)
             if made is None:
                 if size == 1 or self.replica.lockstep:
                     raise ResourceError(

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers, update_balance
+from experts.context import StepContext
 from experts.model import mix
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.data import Portion, cut_batch, tensors_of
 from orchestrator.train.parts.clock import PhaseClock
+from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.compiling import Compiled, is_compile_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.optim import Learner, finish_gradients
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World, is_communication_error
+from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.data_parallel import Strategy, statistics_of
 from orchestrator.train.totals import Sums, Totals
 
@@ -99,8 +101,7 @@ class Stepper:
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.learner.optimizer.zero_grad(set_to_none=True)
         self.replica.begin(portion.shared)
-        hosts = self.replica.hosts
-        hosts.seed = mix(self.seed, "noise", step) >> 20
+        noise_seed = mix(self.seed, "noise", step) >> 20
         nominal = self._nominal(portion)
         totals: Totals | None = None
         for number, micro in enumerate(portion.micros, 1):
@@ -109,20 +110,20 @@ class Stepper:
             batch = micro.fetch()
             self.clock.mark("data")
             samples = micro.samples or micro.standing_in  # a stand-in counts for nothing, but is computed
-            hosts.silent = not micro.samples
             with nullcontext() if micro.samples else self.replica.dummy_pass():
                 for begin in range(0, samples, self.limit):
                     end = min(begin + self.limit, samples)
-                    hosts.first, hosts.samples = micro.first + begin, end - begin
+                    context = StepContext(noise_seed, micro.first + begin, end - begin, not micro.samples)
                     part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
-                    loss, weight = self._forward(
-                        part, end - begin, last=number == len(portion.micros) and end == samples
-                    )
-                    self.clock.mark("forward")
-                    loss.sum.backward(
-                        self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0)
-                    )
-                    self.clock.mark("backward")
+                    with self.replica.context.use_step(context):
+                        loss, weight = self._forward(
+                            part, end - begin, last=number == len(portion.micros) and end == samples
+                        )
+                        self.clock.mark("forward")
+                        loss.sum.backward(
+                            self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0)
+                        )
+                        self.clock.mark("backward")
                     if micro.samples:
                         more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
                         totals = more if totals is None else totals.plus(more)

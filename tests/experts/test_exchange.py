@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext
+from experts.context import MoEContext, StepContext
 from experts.exchange import GroupExchange
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
-from orchestrator.train.parts.world import file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
 from tests.support.ranks import run_ranks
 
 
@@ -94,12 +95,11 @@ def on_host(rank: int, size: int, store: str, case: Case) -> dict[str, Tensor]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
         layer = make(case)
-        hosts = MoEContext(GroupExchange(world.group), chunks=case.chunks, silent=rank in case.silent)
-        attach(layer, hosts)
+        first_token = sum(case.tokens[r] for r in range(rank) if r not in case.silent)
+        step = StepContext(first_sample=first_token, dummy=rank in case.silent)
+        attach(layer, MoEContext(GroupExchange(world.group), chunks=case.chunks, step=step))
         place(layer, [case.host_of], rank)
-        mine_T = places(case)[rank]
-        hosts.first = sum(case.tokens[r] for r in range(rank) if r not in case.silent)
-        return passed(layer, case, mine_T)
+        return passed(layer, case, places(case)[rank])
 
 
 def places(case: Case) -> list[Tensor]:

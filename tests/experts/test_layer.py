@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experts.balance import moe_layers, update_balance
-from experts.context import MoEContext
+from experts.context import MoEContext, StepContext
 from experts.gate import noise
 from experts.layer import MoELayer
 from experts.model import attach, initialise
@@ -61,7 +61,7 @@ def tokens_of(*shape: int) -> Tensor:
 
 
 def noise_of(layer: MoELayer, positions: Tensor) -> Tensor | None:
-    seed, width = layer.hosts.seed + layer.number, layer.gate.weight_ED.shape[1]
+    seed, width = layer.context.step.seed + layer.number, layer.gate.weight_ED.shape[1]
     return noise(seed, positions, width, layer.jitter, torch.float64) if layer.jitter else None
 
 
@@ -69,7 +69,7 @@ def noise_of(layer: MoELayer, positions: Tensor) -> Tensor | None:
 @pytest.mark.parametrize(("width", "sizes", "top_k", "tokens"), SHAPES)
 def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: int, name: str) -> None:
     layer = make(width, sizes, top_k, **OPTIONS[name])
-    attach(layer, MoEContext(seed=12345))
+    attach(layer, MoEContext(step=StepContext(seed=12345)))
     x = tokens_of(tokens, width).requires_grad_()
     y, routing = layer(x)
     expected, balance, z, counts = moe_oracle(layer, x, noise_of(layer, torch.arange(tokens)))
@@ -131,15 +131,15 @@ def test_a_token_without_room_gets_the_shared_expert_alone() -> None:
 def test_jitter_is_drawn_by_the_place_in_the_global_batch_and_in_training_alone() -> None:
     layer = make(6, [4, 4, 4], 2, jitter=0.9)
     x = tokens_of(5, 3, 6)
-    attach(layer, MoEContext(seed=7))
-    whole, _ = layer(x)
+    with layer.context.use_step(StepContext(seed=7)):
+        whole, _ = layer(x)
     parts = []
     for begin, end in ((0, 2), (2, 5)):
-        attach(layer, MoEContext(seed=7, first=begin))
-        parts.append(layer(x[begin:end])[0])
+        with layer.context.use_step(StepContext(seed=7, first_sample=begin)):
+            parts.append(layer(x[begin:end])[0])
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-13, atol=1e-13)
-    attach(layer, MoEContext(seed=8))
-    assert not torch.allclose(layer(x)[0], whole), "another step, other noise"
+    with layer.context.use_step(StepContext(seed=8)):
+        assert not torch.allclose(layer(x)[0], whole), "another step, other noise"
     layer.eval()
     torch.testing.assert_close(
         layer(x)[0].flatten(0, 1), moe_oracle(layer, x.flatten(0, 1))[0], rtol=1e-12, atol=1e-12

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext
+from experts.context import MoEContext, StepContext
 from experts.exchange import GroupExchange, Layout, LocalExchange, Meter, PendingRows
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
 from experts.token_exchange import TokenExchange, _cut, kept_choices
 from experts.types import Routing
-from orchestrator.train.parts.world import file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
 from tests.support.oracle import kept_oracle
 from tests.support.ranks import run_ranks
 
@@ -72,7 +73,8 @@ def test_the_room_of_experts_is_given_out_in_order(seed: int) -> None:
     for host in range(hosts):
         experts_TK = torch.tensor(choices[host], dtype=torch.int64).view(-1, top_k)
         exchange = Told(host, tables) if hosts > 1 else LocalExchange()
-        found = kept_choices(experts_TK, experts, capacity, MoEContext(exchange, silent=host in silent))
+        context = MoEContext(exchange, step=StepContext(dummy=host in silent))
+        found = kept_choices(experts_TK, experts, capacity, context)
         assert found.shape == experts_TK.shape
         if host not in silent:
             assert found.tolist() == [next(expected) for _ in choices[host]]
@@ -193,7 +195,7 @@ def test_what_was_dropped_does_not_travel_and_a_silent_host_sends_nothing() -> N
     ]
     assert post.sent[0][1] == tuple(sum(n in wanted for wanted in hosts) for n in range(2))
     assert sum(pairs for _, pairs in post.told[0]) == int(kept_TK.sum())
-    quiet, _ = set_out(routing, host_E, 2, silent=True)
+    quiet, _ = set_out(routing, host_E, 2, step=StepContext(dummy=True))
     assert quiet.sent[0][1] == (0, 0)
     assert quiet.told[0] == [[0, 0], [0, 0]]
 

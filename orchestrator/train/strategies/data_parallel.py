@@ -49,9 +49,10 @@ class Strategy:
     lockstep = False  # whether a forward pass waits for the other workers: then all compute, or none can
     num_expert_grads = 0  # gradients that live on one worker each, counted over all of them
 
-    def __init__(self, model: nn.Module, task: Task, hosts: MoEContext | None = None) -> None:
-        self.model, self.task, self.hosts = model, task, hosts or MoEContext()
-        attach(model, self.hosts)
+    def __init__(self, model: nn.Module, task: Task, context: MoEContext | None = None) -> None:
+        self.model, self.task = model, task
+        self.context = context or MoEContext()
+        attach(model, self.context)
         self._synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
     @property

@@ -84,7 +84,7 @@ def build_parts(
     for _, layer in moe_layers(model):  # what the plan leaves open, each bank decides by its sizes
         layer.bank.kernel = "loop" if plan.expert_kernel.value == "loop" else config.device.expert_kernel
     if plan.activation_checkpointing.value:
-        recompute_blocks(model, None if plan.compile.value else replica.hosts)
+        recompute_blocks(model, None if plan.compile.value else replica.context)
     compiled = (
         Compiled(model, config.device.compile_mode, config.device.compile_parts)
         if plan.compile.value
