@@ -25,7 +25,8 @@ from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import machine_settings
 
 QUIET, TRIES = 0.04, 3  # share of the processors that others may use meanwhile; attempts

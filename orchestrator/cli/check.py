@@ -87,7 +87,7 @@ def _all_probes(found: Inventory, full: bool) -> Iterator[Probe]:
 
 def _collective(gpus: int) -> Check:
     """Two processes sum a tensor: NCCL where there are two GPUs, gloo otherwise."""
-    from orchestrator.train.parts.world import probe_collective
+    from orchestrator.plan.checks.collective import probe_collective
 
     backend = "nccl" if gpus >= 2 else "gloo"
     problem = probe_collective(backend)

@@ -46,7 +46,8 @@ from orchestrator.plan.cost.interpolate import Curve
 from orchestrator.plan.cost.model import Device, LinkKind
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.train.parts.memory import free_cached
-from orchestrator.train.parts.world import file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
 
 Tell = Callable[[str], None]
 _LONGEST_S = 120.0

@@ -114,8 +114,9 @@ def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: in
     """A worker of a group, from its start to its end. ``place`` is where they meet."""
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
-    from orchestrator.train.parts.world import process_group_world, tcp_store
-    from orchestrator.train.worker.run import WorkerRun
+    from orchestrator.train.parts.stores import tcp_store
+    from orchestrator.train.parts.world import process_group_world
+    from orchestrator.train.worker.run import Supervision, WorkerRun
 
     prepared = settled(assignment, rank)
     patience = prepared.resolved.config.parallel.patience(hosts=False)

@@ -39,7 +39,7 @@ from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
 from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.checkpoint.state import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.world import is_communication_error
+from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.step import built
 from orchestrator.train.worker.build import resumable
 from orchestrator.train.worker.observers import interruptible

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import experts.group as module
 from experts.group import Group, GroupFactory
 from experts.membership import GroupLeft, GroupMembership
-from orchestrator.train.parts.world import is_communication_error, open_store, tcp_store
+from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.train.parts.stores import open_store, tcp_store
 from tests.support.ranks import gloo, run_ranks, start_ranks
 
 Place = tuple[str, int]

@@ -19,7 +19,8 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World, file_store, process_group_world, recoverable_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world, recoverable_world
 from orchestrator.train.strategies import data_parallel as replicate
 from orchestrator.train.strategies.data_parallel import synchronize_statistics
 from tests.support.ranks import run_ranks

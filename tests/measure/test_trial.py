@@ -16,7 +16,8 @@ from orchestrator.measure.model_facts import model_facts
 from orchestrator.measure.trial import Block, Limits, Measured, _student, measurement, rate_of
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.trainer import Trainer
 from tests.support.ranks import run_ranks
 

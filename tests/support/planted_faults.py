@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.expert_state import split_experts, stacked_names
 from orchestrator.train.data import Feed, Portion
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals
 from tests.support.ranks import RanksFailed, run_ranks

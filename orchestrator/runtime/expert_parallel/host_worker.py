@@ -58,7 +58,7 @@ class Segment:
 def _clients(side: Side, place: tuple[str, int]) -> tuple[Any, Any]:
     """Two ways to the driver's store: one for the group, one for the pulse, which must not wait for it. They are kept from one
     membership to the next: to open one may take seconds where names of hosts are looked up."""
-    from orchestrator.train.parts.world import tcp_store
+    from orchestrator.train.parts.stores import tcp_store
 
     for name in ("store", "pulse store"):
         if name not in side.memory:

@@ -51,7 +51,7 @@ from orchestrator.runtime.expert_parallel.states import (
 )
 from orchestrator.runtime.recovery import Failure, HostStatus, limit_s, stuck, worst
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.world import open_store
+from orchestrator.train.parts.stores import open_store
 
 _SEGMENT_SECONDS = 2.0
 _FIRST_SEGMENT = 5  # steps, before it is known how long they take

@@ -246,8 +246,8 @@ def _told(rank: int, error: BaseException) -> _Failed:
     if isinstance(error, RayActorError):
         return _Failed("lost", f"worker {rank} was lost: its process ended, or was ended for want of memory")
     cause = error.cause if isinstance(error, RayTaskError) else error
+    from orchestrator.train.parts.comm_errors import is_communication_error
     from orchestrator.train.parts.memory import is_out_of_memory
-    from orchestrator.train.parts.world import is_communication_error
 
     if is_out_of_memory(cause) or (isinstance(cause, OrchestratorError) and "out of memory" in str(cause)):
         return _Failed("out_of_memory", first_line(cause))
@@ -343,7 +343,8 @@ def check_batch(config: Config, point: Point, workers: int, samples: int) -> Non
 def _world(config: Config, plan: Plan, place: tuple[str, int], rank: int, size: int) -> Iterator[Any]:
     import torch
 
-    from orchestrator.train.parts.world import World, process_group_world, tcp_store
+    from orchestrator.train.parts.stores import tcp_store
+    from orchestrator.train.parts.world import World, process_group_world
 
     on_gpu = plan.device.value != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")  # an actor sees its own GPU alone

@@ -24,7 +24,8 @@ from orchestrator.train.checkpoint.state import Progress, capture, restore
 from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.parts.optim import build_adamw
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from tests.support.ranks import run_ranks
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 from tests.support.tiny_model import Tiny
@@ -395,7 +396,7 @@ def test_a_copy_that_nobody_fetches_stops_the_next(parts: Any) -> None:
 
 def _with_life(life: GroupMembership) -> World:
     from experts.group import GroupFactory
-    from orchestrator.train.parts.world import open_store
+    from orchestrator.train.parts.stores import open_store
 
     return replace(World.single_process(), lines=GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, life))
 

@@ -20,7 +20,8 @@ from experts.exchange import GroupExchange
 from experts.model import attach
 from orchestrator.errors import UserError
 from orchestrator.train.parts.memory import recompute_blocks
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step import Stepper
 from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps

@@ -1,5 +1,5 @@
-"""What workers say to each other beside their collectives: tensors to the main one, values that some know, and meetings; over real
-processes, and left when someone says so."""
+"""World's exchanges besides plain collectives, over real processes: gathers to the main worker, values that some workers
+know, waits for the main worker; and leaving the group in the middle of each."""
 
 from __future__ import annotations
 
@@ -15,189 +15,198 @@ from torch import Tensor
 
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
-from orchestrator.train.parts import world as module
-from orchestrator.train.parts.world import (
-    World,
-    file_store,
-    is_communication_error,
-    process_group_world,
-    recoverable_world,
-)
+from orchestrator.train.parts import world as world_module
+from orchestrator.train.parts.comm_errors import is_communication_error
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world, recoverable_world
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def member(
-    rank: int, size: int, store: str, lodges: bool, life: GroupMembership | None = None
-) -> Iterator[World]:
-    """The world of hosts that can leave, or of workers that cannot."""
-    made = file_store(store, size)
-    if lodges:
-        with recoverable_world(
-            GroupFactory(made, "epoch0", rank, size, life or GroupMembership()), CPU, "gloo"
-        ) as world:
+def joined_world(rank: int, size: int, store_path: str, recoverable: bool) -> Iterator[World]:
+    """The world of hosts that can leave their group, or of workers that cannot."""
+    store = file_store(store_path, size)
+    if recoverable:
+        factory = GroupFactory(store, "generation0", rank, size, GroupMembership())
+        with recoverable_world(factory, CPU, "gloo") as world:
             yield world
             world.barrier()
     else:
-        with process_group_world(made, rank, size, CPU, "gloo", 60) as world:
+        with process_group_world(store, rank, size, CPU, "gloo", 60) as world:
             yield world
 
 
-def own(rank: int) -> dict[str, Tensor]:
-    """Tensors of one rank: of other number, sizes and kinds on each; rank 2 has none but empty ones."""
-    draw = torch.Generator().manual_seed(rank)
+both_worlds = pytest.mark.parametrize("recoverable", [False, True], ids=["process_group", "recoverable"])
+
+
+# --- tensors to the main worker
+
+
+def tensors_of_rank(rank: int) -> dict[str, Tensor]:
+    """Tensors whose number, sizes and dtypes differ from rank to rank; rank 2 has empty ones only."""
+    generator = torch.Generator().manual_seed(rank)
     if rank == 2:
         return {"empty": torch.empty(0, 4), "none": torch.empty(3, 0, dtype=torch.int64)}
     return {
-        "odd": torch.randn(7, 3, generator=draw),
+        "odd": torch.randn(7, 3, generator=generator),
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(3.25 * rank, dtype=torch.float64),
-        "half": torch.randn(5, generator=draw).bfloat16(),
+        "half": torch.randn(5, generator=generator).bfloat16(),
         "flags": torch.tensor([True, False, True]),
-        "turned": torch.randn(6, 5, generator=draw).t(),
-        "large": torch.randint(0, 99, (101,), generator=draw),
+        "transposed": torch.randn(6, 5, generator=generator).t(),
+        "large": torch.randint(0, 99, (101,), generator=generator),
     }
 
 
-def sends(rank: int, size: int, store: str, lodges: bool, piece: int) -> list[tuple[dict[str, Tensor], Any]]:
-    module._PIECE_BYTES = piece  # in a process of its own
-    with member(rank, size, store, lodges) as world:
-        first = world.gather_to_main(own(rank), {"rank": rank, "none": None}, "first")
-        again = world.gather_to_main({} if rank == 1 else {"x": torch.full((3,), rank)}, None, "again")
-        return first + again
+def gather_twice(
+    rank: int, size: int, store: str, recoverable: bool, piece_bytes: int
+) -> list[tuple[dict[str, Tensor], Any]]:
+    world_module._PIECE_BYTES = piece_bytes  # this process ends with the function
+    with joined_world(rank, size, store, recoverable) as world:
+        first = world.gather_to_main(tensors_of_rank(rank), {"rank": rank, "none": None}, "first")
+        tensors = {} if rank == 1 else {"x": torch.full((3,), rank)}
+        second = world.gather_to_main(tensors, None, "second")
+        return first + second
 
 
-@pytest.mark.parametrize("lodges", [False, True], ids=["joined", "lodged"])
-@pytest.mark.parametrize("piece", [7, 64, 2**26])
-def test_tensors_to_the_main_worker(lodges: bool, piece: int) -> None:
-    main, *others = run_ranks(sends, 3, lodges, piece)
-    assert others == [[], []], "nobody else gets any"
-    for rank, (tensors, plain) in enumerate(main[:2], start=1):
-        assert plain == {"rank": rank, "none": None}
-        assert list(tensors) == list(own(rank))
-        for name, tensor in own(rank).items():
+@both_worlds
+@pytest.mark.parametrize("piece_bytes", [7, 64, 2**26])
+def test_the_main_worker_gathers_tensors_and_values_by_rank(recoverable: bool, piece_bytes: int) -> None:
+    main, *others = run_ranks(gather_twice, 3, recoverable, piece_bytes)
+    assert others == [[], []], "only the main worker receives"
+    for rank, (tensors, value) in enumerate(main[:2], start=1):
+        assert value == {"rank": rank, "none": None}
+        expected = tensors_of_rank(rank)
+        assert list(tensors) == list(expected)
+        for name, tensor in expected.items():
             assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape), name
             assert torch.equal(tensors[name], tensor), name
     assert main[2] == ({}, None)
     assert main[3][0]["x"].tolist() == [2, 2, 2]
 
 
-def test_one_process_sends_nothing() -> None:
+def test_a_single_process_gathers_nothing() -> None:
     assert World.single_process().gather_to_main({"x": torch.ones(1)}, 1, "x") == []
 
 
-def agrees(rank: int, size: int, store: str, lodges: bool) -> list[Any]:
-    with member(rank, size, store, lodges) as world:
-        known: list[Any] = [
+# --- values that some workers know
+
+
+def broadcast_values(rank: int, size: int, store: str, recoverable: bool) -> list[Any]:
+    with joined_world(rank, size, store, recoverable) as world:
+        values: list[Any] = [
             world.broadcast_value("main", {"a": [1, 2.5]} if rank == 0 else None),
             world.broadcast_value("last", "of two" if rank == 2 else None),
             world.broadcast_value("several", rank if rank else None),
             world.broadcast_value("nobody", None),
             world.broadcast_value("false", 0 if rank == 1 else None),
         ]
-        world.wait_for_main("here")
-        return known
+        world.wait_for_main("end")
+        return values
 
 
-@pytest.mark.parametrize("lodges", [False, True], ids=["joined", "lodged"])
-def test_a_value_that_some_know(lodges: bool) -> None:
-    assert run_ranks(agrees, 3, lodges) == [[{"a": [1, 2.5]}, "of two", 1, None, 0]] * 3
+@both_worlds
+def test_a_value_comes_from_the_lowest_rank_that_has_one(recoverable: bool) -> None:
+    assert run_ranks(broadcast_values, 3, recoverable) == [[{"a": [1, 2.5]}, "of two", 1, None, 0]] * 3
 
 
-def test_one_process_agrees_with_itself() -> None:
-    alone = World.single_process()
-    alone.wait_for_main("anywhere")
-    assert alone.broadcast_value("x", 3) == 3
-    assert alone.broadcast_value("y", None) is None
+def test_a_single_process_keeps_its_own_value() -> None:
+    world = World.single_process()
+    world.wait_for_main("anywhere")
+    assert world.broadcast_value("x", 3) == 3
+    assert world.broadcast_value("y", None) is None
 
 
-WAYS: dict[str, Callable[[World], Any]] = {
-    "meet": lambda world: world.wait_for_main("never"),
-    "agree": lambda world: world.broadcast_value("never", None),
-    "to_main": lambda world: world.gather_to_main({"x": torch.ones(3)}, None, "never"),
-    "sum": lambda world: world.all_reduce(torch.ones(3)),
+# --- leaving the group
+
+BLOCKING_CALLS: dict[str, Callable[[World], Any]] = {
+    "wait_for_main": lambda world: world.wait_for_main("never"),
+    "broadcast_value": lambda world: world.broadcast_value("never", None),
+    "gather_to_main": lambda world: world.gather_to_main({"x": torch.ones(3)}, None, "never"),
+    "all_reduce": lambda world: world.all_reduce(torch.ones(3)),
     "broadcast": lambda world: world.broadcast([torch.ones(3)]),
-    "another": lambda world: world.new_group(),
+    "new_group": lambda world: world.new_group(),
 }
 
 
-def waits_in_vain(rank: int, size: int, store: str, way: str) -> tuple[bool, bool] | None:
-    """The main one does not come; the others are told to leave while they wait."""
-    life, over = GroupMembership(), file_store(f"{store}-over", size)
-    with recoverable_world(
-        GroupFactory(file_store(store, size), "epoch0", rank, size, life), CPU, "gloo"
-    ) as world:
-        world.barrier()
-        if world.is_main:
-            over.wait(["1", "2"])
-            return None
-        threading.Thread(target=leave_when_it_waits, args=(life,), daemon=True).start()
-        try:
-            WAYS[way](world)
-        except GroupLeft as error:
-            return life.left, is_communication_error(error)
-        finally:
-            over.set(str(rank), "")
-    raise AssertionError("nobody was there, and yet it came back")
-
-
-def leave_when_it_waits(life: GroupMembership) -> None:
+def leave_when_blocked(membership: GroupMembership) -> None:
+    """Leave the group once five looks in a row have found this rank waiting."""
     looks = 0
     while looks < 5:
         time.sleep(0.01)
-        looks = looks + 1 if life.waiting else 0
-    life.leave()
+        looks = looks + 1 if membership.waiting else 0
+    membership.leave()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_whoever_waits_leaves_when_told(way: str) -> None:
-    assert run_ranks(waits_in_vain, 3, way, timeout=60.0) == [None, (True, True), (True, True)]
+def leave_while_blocked(rank: int, size: int, store: str, call: str) -> tuple[bool, bool] | None:
+    """The main rank takes no part in the call; the others leave while they wait for it."""
+    membership = GroupMembership()
+    done = file_store(f"{store}-done", size)
+    factory = GroupFactory(file_store(store, size), "generation0", rank, size, membership)
+    with recoverable_world(factory, CPU, "gloo") as world:
+        world.barrier()
+        if world.is_main:
+            done.wait(["1", "2"])
+            return None
+        threading.Thread(target=leave_when_blocked, args=(membership,), daemon=True).start()
+        try:
+            BLOCKING_CALLS[call](world)
+        except GroupLeft as error:
+            return membership.left, is_communication_error(error)
+        finally:
+            done.set(str(rank), "")
+    raise AssertionError("the call returned though the main rank took no part")
 
 
-def half_agreed(rank: int, size: int, store: str) -> str:
-    """Who knows the value is there, and does not come to say it."""
-    life, over = GroupMembership(), file_store(f"{store}-over", size)
-    with recoverable_world(
-        GroupFactory(file_store(store, size), "epoch0", rank, size, life), CPU, "gloo"
-    ) as world:
+@pytest.mark.parametrize("call", BLOCKING_CALLS)
+def test_a_blocked_call_ends_when_the_group_is_left(call: str) -> None:
+    assert run_ranks(leave_while_blocked, 3, call, timeout=60.0) == [None, (True, True), (True, True)]
+
+
+def withhold_value(rank: int, size: int, store: str) -> str:
+    """Rank 1 announces a value and never publishes it."""
+    membership = GroupMembership()
+    done = file_store(f"{store}-done", size)
+    factory = GroupFactory(file_store(store, size), "generation0", rank, size, membership)
+    with recoverable_world(factory, CPU, "gloo") as world:
         if rank == 1:
-            world.all_reduce_max([-1.0])  # its part of the first half
-            over.wait(["0"])
-            return "did not say"
-        threading.Thread(target=leave_when_it_waits, args=(life,), daemon=True).start()
+            world.all_reduce_max([-1.0])  # the first half of broadcast_value
+            done.wait(["0"])
+            return "withheld"
+        threading.Thread(target=leave_when_blocked, args=(membership,), daemon=True).start()
         try:
             return str(world.broadcast_value("x", None))
         except GroupLeft:
             return "left"
         finally:
-            over.set(str(rank), "")
+            done.set(str(rank), "")
 
 
-def test_a_value_that_is_never_told_is_not_waited_for_for_ever() -> None:
-    assert run_ranks(half_agreed, 2) == ["left", "did not say"]
+def test_the_wait_for_a_value_that_is_never_published_can_be_left() -> None:
+    assert run_ranks(withhold_value, 2) == ["left", "withheld"]
 
 
-def two_lives(rank: int, size: int, store: str) -> list[Any]:
-    """The same names mean other things in another life."""
-    made, found = file_store(store, size), []
-    for epoch in range(2):
-        with recoverable_world(
-            GroupFactory(made, f"epoch{epoch}", rank, size, GroupMembership()), CPU, "gloo"
-        ) as world:
-            found.append(world.broadcast_value("x", epoch if rank == 1 else None))
-            world.wait_for_main("here")
-            found.append(world.new_group().size)
+def join_two_generations(rank: int, size: int, store_path: str) -> list[Any]:
+    """Use the same names in two generations of the group, over one store."""
+    store = file_store(store_path, size)
+    values: list[Any] = []
+    for generation in range(2):
+        factory = GroupFactory(store, f"generation{generation}", rank, size, GroupMembership())
+        with recoverable_world(factory, CPU, "gloo") as world:
+            values.append(world.broadcast_value("x", generation if rank == 1 else None))
+            world.wait_for_main("end")
+            values.append(world.new_group().size)
             world.barrier()
-    return found
+    return values
 
 
-def test_one_life_after_another() -> None:
-    assert run_ranks(two_lives, 2) == [[0, 2, 1, 2]] * 2
+def test_names_are_free_again_in_the_next_generation() -> None:
+    assert run_ranks(join_two_generations, 2) == [[0, 2, 1, 2]] * 2
 
 
-def test_a_group_that_cannot_be_left_has_a_life_nobody_ends() -> None:
-    life = World.single_process().membership
-    life.until(lambda: True)
-    assert not life.left
+def test_a_group_that_cannot_be_left_has_a_membership_that_never_ends() -> None:
+    membership = World.single_process().membership
+    membership.wait_until(lambda: True)
+    assert not membership.left

@@ -14,7 +14,8 @@ from orchestrator.errors import OutOfMemory, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies import data_parallel as replicate
 from orchestrator.train.strategies.data_parallel import DdpOptions, buckets
 from tests.support.ranks import RanksFailed, run_ranks
@@ -421,7 +422,7 @@ def test_the_others_wait_for_the_main_worker_as_long_as_it_takes() -> None:
 
 
 def test_a_users_error_is_theirs_whatever_it_says() -> None:
-    from orchestrator.train.parts.world import is_communication_error
+    from orchestrator.train.parts.comm_errors import is_communication_error
 
     def feature_store() -> None:
         raise RuntimeError("gloo/transport: connection reset by peer")

@@ -18,7 +18,8 @@ from experts.expert_state import split_experts, stacked_names
 from experts.model import initialise
 from orchestrator.config.settings import Config
 from orchestrator.train.data import Feed, Feeding
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import build_model, build_parts, build_stepper
 from orchestrator.trainer import Trainer
 from tests.support.ranks import run_ranks

@@ -13,7 +13,8 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.record.log import SilentLog
-from orchestrator.train.parts.world import World, file_store, process_group_world
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies.shares import even_out
 from orchestrator.train.worker.run import Restart, work
 from orchestrator.trainer import Trainer
