@@ -46,16 +46,7 @@ RAY_FREE = {
     "orchestrator.runtime.expert_parallel.heartbeats",
 }
 PRIVATE_RAY = ("ray._private", "ray._raylet", "ray._common", "ray.core.generated", "ray.train.v2._internal")
-PRIVATE_RAY_HOMES = {
-    "orchestrator.runtime.ray_internals",
-    "orchestrator.runtime.bootstrap",
-    "orchestrator.runtime.driver",
-    "orchestrator.runtime.cluster.auth",
-    "orchestrator.runtime.cluster.prestart",
-    "orchestrator.runtime.cluster.session",
-    "orchestrator.runtime.cluster.survey",
-    "orchestrator.runtime.data_parallel.fit",
-}
+PRIVATE_RAY_HOMES = {"orchestrator.runtime.ray_internals"}
 
 DISTRIBUTED_PACKAGES = ("experts.group", "orchestrator.train.parts.world", "orchestrator.train.strategies")
 ENVIRONMENT_PACKAGES = ("orchestrator.plan.inventory.hardware", "orchestrator.runtime.cluster")

@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.execution.context import (
-    get_train_context,
-)  # the public one imports all of Tune first
 
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import Secrets, hiding, mask_error
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.cluster.prestart import leave_successors
+from orchestrator.runtime.ray_internals import train_context
 
 # Ray Train's controller reads this file too, and has no use for torch: what only a worker needs is imported when it works.
 if TYPE_CHECKING:
     import torch
 
     from orchestrator.record.log import Log
-    from orchestrator.train.worker.run import Restart, WorkerRun
+    from orchestrator.train.worker.resume import ResumeFrom
+    from orchestrator.train.worker.run import WorkerRun
     from orchestrator.train.worker.run_dir import Prepared
 
 _LOOK_SECONDS = 0.1  # between looks at the wish to stop
@@ -49,7 +48,8 @@ class Assignment:
     run_dir: Path
     folder: Path
     nonce: str
-    restart: Restart | None
+    resume: ResumeFrom | None
+    """Where to resume; None at the first start of a run."""
 
 
 class _Place(Backend):
@@ -95,7 +95,7 @@ def _free_place() -> tuple[str, int]:
 def worker(config: dict[str, Any]) -> dict[str, Any]:
     """A data-parallel worker's whole life, under Ray Train. What it returns reaches the driver from rank 0; what it raises, from
     any."""
-    context = get_train_context()
+    context = train_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     place = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
     with masked_errors(secret_values()):
@@ -129,7 +129,7 @@ def _at_work(assignment: Assignment, place: tuple[str, int], rank: int, size: in
     with (
         closing_log(log),
         process_group_world(store, rank, size, device_of(prepared), backend, patience) as world,
-        WorkerRun(prepared, world, assignment.run_dir, log, asked, assignment.restart) as stint,
+        WorkerRun(prepared, world, assignment.run_dir, log, Supervision(asked), assignment.resume) as stint,
     ):
         yield stint
 

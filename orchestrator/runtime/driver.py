@@ -13,12 +13,6 @@ from time import perf_counter
 from typing import Protocol
 
 import ray
-from ray._private.state import state
-from ray._private.worker import global_worker
-from ray._raylet import PlacementGroupID
-from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
-from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup
 from torch import nn
 
 from orchestrator.config.reader import to_json
@@ -35,6 +29,11 @@ from orchestrator.redaction import Secrets, mask, masked
 from orchestrator.runtime.bootstrap import NONCE, STOP, Assignment
 from orchestrator.runtime.cluster.session import first_line, wait_for
 from orchestrator.runtime.cluster.survey import resources_now
+from orchestrator.runtime.ray_internals import (
+    logs_folder,
+    placement_groups_of_job,
+    remove_placement_group_by_id,
+)
 from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
 from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.checkpoint.state import restore_model
@@ -43,7 +42,8 @@ from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.step import built
 from orchestrator.train.worker.build import resumable
 from orchestrator.train.worker.observers import interruptible
-from orchestrator.train.worker.run import Restart, record_failure
+from orchestrator.train.worker.resume import PastFailure, ResumeFrom
+from orchestrator.train.worker.run import record_failure
 from orchestrator.train.worker.run_dir import Prepared
 
 _POLL_SECONDS = 0.1
@@ -119,10 +119,10 @@ class _Driver:
         gpu = on_gpus(self.prepared.resolved.config, self.cluster)
         if self.cluster.autoscaling:
             wait_for(workers, gpu, self.prepared.resolved.config.parallel.resource_timeout, self.note)
-        restart = None
+        resume = None
         self.note(f"starting {workers} worker{'s' * (workers > 1)} ...")
         while True:
-            ended = self._attempt(workers, gpu, restart)
+            ended = self._attempt(workers, gpu, resume)
             if ended.status is not None:
                 return ended.status
             assert ended.failure is not None
@@ -136,14 +136,14 @@ class _Driver:
             )
             if isinstance(choice, GiveUp):
                 raise final(failure, ended.error, choice)
-            restart = self._restart(choice, failure, failures, detected, workers)
+            resume = self._resume_from(choice, failure, failures, detected, workers)
             workers, halvings = choice.workers, choice.halvings
 
-    def _attempt(self, workers: int, gpu: bool, restart: Restart | None) -> Ended:
+    def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> Ended:
         """One group of workers, from its start to its end."""
         before, stop = _groups(), self.run_dir / "logs" / STOP
         log = EventLog(self.run_dir / "events.jsonl", secrets=secret_values())
-        attempt = self.start(_assignment(self.prepared, self.run_dir, restart), workers, gpu, log)
+        attempt = self.start(_assignment(self.prepared, self.run_dir, resume), workers, gpu, log)
         well = False
         try:
             while True:
@@ -163,9 +163,9 @@ class _Driver:
                 _remove(_groups() - before)
             _keep_logs(self.run_dir / "logs", secret_values())
 
-    def _restart(
+    def _resume_from(
         self, choice: Again, failure: Failure, attempt: int, detected: float, workers: int
-    ) -> Restart:
+    ) -> ResumeFrom:
         events = read_events(self.run_dir / "events.jsonl")
         steps = of_kind(events, "step")
         last = steps[-1]["step"] if steps else 0
@@ -176,12 +176,12 @@ class _Driver:
         log.close()
         self.follower.poll()
         alive = events[-1]["time"] if events else detected  # the last sign of life
-        return Restart(
-            attempt, mask(choice.reason, secret_values()), alive, detected, workers, last, choice.halvings
-        )
+        reason = mask(choice.reason, secret_values())
+        past = PastFailure(attempt, reason, alive, detected, workers, last)
+        return ResumeFrom(halvings=choice.halvings, failure=past)
 
 
-def _assignment(prepared: Prepared, run_dir: Path, restart: Restart | None) -> Assignment:
+def _assignment(prepared: Prepared, run_dir: Path, resume: ResumeFrom | None) -> Assignment:
     config = prepared.resolved.config
     named = config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:"))
     sent = replace(prepared, task=None) if named else prepared  # pyright: ignore[reportArgumentType] -- loaded by name over there
@@ -190,7 +190,7 @@ def _assignment(prepared: Prepared, run_dir: Path, restart: Restart | None) -> A
         run_dir,
         Path.cwd(),
         (run_dir / "logs" / NONCE).read_text(encoding="utf-8"),
-        restart,
+        resume,
     )
 
 
@@ -240,23 +240,14 @@ def _slots(workers: int, gpu: bool) -> int:
 
 def _groups() -> set[bytes]:
     """Placement groups of this job, and of no other, that hold resources."""
-    own = bytes.fromhex(ray.get_runtime_context().get_job_id())
-    rows = [
-        PlacementGroupTableData.FromString(row)
-        for row in state._connect_and_get_accessor().get_placement_group_table()
-    ]
-    return {
-        row.placement_group_id
-        for row in rows
-        if row.creator_job_id == own and row.state != PlacementGroupTableData.REMOVED
-    }
+    return placement_groups_of_job(ray.get_runtime_context().get_job_id())
 
 
 def _remove(groups: set[bytes]) -> None:
     """Ray Train leaves the placement group of a group of workers that failed to start; the next one would wait for it."""
     for name in groups:
         with suppress(Exception):
-            remove_placement_group(PlacementGroup(PlacementGroupID(name)))
+            remove_placement_group_by_id(name)
 
 
 def _keep_logs(logs: Path, secrets: Secrets) -> None:
@@ -267,8 +258,8 @@ def _keep_logs(logs: Path, secrets: Secrets) -> None:
             copy_masked(path, path, secrets)
     folder = logs / "ray"
     with suppress(Exception):
-        job, node = ray.get_runtime_context().get_job_id(), global_worker.node
-        for path in Path(node.get_logs_dir_path() if node else "").glob(f"worker-*-{job}-*"):
+        job = ray.get_runtime_context().get_job_id()
+        for path in (logs_folder() or Path()).glob(f"worker-*-{job}-*"):
             if 0 < path.stat().st_size <= _LOG_BYTES:
                 folder.mkdir(parents=True, exist_ok=True)
                 copy_masked(path, folder / path.name, secrets)

@@ -12,12 +12,16 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import grpc
-from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-from ray.exceptions import AuthenticationError
 
 from orchestrator.errors import ResourceError
 from orchestrator.runtime.cluster.environment import set_variables, variable
+from orchestrator.runtime.ray_internals import (
+    check_head_alive,
+    forget_auth_token,
+    has_auth_token,
+    load_tls_certificates,
+    reload_auth_mode,
+)
 
 MODE = "RAY_AUTH_MODE"
 _ASK_SECONDS = 3.0
@@ -35,7 +39,7 @@ def lock_token() -> None:
         _make(path)
     _keep_private(path)
     _turn_on()
-    if named and not _has_token():
+    if named and not has_auth_token():
         raise ResourceError(
             f"RAY_AUTH_TOKEN_PATH is {named}, which holds no token; unset it, and one is made in ~/.ray/auth_token"
         )
@@ -70,21 +74,8 @@ def _keep_private(path: Path) -> None:
 
 def _turn_on() -> None:
     set_variables({MODE: "token"})
-    look_again()
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _has_token() -> bool:
-    """Whether Ray would find one, wherever it looks."""
-    try:
-        return AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-    except AuthenticationError:  # a file is named, and there is none, or it is empty
-        return False
-
-
-def look_again() -> None:
-    """Have Ray read the mode anew: it did so when it was imported, and not since."""
-    Config.initialize("")
+    reload_auth_mode()
+    forget_auth_token()
 
 
 def show_token(address: str) -> None:
@@ -92,7 +83,7 @@ def show_token(address: str) -> None:
     that is named. ResourceError where there is none to show."""
     if variable(MODE) or not asks_for_token(address):
         return
-    if not _has_token():
+    if not has_auth_token():
         raise ResourceError(
             f"the Ray cluster at {address} asks for a token, and there is none here; put that of its head (there: 'ray get-auth-token') "
             "into ~/.ray/auth_token, readable by you alone, or name a file by RAY_AUTH_TOKEN_PATH"
@@ -119,8 +110,7 @@ def asks_for_token(address: str) -> bool | None:
         _channel(address) as channel,
     ):  # without its certificates Ray says what is wrong with them
         try:
-            head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            head.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ASK_SECONDS)  # pyright: ignore[reportAttributeAccessIssue]
+            check_head_alive(channel, _ASK_SECONDS)
         except grpc.RpcError as error:
             code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
             return True if code == grpc.StatusCode.UNAUTHENTICATED else None
@@ -133,7 +123,5 @@ def _channel(address: str) -> grpc.Channel:
     options = [("grpc.enable_http_proxy", 0)]
     if variable("RAY_USE_TLS").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options=options)
-    from ray._common.tls_utils import load_certs_from_env
-
-    chain, key, root = load_certs_from_env()
+    chain, key, root = load_tls_certificates()
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, chain), options=options)

@@ -9,25 +9,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import ray
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-from ray._private.runtime_env.setup_hook import decode_function_key
-from ray._private.worker import global_worker
-from ray.core.generated.common_pb2 import Language  # pyright: ignore[reportAttributeAccessIssue]
-from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest  # pyright: ignore[reportAttributeAccessIssue]
-from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 
 from orchestrator.plan.inventory.cpu import usable_memory
 from orchestrator.runtime.cluster.environment import setting
+from orchestrator.runtime.ray_internals import (
+    TRAIN_CONTROLLER_MODULES,
+    export_setup_hook,
+    prestart_request,
+    send_prestart_request,
+)
 from orchestrator.types import GIB
 
-_CONTROLLER = (
-    "ray.train.v2._internal.execution.controller",
-    "ray.train.v2.api.data_parallel_trainer",
-    "orchestrator.runtime.bootstrap",
-)
+_CONTROLLER = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.bootstrap")
 _WORKER = (
     *_CONTROLLER,
     "torch.distributed.fsdp",  # imported late by whoever first wraps a model, or steps an optimizer: as is the next
@@ -65,13 +61,8 @@ def for_host(task: str) -> dict[str, str]:
 def _hook(names: tuple[str, ...]) -> dict[str, str]:
     """Empty where the user's own environment has such a hook: there can be one only. Equal for all attempts of a run: environments
     are the same to the letter, or not at all."""
-    if WORKER_PROCESS_SETUP_HOOK_ENV_VAR in ray.get_runtime_context().runtime_env.env_vars():
-        return {}
     prepare = importing(names, str(Path(__file__).parents[2] / "__init__.py"))
-    key = global_worker.function_actor_manager.export_setup_func(
-        prepare, timeout=_ASK_SECONDS
-    )  # the same for the same code
-    return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: decode_function_key(key)}
+    return export_setup_hook(prepare, _ASK_SECONDS)  # the same for the same code
 
 
 def importing(names: tuple[str, ...], package: str) -> Callable[[], None]:
@@ -102,22 +93,20 @@ def leave_successors(processes: int = 1) -> None:
     failure: without them the next group starts as the first did."""
     with suppress(Exception):
         threading.Thread(
-            target=_keep_asking, args=(_address(), _request(processes)), name="successors", daemon=True
+            target=_keep_asking,
+            args=(_address(), prestart_request(processes, _KEPT_SECONDS)),
+            name="successors",
+            daemon=True,
         ).start()
 
 
-def _keep_asking(address: str, request: PrestartWorkersRequest) -> None:
+def _keep_asking(address: str, request: Any) -> None:
     sleep(_AFTER_SECONDS)
     while True:
         with suppress(Exception):
             if usable_memory()[1] > _SPARE_BYTES:
-                _ask(address, request)
+                send_prestart_request(address, request, _ASK_SECONDS)
         sleep(_KEPT_SECONDS)
-
-
-def _ask(address: str, request: PrestartWorkersRequest) -> None:
-    with init_grpc_channel(address) as channel:  # pyright: ignore[reportGeneralTypeIssues] -- the synchronous kind
-        NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_ASK_SECONDS)
 
 
 def _address() -> str:
@@ -127,15 +116,3 @@ def _address() -> str:
         for node in ray.nodes()
         if node["NodeID"] == here
     )
-
-
-def _request(processes: int) -> PrestartWorkersRequest:
-    me = ray.get_runtime_context()
-    request = PrestartWorkersRequest(
-        language=Language.PYTHON,
-        job_id=bytes.fromhex(me.get_job_id()),
-        num_workers=processes,
-        keep_alive_duration_secs=_KEPT_SECONDS,
-    )
-    request.runtime_env_info.serialized_runtime_env = me.get_runtime_env_string()
-    return request

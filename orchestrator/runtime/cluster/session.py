@@ -6,14 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any
 
 import ray
-from ray._private import utils as ray_utils
-from ray._private import worker as ray_worker
-from ray._private.services import find_bootstrap_address
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
@@ -22,7 +19,13 @@ from orchestrator.plan.inventory.cpu import usable_cores
 from orchestrator.plan.inventory.hardware import inventory, secret_values, visible_gpus
 from orchestrator.plan.workers import choose_workers, spares_of
 from orchestrator.redaction import mask
-from orchestrator.runtime.cluster.auth import MODE, lock_token, look_again, show_token, warn_if_open
+from orchestrator.runtime.cluster.auth import MODE, lock_token, show_token, warn_if_open
+from orchestrator.runtime.ray_internals import (
+    find_local_cluster,
+    hidden_worker_output,
+    masked_entrypoint,
+    reload_auth_mode,
+)
 
 _JOIN_SECONDS = 3  # for a cluster that was named to answer
 _SHORT = {
@@ -60,7 +63,7 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     try:
         joined = True if not ours else _enter(config, note)
         warn_if_open(ray.get_runtime_context().gcs_address, note)
-        with _in_a_line():
+        with hidden_worker_output(_DEATHS):  # the driver reports a lost worker in a line of its own
             yield joined
     finally:
         if ours:
@@ -71,23 +74,7 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
             else:
                 os.environ.pop(name, None)
         if ours:
-            look_again()
-
-
-@contextmanager
-def _in_a_line() -> Iterator[None]:
-    """Ray prints half a page for every process that dies; what becomes of the run is told in a line, by us."""
-    plain: Any = ray_worker.print_to_stdstream
-
-    def heard(data: dict[str, Any], *rest: Any, **named: Any) -> None:
-        if not any(str(line).startswith(_DEATHS) for line in data["lines"]):
-            plain(data, *rest, **named)
-
-    ray_worker.print_to_stdstream = heard
-    try:
-        yield
-    finally:
-        ray_worker.print_to_stdstream = plain
+            reload_auth_mode()
 
 
 def _waiting(collective_timeout: int) -> dict[str, str]:
@@ -161,7 +148,7 @@ def _address_here() -> str | None:
         raise UserError(
             f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'"
         )
-    address = named if named != "auto" else find_bootstrap_address(os.environ.get("RAY_TMPDIR"))
+    address = named if named != "auto" else find_local_cluster(os.environ.get("RAY_TMPDIR"))
     if not address or (
         named == "auto" and not answers(address)
     ):  # a cluster that was killed leaves its address behind
@@ -210,15 +197,9 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
         ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
 
 
-@contextmanager
-def _masked_command() -> Iterator[None]:
-    """Ray keeps the command line with the job, for all who may look at the cluster: an address in it may hold a password."""
-    plain, secrets = ray_utils.get_entrypoint_name, secret_values()
-    ray_utils.get_entrypoint_name = lambda: mask(plain(), secrets)
-    try:
-        yield
-    finally:
-        ray_utils.get_entrypoint_name = plain
+def _masked_command() -> AbstractContextManager[None]:
+    secrets = secret_values()
+    return masked_entrypoint(lambda command: mask(command, secrets))
 
 
 def wait_for(workers: int, on_gpu: bool, patience_s: float, note: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.inventory.hardware import Inventory, inventory
 from orchestrator.runtime.cluster.session import answers
+from orchestrator.runtime.ray_internals import autoscaler_limits
 
 _SURVEY_SECONDS = 60
 
@@ -54,9 +55,7 @@ def _ask(nodes: list[dict[str, Any]]) -> dict[str, Inventory]:
 
 def _reachable(alive: list[dict[str, Any]]) -> dict[str, int]:
     """What an autoscaler may bring the cluster to, by kind; empty where there is none."""
-    from ray._private.state import state
-
-    limits = state.get_max_resources_from_cluster_config()
+    limits = autoscaler_limits()
     if not limits:
         return {}
     there = {kind: sum(int(node["Resources"].get(kind, 0)) for node in alive) for kind in ("CPU", "GPU")}

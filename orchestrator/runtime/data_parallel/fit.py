@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import RAY_NODE_ID_KEY  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from ray.train.v2._internal.execution.controller import TrainController
 
 from orchestrator.record.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment, Meeting, worker
 from orchestrator.runtime.cluster.prestart import for_controller, for_worker
 from orchestrator.runtime.cluster.session import first_line
 from orchestrator.runtime.driver import Ended, failure_of_worker, told_error
+from orchestrator.runtime.ray_internals import run_train_controller, worker_health_errors
 from orchestrator.runtime.recovery import Failure, worst
 
 _NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
@@ -38,16 +35,7 @@ class Lean(TorchTrainer):
 
     def _initialize_and_run_controller(self, **parts: Any) -> Result:
         """As Ray Train does it, with one thing more in the environment: what the process imports as it starts."""
-        here = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-        variables = (
-            {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | get_env_vars_to_propagate() | for_controller()
-        )
-        actor: Any = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(
-            TrainController
-        )
-        controller = actor.remote(**parts)
-        ray.get(controller.run.remote())
-        return ray.get(controller.get_result.remote())
+        return run_train_controller(for_controller(), parts)
 
 
 class Fit:
@@ -105,7 +93,7 @@ def ended_by(error: BaseException) -> Ended:
             failure=Failure(kind, first_line(getattr(error, "controller_failure", error))), error=error
         )
     raised = dict(sorted(error.worker_failures.items()))
-    lost = (RayActorError, WorkerHealthCheckTimeoutError, WorkerHealthCheckFailedError)
+    lost = (RayActorError, *worker_health_errors())
     failure = worst(
         [failure_of_worker(rank, _cause(one), isinstance(_cause(one), lost)) for rank, one in raised.items()]
     )

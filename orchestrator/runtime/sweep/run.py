@@ -24,7 +24,6 @@ from ray.tune import (
     with_parameters,
     with_resources,
 )
-from ray.tune.execution import class_cache
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
@@ -41,6 +40,7 @@ from orchestrator.record.ledger import Ledger, Row, as_row
 from orchestrator.record.sweep_screen import SweepScreen
 from orchestrator.redaction import held_in, mask
 from orchestrator.runtime.cluster.session import cluster_runs
+from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source, needed_optuna
 from orchestrator.runtime.sweep.trial import Common, Trial
 from orchestrator.tasks.load import BUILT_IN
@@ -297,11 +297,8 @@ def _fit(
     logger = logging.getLogger("ray.tune")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # what becomes of a trial is told by its row
-    handed_on = class_cache.ENV_VARS_TO_PROPAGATE
-    # Tune would write keys of AWS into the description of every actor that leads a trial, for all who may look at the cluster
-    class_cache.ENV_VARS_TO_PROPAGATE = {name for name in handed_on if not name.startswith("AWS_")}
     try:
-        Tuner(
+        tuner = Tuner(
             with_resources(with_parameters(Trial, common=common), resources),
             tune_config=TuneConfig(
                 metric="score",
@@ -322,10 +319,11 @@ def _fit(
                 stop=_Asked(asked),
                 checkpoint_config=CheckpointConfig(checkpoint_at_end=False),
             ),
-        ).fit()
+        )
+        with unpropagated_variables("AWS_"):
+            tuner.fit()
     finally:
         logger.setLevel(level)
-        class_cache.ENV_VARS_TO_PROPAGATE = handed_on
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -28,7 +28,7 @@ from orchestrator.redaction import Secrets, together
 from orchestrator.runtime.cluster.session import first_line
 
 if TYPE_CHECKING:
-    from orchestrator.measure.trial import Measured, Measurement
+    from orchestrator.measure.trial import ThroughputTrial, TrialResult
     from orchestrator.plan.estimate import ModelFacts
     from orchestrator.plan.planning import Plan
 
@@ -118,7 +118,7 @@ class Trial(Trainable):
         self._gang.end()
 
 
-def measured_row(row: Row, measured: Measured, facts: dict[str, Any]) -> Row:
+def measured_row(row: Row, measured: TrialResult, facts: dict[str, Any]) -> Row:
     names = (
         "samples_per_second",
         "interval",
@@ -184,7 +184,7 @@ class _Gang:
             max_restarts=0,
         ).remote()
 
-    def advance(self, part: float) -> tuple[Measured, dict[str, Any]]:
+    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         return self._answers([actor.advance.remote(part) for actor in self._actors])[0]
 
     def close(self) -> None:
@@ -264,10 +264,10 @@ def _told(rank: int, error: BaseException) -> _Failed:
 class _Measuring:
     """What a worker works at: a slice of the measurement at a time."""
 
-    def __init__(self, measurement: Measurement, facts: dict[str, Any]) -> None:
+    def __init__(self, measurement: ThroughputTrial, facts: dict[str, Any]) -> None:
         self._measurement, self._facts = measurement, facts
 
-    def advance(self, part: float) -> tuple[Measured, dict[str, Any]]:
+    def advance(self, part: float) -> tuple[TrialResult, dict[str, Any]]:
         return self._measurement.advance(part), self._facts
 
 
@@ -286,7 +286,7 @@ def trial_work(
 def _trial_work(
     common: Common, point: Point, place: tuple[str, int], rank: int, size: int
 ) -> Iterator[_Measuring]:
-    from orchestrator.measure.trial import Limits, measurement
+    from orchestrator.measure.trial import TrialLimits, open_trial
     from orchestrator.runtime.bootstrap import work_in
     from orchestrator.tasks.load import load_task
 
@@ -296,10 +296,10 @@ def _trial_work(
     plan, facts = _planned(common, config, task)
     check_batch(config, point, size, facts.samples)
     with _world(config, plan, place, rank, size) as world:
-        limits = Limits(
+        limits = TrialLimits(
             common.seconds, plan.total_steps.value if common.objective == "validation_loss" else None
         )
-        with measurement(config, plan, facts, task, world, limits) as measuring:
+        with open_trial(config, plan, facts, task, world, limits) as measuring:
             yield _Measuring(measuring, _facts_of(plan, facts, size))
 
 

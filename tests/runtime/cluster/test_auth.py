@@ -51,7 +51,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(authentication, "look_again", lambda: None)
+    monkeypatch.setattr(authentication, "reload_auth_mode", lambda: None)
     AuthenticationTokenLoader.instance().reset_cache()  # Ray remembers the token that it has read
     old = os.umask(0)  # the worst case: whatever is made without a mode is open to all
     yield tmp_path

@@ -12,9 +12,9 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from orchestrator.runtime.cluster.auth import look_again
 from orchestrator.runtime.expert_parallel import host_pool as module
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
+from orchestrator.runtime.ray_internals import reload_auth_mode
 from tests.support import idle_worker as idle_work
 from tests.support.cluster import Cluster
 
@@ -28,11 +28,11 @@ def here(shared_cluster: Cluster) -> Iterator[str]:
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
             patch.setenv(name, shared_cluster.environment[name])
         patch.setattr(module, "rehearse", idle_work.rehearse)
-        look_again()
+        reload_auth_mode()
         ray.init(address=shared_cluster.address, log_to_driver=False)
         yield str(ray.get_runtime_context().get_node_id())
         ray.shutdown()
-    look_again()
+    reload_auth_mode()
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from experts.actor_host import ExpertHost
 from experts.membership import GroupLeft
-from orchestrator.runtime.cluster.auth import look_again
 from orchestrator.runtime.expert_parallel.calls import GroupCalls
 from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
+from orchestrator.runtime.ray_internals import reload_auth_mode
 from tests.support.cluster import Cluster
 from tests.support.idle_worker import LARGE, Told, working
 
@@ -29,11 +29,11 @@ def here(shared_cluster: Cluster) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
             patch.setenv(name, shared_cluster.environment[name])
-        look_again()
+        reload_auth_mode()
         ray.init(address=shared_cluster.address, log_to_driver=False)
         yield
         ray.shutdown()
-    look_again()
+    reload_auth_mode()
 
 
 @dataclass

@@ -1,0 +1,302 @@
+"""Private APIs and monkeypatches of Ray, each behind a function of our own.
+
+No other module imports `ray._private`, `ray._raylet`, `ray._common`, `ray.core.generated` or
+`ray.train.v2._internal`, so a new Ray release needs changes here only. Ray may change these APIs in any
+minor release: importing this module under an untested release raises an error.
+
+Every function imports its part of Ray when it is called. Ray Train and Ray Tune take seconds to import,
+and expert hosts and most commands use neither.
+
+Tested on Ray 2.56, 2.58 and 2.60.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError
+from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from orchestrator.errors import UserError
+
+OLDEST_RAY = (2, 56)
+"""The first supported release, inclusive."""
+NEWEST_RAY = (2, 61)
+"""The end of the supported releases, exclusive."""
+SUPPORTED_RAY = f">={OLDEST_RAY[0]}.{OLDEST_RAY[1]},<{NEWEST_RAY[0]}.{NEWEST_RAY[1]}"
+"""The same bounds as `pyproject.toml` has them."""
+
+
+def check_ray_version(version: str) -> None:
+    """Raise UserError unless the private APIs below were tested with this version of Ray."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(match[1]), int(match[2])) if match else None
+    if release is None or not OLDEST_RAY <= release < NEWEST_RAY:
+        raise UserError(
+            f"Ray {version} is installed; this release was tested with ray{SUPPORTED_RAY} and uses private "
+            f"APIs of Ray that change between releases. Install one of these: "
+            f"pip install 'ray[default,train,tune]{SUPPORTED_RAY}'"
+        )
+
+
+check_ray_version(ray.__version__)
+
+
+# --- authentication
+
+
+def reload_auth_mode() -> None:
+    """Make Ray read RAY_AUTH_MODE again.
+
+    Ray reads it once, when it is imported, and has no public way to change it in a running process.
+    """
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    Config.initialize("")
+
+
+def forget_auth_token() -> None:
+    """Drop the token that Ray has cached. Without this, Ray does not see a token written after its first look."""
+    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def has_auth_token() -> bool:
+    """Whether Ray would find a token, in any of the places where it looks.
+
+    The search order (two variables, then a file) is Ray's; it has no public function for it.
+    """
+    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+
+    try:
+        return AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    except AuthenticationError:  # RAY_AUTH_TOKEN_PATH names a file that is missing or empty
+        return False
+
+
+def check_head_alive(channel: Any, timeout_s: float) -> None:
+    """Send the cheapest request that a cluster's head answers, over a gRPC channel. Raises grpc.RpcError.
+
+    Ray's own clients would add the token to the request; this one must not.
+    """
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    request = gcs_service_pb2.CheckAliveRequest()  # pyright: ignore[reportAttributeAccessIssue]
+    gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=timeout_s)
+
+
+def load_tls_certificates() -> tuple[bytes, bytes, bytes]:
+    """Return the certificate chain, key and root that Ray's RAY_TLS_* variables name. Ray keeps the reader private."""
+    from ray._common.tls_utils import load_certs_from_env
+
+    return load_certs_from_env()
+
+
+# --- the cluster
+
+
+def find_local_cluster(temp_dir: str | None) -> str | None:
+    """Return HOST:PORT of the cluster that was last started on this machine.
+
+    `ray.init(address="auto")` finds it too, but waits for minutes if that cluster is gone.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    return find_bootstrap_address(temp_dir)
+
+
+def autoscaler_limits() -> Mapping[str, float]:
+    """Return the most resources that the autoscaler may bring the cluster to; empty without an autoscaler.
+
+    The public API knows present resources only.
+    """
+    from ray._private.state import state
+
+    return state.get_max_resources_from_cluster_config() or {}
+
+
+def logs_folder() -> Path | None:
+    """Return the folder of Ray's own logs on this node; None outside a node. The public API does not name it."""
+    from ray._private.worker import global_worker
+
+    return Path(global_worker.node.get_logs_dir_path()) if global_worker.node else None
+
+
+def placement_groups_of_job(job_id: str) -> set[bytes]:
+    """Return the ids of the placement groups of a job that still hold resources.
+
+    The public `placement_group_table()` does not name the job that created a group.
+    """
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
+
+    job = bytes.fromhex(job_id)
+    table = state._connect_and_get_accessor().get_placement_group_table()
+    rows = [PlacementGroupTableData.FromString(row) for row in table]
+    return {
+        row.placement_group_id
+        for row in rows
+        if row.creator_job_id == job and row.state != PlacementGroupTableData.REMOVED
+    }
+
+
+def remove_placement_group_by_id(group_id: bytes) -> None:
+    """Remove a placement group that another process created. The public function wants the object, not the id."""
+    from ray._raylet import PlacementGroupID
+
+    remove_placement_group(PlacementGroup(PlacementGroupID(group_id)))
+
+
+# --- worker processes that start before they are needed
+
+
+TRAIN_CONTROLLER_MODULES = (
+    "ray.train.v2._internal.execution.controller",
+    "ray.train.v2.api.data_parallel_trainer",
+)
+"""Modules that the process of Ray Train's controller imports, by name: they are imported in that process."""
+
+
+def export_setup_hook(prepare: Callable[[], None], timeout_s: float) -> dict[str, str]:
+    """Store a function in the cluster; return the variables that make new worker processes call it first.
+
+    The public `worker_process_setup_hook` takes effect for a whole job; this one for single actors. Returns
+    nothing if the job has a hook of its own: a process runs one hook only.
+    """
+    from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    from ray._private.runtime_env.setup_hook import decode_function_key
+    from ray._private.worker import global_worker
+
+    if WORKER_PROCESS_SETUP_HOOK_ENV_VAR in ray.get_runtime_context().runtime_env.env_vars():
+        return {}
+    key = global_worker.function_actor_manager.export_setup_func(prepare, timeout=timeout_s)
+    return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: decode_function_key(key)}
+
+
+def prestart_request(num_processes: int, keep_alive_s: int) -> Any:
+    """Return a request for idle worker processes with the job and the environment of this process.
+
+    Ray has no public call that starts idle processes and keeps them.
+    """
+    from ray.core.generated.common_pb2 import Language  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest  # pyright: ignore[reportAttributeAccessIssue]
+
+    context = ray.get_runtime_context()
+    request = PrestartWorkersRequest(
+        language=Language.PYTHON,
+        job_id=bytes.fromhex(context.get_job_id()),
+        num_workers=num_processes,
+        keep_alive_duration_secs=keep_alive_s,
+    )
+    request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
+    return request
+
+
+def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
+    """Send a request of `prestart_request` to the raylet at HOST:PORT."""
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
+
+    with init_grpc_channel(address) as channel:  # pyright: ignore[reportGeneralTypeIssues] -- the synchronous kind
+        NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout_s)
+
+
+# --- Ray Train
+
+
+def train_context() -> Any:
+    """Return a Ray Train worker's context: rank and world size. The public `ray.train` imports all of Tune first."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context()
+
+
+def run_train_controller(variables: dict[str, str], parts: dict[str, Any]) -> Any:
+    """Run Ray Train's controller on this node, with further environment variables; return its result.
+
+    This is the body of `DataParallelTrainer._initialize_and_run_controller`, which offers no way to set the
+    environment of the controller's process.
+    """
+    from ray._raylet import RAY_NODE_ID_KEY  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2._internal.execution.controller import TrainController
+
+    variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | get_env_vars_to_propagate() | variables
+    this_node = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+    actor: Any = ray.remote(num_cpus=0, label_selector=this_node, runtime_env={"env_vars": variables})(
+        TrainController
+    )
+    controller = actor.remote(**parts)
+    ray.get(controller.run.remote())
+    return ray.get(controller.get_result.remote())
+
+
+def worker_health_errors() -> tuple[type[BaseException], ...]:
+    """Return the errors by which Ray Train reports that a worker's process does not answer. They are not public."""
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+
+    return WorkerHealthCheckTimeoutError, WorkerHealthCheckFailedError
+
+
+# --- monkeypatches
+
+
+@contextmanager
+def hidden_worker_output(prefix: str) -> Iterator[None]:
+    """Keep Ray from printing messages with a line that begins with this prefix.
+
+    Ray prints half a page for each process that dies, past its own `log_to_driver=False`.
+    """
+    from ray._private import worker as ray_worker
+
+    print_original: Any = ray_worker.print_to_stdstream
+
+    def print_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not any(str(line).startswith(prefix) for line in data["lines"]):
+            print_original(data, *args, **kwargs)
+
+    ray_worker.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        ray_worker.print_to_stdstream = print_original
+
+
+@contextmanager
+def masked_entrypoint(mask: Callable[[str], str]) -> Iterator[None]:
+    """Mask the command line that `ray.init` stores with the job.
+
+    All users of the cluster can read it, and an address in it may hold a password. Ray has no option for it.
+    """
+    from ray._private import utils as ray_utils
+
+    entrypoint_original = ray_utils.get_entrypoint_name
+    ray_utils.get_entrypoint_name = lambda: mask(entrypoint_original())
+    try:
+        yield
+    finally:
+        ray_utils.get_entrypoint_name = entrypoint_original
+
+
+@contextmanager
+def unpropagated_variables(prefix: str) -> Iterator[None]:
+    """Keep Ray Tune from copying environment variables with this prefix into its actors.
+
+    Tune writes AWS keys into the description of each trial's actor, which all users of the cluster can read.
+    Ray has no option for it.
+    """
+    from ray.tune.execution import class_cache
+
+    names_original = class_cache.ENV_VARS_TO_PROPAGATE
+    class_cache.ENV_VARS_TO_PROPAGATE = {name for name in names_original if not name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        class_cache.ENV_VARS_TO_PROPAGATE = names_original
