@@ -25,10 +25,10 @@ from benchmarks.scaling_table import scaling
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.measure import calibrate
 from orchestrator.measure.host_overhead import yardstick
-from orchestrator.measure.step_trace import Setting, trace_step
+from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
-from orchestrator.plan.cost.model import Device, Predicted, Team, predict
-from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.cost.model import DeviceCosts, StepPrediction, Parallelism, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.types import MIB, seconds_text
@@ -41,14 +41,14 @@ DRIFTED = "With the host's figures times the drift"
 @dataclass(frozen=True)
 class Row:
     case: Case
-    predicted: Predicted
+    predicted: StepPrediction
     seconds: float
     bytes: float | None
     host: float | None = None
     """Seconds of the host, where it goes on while the device computes."""
     drift: float | None = None
     """How many times as long as at the calibration the host took for its yardstick, beside this measurement."""
-    drifted: Predicted | None = None
+    drifted: StepPrediction | None = None
     """Predicted with figures of the host that are as much slower."""
 
     @property
@@ -69,7 +69,7 @@ class Asked:
     """A configuration with what it does and how it is planned."""
 
     case: Case
-    work: Work
+    work: MicroBatchOps
     plan: Plan
 
     @classmethod
@@ -78,14 +78,14 @@ class Asked:
         precision = chosen.precision.value
         hosts = case.workers if case.strategy == "expert_parallel" else 1
         fused = on_gpu and precision == "bf16"
-        setting = Setting(on_gpu, precision, fused or not on_gpu, hosts, chosen.exchange_chunks.value)
+        setting = TraceOptions(on_gpu, precision, fused or not on_gpu, hosts, chosen.exchange_chunks.value)
         return cls(case, trace_step(task, case.batch, setting), chosen)
 
-    def predicted(self, found: Calibration, imbalance: float = 1.0, drift: float = 1.0) -> Predicted:
+    def predicted(self, found: Calibration, imbalance: float = 1.0, drift: float = 1.0) -> StepPrediction:
         case, chosen = self.case, self.plan
         machine, crowding = found.machine_for(case.workers)
         rounds, tf32 = chosen.accumulation_steps.value, chosen.tf32.value
-        team = Team(
+        team = Parallelism(
             case.workers,
             chosen.strategy.value,
             rounds,
@@ -97,7 +97,7 @@ class Asked:
         return predict(self.work, replace(machine, device=slower_host(machine.device, drift)), team)
 
 
-def slower_host(device: Device, times: float) -> Device:
+def slower_host(device: DeviceCosts, times: float) -> DeviceCosts:
     names = ("operation_s", "launch_s", "sort_s", "view_s", "tensor_s", "step_s")
     return replace(device, **{name: times * getattr(device, name) for name in names})
 
@@ -229,7 +229,7 @@ def quiet_calibration(on_gpu: bool) -> Calibration:
     kept: Calibration | None = None
     for _ in range(1 if on_gpu else TRIES):
         made = calibrate.calibrate(
-            found, calibrate.Asked.of(found), lambda text: print(f"calibrating: {text}", flush=True)
+            found, calibrate.CalibrationScope.of(found), lambda text: print(f"calibrating: {text}", flush=True)
         )
         kept = made if kept is None or made.others < kept.others else kept
         if kept.others < QUIET:

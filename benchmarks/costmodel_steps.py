@@ -19,7 +19,7 @@ from experts.balance import moe_layers
 from orchestrator.config.settings import Config
 from orchestrator.measure.calibrate import others_seconds, share_of_others
 from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.timed_steps import Steps, build_steps, handed_over_seconds, step_seconds
+from orchestrator.measure.timed_steps import StepRunner, build_steps, submit_seconds, step_seconds
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan, plan
@@ -125,7 +125,7 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
     }
 
 
-def _imbalance(run: Steps, host_of: list[list[int]]) -> float:
+def _imbalance(run: StepRunner, host_of: list[list[int]]) -> float:
     """Rows of the busiest host as a multiple of the mean, in the last step, over the layers."""
     found = []
     for (_, layer), hosts in zip(moe_layers(run.model), host_of, strict=True):
@@ -156,7 +156,7 @@ def measured_here(case: Case, steps: int) -> tuple[float, float, float]:
     with machine_settings(config, chosen, world.device):
         run = build_steps(config, chosen, task, world, case.batch)
         seconds = statistics.median(step_seconds(run, steps, 8, world.device))
-        host = statistics.median(handed_over_seconds(run, 12, 0, world.device))
+        host = statistics.median(submit_seconds(run, 12, 0, world.device))
     peak = float(peak_memory(world.device)["allocated"])
     del run
     free_cached(world.device)

@@ -1,5 +1,6 @@
-"""Errors that a person can act on. Each class carries its exit code; any other exception is a bug of this project and
-keeps its traceback."""
+"""Errors that a person can act on.
+
+Each class carries its exit code. Any other exception is a bug of this project and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class ResourceError(OrchestratorError):
 
 
 class OutOfMemory(ResourceError):
-    """A worker ran out of memory and could not warn its peers in time; the run restarts with smaller micro-batches."""
+    """A worker ran out of memory and could not warn its peers in time.
+
+    The run restarts with smaller micro-batches."""
 
     def __init__(self, message: str, micro_batch: int = 0) -> None:
         # Both values go to the base class: pickle rebuilds an exception from its args.

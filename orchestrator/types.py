@@ -1,11 +1,15 @@
-"""Value types, constants and text formats shared by every package. A leaf module: no torch, no Ray, fast to import."""
+"""Value types, constants and text formats shared by every package.
+
+A leaf module: it imports neither torch nor Ray, so that it costs no time to import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
+StrategyName = Literal["single", "data_parallel", "expert_parallel"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 JSON = dict[str, "JSON"] | list["JSON"] | str | int | float | bool | None
 
 VERSION = "0.1.0"
@@ -65,7 +69,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def speed_text(samples_per_second: float | None) -> str:
-    """Return a throughput for people, without its unit: 1234.5 -> '1,234', 12.345 -> '12.3', None -> '–'."""
+    """Return a throughput for people, without its unit: 1234.5 -> '1,234', None -> '–'."""
     if samples_per_second is None:
         return "–"
     if 100 <= samples_per_second < 1e12:
@@ -74,7 +78,7 @@ def speed_text(samples_per_second: float | None) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return the value of a setting for people: True -> 'on', None -> 'none', 0.5 -> '0.5', [1, 2] -> '1,2'."""
+    """Return the value of a setting for people: True -> 'on', None -> 'none', [1, 2] -> '1,2'."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -87,6 +91,6 @@ def value_text(value: object) -> str:
 
 
 def first_line(message: object, max_chars: int | None = 200) -> str:
-    """Return the first line of an error's message, cut to ``max_chars``; its class name if the message is empty."""
+    """Return an error's first line, cut to ``max_chars``; the name of its class if it has no text."""
     lines = str(message).strip().splitlines()
     return lines[0][:max_chars] if lines else type(message).__name__

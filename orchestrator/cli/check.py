@@ -15,7 +15,7 @@ from rich.text import Text
 
 from orchestrator.cli.commands import make_table
 from orchestrator.config.settings import Config
-from orchestrator.plan.checks.probes import Check, Probe, probes_for, run_guarded
+from orchestrator.plan.checks.probes import CheckResult, MachineProbe, probes_for, run_guarded
 from orchestrator.plan.inventory.hardware import Inventory, inventory
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.types import bytes_text
@@ -23,7 +23,7 @@ from orchestrator.types import bytes_text
 _MARKS = {"pass": ("✔", "green"), "fail": ("✘", "red"), "skip": ("–", "dim")}
 
 
-def check(full: bool = False) -> list[Check]:
+def check(full: bool = False) -> list[CheckResult]:
     """Look at the machine and try what training needs, from Python."""
     return [run_guarded(probe) for probe in _all_probes(inventory(Path.cwd()), full)]
 
@@ -33,7 +33,7 @@ def show_check(full: bool, as_json: bool) -> int:
     console, found = Console(), inventory(Path.cwd())
     if not as_json:
         console.print(_hardware_table(found))
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     for probe in _all_probes(found, full):
         with nullcontext() if as_json else console.status(f"checking {probe.name} …"):
             checks.append(run_guarded(probe))
@@ -76,16 +76,16 @@ def _hardware_table(found: Inventory) -> Table:
     return table
 
 
-def _all_probes(found: Inventory, full: bool) -> Iterator[Probe]:
+def _all_probes(found: Inventory, full: bool) -> Iterator[MachineProbe]:
     yield from probes_for(found, Path.cwd())
-    yield Probe(
+    yield MachineProbe(
         "collective", lambda: _collective(len(found.gpus)), "see 'hang' in the README's troubleshooting"
     )
     if full:
-        yield Probe("training", _two_steps, "run 'orchestrator train --debug' and see its message")
+        yield MachineProbe("training", _two_steps, "run 'orchestrator train --debug' and see its message")
 
 
-def _collective(gpus: int) -> Check:
+def _collective(gpus: int) -> CheckResult:
     """Two processes sum a tensor: NCCL where there are two GPUs, gloo otherwise."""
     from orchestrator.plan.checks.collective import probe_collective
 
@@ -93,11 +93,11 @@ def _collective(gpus: int) -> Check:
     problem = probe_collective(backend)
     fix = "look at the firewall and at the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); NCCL_DEBUG=INFO tells more"
     if problem is None:
-        return Check("collective", "pass", f"two processes summed a tensor over {backend}")
-    return Check("collective", "fail", problem, "a sum over two processes", fix)
+        return CheckResult("collective", "pass", f"two processes summed a tensor over {backend}")
+    return CheckResult("collective", "fail", problem, "a sum over two processes", fix)
 
 
-def _print_check(console: Console, entry: Check) -> None:
+def _print_check(console: Console, entry: CheckResult) -> None:
     mark, style = _MARKS[entry.status]
     if not console.encoding.startswith("utf"):
         mark = entry.status
@@ -108,7 +108,7 @@ def _print_check(console: Console, entry: Check) -> None:
         )
 
 
-def _two_steps() -> Check:
+def _two_steps() -> CheckResult:
     """A short run of the default task: model and every batch are checked for their device on the way."""
     from orchestrator.trainer import Trainer
 
@@ -128,7 +128,7 @@ def _two_steps() -> Check:
     seen = f"GPU use {max(use):.0f}%" if use else f"{len(monitored)} monitor readings"
     found = f"{result.summary['steps']} steps on {start['device']} in {start['precision']}, model and batches in place, {seen}"
     passed = result.status == "completed" and result.summary["steps"] == 2 and bool(monitored)
-    return Check(
+    return CheckResult(
         "training",
         "pass" if passed else "fail",
         found,

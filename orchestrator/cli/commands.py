@@ -18,7 +18,7 @@ from orchestrator.plan.inventory.hardware import launched_by
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from orchestrator.measure.bench import Measured
+    from orchestrator.measure.bench import BenchResult
     from orchestrator.train.strategies.placement import Foreseen
 
 _MOST_ROWS, _MOST_COLUMNS = 16, 6  # hosts and layers of the table of experts on hosts
@@ -152,7 +152,7 @@ def bench(resolved: Resolved, iterations: int, precisions: bool, as_json: bool) 
     return 0
 
 
-def _bench_table(rows: list[Measured], task: str) -> Table:
+def _bench_table(rows: list[BenchResult], task: str) -> Table:
     title = f"{task} on {rows[0].device}, batch {rows[0].batch_size}, {rows[0].iterations} steps; median ± half the quartiles' distance"
     table = make_table("precision", *_TIMED, "samples/s", "of fp32", "memory", "loss", title=title)
     base = next((row.samples_per_second for row in rows if row.precision == "fp32"), None)
@@ -161,7 +161,7 @@ def _bench_table(rows: list[Measured], task: str) -> Table:
     return table
 
 
-def _cells(row: Measured, base: float | None) -> list[str]:
+def _cells(row: BenchResult, base: float | None) -> list[str]:
     def timed(name: str) -> str:
         return seconds_text(row.median.get(name, 0.0))
 

@@ -26,12 +26,19 @@ from orchestrator.plan.cost.calibration import (
     write_calibration,
 )
 from orchestrator.plan.cost.devices import known_gpu, short_name
-from orchestrator.plan.cost.model import Device, Machine, Predicted, Team, predict, predicted_memory
+from orchestrator.plan.cost.model import (
+    DeviceCosts,
+    Machine,
+    Parallelism,
+    StepPrediction,
+    predict,
+    predicted_memory,
+)
 from orchestrator.plan.cost.scaling import (
     IMBALANCE,
     ClusterSpec,
-    Job,
-    Row,
+    ScalingJob,
+    ScalingRow,
     by_kind,
     given_keys,
     machine_of,
@@ -39,11 +46,10 @@ from orchestrator.plan.cost.scaling import (
     scaling_rows,
 )
 from orchestrator.plan.inventory.hardware import Inventory, inventory, results_folder
-from orchestrator.plan.planning import Arithmetic
-from orchestrator.types import bytes_text, seconds_text
+from orchestrator.types import PrecisionName, bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from orchestrator.plan.cost.ops import Work
+    from orchestrator.plan.cost.ops import MicroBatchOps
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.run_dir import Prepared
 
@@ -70,11 +76,11 @@ _TITLES = {
 
 def calibrate_machine(path: Path | None, as_json: bool) -> int:
     """Measure this machine for the cost model, and keep the figures in a file."""
-    from orchestrator.measure.calibrate import Asked, calibrate
+    from orchestrator.measure.calibrate import CalibrationScope, calibrate
 
     target, found, console = path or results_folder() / FILE, inventory(), Console(stderr=True)
     with console.status("calibrating …") as status:
-        made = calibrate(found, Asked.of(found), lambda part: status.update(f"calibrating: {part} …"))
+        made = calibrate(found, CalibrationScope.of(found), lambda part: status.update(f"calibrating: {part} …"))
     write_calibration(made, target)
     if as_json:
         Console().print_json(target.read_text(encoding="utf-8"))
@@ -115,7 +121,7 @@ def _calibration_table(made: Calibration) -> Table:
     return table
 
 
-def _figures(device: Device) -> dict[str, str]:
+def _figures(device: DeviceCosts) -> dict[str, str]:
     figures = {}
     for precision, grids in device.products.items():
         grid = grids["nn"]
@@ -191,7 +197,7 @@ def step_prediction(prepared: Prepared, asked: Path | None) -> tuple[str, dict[s
         raise
     except Exception as error:  # a model that cannot be traced without data has a plan, but no prediction
         return f"step time: not predicted, the model cannot be traced ({type(error).__name__})", None
-    team = Team(
+    team = Parallelism(
         workers,
         chosen.strategy.value,
         chosen.accumulation_steps.value,
@@ -228,7 +234,7 @@ def _fused(found: Inventory, on_gpu: bool, precision: str) -> bool:
     return not on_gpu or (precision == "bf16" and min(gpu.capability for gpu in found.gpus) >= (9, 0))
 
 
-def _sentence(predicted: Predicted) -> str:
+def _sentence(predicted: StepPrediction) -> str:
     whole = predicted.step_seconds
     parts = ", ".join(
         f"{name} {value / whole:.0%}" for name, value in predicted.parts.items() if abs(value) >= 0.01 * whole
@@ -236,13 +242,13 @@ def _sentence(predicted: Predicted) -> str:
     return f"{seconds_text(whole)}, {predicted.samples_per_second:,.0f} samples/s: {parts}; limited by {predicted.limited_by}"
 
 
-def _tracer(task: Task, on_gpu: bool, precision: Arithmetic, grouped: bool, recompute: bool = False) -> Any:
+def _tracer(task: Task, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool = False) -> Any:
     """Work by samples, hosts and parts; each traced once."""
-    from orchestrator.measure.step_trace import Setting, trace_step
+    from orchestrator.measure.step_trace import TraceOptions, trace_step
 
     @cache
-    def work(samples: int, hosts: int, chunks: int) -> Work:
-        return trace_step(task, samples, Setting(on_gpu, precision, grouped, hosts, chunks, recompute))
+    def work(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
+        return trace_step(task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute))
 
     return work
 
@@ -272,7 +278,7 @@ def show_cluster(resolved: Resolved, text: str, calibration: Path | None, as_jso
     return 0
 
 
-def _assumed(resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, job: Job) -> list[str]:
+def _assumed(resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, job: ScalingJob) -> list[str]:
     """What the tables take for granted, why they end where they do, and what of the call they do not look at."""
     notes: list[str] = []
     if job.experts and spec.devices > 1:
@@ -298,13 +304,13 @@ def _assumed(resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, jo
     return notes
 
 
-def cluster_rows(config: Config, spec: ClusterSpec, calibration: Path | None = None) -> tuple[list[Row], str]:
+def cluster_rows(config: Config, spec: ClusterSpec, calibration: Path | None = None) -> tuple[list[ScalingRow], str]:
     """The rows of the table, and where the figures of the device come from."""
     job, machine, source = _cluster_job(config, spec, calibration)
     return scaling_rows(job, machine), source
 
 
-def _cluster_job(config: Config, spec: ClusterSpec, calibration: Path | None) -> tuple[Job, Machine, str]:
+def _cluster_job(config: Config, spec: ClusterSpec, calibration: Path | None) -> tuple[ScalingJob, Machine, str]:
     from orchestrator.measure.step_trace import experts_of
     from orchestrator.tasks.load import load_task
 
@@ -320,7 +326,7 @@ def _cluster_job(config: Config, spec: ClusterSpec, calibration: Path | None) ->
     )
     whole = config.batch.global_batch_size or batch * _STRONG
     tf32 = known.capability >= (8, 0) and config.device.tf32 != "off"
-    job = Job(work, batch, whole, experts_of(task), getattr(task, "units_per_sample", 1), tf32)
+    job = ScalingJob(work, batch, whole, experts_of(task), getattr(task, "units_per_sample", 1), tf32)
     source = (
         measured[1]
         if measured
@@ -329,7 +335,7 @@ def _cluster_job(config: Config, spec: ClusterSpec, calibration: Path | None) ->
     return job, machine, source
 
 
-def _measured(spec: ClusterSpec, calibration: Path | None) -> tuple[Device, str] | None:
+def _measured(spec: ClusterSpec, calibration: Path | None) -> tuple[DeviceCosts, str] | None:
     """The GPU's own figures, where the calibration at hand is of such a one."""
     made = found_calibration(calibration)
     if made is None or short_name(made.machine) != spec.gpu:
@@ -337,23 +343,23 @@ def _measured(spec: ClusterSpec, calibration: Path | None) -> tuple[Device, str]
     return made.profile(1).device, f"the calibration of {made.machine} of {made.made[:10]}"
 
 
-def _precision(config: Config, capability: tuple[int, int]) -> Arithmetic:
+def _precision(config: Config, capability: tuple[int, int]) -> PrecisionName:
     asked = config.device.precision
     return asked if asked != "auto" else "bf16" if capability >= (8, 0) else "fp16"
 
 
-def _fitting(work: Any, device: Device, fraction: float) -> int:
+def _fitting(work: Any, device: DeviceCosts, fraction: float) -> int:
     """Samples of a micro-batch, where none were asked for: the largest power of two, up to a limit, whose step fits."""
     batch = _LARGEST_BATCH
     while (
         batch > 1
-        and predicted_memory(work(batch, 1, 1), device, Team()).total > fraction * device.memory_bytes
+        and predicted_memory(work(batch, 1, 1), device, Parallelism()).total > fraction * device.memory_bytes
     ):
         batch //= 2
     return batch
 
 
-def _scaling_table(title: str, rows: list[Row], spec: ClusterSpec) -> Table:
+def _scaling_table(title: str, rows: list[ScalingRow], spec: ClusterSpec) -> Table:
     table = Table(
         title=title,
         title_justify="left",
@@ -373,7 +379,7 @@ def _scaling_table(title: str, rows: list[Row], spec: ClusterSpec) -> Table:
     return table
 
 
-def scaling_cells(row: Row, spec: ClusterSpec) -> list[str]:
+def scaling_cells(row: ScalingRow, spec: ClusterSpec) -> list[str]:
     """A line of the table, for people: what the step is made of, the largest first."""
     found, whole = row.predicted, row.predicted.step_seconds
     parts = sorted(found.parts.items(), key=lambda part: -abs(part[1]))

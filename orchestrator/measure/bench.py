@@ -9,20 +9,20 @@ from time import perf_counter
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.plan.planning import Arithmetic, Plan
+from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import as_data
+from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_probe import first_batch
 from orchestrator.train.worker.build import build_parts, build_stepper, machine_settings
-from orchestrator.types import Choice
+from orchestrator.types import Choice, PrecisionName
 
 _WARM_UP = 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """One row: times are seconds per step, median and half the spread between quartiles."""
 
     precision: str
@@ -36,7 +36,7 @@ class Measured:
     loss: float
 
 
-def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measured:
+def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> BenchResult:
     """Whole training steps on one batch that stays on the device; warm-up left out."""
     world = World.single_process(chosen.device.value)
     free_cached(world.device)
@@ -46,7 +46,7 @@ def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> Measur
     median = {name: statistics.median(values) for name, values in times.items()}
     quarters = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
     batch = chosen.batch_size.value
-    return Measured(
+    return BenchResult(
         precision="tf32"
         if chosen.precision.value == "fp32" and chosen.tf32.value
         else chosen.precision.value,
@@ -68,7 +68,7 @@ def _times(
     stepper = build_stepper(config, world, parts, chosen.batch_size.value, lambda event, **fields: None)  # noqa: ARG005
     clock = _WaitingClock(world.device)
     stepper.clock = clock  # pyright: ignore[reportAttributeAccessIssue]
-    portion = first_batch(as_data(task.train_data()), world, chosen.batch_size.value)
+    portion = first_batch(as_dataset(task.train_data()), world, chosen.batch_size.value)
     loss = 0.0
     for step in range(_WARM_UP + iterations):
         if step == _WARM_UP:
@@ -109,10 +109,10 @@ class _WaitingClock:
             self.times.setdefault(name, []).append(value)
 
 
-def measure_precisions(config: Config, chosen: Plan, task: Task, iterations: int) -> list[Measured]:
+def measure_precisions(config: Config, chosen: Plan, task: Task, iterations: int) -> list[BenchResult]:
     """The same steps in each precision that the device has."""
     on_gpu = chosen.device.value != "cpu"
-    variants: list[tuple[Arithmetic, bool]] = [
+    variants: list[tuple[PrecisionName, bool]] = [
         ("fp32", False),
         *([("fp32", True)] if on_gpu else []),
         ("bf16", False),

@@ -30,7 +30,7 @@ from orchestrator.measure.op_times import (
     ON_CPU,
     ON_GPU,
     TINY,
-    Sizes,
+    MeasuredSizes,
     attention_curves,
     group_seconds,
     grouped_curve,
@@ -42,36 +42,38 @@ from orchestrator.measure.op_times import (
 from orchestrator.measure.sustained_load import with_sustained
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, Reference
-from orchestrator.plan.cost.interpolate import Curve
-from orchestrator.plan.cost.model import Device, LinkKind
+from orchestrator.plan.cost.interpolate import PiecewiseCurve
+from orchestrator.plan.cost.model import DeviceCosts, LinkKind
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.train.parts.memory import free_cached
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 _LONGEST_S = 120.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class CalibrationScope:
     """What is calibrated: the CPU or a GPU, with the given sizes, for one worker and for several."""
 
     on_gpu: bool
-    sizes: Sizes
+    sizes: MeasuredSizes
     workers: tuple[int, ...]
     references: int | None = None
     """How many of the reference steps are taken; None for all."""
 
     @classmethod
-    def of(cls, found: Inventory, tiny: bool = False) -> Asked:
+    def of(cls, found: Inventory, tiny: bool = False) -> CalibrationScope:
         on_gpu = bool(found.gpus)
         several = (len(found.gpus) > 1) if on_gpu else found.cores > 1
         sizes = TINY if tiny else ON_GPU if on_gpu else ON_CPU
         return cls(on_gpu, sizes, (1, 2) if several else (1,), 5 if tiny else None)
 
 
-def calibrate(found: Inventory, asked: Asked, tell: Tell = lambda _: None) -> Calibration:
+def calibrate(
+    found: Inventory, asked: CalibrationScope, tell: ProgressCallback = lambda _: None
+) -> Calibration:
     """Measure all that is asked for. ``tell`` hears what is being measured."""
     begun, before = perf_counter(), others_seconds()
     profiles = [
@@ -97,7 +99,7 @@ def others_seconds() -> float:
     return sum(everyone[:7]) - idle - (own.user + own.system + own.children_user + own.children_system)
 
 
-def _alone(found: Inventory, asked: Asked, tell: Tell) -> Profile:
+def _alone(found: Inventory, asked: CalibrationScope, tell: ProgressCallback) -> Profile:
     device = torch.device("cuda", 0) if asked.on_gpu else torch.device("cpu")
     if not asked.on_gpu:
         torch.set_num_threads(found.cores)
@@ -106,15 +108,17 @@ def _alone(found: Inventory, asked: Asked, tell: Tell) -> Profile:
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeviceMeasurement:
     """The device's figures, the reference steps that some of them were found from, and how fast the host was meanwhile."""
 
-    device: Device
+    device: DeviceCosts
     references: tuple[Reference, ...]
     yardstick_s: tuple[float, ...] = ()
 
 
-def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: Tell) -> Measured:
+def measured_device(
+    found: Inventory, asked: CalibrationScope, device: torch.device, tell: ProgressCallback
+) -> DeviceMeasurement:
     timer, sizes = Timer(device, asked.sizes.seconds), asked.sizes
     precisions = precisions_of(found, asked.on_gpu)
     products = {}
@@ -124,7 +128,7 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
     tell("other operations and the optimizer")
     gpu = found.gpus[0] if asked.on_gpu else None
     fused = gpu is not None and gpu.capability >= (9, 0)
-    made = Device(
+    made = DeviceCosts(
         name=gpu.name if gpu else found.cpu_name,
         memory_bytes=float(gpu.memory_total if gpu else found.ram_total),
         asynchronous=gpu is not None,
@@ -132,7 +136,7 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
         moves=move_curves(timer, sizes),
         attention=attention_curves(timer, sizes, [p for p in precisions if p != "tf32"]),
         optimizer=update_curve(timer, sizes),
-        grouped=grouped_curve(timer) if fused else Curve((1.0,), (1.0,)) if gpu else None,
+        grouped=grouped_curve(timer) if fused else PiecewiseCurve((1.0,), (1.0,)) if gpu else None,
         group_s=0.0 if gpu else group_seconds(timer),
         unaligned={precision: unaligned_factors(timer, precision) for precision in precisions}
         if gpu and sizes != TINY
@@ -140,7 +144,7 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
     )
     tell("the host's overhead per operation")
     if gpu is None:
-        return Measured(*with_overhead(made, found, device, timer, asked.references))
+        return DeviceMeasurement(*with_overhead(made, found, device, timer, asked.references))
     measured = _with_whole_steps(made, found, asked, device, timer, tell)
     del timer  # and what it has measured with
     free_cached(device)
@@ -149,8 +153,13 @@ def measured_device(found: Inventory, asked: Asked, device: torch.device, tell: 
 
 
 def _with_whole_steps(
-    made: Device, found: Inventory, asked: Asked, device: torch.device, timer: Timer, tell: Tell
-) -> Measured:
+    made: DeviceCosts,
+    found: Inventory,
+    asked: CalibrationScope,
+    device: torch.device,
+    timer: Timer,
+    tell: ProgressCallback,
+) -> DeviceMeasurement:
     """The figures of a GPU that need whole steps, with the host's speed before these and after."""
     read = yardstick(made, found, device)
     before = read()
@@ -160,7 +169,7 @@ def _with_whole_steps(
         tell("large steps")
         made, large = with_sustained(made, found, device)
         references += large
-    return Measured(made, references, tuple(map(statistics.mean, zip(before, after, strict=True))))
+    return DeviceMeasurement(made, references, tuple(map(statistics.mean, zip(before, after, strict=True))))
 
 
 def precisions_of(found: Inventory, on_gpu: bool) -> list[str]:
@@ -171,7 +180,7 @@ def precisions_of(found: Inventory, on_gpu: bool) -> list[str]:
     return ["fp32", "tf32", "bf16", "fp16"] if newer else ["fp32", "fp16"]
 
 
-def _together(found: Inventory, asked: Asked, workers: int, tell: Tell) -> Profile:
+def _together(found: Inventory, asked: CalibrationScope, workers: int, tell: ProgressCallback) -> Profile:
     """The same in several processes at once, and what they say to each other."""
     threads = max(1, found.cores // workers)
     tell(f"{workers} workers at once, and the link between them")
@@ -217,7 +226,7 @@ def work_beside(job: dict[str, Any]) -> None:
     from orchestrator.plan.inventory.hardware import inventory
 
     found = inventory()
-    asked = Asked.of(found, job["tiny"])
+    asked = CalibrationScope.of(found, job["tiny"])
     rank, size, folder = job["rank"], job["workers"], Path(job["folder"])
     device = torch.device("cuda", rank) if asked.on_gpu else torch.device("cpu")
     torch.set_num_threads(job["threads"])

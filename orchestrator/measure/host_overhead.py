@@ -20,31 +20,32 @@ from orchestrator.config.settings import Config
 from orchestrator.measure.fit import not_negative
 from orchestrator.measure.model_facts import model_facts
 from orchestrator.measure.op_times import updating
-from orchestrator.measure.step_trace import Setting, trace_step
-from orchestrator.measure.timed_steps import Steps, build_steps, handed_over_seconds, step_seconds
+from orchestrator.measure.step_trace import TraceOptions, trace_step
+from orchestrator.measure.timed_steps import StepRunner, build_steps, step_seconds, submit_seconds
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import Reference
-from orchestrator.plan.cost.model import Device, Machine, predict
-from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.cost.model import DeviceCosts, Machine, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import Arithmetic, Plan, plan
+from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import machine_settings
+from orchestrator.types import PrecisionName
 
 _STEPS, _TURNS, _READ = 12, 4, 16
 _FEW, _MANY = 8, 72  # parameters of the two updates that are compared
 
 
 @dataclass(frozen=True)
-class Form:
+class ReferenceModel:
     """A reference: blocks of a kind, dense or with experts, and in which arithmetic."""
 
     kind: Literal["classifier", "decoder"]
     experts: int
     layers: int
-    precision: Arithmetic = "fp32"
+    precision: PrecisionName = "fp32"
 
     @property
     def name(self) -> str:
@@ -70,19 +71,19 @@ class Form:
 
 
 FORMS = (
-    Form("classifier", 0, 1),
-    Form("classifier", 0, 6),
-    Form("classifier", 4, 1),
-    Form("classifier", 4, 4),
-    Form("decoder", 0, 1),
-    Form("decoder", 0, 5),
-    Form("decoder", 4, 3),
+    ReferenceModel("classifier", 0, 1),
+    ReferenceModel("classifier", 0, 6),
+    ReferenceModel("classifier", 4, 1),
+    ReferenceModel("classifier", 4, 4),
+    ReferenceModel("decoder", 0, 1),
+    ReferenceModel("decoder", 0, 5),
+    ReferenceModel("decoder", 4, 3),
 )
-IN_BF16 = (*FORMS, Form("decoder", 4, 1))
-YARDSTICK = Form("decoder", 0, 2), Form("decoder", 4, 2)
+IN_BF16 = (*FORMS, ReferenceModel("decoder", 4, 1))
+YARDSTICK = ReferenceModel("decoder", 0, 2), ReferenceModel("decoder", 4, 2)
 
 
-def forms_for(made: Device) -> tuple[Form, ...]:
+def forms_for(made: DeviceCosts) -> tuple[ReferenceModel, ...]:
     """On a GPU in the arithmetic that it is used in, and without experts in fp32 too: the same blocks without autocast's copies."""
     if _arithmetic(made) == "fp32":
         return FORMS
@@ -92,13 +93,13 @@ def forms_for(made: Device) -> tuple[Form, ...]:
     )
 
 
-def _arithmetic(made: Device) -> Arithmetic:
+def _arithmetic(made: DeviceCosts) -> PrecisionName:
     return "bf16" if made.asynchronous and "bf16" in made.products else "fp32"
 
 
 def with_overhead(
-    made: Device, found: Inventory, device: torch.device, timer: Timer, most: int | None = None
-) -> tuple[Device, tuple[Reference, ...]]:
+    made: DeviceCosts, found: Inventory, device: torch.device, timer: Timer, most: int | None = None
+) -> tuple[DeviceCosts, tuple[Reference, ...]]:
     """The device with the seconds of its host: for each operation, kernel launched from Python, sort, view and parameter, and for a step
     as such. Beside it the reference steps that say so, of which ``most`` are taken."""
     forms = forms_for(made)[:most]
@@ -120,13 +121,13 @@ def with_overhead(
     )
 
 
-def host_figures(works: Sequence[Work], seconds: Sequence[float]) -> list[float]:
+def host_figures(works: Sequence[MicroBatchOps], seconds: Sequence[float]) -> list[float]:
     """Of an operation, a launch, a sort, a view and a step: those that explain what the host takes for these works."""
     rows = np.array([[work.operations, work.launches, work.sorts, work.views, 1.0] for work in works])
     return not_negative(rows, np.array(seconds))
 
 
-def yardstick(made: Device, found: Inventory, device: torch.device) -> Callable[[], tuple[float, ...]]:
+def yardstick(made: DeviceCosts, found: Inventory, device: torch.device) -> Callable[[], tuple[float, ...]]:
     """Times the host of a GPU by two steps, one dense and one with experts, built anew each time. Read at the calibration and again
     later it says how much slower the host has become: hosts are shared, and not equally fast from one minute to the next."""
     chosen = [_chosen(replace(form, precision=_arithmetic(made)), found, device) for form in YARDSTICK]
@@ -138,7 +139,7 @@ def yardstick(made: Device, found: Inventory, device: torch.device) -> Callable[
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ReferenceStep:
     """A reference step: how it is built and timed, as a run would."""
 
     config: Config
@@ -147,33 +148,33 @@ class Chosen:
     batch: int
     device: torch.device
 
-    def built(self) -> Steps:
+    def built(self) -> StepRunner:
         with machine_settings(self.config, self.plan, self.device):
-            return build_steps(self.config, self.plan, self.task, World.single_process(self.device), self.batch)
+            return build_steps(
+                self.config, self.plan, self.task, World.single_process(self.device), self.batch
+            )
 
-    def seconds(self, run: Steps, steps: int) -> float:
+    def seconds(self, run: StepRunner, steps: int) -> float:
         """Of the host of a GPU, or of a CPU: the median."""
-        timed: Callable[..., list[float]] = (
-            handed_over_seconds if self.device.type == "cuda" else step_seconds
-        )
+        timed: Callable[..., list[float]] = submit_seconds if self.device.type == "cuda" else step_seconds
         with machine_settings(self.config, self.plan, self.device):
             return statistics.median(timed(run, steps, device=self.device))
 
 
-def _chosen(form: Form, found: Inventory, device: torch.device) -> Chosen:
+def _chosen(form: ReferenceModel, found: Inventory, device: torch.device) -> ReferenceStep:
     config, batch = form.config(device.type == "cuda")
     task = load_task(config)
-    return Chosen(
+    return ReferenceStep(
         config, plan(config, found, model_facts(task, str(device), form.precision)), task, batch, device
     )
 
 
-def _traced(form: Form, chosen: Chosen, made: Device) -> Work:
+def _traced(form: ReferenceModel, chosen: ReferenceStep, made: DeviceCosts) -> MicroBatchOps:
     grouped = made.grouped is None or (len(made.grouped.sizes) > 1 and form.precision == "bf16")
-    return trace_step(chosen.task, chosen.batch, Setting(made.asynchronous, form.precision, grouped))
+    return trace_step(chosen.task, chosen.batch, TraceOptions(made.asynchronous, form.precision, grouped))
 
 
-def _measured(chosen: list[Chosen]) -> list[float]:
+def _measured(chosen: list[ReferenceStep]) -> list[float]:
     """Of each its median. They are taken in turn, several times: a host is not equally fast from one second to the next."""
     runs = [entry.built() for entry in chosen]
     turns = [
@@ -191,7 +192,9 @@ def parameter_seconds(timer: Timer) -> float:
     return max(0.0, many - few) / (_MANY - _FEW)
 
 
-def _reference(form: Form, work: Work, measured: float, explained: float, fitted: Device) -> Reference:
+def _reference(
+    form: ReferenceModel, work: MicroBatchOps, measured: float, explained: float, fitted: DeviceCosts
+) -> Reference:
     host = predict(replace(work, parameters=0), Machine(fitted)).host_seconds
     return Reference(
         form.name,

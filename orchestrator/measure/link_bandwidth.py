@@ -12,13 +12,13 @@ from torch import Tensor
 
 from experts.group import Group
 from orchestrator.measure.fit import fitted_link
-from orchestrator.plan.cost.model import LinkKind, Wiring
+from orchestrator.plan.cost.model import Interconnect, LinkKind
 from orchestrator.train.parts.world import World
 
 _MESSAGES = (2**10, 2**14, 2**17, 2**20, 2**23)
 
 
-def measured_links(world: World, kind: LinkKind) -> Wiring:
+def measured_links(world: World, kind: LinkKind) -> Interconnect:
     """Called by all workers at once. An exchange counts by the bytes that leave a device: of a tensor for two, half."""
     group = Group(world.rank, world.size, world.process_group)
 
@@ -27,7 +27,7 @@ def measured_links(world: World, kind: LinkKind) -> Wiring:
 
     sums = {size: _message_seconds(world, lambda t: world.all_reduce(t), size) for size in _MESSAGES}
     swaps = {size: _message_seconds(world, swap, size * world.size // (world.size - 1)) for size in _MESSAGES}
-    return Wiring(fitted_link(kind, sums), fitted_link(kind, swaps))
+    return Interconnect(fitted_link(kind, sums), fitted_link(kind, swaps))
 
 
 def _message_seconds(world: World, send: Callable[[Tensor], Any], size: int) -> float:

@@ -23,17 +23,18 @@ from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.data import Feed, Feeding, as_data, tensors_of, to_device
+from orchestrator.train.data import Feed, LoaderOptions, as_dataset, tensors_of, to_device
 from orchestrator.train.parts.memory import block_lists
-from orchestrator.train.parts.precision import Kind, autocast
+from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import as_loss, built, check_trainable
+from orchestrator.train.step import as_loss, build_checked_model, check_trainable
+from orchestrator.types import PrecisionName
 
 _SMALL = 2  # samples of the smaller batch: batch norm wants more than one
 
 
 @dataclass(frozen=True)
-class Trace:
+class ForwardTrace:
     """One forward pass: its arithmetic and what it kept."""
 
     flops: float
@@ -43,17 +44,17 @@ class Trace:
     largest: float
 
 
-def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
+def model_facts(task: Task, on: str, precision: PrecisionName) -> ModelFacts:
     """The facts of a task for a device and precision."""
     device = torch.device(on)
     with user_code("reading the training data"):
-        data = as_data(task.train_data())
+        data = as_dataset(task.train_data())
     with user_code("reading the validation data"):
         validation = task.validation_data() if hasattr(task, "validation_data") else None
     batches = first_samples(data, _SMALL), first_samples(data, 2 * _SMALL)
     try:
         with quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device(device):
-            model = built(task)
+            model = build_checked_model(task)
             one, two = (
                 _trace(task, model, fake_batch(mode, b, device), n * _SMALL, precision, device)
                 for n, b in enumerate(batches, 1)
@@ -65,10 +66,10 @@ def model_facts(task: Task, on: str, precision: Kind) -> ModelFacts:
     return _facts(task, model, data, validation, one, two, method)
 
 
-def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, Trace, Trace]:
+def _run_small(task: Task, batches: tuple[Any, Any]) -> tuple[nn.Module, ForwardTrace, ForwardTrace]:
     cpu = torch.device("cpu")
     with user_code("building the model"):
-        model = built(task)
+        model = build_checked_model(task)
     try:
         one, two = (_trace(task, model.to(cpu), b, n * _SMALL, "fp32", cpu) for n, b in enumerate(batches, 1))
     except OrchestratorError:
@@ -97,7 +98,9 @@ def first_samples(data: Any, count: int) -> Any:
         raise UserError("the training data is empty; at least one sample is needed")
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
-    feed = Feed(data, World.single_process(), global_batch=count, micro_batch=count, seed=None, feeding=Feeding())
+    feed = Feed(
+        data, World.single_process(), global_batch=count, micro_batch=count, seed=None, feeding=LoaderOptions()
+    )
     return next(feed.steps(0)).micros[0].fetch()
 
 
@@ -113,10 +116,10 @@ def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
 
 
 def _trace(
-    task: Task, model: nn.Module, batch: Any, samples: int, precision: Kind, device: torch.device
-) -> Trace:
+    task: Task, model: nn.Module, batch: Any, samples: int, precision: PrecisionName, device: torch.device
+) -> ForwardTrace:
     model.train()
-    kept = _Kept(model)
+    kept = _SavedTensorCounter(model)
     inputs = 0
 
     def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -138,10 +141,12 @@ def _trace(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(float(counter.get_total_flops()), kept.total, kept.in_blocks, float(inputs), kept.largest)
+    return ForwardTrace(
+        float(counter.get_total_flops()), kept.total, kept.in_blocks, float(inputs), kept.largest
+    )
 
 
-class _Kept:
+class _SavedTensorCounter:
     """Counts what autograd keeps for the backward pass: each storage once, parameters left out."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,11 +173,17 @@ class _Kept:
 
 
 def _facts(
-    task: Task, model: nn.Module, data: Any, validation: Any, one: Trace, two: Trace, method: str
+    task: Task,
+    model: nn.Module,
+    data: Any,
+    validation: Any,
+    one: ForwardTrace,
+    two: ForwardTrace,
+    method: str,
 ) -> ModelFacts:
     parameters = list(model.parameters())
     layers = moe_layers(model)
-    per_sample = Trace(
+    per_sample = ForwardTrace(
         *(max(0.0, more - less) / _SMALL for more, less in zip(astuple(two), astuple(one), strict=True))
     )
     return ModelFacts(
@@ -190,7 +201,7 @@ def _facts(
         block_input_bytes=per_sample.block_inputs,
         largest_bytes=per_sample.largest,
         samples=len(data),
-        validation_samples=len(as_data(validation)) if validation is not None else 0,
+        validation_samples=len(as_dataset(validation)) if validation is not None else 0,
         unit=getattr(task, "unit", "samples"),
         units_per_sample=getattr(task, "units_per_sample", 1),
         gathered_bytes=data.nbytes if isinstance(data, Gatherable) else None,

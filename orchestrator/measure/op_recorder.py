@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from orchestrator.plan.cost.ops import Attention, Layout, Message, MessageKind, Move, MoveKind, Product, Work
+from orchestrator.plan.cost.ops import (
+    AttentionOp,
+    MessageKind,
+    MessageOp,
+    MicroBatchOps,
+    MoveKind,
+    MoveOp,
+    ProductLayout,
+    ProductOp,
+)
 
 _BLOCK = 512  # bytes that allocators round up to
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -81,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self._on_gpu = on_gpu
         self._seen: Counter[Any] = Counter()
         self._operations = self._views = self._launches = self._sorts = 0
-        self._before_wait: Work | None = None
+        self._before_wait: MicroBatchOps | None = None
         self._alive = self._peak = 0.0
         self._known: set[int] = set()
 
@@ -116,7 +125,7 @@ class Recorder(TorchDispatchMode):
             self._seen[_attention(inputs, "backward" in name)] += 1
         else:
             moved = sum(_read(tensor) for tensor in inputs) + sum(_read(tensor) for tensor in results)
-            self._seen[Move(_KINDS.get(name, "plain"), moved)] += 1
+            self._seen[MoveOp(_KINDS.get(name, "plain"), moved)] += 1
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -133,18 +142,18 @@ class Recorder(TorchDispatchMode):
         self._alive -= size
 
     def experts(
-        self, rows: int, experts: int, sizes: tuple[int, int], layout: Layout, dtype: torch.dtype
+        self, rows: int, experts: int, sizes: tuple[int, int], layout: ProductLayout, dtype: torch.dtype
     ) -> None:
         """A product of rows with the matrices of their experts, or, ``tn``, the gradient of these."""
         each, (inner, outer) = max(1, round(rows / experts)), sizes
         m, k, n = (inner, each, outer) if layout == "tn" else (each, inner, outer)
         self._launches += experts > 1
         self._operations += experts == 1
-        self._seen[Product(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
+        self._seen[ProductOp(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
 
     def move(self, kind: MoveKind, size: int) -> None:
         self._operations += 1
-        self._seen[Move(kind, size)] += 1
+        self._seen[MoveOp(kind, size)] += 1
 
     def count(self, operations: int) -> None:
         """Operations too small to be worth more than their number."""
@@ -156,9 +165,9 @@ class Recorder(TorchDispatchMode):
         self._before_wait = self._work_so_far()
 
     def message(self, kind: MessageKind, size: int) -> None:
-        self._seen[Message(kind, size)] += 1
+        self._seen[MessageOp(kind, size)] += 1
 
-    def work(self, samples: int, parameters: int, expert_parameters: int, tensors: int) -> Work:
+    def work(self, samples: int, parameters: int, expert_parameters: int, tensors: int) -> MicroBatchOps:
         found = self._work_so_far()
         return replace(
             found,
@@ -170,14 +179,14 @@ class Recorder(TorchDispatchMode):
             before_wait=self._before_wait,
         )
 
-    def _work_so_far(self) -> Work:
+    def _work_so_far(self) -> MicroBatchOps:
         seen: list[Any] = [replace(entry, times=times) for entry, times in self._seen.items()]
-        return Work(
+        return MicroBatchOps(
             samples=0,
-            products=tuple(entry for entry in seen if isinstance(entry, Product)),
-            attentions=tuple(entry for entry in seen if isinstance(entry, Attention)),
-            moves=tuple(entry for entry in seen if isinstance(entry, Move)),
-            messages=tuple(entry for entry in seen if isinstance(entry, Message)),
+            products=tuple(entry for entry in seen if isinstance(entry, ProductOp)),
+            attentions=tuple(entry for entry in seen if isinstance(entry, AttentionOp)),
+            moves=tuple(entry for entry in seen if isinstance(entry, MoveOp)),
+            messages=tuple(entry for entry in seen if isinstance(entry, MessageOp)),
             operations=self._operations,
             launches=self._launches,
             sorts=self._sorts,
@@ -195,11 +204,11 @@ def _sorts(name: str, inputs: list[Tensor]) -> bool:
     return name == "sort" or (name == "embedding_dense_backward" and inputs[1].numel() > _FEW_INDICES)
 
 
-def _product(a: Tensor, b: Tensor) -> Product:
+def _product(a: Tensor, b: Tensor) -> ProductOp:
     transposed = [x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1 for x in (a, b)]
-    layout: Layout = "tn" if transposed[0] else "nt" if transposed[1] else "nn"
+    layout: ProductLayout = "tn" if transposed[0] else "nt" if transposed[1] else "nn"
     batch = a.shape[0] if a.ndim == 3 else 1
-    return Product(
+    return ProductOp(
         a.shape[-2],
         a.shape[-1],
         b.shape[-1] if b.shape[-2] == a.shape[-1] else b.shape[-2],
@@ -209,9 +218,9 @@ def _product(a: Tensor, b: Tensor) -> Product:
     )
 
 
-def _attention(inputs: list[Tensor], backward: bool) -> Attention:
+def _attention(inputs: list[Tensor], backward: bool) -> AttentionOp:
     batch, heads, length, width = inputs[0].shape
-    return Attention(batch * heads, length, width, backward, _PRECISIONS[inputs[0].dtype])
+    return AttentionOp(batch * heads, length, width, backward, _PRECISIONS[inputs[0].dtype])
 
 
 def _read(tensor: Tensor) -> int:

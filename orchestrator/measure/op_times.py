@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchestrator.measure.timer import Timer
-from orchestrator.plan.cost.interpolate import Curve, Grid
-from orchestrator.plan.cost.ops import MOVES, Layout, MoveKind
+from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
+from orchestrator.plan.cost.ops import MOVES, MoveKind, ProductLayout
 from orchestrator.train.parts.optim import finish_gradients, norm_of
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn")
+_LAYOUTS: tuple[ProductLayout, ...] = ("nn", "nt", "tn")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """What is measured: sizes of products, bytes of other operations, tokens of attention."""
 
     m: tuple[int, ...]
@@ -40,7 +40,7 @@ class Sizes:
     """All of it is done so often, and of each figure the best taken: what disturbs one pass is over by the next."""
 
 
-ON_CPU = Sizes(
+ON_CPU = MeasuredSizes(
     m=(8, 16, 32, 128, 512, 2048),
     k=(16, 64, 256, 1024),
     n=(16, 64, 256, 1024),
@@ -51,7 +51,7 @@ ON_CPU = Sizes(
     seconds=0.004,
     passes=2,
 )
-ON_GPU = Sizes(
+ON_GPU = MeasuredSizes(
     m=(64, 256, 1024, 4096, 16384),
     k=(64, 256, 1024, 4096, 16384),
     n=(64, 256, 1024, 4096),
@@ -62,10 +62,10 @@ ON_GPU = Sizes(
     seconds=0.002,
     passes=1,
 )
-TINY = Sizes((8, 32), (16, 64), (16, 64), 1e8, (2**12, 2**16), (16, 32), (2**12, 2**14), 0.0005, 1)
+TINY = MeasuredSizes((8, 32), (16, 64), (16, 64), 1e8, (2**12, 2**16), (16, 32), (2**12, 2**14), 0.0005, 1)
 
 
-def product_grids(timer: Timer, sizes: Sizes, precision: str) -> dict[str, Grid]:
+def product_grids(timer: Timer, sizes: MeasuredSizes, precision: str) -> dict[str, PiecewiseGrid]:
     """Products of all sizes, with either factor transposed or none."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -75,20 +75,22 @@ def product_grids(timer: Timer, sizes: Sizes, precision: str) -> dict[str, Grid]
         torch.set_float32_matmul_precision(before)
 
 
-def _grid(timer: Timer, sizes: Sizes, dtype: torch.dtype, layout: Layout) -> Grid:
+def _grid(timer: Timer, sizes: MeasuredSizes, dtype: torch.dtype, layout: ProductLayout) -> PiecewiseGrid:
     found: dict[tuple[int, ...], float] = {}
     for m, k, n in list(product(sizes.m, sizes.k, sizes.n)) * sizes.passes:
         if 2.0 * m * k * n <= sizes.largest_flops:
             seconds = product_seconds(timer, (m, k, n), layout, dtype)
             found[m, k, n] = min(seconds, found.get((m, k, n), math.inf))
     axes = tuple(tuple(map(float, axis)) for axis in (sizes.m, sizes.k, sizes.n))
-    return Grid(*axes, tuple(_reckoned(found, sizes, point) for point in product(sizes.m, sizes.k, sizes.n)))  # pyright: ignore
+    return PiecewiseGrid(
+        *axes, tuple(_reckoned(found, sizes, point) for point in product(sizes.m, sizes.k, sizes.n))
+    )  # pyright: ignore
 
 
 def unaligned_factors(timer: Timer, precision: str) -> dict[str, float]:
     """How many times as long a product takes whose rows begin at odd places, as those of a vocabulary of 50,257 do: by layout, with
     the odd size where such a model has it."""
-    sizes: dict[Layout, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    sizes: dict[ProductLayout, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
         "nt": ((4096, 1024, 4096), (4096, 1024, 4097)),
         "nn": ((4096, 4096, 1024), (4096, 4097, 1024)),
         "tn": ((4096, 4096, 1024), (4097, 4096, 1024)),
@@ -103,7 +105,9 @@ def unaligned_factors(timer: Timer, precision: str) -> dict[str, float]:
     return found
 
 
-def product_seconds(timer: Timer, shape: tuple[int, int, int], layout: Layout, dtype: torch.dtype) -> float:
+def product_seconds(
+    timer: Timer, shape: tuple[int, int, int], layout: ProductLayout, dtype: torch.dtype
+) -> float:
     """One product; with the second factor transposed, as linear layers have it, a bias is added."""
     m, k, n = shape
 
@@ -116,7 +120,7 @@ def product_seconds(timer: Timer, shape: tuple[int, int, int], layout: Layout, d
     return timer.in_turn(make, (lambda a, b: torch.addmm(bias, a, b)) if layout == "nt" else torch.mm)
 
 
-def _reckoned(found: Mapping[tuple[int, ...], float], sizes: Sizes, point: tuple[int, ...]) -> float:
+def _reckoned(found: Mapping[tuple[int, ...], float], sizes: MeasuredSizes, point: tuple[int, ...]) -> float:
     """What was measured, or for a product that was too large, in proportion to the next smaller ones."""
     if point in found:
         return found[point]
@@ -129,7 +133,9 @@ def _reckoned(found: Mapping[tuple[int, ...], float], sizes: Sizes, point: tuple
     return statistics.mean(guesses)
 
 
-def move_curves(timer: Timer, sizes: Sizes, dtype: torch.dtype = torch.float32) -> dict[str, Curve]:
+def move_curves(
+    timer: Timer, sizes: MeasuredSizes, dtype: torch.dtype = torch.float32
+) -> dict[str, PiecewiseCurve]:
     """Seconds by bytes read and written, for each kind of operation that is no product."""
     passes = [
         {(k, s): _move(timer, k, s, dtype) for k in MOVES for s in sizes.moved} for _ in range(sizes.passes)
@@ -140,9 +146,11 @@ def move_curves(timer: Timer, sizes: Sizes, dtype: torch.dtype = torch.float32) 
     }
 
 
-def _curve(sizes: Sequence[float], values: Sequence[float]) -> Curve:
+def _curve(sizes: Sequence[float], values: Sequence[float]) -> PiecewiseCurve:
     """Larger ones take at least as long: what noise says against it is left out."""
-    return Curve(tuple(map(float, sizes)), tuple(max(values[: place + 1]) for place in range(len(values))))
+    return PiecewiseCurve(
+        tuple(map(float, sizes)), tuple(max(values[: place + 1]) for place in range(len(values)))
+    )
 
 
 def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
@@ -183,9 +191,11 @@ def _width(size: int, device: torch.device) -> int:
     return 256 if size >= 2**16 else 32
 
 
-def attention_curves(timer: Timer, sizes: Sizes, precisions: Sequence[str]) -> dict[str, Curve]:
+def attention_curves(
+    timer: Timer, sizes: MeasuredSizes, precisions: Sequence[str]
+) -> dict[str, PiecewiseCurve]:
     """Seconds of a head of 64 features by its FLOP, forward and backward, where many are computed at once."""
-    curves: dict[str, Curve] = {}
+    curves: dict[str, PiecewiseCurve] = {}
     for precision in precisions:
         passes = [
             [_attention(timer, length, _DTYPES[precision]) for length in sizes.lengths]
@@ -209,7 +219,7 @@ def _attention(timer: Timer, length: int, dtype: torch.dtype) -> tuple[float, fl
     return forward / heads, backward / heads
 
 
-def update_curve(timer: Timer, sizes: Sizes) -> Curve:
+def update_curve(timer: Timer, sizes: MeasuredSizes) -> PiecewiseCurve:
     """Norm, clipping and AdamW over parameters of so many bytes."""
     passes = [
         [timer(updating(_four(size, timer.device))) for size in sizes.updated] for _ in range(sizes.passes)
@@ -251,7 +261,7 @@ def group_seconds(timer: Timer) -> float:
     return max(0.0, found[1] - found[0]) / 8
 
 
-def grouped_curve(timer: Timer, dtype: torch.dtype = torch.bfloat16) -> Curve:
+def grouped_curve(timer: Timer, dtype: torch.dtype = torch.bfloat16) -> PiecewiseCurve:
     """Grouped products of 8 experts against one product of all their rows: how many times as long, by rows per expert."""
     width, experts, values = 1024, 8, []
     for rows in (32, 128, 512, 2048):
@@ -260,4 +270,4 @@ def grouped_curve(timer: Timer, dtype: torch.dtype = torch.bfloat16) -> Curve:
         ends = torch.arange(1, experts + 1, device=timer.device, dtype=torch.int32) * rows
         together = timer(lambda x=x, weights=weights, ends=ends: F.grouped_mm(x, weights, offs=ends))
         values.append(together / timer(lambda x=x, weights=weights: x @ weights[0]))
-    return Curve((32.0, 128.0, 512.0, 2048.0), tuple(values))
+    return PiecewiseCurve((32.0, 128.0, 512.0, 2048.0), tuple(values))

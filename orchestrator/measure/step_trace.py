@@ -30,23 +30,24 @@ from experts.layer import MoELayer
 from experts.model import attach, place
 from orchestrator.measure.model_facts import fake_batch, first_samples, quietly
 from orchestrator.measure.op_recorder import Recorder
-from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import as_data
+from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.memory import recompute_blocks
-from orchestrator.train.parts.precision import Kind, autocast
-from orchestrator.train.step import as_loss, built
+from orchestrator.train.parts.precision import autocast
+from orchestrator.train.step import as_loss, build_checked_model
+from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")
 _CHECKS = 8  # small operations of a grouped product: sums and checks of its offsets
 
 
 @dataclass(frozen=True)
-class Setting:
+class TraceOptions:
     """What is traced for: the kind of device, the arithmetic, how experts are computed, and how many hosts share them out."""
 
     on_gpu: bool = False
-    precision: Kind = "fp32"
+    precision: PrecisionName = "fp32"
     grouped: bool = True
     """Experts of a size in one operation, where their sizes allow it; else one after another."""
     hosts: int = 1
@@ -54,13 +55,13 @@ class Setting:
     recompute: bool = False
 
 
-def trace_step(task: Task, micro_batch: int, setting: Setting | None = None) -> Work:
+def trace_step(task: Task, micro_batch: int, setting: TraceOptions | None = None) -> MicroBatchOps:
     """The work of one micro-batch of so many samples on one device, forward and backward. With several hosts it is that of the
     first of them, each with as many samples, the tokens evenly spread over the experts."""
-    setting = setting or Setting()
-    batch = first_samples(as_data(task.train_data()), micro_batch)
+    setting = setting or TraceOptions()
+    batch = first_samples(as_dataset(task.train_data()), micro_batch)
     with quietly(), FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
-        model = built(task)
+        model = build_checked_model(task)
         model.train()
         recorder = Recorder(setting.on_gpu)
         hosts = _share_out(model, setting, recorder)
@@ -89,24 +90,24 @@ def trace_step(task: Task, micro_batch: int, setting: Setting | None = None) -> 
 def experts_of(task: Task) -> int:
     """Experts of the layer with the most; 0 for a dense model."""
     with quietly(), FakeTensorMode(allow_non_fake_inputs=True):
-        return max((len(layer.load_E) for _, layer in moe_layers(built(task))), default=0)
+        return max((len(layer.load_E) for _, layer in moe_layers(build_checked_model(task))), default=0)
 
 
-def _share_out(model: nn.Module, setting: Setting, recorder: Recorder) -> MoEContext:
+def _share_out(model: nn.Module, setting: TraceOptions, recorder: Recorder) -> MoEContext:
     """Leave the first host's experts to the model, and let its layers talk to hosts that are not there."""
     layers = [layer for _, layer in moe_layers(model)]
     if setting.hosts == 1 or not layers:
         hosts = MoEContext(LocalExchange())
     else:
         place(model, [[expert % setting.hosts for expert in range(len(layer.load_E))] for layer in layers], 0)
-        hosts = _TracedHosts(_Traced(setting.hosts, recorder), setting.chunks)
+        hosts = _EvenlySpreadContext(_RecordingExchange(setting.hosts, recorder), setting.chunks)
         for layer in layers:
             layer.register_forward_pre_hook(hosts.enter)
     attach(model, hosts)
     return hosts
 
 
-class _Traced:
+class _RecordingExchange:
     """Hosts that are not there: what would travel is written down."""
 
     rank = 0
@@ -127,7 +128,7 @@ class _Traced:
         return PendingRows(received, None, Meter())
 
 
-class _TracedHosts(MoEContext):
+class _EvenlySpreadContext(MoEContext):
     """Where numbers of rows would be read from tensors, which have none, there are those of evenly spread tokens."""
 
     def __init__(self, exchange: Exchange, chunks: int) -> None:
@@ -167,7 +168,7 @@ def even_rows(
 
 def _compute(
     bank: ExpertBank,
-    setting: Setting,
+    setting: TraceOptions,
     recorder: Recorder,
     group: SizeClass,
     rows_RD: Tensor,
@@ -258,7 +259,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 @contextmanager
-def _as_on_a_gpu(precision: Kind, recorder: Recorder) -> Iterator[None]:
+def _as_on_a_gpu(precision: PrecisionName, recorder: Recorder) -> Iterator[None]:
     """The fused kernels of GPUs, whose results have shapes wherever they are traced."""
     before = fused.available
     fused.available = lambda x=None: x is None or x.dtype in (torch.bfloat16, torch.float16, torch.float32)

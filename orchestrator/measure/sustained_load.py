@@ -14,27 +14,28 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.step_trace import Setting, trace_step
+from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.timed_steps import build_steps, step_seconds
 from orchestrator.plan.cost.calibration import Reference
-from orchestrator.plan.cost.model import Device, Machine, Predicted, Team, predict
-from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.cost.model import DeviceCosts, Machine, Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import Arithmetic, plan
+from orchestrator.plan.planning import plan
 from orchestrator.tasks.load import load_task
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import machine_settings
+from orchestrator.types import PrecisionName
 
 _STEPS, _WARM_UP = 24, 8
 
 
 @dataclass(frozen=True)
-class Large:
+class LargeModel:
     """A dense decoder of many tokens a step."""
 
     width: int
     context: int
-    precision: Arithmetic
+    precision: PrecisionName
     layers: int = 3
     vocabulary: int = 5120
     tokens: int = 16384
@@ -62,16 +63,16 @@ class Large:
         ), batch
 
 
-LARGE = (Large(1280, 512, "bf16"), Large(896, 256, "fp32"))
+LARGE = (LargeModel(1280, 512, "bf16"), LargeModel(896, 256, "fp32"))
 
 
 @dataclass(frozen=True)
-class Seen:
+class LargeStep:
     """A large step: what it does, what was predicted of it, and what it took."""
 
     name: str
-    work: Work
-    predicted: Predicted
+    work: MicroBatchOps
+    predicted: StepPrediction
     measured_s: float
 
     @property
@@ -81,34 +82,34 @@ class Seen:
 
 
 def with_sustained(
-    made: Device, found: Inventory, device: torch.device
-) -> tuple[Device, tuple[Reference, ...]]:
+    made: DeviceCosts, found: Inventory, device: torch.device
+) -> tuple[DeviceCosts, tuple[Reference, ...]]:
     """The device with its factor, and the steps that say so. Of a device whose host is known already."""
     seen = [_seen(large, made, found, device) for large in LARGE if large.precision in made.products]
     factor = sustained([entry for entry in seen if entry.tells])
     return replace(made, sustained=factor), tuple(_reference(entry, factor) for entry in seen)
 
 
-def sustained(seen: list[Seen]) -> float:
+def sustained(seen: list[LargeStep]) -> float:
     """The mean of how many times as long the steps took; 1 where none tells."""
     ratios = [entry.measured_s / entry.predicted.step_seconds for entry in seen]
     return math.exp(statistics.mean(map(math.log, ratios))) if ratios else 1.0
 
 
-def _seen(large: Large, made: Device, found: Inventory, device: torch.device) -> Seen:
+def _seen(large: LargeModel, made: DeviceCosts, found: Inventory, device: torch.device) -> LargeStep:
     config, batch = large.config()
     task = load_task(config)
     chosen = plan(config, found, model_facts(task, str(device), large.precision))
-    work = trace_step(task, batch, Setting(True, large.precision, False))
-    predicted = predict(work, Machine(made), Team(tf32=chosen.tf32.value))
+    work = trace_step(task, batch, TraceOptions(True, large.precision, False))
+    predicted = predict(work, Machine(made), Parallelism(tf32=chosen.tf32.value))
     with machine_settings(config, chosen, device):
         run = build_steps(config, chosen, task, World.single_process(device), batch)
-        return Seen(
+        return LargeStep(
             large.name, work, predicted, statistics.median(step_seconds(run, _STEPS, _WARM_UP, device))
         )
 
 
-def _reference(entry: Seen, factor: float) -> Reference:
+def _reference(entry: LargeStep, factor: float) -> Reference:
     work, times = entry.work, factor if entry.tells else 1.0
     counts = work.operations, work.launches, work.sorts, work.views, work.tensors
     return Reference(entry.name, entry.measured_s, times * entry.predicted.step_seconds, *counts)

@@ -12,22 +12,22 @@ from torch import nn
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import Feed, Feeding, Micro, Portion
+from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.worker.build import build_parts, build_stepper
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRunner:
     """Does step number n when called."""
 
     stepper: Stepper
-    portion: Portion
+    portion: StepBatch
 
     @property
     def model(self) -> nn.Module:
-        return self.stepper.replica.model
+        return self.stepper.strategy.model
 
     def __call__(self, step: int) -> None:
         self.stepper.run(self.portion, step)
@@ -40,28 +40,28 @@ def build_steps(
     world: World,
     micro_batch: int,
     host_of: Sequence[Sequence[int]] | None = None,
-) -> Steps:
+) -> StepRunner:
     """Steps of as many micro-batches as the plan accumulates; ``micro_batch`` is per worker."""
     parts = build_parts(config, chosen, task, world, host_of=host_of)
     together = micro_batch * world.data_ranks * chosen.accumulation_steps.value
     feed = Feed(
-        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, feeding=Feeding()
+        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, feeding=LoaderOptions()
     )
-    return Steps(
+    return StepRunner(
         build_stepper(config, world, parts, micro_batch, lambda *_, **__: None), _kept(next(feed.steps(0)))
     )
 
 
-def _kept(portion: Portion) -> Portion:
+def _kept(portion: StepBatch) -> StepBatch:
     """The same with its batches brought to the device, once."""
     micros = []
     for micro in portion.micros:
         batch = micro.fetch()
-        micros.append(Micro(micro.samples, lambda batch=batch: batch, micro.first, micro.standing_in))
-    return Portion(micros, portion.samples, portion.shared)
+        micros.append(MicroBatch(micro.samples, lambda batch=batch: batch, micro.first, micro.standing_in))
+    return StepBatch(micros, portion.samples, portion.shared)
 
 
-def handed_over_seconds(
+def submit_seconds(
     run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None
 ) -> list[float]:
     """Seconds after which the host has handed each step to a GPU that was idle: not those that the GPU then takes."""

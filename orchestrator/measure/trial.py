@@ -18,7 +18,7 @@ from orchestrator.errors import TrainingFailed
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import Feed, Portion
+from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement import decide_hosting
@@ -44,7 +44,7 @@ _CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrialLimits:
     """When a measurement ends at the latest: after so many seconds of measured steps; or, where ``steps`` are given, after exactly
     those, with an evaluation."""
 
@@ -53,7 +53,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialResult:
     """What the steps so far have shown. ``done`` says that there is no need for more."""
 
     done: bool
@@ -71,7 +71,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Block:
+class TimedBlock:
     """Steps that were timed together."""
 
     seconds: float
@@ -80,9 +80,9 @@ class Block:
 
 
 @contextmanager
-def measurement(
-    config: Config, plan: Plan, facts: ModelFacts, task: Task, world: World, limits: Limits
-) -> Iterator[Measurement]:
+def open_trial(
+    config: Config, plan: Plan, facts: ModelFacts, task: Task, world: World, limits: TrialLimits
+) -> Iterator[ThroughputTrial]:
     """A measurement, from a model of its own to the memory it is to leave free. All workers of a group do the same."""
     feed: Feed | None = None
     parts: Parts | None = None
@@ -94,11 +94,13 @@ def measurement(
             if plan.strategy.value == "expert_parallel":
                 host_of = decide_hosting(config, plan, facts, world, {}, []).host_of
             world = (
-                world.with_data_on_main() if plan.data_ranks < world.size else with_shares(config, plan, world, {})[0]
+                world.with_data_on_main()
+                if plan.data_ranks < world.size
+                else with_shares(config, plan, world, {})[0]
             )
             parts = build_parts(config, plan, task, world, _no_news, host_of)
             feed = build_feed(plan, task, world, config.run.seed)
-            yield Measurement(config, plan, task, world, parts, feed, limits)
+            yield ThroughputTrial(config, plan, task, world, parts, feed, limits)
     finally:
         if feed is not None:
             feed.close()
@@ -116,25 +118,32 @@ def _no_news(event: str, **fields: object) -> None:
         raise TrainingFailed(f"does not compile: {fields['detail']}")
 
 
-class Measurement:
+class ThroughputTrial:
     """A model in training, whose steps are timed in blocks. The first worker decides for all when there are enough."""
 
     def __init__(
-        self, config: Config, plan: Plan, task: Task, world: World, parts: Parts, feed: Feed, limits: Limits
+        self,
+        config: Config,
+        plan: Plan,
+        task: Task,
+        world: World,
+        parts: Parts,
+        feed: Feed,
+        limits: TrialLimits,
     ) -> None:
         self._world, self._parts, self._limits, self._feed = world, parts, limits, feed
-        held = feed.micro_batch if parts.replica.lockstep else feed.largest_part
+        held = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
         self._stepper = build_stepper(config, world, parts, held, _no_news)
         self._evaluate = (
             build_evaluation(config, plan, task, world, parts) if limits.steps is not None else None
         )
         self._portions = self._endless()
         self._units, self._step, self._block_steps = getattr(task, "units_per_sample", 1), 0, 0
-        self._blocks: list[Block] = []
+        self._blocks: list[TimedBlock] = []
         self._warm_seconds = 0.0
         self._last: Totals | None = None
 
-    def _endless(self) -> Iterator[Portion]:
+    def _endless(self) -> Iterator[StepBatch]:
         """Steps without end. Where throughput is all that counts, whole ones only: what is measured is the batch that was asked for,
         and a compiler sees one shape."""
         for epoch in count():
@@ -142,7 +151,7 @@ class Measurement:
                 if self._limits.steps is not None or portion.samples == self._feed.global_batch:
                     yield portion
 
-    def advance(self, part: float) -> Measured:
+    def advance(self, part: float) -> TrialResult:
         """Go on by so large a part of what is allowed at most, or until it is done."""
         if not self._block_steps:
             self._warm_up()
@@ -181,14 +190,14 @@ class Measurement:
         most = (self._limits.steps or math.inf) - 1  # one step at least is measured
         seconds = [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         if self._world.size > 1:
-            self._parts.replica.proved()
+            self._parts.strategy.proved()
             seconds += [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         self._warm_seconds = sum(seconds)
         self._stepper.clock.take()
         longest = self._world.all_reduce_max([min(seconds[-2:], default=0.0)])[0]
         self._block_steps = max(1, round(_BLOCK_SECONDS / max(1e-6, longest)))
 
-    def _timed(self, steps: int) -> Block:
+    def _timed(self, steps: int) -> TimedBlock:
         samples, begun = 0, perf_counter()
         for _ in range(steps):
             self._stepper.clock.begin()
@@ -197,9 +206,9 @@ class Measurement:
             self._step, self._last, samples = self._step + 1, totals, samples + totals.samples
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-        return Block(perf_counter() - begun, steps, samples)
+        return TimedBlock(perf_counter() - begun, steps, samples)
 
-    def _measured(self, done: bool) -> Measured:
+    def _measured(self, done: bool) -> TrialResult:
         assert self._last is not None
         loss = float(self._last.loss) / max(1.0, float(self._last.count))
         if not math.isfinite(loss):
@@ -217,7 +226,7 @@ class Measurement:
             raise TrainingFailed(
                 f"step {self._step}: the validation loss is {evaluated}: the run has diverged"
             )
-        return Measured(
+        return TrialResult(
             done=done,
             samples_per_second=rate,
             interval=interval,
@@ -232,7 +241,7 @@ class Measurement:
         )
 
 
-def rate_of(blocks: Sequence[Block]) -> tuple[float, float]:
+def rate_of(blocks: Sequence[TimedBlock]) -> tuple[float, float]:
     """Samples per second over all blocks, and half the width of its confidence interval as a part of it (infinite for a single
     block). A ratio of two sums, because the last step of an epoch may have fewer samples. Of many blocks neighbours are put together:
     what disturbs one disturbs the next, and an interval from blocks that are alike would be too narrow."""
@@ -246,8 +255,10 @@ def rate_of(blocks: Sequence[Block]) -> tuple[float, float]:
     return rate, _student(number - 1) * math.sqrt(spread / number) / (seconds / number) / rate
 
 
-def _joined(blocks: Sequence[Block]) -> Block:
-    return Block(sum(b.seconds for b in blocks), sum(b.steps for b in blocks), sum(b.samples for b in blocks))
+def _joined(blocks: Sequence[TimedBlock]) -> TimedBlock:
+    return TimedBlock(
+        sum(b.seconds for b in blocks), sum(b.steps for b in blocks), sum(b.samples for b in blocks)
+    )
 
 
 def _student(degrees: int) -> float:

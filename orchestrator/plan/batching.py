@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import Memory, ModelFacts, Spread, largest_fitting, memory
+from orchestrator.plan.estimate import (
+    MemoryEstimate,
+    ModelFacts,
+    ModelSharding,
+    estimate_memory,
+    largest_fitting,
+)
 from orchestrator.plan.workers import PLAIN
 from orchestrator.types import Choice, Rejected, bytes_text
 
@@ -32,22 +38,22 @@ class Batching:
 
 
 @dataclass(frozen=True)
-class _Room:
+class _MemoryBudget:
     """What the model's state leaves for a micro-batch on each worker's device."""
 
     facts: ModelFacts
     limit: float
-    spread: Spread
+    spread: ModelSharding
 
-    def need(self, micro_batch: int, recompute: bool) -> Memory:
-        return memory(self.facts, micro_batch, recompute, self.limit, self.spread)
+    def need(self, micro_batch: int, recompute: bool) -> MemoryEstimate:
+        return estimate_memory(self.facts, micro_batch, recompute, self.limit, self.spread)
 
     def largest(self, most: int, recompute: bool) -> int:
         return largest_fitting(self.facts, most, recompute, self.limit, self.spread)
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _StepSamples:
     """The samples of a step before they are cut, and what fixes their number: a flag, the run's beginning, or nothing.
     ``workers`` are those that hold a share of them."""
 
@@ -67,16 +73,16 @@ def plan_batches(
     gpu_memory: int | None,
     limit: float,
     measured: Mapping[str, int] | None,
-    spread: Spread | None = None,
+    spread: ModelSharding | None = None,
 ) -> Batching:
     """Start from the memory class's table for each worker that holds a share, then let the estimate (or a measurement) cut the
     same effective batch into the largest portions that fit. ``limit`` is that of one worker. The global batch need not
     divide evenly."""
-    known, spread = measured or {}, spread or Spread()
+    known, spread = measured or {}, spread or ModelSharding()
     workers = spread.data_ranks
     starting, per_device = _starting(gpu_memory)
     whole = _effective(config, facts, per_device, workers, known)
-    room = _Room(facts, limit, spread)
+    room = _MemoryBudget(facts, limit, spread)
     recompute = _recompute(config, room)
     batch = _batch_size(config, room, whole, recompute.value, known)
     global_batch, accumulation = _product(config, facts, batch.value, whole)
@@ -108,7 +114,7 @@ def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
 
 def _effective(
     config: Config, facts: ModelFacts, per_device: int, workers: int, known: Mapping[str, int]
-) -> _Whole:
+) -> _StepSamples:
     """Samples per step that were asked for, in one way or another."""
     settings, parts = config.batch, config.batch.accumulation_steps or 1
     fixed: str | None = None
@@ -125,10 +131,10 @@ def _effective(
         samples = settings.batch_size * parts * workers
     else:
         samples = (per_device if config.run.auto else _PLAIN_BATCH * parts) * workers
-    return _Whole(min(samples, facts.samples), workers, fixed and fixed + _capped(samples, facts))
+    return _StepSamples(min(samples, facts.samples), workers, fixed and fixed + _capped(samples, facts))
 
 
-def _recompute(config: Config, room: _Room) -> Choice[bool]:
+def _recompute(config: Config, room: _MemoryBudget) -> Choice[bool]:
     asked = config.device.activation_checkpointing
     if asked != "auto":
         return Choice(asked == "on", f"asked for by --activation-checkpointing {asked}")
@@ -146,7 +152,7 @@ def _recompute(config: Config, room: _Room) -> Choice[bool]:
 
 
 def _batch_size(
-    config: Config, room: _Room, whole: _Whole, recompute: bool, known: Mapping[str, int]
+    config: Config, room: _MemoryBudget, whole: _StepSamples, recompute: bool, known: Mapping[str, int]
 ) -> Choice[int]:
     asked, parts = config.batch.batch_size, config.batch.accumulation_steps
     if "batch_size" in known:
@@ -179,13 +185,13 @@ def _capped(asked: int, facts: ModelFacts) -> str:
     return f", cut to the {facts.samples} samples there are" if asked > facts.samples else ""
 
 
-def _cut_to_share(asked: int, whole: _Whole, facts: ModelFacts) -> str:
+def _cut_to_share(asked: int, whole: _StepSamples, facts: ModelFacts) -> str:
     if asked <= whole.share or whole.workers == 1:
         return _capped(asked, facts)
     return f", cut to {whole.share}: a worker's share of {whole.samples} samples"
 
 
-def _by_estimate(room: _Room, share: int, recompute: bool) -> Choice[int]:
+def _by_estimate(room: _MemoryBudget, share: int, recompute: bool) -> Choice[int]:
     """All samples of a worker at once where they fit, else in the largest equal portions that do."""
     fitting = max(1, room.largest(share, recompute))
     size = next(
@@ -208,7 +214,9 @@ def _by_estimate(room: _Room, share: int, recompute: bool) -> Choice[int]:
     )
 
 
-def _product(config: Config, facts: ModelFacts, batch: int, whole: _Whole) -> tuple[Choice[int], Choice[int]]:
+def _product(
+    config: Config, facts: ModelFacts, batch: int, whole: _StepSamples
+) -> tuple[Choice[int], Choice[int]]:
     """The global batch and the micro-batches it takes."""
     samples = _global_batch(config, facts, batch, whole)
     parts, asked = -(-samples.value // (batch * whole.workers)), config.batch.accumulation_steps
@@ -227,7 +235,7 @@ def _product(config: Config, facts: ModelFacts, batch: int, whole: _Whole) -> tu
     return samples, Choice(parts, reason)
 
 
-def _global_batch(config: Config, facts: ModelFacts, batch: int, whole: _Whole) -> Choice[int]:
+def _global_batch(config: Config, facts: ModelFacts, batch: int, whole: _StepSamples) -> Choice[int]:
     settings, workers = config.batch, whole.workers
     if whole.fixed:
         return Choice(whole.samples, whole.fixed)

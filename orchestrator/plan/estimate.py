@@ -50,7 +50,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """An estimate of the memory of a training step, split by what it is for."""
 
     parameters: float
@@ -72,17 +72,17 @@ class Memory:
         return asdict(self) | {"total": self.total}
 
 
-Form = Literal["none", "zero2", "zero3", "experts"]
+ShardingForm = Literal["none", "zero2", "zero3", "experts"]
 
 
 @dataclass(frozen=True)
-class Spread:
+class ModelSharding:
     """How a model's state lies on the workers' devices: whole on each (none), gradients and moments divided (zero2), parameters
     too (zero3), or the experts shared out and the rest whole (experts). ``offload`` keeps shards in host memory; ``primary``
     leaves the whole batch to the first worker."""
 
     workers: int = 1
-    form: Form = "none"
+    form: ShardingForm = "none"
     offload: bool = False
     primary: bool = False
 
@@ -92,13 +92,17 @@ class Spread:
         return 1 if self.primary else self.workers
 
 
-def memory(
-    facts: ModelFacts, micro_batch: int, recompute: bool, limit: float | None, spread: Spread | None = None
-) -> Memory:
+def estimate_memory(
+    facts: ModelFacts,
+    micro_batch: int,
+    recompute: bool,
+    limit: float | None,
+    spread: ModelSharding | None = None,
+) -> MemoryEstimate:
     """What a step needs on each worker's device: fp32 weights and gradients, two Adam moments, and the activations of a
     micro-batch, with room for the gradient of the largest one and a copy of it in another precision. Recomputed blocks keep
     their inputs, and all of one block at a time. ``spread`` says what of this each worker has; without it, everything."""
-    spread = spread or Spread()
+    spread = spread or ModelSharding()
     per_sample, base = facts.activation_bytes + _BACKWARD_ROOM * facts.largest_bytes, facts.activation_base
     if recompute and facts.blocks:
         per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
@@ -106,14 +110,14 @@ def memory(
     if spread.form == "experts" and spread.workers > 1:
         per_sample += _EXCHANGE_ROOM * facts.largest_bytes
     gate_trained = min(facts.trainable, facts.gate_parameters)
-    held = _Held.of(spread, facts.blocks)
+    held = _StateShares.of(spread, facts.blocks)
     present, trained = _here(
         facts, spread, facts.parameters - facts.gate_parameters, facts.trainable - gate_trained
     )
     gate = facts.gate_parameters * held.parameters + gate_trained * (
         held.gradients + _ADAM_SLOTS * held.moments
     )
-    return Memory(
+    return MemoryEstimate(
         parameters=present * _FP32 * held.parameters,
         gradients=trained * _FP32 * held.gradients,
         optimizer=trained * _FP32 * _ADAM_SLOTS * held.moments,
@@ -123,7 +127,7 @@ def memory(
     )
 
 
-def _here(facts: ModelFacts, spread: Spread, parameters: int, trained: int) -> tuple[float, float]:
+def _here(facts: ModelFacts, spread: ModelSharding, parameters: int, trained: int) -> tuple[float, float]:
     """Parameters, and those of them that are trained, of which a worker's device has anything: all but the experts that live
     elsewhere. The host with the most experts sets the measure; frozen ones are taken to be among the experts."""
     if spread.form != "experts" or not facts.experts:
@@ -135,7 +139,7 @@ def _here(facts: ModelFacts, spread: Spread, parameters: int, trained: int) -> t
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StateShares:
     """How many times over a worker's device holds the parameters, their gradients and each moment."""
 
     parameters: float
@@ -143,7 +147,7 @@ class _Held:
     moments: float
 
     @classmethod
-    def of(cls, spread: Spread, blocks: int) -> _Held:
+    def of(cls, spread: ModelSharding, blocks: int) -> _StateShares:
         """Sharded, what a worker computes with is gathered beside its own shard: everything until the backward pass is over
         (zero2), or a block at a time (zero3); and a block's gradients are whole until they are handed to their keepers."""
         if spread.form in ("none", "experts"):
@@ -158,13 +162,13 @@ def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> flo
 
 
 def largest_fitting(
-    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread | None = None
+    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: ModelSharding | None = None
 ) -> int:
     """The largest micro-batch up to ``most`` whose estimate fits; 0 when not even one sample does."""
     fitting, refused = 0, most + 1
     while refused - fitting > 1:
         middle = (fitting + refused) // 2
-        if memory(facts, middle, recompute, limit, spread).fits:
+        if estimate_memory(facts, middle, recompute, limit, spread).fits:
             fitting = middle
         else:
             refused = middle

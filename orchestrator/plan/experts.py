@@ -7,17 +7,17 @@ from dataclasses import replace
 from orchestrator.config.cross_checks import needs_whole_models
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import ModelFacts, Spread
-from orchestrator.plan.workers import PLAIN, Strategy, one_sample
-from orchestrator.types import Choice, Rejected, bytes_text, count_text
+from orchestrator.plan.estimate import ModelFacts, ModelSharding
+from orchestrator.plan.workers import PLAIN, one_sample_memory
+from orchestrator.types import Choice, Rejected, StrategyName, bytes_text, count_text
 
 _FUSED_FROM = (9, 0)
 _CHUNKS_FROM = 4096  # tokens of a host and micro-batch: below, half of them are taken to be too few for a GPU
 
 
 def settle_strategy(
-    config: Config, facts: ModelFacts, found: Choice[Strategy], workers: int, limit: float, on_gpu: bool
-) -> Choice[Strategy]:
+    config: Config, facts: ModelFacts, found: Choice[StrategyName], workers: int, limit: float, on_gpu: bool
+) -> Choice[StrategyName]:
     """What several workers do, now that the model is known: whole copies where they fit, as no token has to travel then; experts
     shared out where they do not, and that helps more than sharding would."""
     if found.value == "expert_parallel" and not facts.experts:
@@ -32,7 +32,8 @@ def settle_strategy(
     if against:
         return replace(found, rejected=(*found.rejected, Rejected("expert_parallel", against)))
     whole, shared = (
-        one_sample(config, facts, limit, spread) for spread in (Spread(workers), Spread(workers, "experts"))
+        one_sample_memory(config, facts, limit, spread)
+        for spread in (ModelSharding(workers), ModelSharding(workers, "experts"))
     )
     need, may = bytes_text(shared.total), bytes_text(limit)
     return Choice(
@@ -58,18 +59,18 @@ def _against(config: Config, facts: ModelFacts, workers: int, limit: float, on_g
     unfit = needs_whole_models(config.parallel, config.batch)
     if unfit:
         return f"{unfit[0]} works with data_parallel only"
-    whole = one_sample(config, facts, limit, Spread(workers))
+    whole = one_sample_memory(config, facts, limit, ModelSharding(workers))
     if whole.fits:
         return f"whole copies fit, and no token has to travel: one sample needs {bytes_text(whole.total)} of {bytes_text(limit)}"
-    shared = one_sample(config, facts, limit, Spread(workers, "experts"))
+    shared = one_sample_memory(config, facts, limit, ModelSharding(workers, "experts"))
     may_shard = on_gpu and config.parallel.sharding == "auto"
-    instead = one_sample(config, facts, limit, Spread(workers, "zero3")) if may_shard else whole
+    instead = one_sample_memory(config, facts, limit, ModelSharding(workers, "zero3")) if may_shard else whole
     if not shared.fits and (instead.fits or instead.total <= shared.total):
         return f"one sample would need {bytes_text(shared.total)}, most of it outside the experts, and {bytes_text(limit)} may be used"
     return None
 
 
-def why_unused(strategy: Strategy, facts: ModelFacts) -> str | None:
+def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:
     """Why settings of expert parallel mean nothing in this run; None where they do."""
     if strategy == "expert_parallel":
         return None
@@ -82,7 +83,7 @@ def why_unused(strategy: Strategy, facts: ModelFacts) -> str | None:
     )
 
 
-def unused_settings(config: Config, strategy: Strategy, facts: ModelFacts) -> str | None:
+def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -> str | None:
     """The settings of expert parallel that were given for a run in which they mean nothing, for the screen; None where there are none."""
     parallel, unused = config.parallel, why_unused(strategy, facts)
     given = [

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from orchestrator.config.checks import Switch
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
-from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, flops_per_step, memory
+from orchestrator.plan.estimate import (
+    MemoryEstimate,
+    ModelFacts,
+    ModelSharding,
+    ShardingForm,
+    estimate_memory,
+    flops_per_step,
+)
 from orchestrator.plan.experts import (
     choose_chunks,
     choose_gate,
@@ -31,7 +38,6 @@ from orchestrator.plan.schedule import (
 )
 from orchestrator.plan.workers import (
     PLAIN,
-    Strategy,
     check_gpu_mode,
     choose_backend,
     choose_sharding,
@@ -39,9 +45,8 @@ from orchestrator.plan.workers import (
     choose_workers,
     on_gpus,
 )
-from orchestrator.types import GIB, Choice, Rejected, bytes_text, seconds_text
+from orchestrator.types import GIB, Choice, PrecisionName, Rejected, StrategyName, bytes_text, seconds_text
 
-Arithmetic = Literal["fp32", "bf16", "fp16"]
 _TF32_FROM, _BF16_FROM = (8, 0), (8, 0)
 _COMPILE_FROM = (7, 0)
 _RATES = {
@@ -60,11 +65,11 @@ class Plan:
     """What will run, and why."""
 
     device: Choice[str]
-    strategy: Choice[Strategy]
+    strategy: Choice[StrategyName]
     workers: Choice[int]
     backend: Choice[str]
-    sharding: Choice[Form]
-    precision: Choice[Arithmetic]
+    sharding: Choice[ShardingForm]
+    precision: Choice[PrecisionName]
     tf32: Choice[bool]
     gate: Choice[str]
     placement: Choice[str]
@@ -86,7 +91,7 @@ class Plan:
     warmup_steps: Choice[int]
     total_steps: Choice[int]
     log_every: Choice[int]
-    memory: Memory
+    memory: MemoryEstimate
     flops_per_step: float
 
     @property
@@ -145,7 +150,7 @@ def choose_worker_device(config: Config, inventory: Inventory, declared: int = 0
     return Choice("cuda", f"a GPU for each worker: {least.name}, {bytes_text(least.memory_total)}{different}")
 
 
-def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[Arithmetic]:
+def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[PrecisionName]:
     """bf16 from compute capability 8.0, fp16 with loss scaling below, fp32 on a CPU without bf16 units."""
     asked = config.device.precision
     if asked != "auto":
@@ -180,15 +185,15 @@ def choose_precision(config: Config, inventory: Inventory, device: str) -> Choic
 
 
 @dataclass(frozen=True)
-class _Team:
+class _WorkerSetup:
     """Who trains, on what, and what each of them has of the machine."""
 
-    strategy: Choice[Strategy]
+    strategy: Choice[StrategyName]
     device: Choice[str]
     workers: Choice[int]
     backend: Choice[str]
-    sharding: Choice[Form]
-    spread: Spread
+    sharding: Choice[ShardingForm]
+    spread: ModelSharding
     on_one_node: int
     limit: float
 
@@ -215,7 +220,7 @@ def plan(
     return _plan(config, inventory, facts, measured, team)
 
 
-def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> _Team:
+def _alone(config: Config, inventory: Inventory, strategy: Choice[StrategyName]) -> _WorkerSetup:
     if config.parallel.cpu_offload:
         raise UserError(
             f"--cpu-offload keeps the shards of data-parallel workers in host memory, and this run is one process ({strategy.reason}); "
@@ -223,7 +228,7 @@ def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> 
         )
     device, nobody = choose_device(config, inventory), "one process has nobody to share with"
     asked = config.parallel.sharding
-    return _Team(
+    return _WorkerSetup(
         strategy,
         device,
         workers=Choice(1, "one process"),
@@ -231,15 +236,15 @@ def _alone(config: Config, inventory: Inventory, strategy: Choice[Strategy]) -> 
         sharding=Choice(
             "none", nobody if asked in ("auto", "none") else f"{nobody}, in place of --sharding {asked}"
         ),
-        spread=Spread(),
+        spread=ModelSharding(),
         on_one_node=1,
         limit=_limit(config, inventory, device.value, 1),
     )
 
 
 def _together(
-    config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[Strategy], cluster: Cluster
-) -> _Team:
+    config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[StrategyName], cluster: Cluster
+) -> _WorkerSetup:
     workers = choose_workers(config, cluster, inventory)
     device = choose_worker_device(config, inventory, cluster.gpus)
     on_gpu, count = device.value != "cpu", workers.value
@@ -248,18 +253,22 @@ def _together(
     strategy = settle_strategy(config, facts, strategy, count, limit, on_gpu)
     backend = choose_backend(config, on_gpu, count)
     if strategy.value == "expert_parallel":
-        sharding: Choice[Form] = Choice(
+        sharding: Choice[ShardingForm] = Choice(
             "none", "the experts are divided among the hosts; the rest is whole on each"
         )
-        spread = Spread(count, "experts", primary=config.parallel.gate == "primary")
+        spread = ModelSharding(count, "experts", primary=config.parallel.gate == "primary")
     else:
         sharding = choose_sharding(config, facts, count, limit, on_gpu)
-        spread = Spread(count, sharding.value, config.parallel.cpu_offload)
-    return _Team(strategy, device, workers, backend, sharding, spread, on_one_node, limit)
+        spread = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
+    return _WorkerSetup(strategy, device, workers, backend, sharding, spread, on_one_node, limit)
 
 
 def _plan(
-    config: Config, inventory: Inventory, facts: ModelFacts, measured: Mapping[str, int] | None, team: _Team
+    config: Config,
+    inventory: Inventory,
+    facts: ModelFacts,
+    measured: Mapping[str, int] | None,
+    team: _WorkerSetup,
 ) -> Plan:
     device, count, spread = team.device.value, team.workers.value, team.spread
     gpu = _gpu(inventory, device) if device != "cpu" else None
@@ -303,7 +312,7 @@ def _plan(
         warmup_steps=choose_warmup(config, steps.value),
         total_steps=steps,
         log_every=choose_log_every(config, steps.value, device),
-        memory=memory(facts, batch, recompute, team.limit, spread),
+        memory=estimate_memory(facts, batch, recompute, team.limit, spread),
         flops_per_step=flops,
     )
 
@@ -363,8 +372,8 @@ def _tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
 def choose_compile(
     config: Config,
     facts: ModelFacts,
-    strategy: Strategy,
-    sharding: Form,
+    strategy: StrategyName,
+    sharding: ShardingForm,
     gpu: Gpu | None,
     flops: float,
     steps: int,

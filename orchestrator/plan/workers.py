@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
-from orchestrator.plan.estimate import Form, Memory, ModelFacts, Spread, memory
+from orchestrator.plan.estimate import (
+    MemoryEstimate,
+    ModelFacts,
+    ModelSharding,
+    ShardingForm,
+    estimate_memory,
+)
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.types import Choice, Rejected, bytes_text
+from orchestrator.types import Choice, Rejected, StrategyName, bytes_text
 
-Strategy = Literal["single", "data_parallel", "expert_parallel"]
 PLAIN = "plain default, because of --no-auto"
-_FORMS: tuple[Form, ...] = ("none", "zero2", "zero3")
+_FORMS: tuple[ShardingForm, ...] = ("none", "zero2", "zero3")
 _WORKER_BYTES = 300 * 2**20  # of a process with Ray and torch, before it has a model
 _CPU_WORKERS = 4  # on a machine of our own: enough to be parallel, few enough to leave each a core
 _ALONE = Rejected("single", "the other devices would be idle")
 _TOGETHER = Rejected("data_parallel", "ask for it with --parallel-strategy data_parallel")
 
 
-def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = False) -> Choice[Strategy]:
+def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = False) -> Choice[StrategyName]:
     """One process or several, before the model is known. ``inventory`` is this machine; ``in_cluster`` says that we run inside a
     Ray job. What was asked for goes first, then the rules of document 001: no GPU or one, a single process; several, one process
     for each. Whether several train data-parallel or expert-parallel, the model decides (``settle_strategy``)."""
@@ -191,7 +194,7 @@ def choose_backend(config: Config, on_gpu: bool, workers: int) -> Choice[str]:
 
 def choose_sharding(
     config: Config, facts: ModelFacts, workers: int, limit: float, on_gpu: bool
-) -> Choice[Form]:
+) -> Choice[ShardingForm]:
     """Whether parameters, gradients and optimizer state are whole on every worker, or divided: as little as lets one sample
     in. Document 003 divides for any two GPUs; we do where memory is short, as it costs speed where it is not. Recomputing
     activations is tried first, in that document's order."""
@@ -223,10 +226,12 @@ def check_cpu(config: Config, on_gpu: bool) -> None:
             raise UserError(f"{flag} works for workers with GPUs, and these train on CPUs; {instead}")
 
 
-def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: float) -> Choice[Form]:
+def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: float) -> Choice[ShardingForm]:
     offload = config.parallel.cpu_offload
     forms = _FORMS[1:] if offload else _FORMS
-    needs = {form: one_sample(config, facts, limit, Spread(workers, form, offload)) for form in forms}
+    needs = {
+        form: one_sample_memory(config, facts, limit, ModelSharding(workers, form, offload)) for form in forms
+    }
     if "none" in needs and needs["none"].fits:
         why = "costs speed where memory is not short (document 003 turns it on for any two GPUs)"
         text = f"whole on every worker, one sample needs {bytes_text(needs['none'].total)} of the {bytes_text(limit)} that may be used"
@@ -235,8 +240,8 @@ def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: floa
             text,
             (Rejected("zero2", why), Rejected("zero3", "likewise, and gathers parameters in every pass")),
         )
-    fitting: list[Form] = [form for form in forms if needs[form].fits]
-    chosen: Form = fitting[0] if fitting else "zero3"
+    fitting: list[ShardingForm] = [form for form in forms if needs[form].fits]
+    chosen: ShardingForm = fitting[0] if fitting else "zero3"
     weighed = tuple(
         Rejected(
             form,
@@ -258,9 +263,11 @@ def _least_sharding(config: Config, facts: ModelFacts, workers: int, limit: floa
     return Choice(chosen, f"{why}; one sample needs {need} of the {may} that may be used", weighed)
 
 
-def one_sample(config: Config, facts: ModelFacts, limit: float, spread: Spread) -> Memory:
+def one_sample_memory(
+    config: Config, facts: ModelFacts, limit: float, spread: ModelSharding
+) -> MemoryEstimate:
     """What one sample needs, its activations recomputed where that is asked for, or where it is allowed and needed."""
     asked = config.device.activation_checkpointing
-    plain, recomputed = (memory(facts, 1, recompute, limit, spread) for recompute in (False, True))
+    plain, recomputed = (estimate_memory(facts, 1, recompute, limit, spread) for recompute in (False, True))
     may = asked == "on" or (asked == "auto" and config.run.auto and not plain.fits)
     return recomputed if may and recomputed.total < plain.total else plain

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli import predict as predicting
 from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
-from orchestrator.plan.cost.model import Link, Wiring
+from orchestrator.plan.cost.model import Link, Interconnect
 from orchestrator.plan.inventory.hardware import inventory
 from tests.plan.cost.test_model import device
 
@@ -32,7 +32,7 @@ SMALL = [
 
 def calibration(machine: str | None = None) -> Calibration:
     found = inventory()
-    links = Wiring(*[Link("shared memory", 1e-3, 1e9)] * 2)
+    links = Interconnect(*[Link("shared memory", 1e-3, 1e9)] * 2)
     profiles = (
         Profile(1, found.cores, device(asynchronous=False)),
         Profile(2, 1, device(asynchronous=False), links),

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.calibrate import Asked, calibrate
+from orchestrator.measure.calibrate import CalibrationScope, calibrate
 from orchestrator.measure.fit import fitted_link, not_negative
 from orchestrator.measure.op_times import TINY, product_grids
-from orchestrator.measure.step_trace import Setting, trace_step
+from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import Calibration, read_calibration, write_calibration
-from orchestrator.plan.cost.model import Team, predict
+from orchestrator.plan.cost.model import Parallelism, predict
 from orchestrator.plan.cost.ops import MOVES
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.tasks.load import load_task
 
 
-def kept(asked: Asked, folder: Path) -> Calibration:
+def kept(asked: CalibrationScope, folder: Path) -> Calibration:
     """A calibration that was made, written and read back."""
     heard: list[str] = []
     made = calibrate(replace(inventory(), gpus=()), asked, heard.append)
@@ -33,8 +33,8 @@ def kept(asked: Asked, folder: Path) -> Calibration:
     return made
 
 
-def tiny(**changes: Any) -> Asked:
-    return replace(Asked.of(replace(inventory(), gpus=()), tiny=True), **changes)
+def tiny(**changes: Any) -> CalibrationScope:
+    return replace(CalibrationScope.of(replace(inventory(), gpus=()), tiny=True), **changes)
 
 
 def test_a_calibration_can_be_predicted_from(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_workers_measure_together(tmp_path: Path) -> None:
     made = kept(tiny(workers=(1, 2)), tmp_path)
     assert made.profile(2).threads == max(1, inventory().cores // 2)
     assert made.profile(2).links is not None
-    work = trace_step(load_task(Config.of(task="digits")), 8, Setting(hosts=2))
-    several = predict(work, made.machine_for(2)[0], Team(2, "expert_parallel"))
+    work = trace_step(load_task(Config.of(task="digits")), 8, TraceOptions(hosts=2))
+    several = predict(work, made.machine_for(2)[0], Parallelism(2, "expert_parallel"))
     assert several.parts["exchange"] > 0
     assert several.parts["gradients"] > 0
 

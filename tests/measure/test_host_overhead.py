@@ -7,21 +7,28 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from orchestrator.measure.host_overhead import FORMS, Chosen, Form, forms_for, host_figures, yardstick
-from orchestrator.measure.step_trace import Setting, trace_step
-from orchestrator.measure.timed_steps import handed_over_seconds
-from orchestrator.plan.cost.interpolate import Curve
-from orchestrator.plan.cost.ops import Work
+from orchestrator.measure.host_overhead import (
+    FORMS,
+    ReferenceModel,
+    ReferenceStep,
+    forms_for,
+    host_figures,
+    yardstick,
+)
+from orchestrator.measure.step_trace import TraceOptions, trace_step
+from orchestrator.measure.timed_steps import submit_seconds
+from orchestrator.plan.cost.interpolate import PiecewiseCurve
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from tests.plan.cost.test_model import device
 from tests.support.inventories import machine
 
-GPU = device(products={"bf16": {}, "fp32": {}}, grouped=Curve((32.0, 128.0), (2.0, 1.0)))
+GPU = device(products={"bf16": {}, "fp32": {}}, grouped=PiecewiseCurve((32.0, 128.0), (2.0, 1.0)))
 
 
-def work_of(form: Form, on_gpu: bool) -> Work:
+def work_of(form: ReferenceModel, on_gpu: bool) -> MicroBatchOps:
     config, batch = form.config(on_gpu)
-    return trace_step(load_task(config), batch, Setting(on_gpu, form.precision, True))
+    return trace_step(load_task(config), batch, TraceOptions(on_gpu, form.precision, True))
 
 
 def test_a_gpu_computes_in_low_precision_and_dense_models_in_fp32_too() -> None:
@@ -49,7 +56,9 @@ def test_the_yardstick_times_a_dense_step_and_one_with_experts(monkeypatch: pyte
     """As small as on a CPU, each time with steps that are built anew."""
     built: list[int] = []
     monkeypatch.setattr(
-        Chosen, "seconds", lambda _, run, steps: built.append(len(moe_layers(run.model))) or float(steps)
+        ReferenceStep,
+        "seconds",
+        lambda _, run, steps: built.append(len(moe_layers(run.model))) or float(steps),
     )
     read = yardstick(device(asynchronous=False), machine(), torch.device("cpu"))
     assert read() == read() == (16.0, 16.0)
@@ -59,7 +68,7 @@ def test_the_yardstick_times_a_dense_step_and_one_with_experts(monkeypatch: pyte
 def test_each_step_is_handed_to_a_device_that_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: seen.append("waited"))
-    seconds = handed_over_seconds(lambda step: seen.append(f"step {step}"), 2, 1, torch.device("cuda", 0))
+    seconds = submit_seconds(lambda step: seen.append(f"step {step}"), 2, 1, torch.device("cuda", 0))
     assert len(seconds) == 2
     assert seen == ["waited", "step 0", "waited", "step 1", "waited", "step 2", "waited"]
 

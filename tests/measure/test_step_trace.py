@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.step_trace import Setting, even_rows, trace_step
-from orchestrator.plan.cost.ops import Work
+from orchestrator.measure.step_trace import TraceOptions, even_rows, trace_step
+from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData
 
@@ -30,11 +30,11 @@ class Linears(Task):
         return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def traced(setting: Setting | None = None, batch: int = 8, **settings: Any) -> Work:
+def traced(setting: TraceOptions | None = None, batch: int = 8, **settings: Any) -> MicroBatchOps:
     return trace_step(load_task(Config.of(**settings)), batch, setting)
 
 
-def shapes(work: Work, of_experts: bool = False) -> dict[tuple[int, int, int, str], int]:
+def shapes(work: MicroBatchOps, of_experts: bool = False) -> dict[tuple[int, int, int, str], int]:
     return {(p.m, p.k, p.n, p.layout): p.times * p.batch for p in work.products if p.of_experts == of_experts}
 
 
@@ -75,7 +75,7 @@ def test_an_moe_layer_by_hand() -> None:
 
 def test_experts_one_after_another_are_more_operations_of_the_same_arithmetic() -> None:
     settings = {"task": "digits", "width": 32, "layers": 1, "experts": 4, "expert_hidden_size": 24}
-    together, apart = (traced(Setting(grouped=grouped), 16, **settings) for grouped in (True, False))
+    together, apart = (traced(TraceOptions(grouped=grouped), 16, **settings) for grouped in (True, False))
     assert apart.flops == together.flops
     assert apart.operations > together.operations
     assert shapes(apart, of_experts=True) == shapes(together, of_experts=True)
@@ -84,19 +84,19 @@ def test_experts_one_after_another_are_more_operations_of_the_same_arithmetic() 
 def test_what_goes_through_python_of_ours() -> None:
     """A layer on a GPU: eight fused kernels, and six products of all experts. On a CPU only these, in groups."""
     settings: dict[str, Any] = {"task": "text", "width": 64, "layers": 3}
-    assert traced(Setting(True, "bf16"), 4, **settings).launches == 3 * (8 + 6)
-    assert traced(Setting(), 4, **settings).launches == 3 * 6
-    assert traced(Setting(grouped=False), 4, **settings).launches == 0
-    assert traced(Setting(True, "bf16"), 4, **settings, experts=0).launches == 0
+    assert traced(TraceOptions(True, "bf16"), 4, **settings).launches == 3 * (8 + 6)
+    assert traced(TraceOptions(), 4, **settings).launches == 3 * 6
+    assert traced(TraceOptions(grouped=False), 4, **settings).launches == 0
+    assert traced(TraceOptions(True, "bf16"), 4, **settings, experts=0).launches == 0
 
 
 def test_what_a_gpu_sorts_for() -> None:
     """The rows of each MoE layer, and the gradients of an embedding where there are many tokens; on CPUs none are told apart."""
     settings: dict[str, Any] = {"task": "synthetic", "width": 16, "layers": 3, "context_length": 64}
-    assert traced(Setting(True, "bf16"), 64, **settings).sorts == 3 + 1
-    assert traced(Setting(True, "bf16"), 8, **settings).sorts == 3
-    assert traced(Setting(True, "bf16"), 64, **settings, experts=0).sorts == 1
-    assert traced(Setting(), 64, **settings).sorts == 0
+    assert traced(TraceOptions(True, "bf16"), 64, **settings).sorts == 3 + 1
+    assert traced(TraceOptions(True, "bf16"), 8, **settings).sorts == 3
+    assert traced(TraceOptions(True, "bf16"), 64, **settings, experts=0).sorts == 1
+    assert traced(TraceOptions(), 64, **settings).sorts == 0
 
 
 def test_norms_and_their_derivatives_are_told_apart() -> None:
@@ -111,15 +111,17 @@ def test_norms_and_their_derivatives_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("setting", "more", "waits"),
     [
-        (Setting(), {}, False),
-        (Setting(grouped=False), {}, True),
-        (Setting(hosts=2), {}, True),
-        (Setting(), {"capacity_factor": 1.5}, True),
-        (Setting(), {"expert_hidden_size": (16, 16, 24, 24)}, True),
-        (Setting(grouped=False), {"experts": 0}, False),
+        (TraceOptions(), {}, False),
+        (TraceOptions(grouped=False), {}, True),
+        (TraceOptions(hosts=2), {}, True),
+        (TraceOptions(), {"capacity_factor": 1.5}, True),
+        (TraceOptions(), {"expert_hidden_size": (16, 16, 24, 24)}, True),
+        (TraceOptions(grouped=False), {"experts": 0}, False),
     ],
 )
-def test_where_the_host_waits_for_the_device(setting: Setting, more: dict[str, Any], waits: bool) -> None:
+def test_where_the_host_waits_for_the_device(
+    setting: TraceOptions, more: dict[str, Any], waits: bool
+) -> None:
     """The last time in the last layer's forward pass: the backward pass is not before it."""
     settings = {"task": "digits", "width": 32, "layers": 2, "experts": 4, "expert_hidden_size": 24}
     work = traced(setting, 16, **(settings | more))
@@ -160,7 +162,9 @@ def test_work_grows_with_the_batch() -> None:
 
 def test_on_a_gpu_low_precision_and_fused_kernels() -> None:
     settings: dict[str, Any] = {"task": "text", "width": 64, "layers": 1}
-    on_cpu, on_gpu = (traced(setting, 4, **settings) for setting in (Setting(), Setting(True, "bf16")))
+    on_cpu, on_gpu = (
+        traced(setting, 4, **settings) for setting in (TraceOptions(), TraceOptions(True, "bf16"))
+    )
     assert {p.precision for p in on_gpu.products if p.of_experts} == {"bf16"}
     assert sum(m.bytes * m.times for m in on_gpu.moves) < sum(m.bytes * m.times for m in on_cpu.moves)
     assert on_gpu.flops == on_cpu.flops
@@ -168,7 +172,9 @@ def test_on_a_gpu_low_precision_and_fused_kernels() -> None:
 
 def test_what_travels_between_hosts() -> None:
     """Counts once and rows four times for each layer; a row out is a token's features with ids and weights of two experts."""
-    work = traced(Setting(hosts=2), 16, task="digits", width=32, layers=3, experts=4, expert_hidden_size=24)
+    work = traced(
+        TraceOptions(hosts=2), 16, task="digits", width=32, layers=3, experts=4, expert_hidden_size=24
+    )
     assert sum(m.times for m in work.messages if m.kind == "counts") == 3
     assert sum(m.times for m in work.messages if m.kind == "rows") == 4 * 3
     sent, _ = even_rows(16, 4, 2, 2, 1)
@@ -204,7 +210,7 @@ def test_recomputing_is_more_arithmetic_and_less_memory() -> None:
         "context_length": 64,
         "samples": 16,
     }
-    kept, again = (traced(Setting(recompute=recompute), 8, **settings) for recompute in (False, True))
+    kept, again = (traced(TraceOptions(recompute=recompute), 8, **settings) for recompute in (False, True))
     assert kept.flops < again.flops < 1.4 * kept.flops
     assert again.peak_bytes < 0.8 * kept.peak_bytes
 
@@ -213,13 +219,13 @@ def test_tracing_leaves_nothing_behind() -> None:
     from experts.kernels import fused
 
     before = fused.available
-    first = traced(Setting(True, "bf16"), 4, task="digits")
+    first = traced(TraceOptions(True, "bf16"), 4, task="digits")
     assert fused.available is before
-    assert replace(traced(Setting(True, "bf16"), 4, task="digits")) == first
+    assert replace(traced(TraceOptions(True, "bf16"), 4, task="digits")) == first
 
 
 @pytest.mark.parametrize("hosts", [3, 8, 16])
 def test_more_hosts_than_divide_the_experts(hosts: int) -> None:
-    work = traced(Setting(hosts=hosts), 16, task="digits", experts=8)
+    work = traced(TraceOptions(hosts=hosts), 16, task="digits", experts=8)
     held = -(-8 // hosts)
     assert {p.batch for p in work.products if p.of_experts} == {held}

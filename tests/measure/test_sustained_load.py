@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from orchestrator.measure import sustained_load as module
-from orchestrator.measure.step_trace import Setting, trace_step
-from orchestrator.measure.sustained_load import LARGE, Large, Seen, sustained, with_sustained
-from orchestrator.plan.cost.model import Machine, Team, predict
-from orchestrator.plan.cost.ops import Move, Product, Work
+from orchestrator.measure.step_trace import TraceOptions, trace_step
+from orchestrator.measure.sustained_load import LARGE, LargeModel, LargeStep, sustained, with_sustained
+from orchestrator.plan.cost.model import Machine, Parallelism, predict
+from orchestrator.plan.cost.ops import MicroBatchOps, MoveOp, ProductOp
 from orchestrator.tasks.load import load_task
 from tests.plan.cost.test_model import device
 from tests.support.inventories import gpu, machine
 
-WORK = Work(samples=4, products=(Product(100, 200, 50),), moves=(Move("plain", 10**6),), operations=10)
+WORK = MicroBatchOps(
+    samples=4, products=(ProductOp(100, 200, 50),), moves=(MoveOp("plain", 10**6),), operations=10
+)
 
 
-def seen(times: float, operation_s: float = 0.0) -> Seen:
+def seen(times: float, operation_s: float = 0.0) -> LargeStep:
     predicted = predict(WORK, Machine(device(operation_s=operation_s)))
-    return Seen("a step", WORK, predicted, times * predicted.step_seconds)
+    return LargeStep("a step", WORK, predicted, times * predicted.step_seconds)
 
 
 def test_the_mean_of_how_much_longer_steps_take() -> None:
@@ -36,7 +38,7 @@ def test_a_step_that_the_host_limits_says_nothing_of_the_device() -> None:
 
 
 def test_a_device_that_is_slower_in_steps_takes_longer_for_all_that_it_does() -> None:
-    work, team = replace(WORK, parameters=1000), Team(micro_batches=2, imbalance=1.5)
+    work, team = replace(WORK, parameters=1000), Parallelism(micro_batches=2, imbalance=1.5)
     figures = device(optimizer=device().moves["plain"])
     once, twice = (predict(work, Machine(replace(figures, sustained=times)), team) for times in (1.0, 2.0))
     assert twice.step_seconds == pytest.approx(2 * once.step_seconds)
@@ -44,18 +46,20 @@ def test_a_device_that_is_slower_in_steps_takes_longer_for_all_that_it_does() ->
 
 
 @pytest.mark.parametrize("large", LARGE)
-def test_large_steps_are_far_from_what_a_host_limits(large: Large) -> None:
+def test_large_steps_are_far_from_what_a_host_limits(large: LargeModel) -> None:
     """A PFLOP/s for 40 µs an operation: more arithmetic than that. And none of the settings is left to chance."""
     config, batch = large.config()
     assert batch * large.context == large.tokens
-    work = trace_step(load_task(config), batch, Setting(True, large.precision, False))
+    work = trace_step(load_task(config), batch, TraceOptions(True, large.precision, False))
     assert work.flops / (1e15 if large.precision == "bf16" else 0.5e15) > 40e-6 * work.operations / 2
     assert work.launches == 0
 
 
 def test_large_steps_are_run_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiny ones, on a CPU."""
-    monkeypatch.setattr(module, "LARGE", (Large(16, 8, "fp32", 1, 32, 64), Large(16, 8, "bf16", 1, 32, 64)))
+    monkeypatch.setattr(
+        module, "LARGE", (LargeModel(16, 8, "fp32", 1, 32, 64), LargeModel(16, 8, "bf16", 1, 32, 64))
+    )
     made = device(products={**device().products, "tf32": device().products["fp32"]})
     found, references = with_sustained(made, machine(gpu()), torch.device("cpu"))
     (reference,) = references  # the device computes in fp32 alone

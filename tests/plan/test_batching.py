@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
-from orchestrator.plan.estimate import ModelFacts, Spread, largest_fitting, memory
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory, largest_fitting
 from orchestrator.types import GIB, MIB, Choice
 from tests.support.inventories import configs, model, models
 
@@ -87,7 +87,7 @@ def test_the_effective_batch_of_a_class_is_kept_and_cut_anew(gigabytes: float, e
     found = batches(memory_total=gigabytes * 10**9)
     assert sizes(found) == (effective, 1, effective)
     tight = batches(
-        memory_total=gigabytes * 10**9, limit=memory(model(), 20, recompute=False, limit=None).total
+        memory_total=gigabytes * 10**9, limit=estimate_memory(model(), 20, recompute=False, limit=None).total
     )
     assert tight.global_batch.value == effective
     assert 10 < tight.batch_size.value <= 20
@@ -152,7 +152,7 @@ def test_a_reason_never_claims_what_was_not_done():
 )
 def test_portions_are_equal_where_that_is_decent_and_nearly_equal_else(whole: int, fitting: int, size: int):
     found = batches(
-        global_batch_size=whole, limit=memory(model(), fitting, recompute=False, limit=None).total
+        global_batch_size=whole, limit=estimate_memory(model(), fitting, recompute=False, limit=None).total
     )
     assert found.batch_size.value == size
     assert found.batch_size.value * found.accumulation.value >= whole
@@ -161,7 +161,9 @@ def test_portions_are_equal_where_that_is_decent_and_nearly_equal_else(whole: in
 
 
 def test_accumulation_alone_does_not_force_a_batch_that_cannot_fit():
-    found = batches(accumulation_steps=1, limit=memory(model(), 10, recompute=False, limit=None).total)
+    found = batches(
+        accumulation_steps=1, limit=estimate_memory(model(), 10, recompute=False, limit=None).total
+    )
     assert found.batch_size.value <= 10
     assert found.accumulation.value == 1
 
@@ -178,7 +180,7 @@ def test_recomputation_is_the_last_resort():
     tight = batches(facts, limit=1.0 * GIB)
     assert tight.recompute.value
     assert "one sample needs" in tight.recompute.reason
-    assert memory(facts, tight.batch_size.value, recompute=True, limit=1.0 * GIB).fits
+    assert estimate_memory(facts, tight.batch_size.value, recompute=True, limit=1.0 * GIB).fits
     assert not batches(facts, limit=1.0 * GIB, activation_checkpointing="off").recompute.value
     assert not batches(facts, limit=1.0 * GIB, auto=False).recompute.value
     assert batches(facts, limit=64.0 * GIB, activation_checkpointing="on").recompute.value
@@ -239,7 +241,7 @@ def shared(
     workers: int, /, facts: ModelFacts | None = None, known: dict[str, int] | None = None, **given: Any
 ) -> Batching:
     """As planned for so many workers with 64 GiB each; ``spread`` and ``limit`` may be given too."""
-    limit, spread = given.pop("limit", 64.0 * GIB), given.pop("spread", Spread(workers))
+    limit, spread = given.pop("limit", 64.0 * GIB), given.pop("spread", ModelSharding(workers))
     return plan_batches(Config.of(**given), facts or model(), 80 * 10**9, limit, known, spread)
 
 
@@ -285,7 +287,7 @@ def test_a_resumed_run_keeps_the_global_batch_it_began_with():
     assert sizes(shared(1, known=begun, batch_size=16, accumulation_steps=2)) == (16, 8, 128)
     assert sizes(shared(3, known=begun, debug=True)) == (4, 11, 128)
     assert sizes(shared(2, known=begun, global_batch_size=64)) == (32, 1, 64)
-    fitting = memory(model(), 20, recompute=False, limit=None).total
+    fitting = estimate_memory(model(), 20, recompute=False, limit=None).total
     assert shared(2, known=begun, accumulation_steps=1, limit=fitting).batch_size.value <= 20
 
 
@@ -314,17 +316,20 @@ def test_each_worker_evaluates_its_part():
 
 def test_sharding_leaves_room_for_a_larger_batch():
     facts = model(parameters=10**9, trainable=10**9)
-    limit = memory(facts, 20, recompute=False, limit=None).total
-    whole, sharded = shared(4, facts, limit=limit), shared(4, facts, limit=limit, spread=Spread(4, "zero2"))
+    limit = estimate_memory(facts, 20, recompute=False, limit=None).total
+    whole, sharded = (
+        shared(4, facts, limit=limit),
+        shared(4, facts, limit=limit, spread=ModelSharding(4, "zero2")),
+    )
     assert whole.batch_size.value <= 20
     assert sharded.batch_size.value == 64
 
 
 def test_experts_that_live_elsewhere_leave_room_for_a_larger_batch():
     facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8)
-    limit = memory(facts, 20, recompute=False, limit=None).total
+    limit = estimate_memory(facts, 20, recompute=False, limit=None).total
     assert shared(4, facts, limit=limit).batch_size.value <= 20
-    assert shared(4, facts, limit=limit, spread=Spread(4, "experts")).batch_size.value == 64
+    assert shared(4, facts, limit=limit, spread=ModelSharding(4, "experts")).batch_size.value == 64
 
 
 @pytest.mark.parametrize(
@@ -342,7 +347,7 @@ def test_experts_that_live_elsewhere_leave_room_for_a_larger_batch():
 def test_a_primary_gate_has_the_whole_batch_on_one_host(
     given_settings: dict[str, Any], expected: tuple[int, int, int]
 ):
-    found = shared(4, spread=Spread(4, "experts", primary=True), **given_settings)
+    found = shared(4, spread=ModelSharding(4, "experts", primary=True), **given_settings)
     assert sizes(found) == expected
     assert "workers" not in found.global_batch.reason + found.accumulation.reason
     assert found.evaluation.value == min(1_000, 2 * expected[0]) or "debug" in given_settings
@@ -363,7 +368,7 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
     config: Config, facts: ModelFacts, memory_total: int | None, limit: float, workers: int
 ):
     try:
-        found = plan_batches(config, facts, memory_total, limit, None, Spread(workers))
+        found = plan_batches(config, facts, memory_total, limit, None, ModelSharding(workers))
     except UserError:
         wanted = config.batch.global_batch_size
         assert facts.samples < workers or (wanted is not None and wanted < workers)
@@ -404,7 +409,7 @@ def test_what_the_plan_chooses_freely_fits_unless_nothing_does(
     )
     found = plan_batches(config, facts, memory_total, limit, None)
     recompute = found.recompute.value
-    fits = memory(facts, found.batch_size.value, recompute, limit).fits
+    fits = estimate_memory(facts, found.batch_size.value, recompute, limit).fits
     assert fits == (largest_fitting(facts, 1, recompute, limit) == 1)
     if not fits:
         assert found.batch_size.value == 1

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.estimate import (
-    Form,
-    Memory,
+    MemoryEstimate,
     ModelFacts,
-    Spread,
+    ModelSharding,
+    ShardingForm,
+    estimate_memory,
     flops_per_step,
     largest_fitting,
-    memory,
 )
 from orchestrator.types import GIB, KIB, MIB
 from tests.support.inventories import model, models
@@ -27,19 +27,19 @@ limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 
 def test_weights_gradients_and_two_moments_are_fp32():
     facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0)
-    found = memory(facts, 1, recompute=False, limit=None)
+    found = estimate_memory(facts, 1, recompute=False, limit=None)
     assert (found.parameters, found.gradients, found.optimizer, found.gate) == (4e6, 4e6, 8e6, 0)
 
 
 def test_gates_are_counted_apart_and_once():
-    whole = memory(model(gate_parameters=0), 8, recompute=False, limit=None)
-    split = memory(model(gate_parameters=1_000), 8, recompute=False, limit=None)
+    whole = estimate_memory(model(gate_parameters=0), 8, recompute=False, limit=None)
+    split = estimate_memory(model(gate_parameters=1_000), 8, recompute=False, limit=None)
     assert split.gate == 1_000 * 16
     assert split.total == whole.total
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments():
-    found = memory(model(trainable=0), 1, recompute=False, limit=None)
+    found = estimate_memory(model(trainable=0), 1, recompute=False, limit=None)
     assert (found.parameters + found.gate, found.gradients, found.optimizer) == (4e6, 0, 0)
 
 
@@ -48,7 +48,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments():
 def test_every_part_is_real_and_the_total_is_their_sum(
     facts: ModelFacts, batch: int, recompute: bool, limit: float | None
 ):
-    found = memory(facts, batch, recompute, limit)
+    found = estimate_memory(facts, batch, recompute, limit)
     parts = [found.parameters, found.gradients, found.optimizer, found.activations, found.gate]
     assert min(parts) >= 0
     assert found.total == pytest.approx(sum(parts))
@@ -60,7 +60,9 @@ def test_every_part_is_real_and_the_total_is_their_sum(
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), batch=st.integers(1, 10**5), recompute=st.booleans())
 def test_more_samples_need_as_much_more_each(facts: ModelFacts, batch: int, recompute: bool):
-    one, some, more = (memory(facts, count, recompute, None).total for count in (1, batch, 2 * batch))
+    one, some, more = (
+        estimate_memory(facts, count, recompute, None).total for count in (1, batch, 2 * batch)
+    )
     assert one <= some <= more
     assert (
         more - some == pytest.approx((some - one) / max(1, batch - 1) * batch, rel=1e-6, abs=1e3)
@@ -69,7 +71,10 @@ def test_more_samples_need_as_much_more_each(facts: ModelFacts, batch: int, reco
 
 
 def test_activations_grow_with_the_batch_and_nothing_else_does():
-    a, b = memory(model(), 1, recompute=False, limit=None), memory(model(), 9, recompute=False, limit=None)
+    a, b = (
+        estimate_memory(model(), 1, recompute=False, limit=None),
+        estimate_memory(model(), 9, recompute=False, limit=None),
+    )
     assert replace(a, activations=0) == replace(b, activations=0)
     assert b.activations - a.activations >= 8 * MIB
 
@@ -77,19 +82,25 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
 def test_recomputation_keeps_less_where_there_are_several_blocks():
     facts = model(blocks=4, block_input_bytes=32.0 * KIB)
     assert (
-        memory(facts, 64, recompute=True, limit=None).activations
-        < 0.5 * memory(facts, 64, recompute=False, limit=None).activations
+        estimate_memory(facts, 64, recompute=True, limit=None).activations
+        < 0.5 * estimate_memory(facts, 64, recompute=False, limit=None).activations
     )
     bare = model(blocks=0)
-    assert memory(bare, 64, recompute=True, limit=None) == memory(bare, 64, recompute=False, limit=None)
+    assert estimate_memory(bare, 64, recompute=True, limit=None) == estimate_memory(
+        bare, 64, recompute=False, limit=None
+    )
 
 
 # --- divided among workers
 
 
-def of_a_million(form: Form, workers: int = 4, offload: bool = False, **changes: Any) -> Memory:
+def of_a_million(
+    form: ShardingForm, workers: int = 4, offload: bool = False, **changes: Any
+) -> MemoryEstimate:
     facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0, **changes)
-    return memory(facts, 1, recompute=False, limit=None, spread=Spread(workers, form, offload))
+    return estimate_memory(
+        facts, 1, recompute=False, limit=None, spread=ModelSharding(workers, form, offload)
+    )
 
 
 def test_whole_on_every_worker_costs_what_one_process_costs():
@@ -118,8 +129,10 @@ def test_offloading_leaves_only_what_is_computed_with():
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), workers=st.integers(2, 64))
 def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
-    def total(form: Form, offload: bool = False) -> float:
-        return memory(facts, 1, recompute=False, limit=None, spread=Spread(workers, form, offload)).total
+    def total(form: ShardingForm, offload: bool = False) -> float:
+        return estimate_memory(
+            facts, 1, recompute=False, limit=None, spread=ModelSharding(workers, form, offload)
+        ).total
 
     for finer, coarser in [
         (total("zero3"), total("zero2")),
@@ -130,19 +143,21 @@ def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
 
 
 def test_gates_are_divided_like_the_rest():
-    forms: tuple[Form, ...] = ("none", "zero2", "zero3")
-    for spread in (Spread(4, form) for form in forms):
-        split = memory(model(gate_parameters=1_000), 8, False, None, spread)
-        assert split.total == pytest.approx(memory(model(gate_parameters=0), 8, False, None, spread).total)
+    forms: tuple[ShardingForm, ...] = ("none", "zero2", "zero3")
+    for spread in (ModelSharding(4, form) for form in forms):
+        split = estimate_memory(model(gate_parameters=1_000), 8, False, None, spread)
+        assert split.total == pytest.approx(
+            estimate_memory(model(gate_parameters=0), 8, False, None, spread).total
+        )
 
 
 # --- experts shared out
 
 
-def of_experts(hosts: int, **changes: Any) -> Memory:
+def of_experts(hosts: int, **changes: Any) -> MemoryEstimate:
     """A million parameters, 600,000 of them in 8 experts, on the host that has the most of these."""
     facts = model(**({"gate_parameters": 0, "largest_bytes": 0.0} | changes))
-    return memory(facts, 1, recompute=False, limit=None, spread=Spread(hosts, "experts"))
+    return estimate_memory(facts, 1, recompute=False, limit=None, spread=ModelSharding(hosts, "experts"))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +171,7 @@ def test_a_host_has_its_experts_and_everything_else(hosts: int, here: int):
 
 
 def test_one_host_costs_what_one_process_costs():
-    assert of_experts(1, largest_bytes=1.0 * MIB) == memory(
+    assert of_experts(1, largest_bytes=1.0 * MIB) == estimate_memory(
         model(gate_parameters=0, largest_bytes=1.0 * MIB), 1, False, None
     )
 
@@ -188,10 +203,10 @@ def test_rows_on_their_way_need_room_between_hosts_only():
 @given(facts=models(), hosts=st.integers(1, 64))
 def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(facts: ModelFacts, hosts: int):
     def state(count: int) -> float:
-        found = memory(facts, 1, recompute=False, limit=None, spread=Spread(count, "experts"))
+        found = estimate_memory(facts, 1, recompute=False, limit=None, spread=ModelSharding(count, "experts"))
         return found.total - found.activations
 
-    whole = memory(facts, 1, recompute=False, limit=None)
+    whole = estimate_memory(facts, 1, recompute=False, limit=None)
     assert state(1) == pytest.approx(whole.total - whole.activations)
     assert state(hosts + 1) <= state(hosts) * (1 + 1e-9)
     dense = facts.parameters - min(facts.expert_parameters, facts.parameters - facts.gate_parameters)
@@ -200,15 +215,22 @@ def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(f
 
 @pytest.mark.parametrize(
     ("spread", "holders"),
-    [(Spread(), 1), (Spread(4), 4), (Spread(4, "experts"), 4), (Spread(4, "experts", primary=True), 1)],
+    [
+        (ModelSharding(), 1),
+        (ModelSharding(4), 4),
+        (ModelSharding(4, "experts"), 4),
+        (ModelSharding(4, "experts", primary=True), 1),
+    ],
 )
-def test_who_holds_a_share_of_the_batch(spread: Spread, holders: int):
+def test_who_holds_a_share_of_the_batch(spread: ModelSharding, holders: int):
     assert spread.data_ranks == holders
 
 
 def test_without_a_limit_everything_fits():
-    assert memory(model(parameters=10**12, trainable=10**12), 10**6, recompute=False, limit=None).fits
-    assert not Memory(1, 0, 0, 0, 0, limit=0).fits
+    assert estimate_memory(
+        model(parameters=10**12, trainable=10**12), 10**6, recompute=False, limit=None
+    ).fits
+    assert not MemoryEstimate(1, 0, 0, 0, 0, limit=0).fits
 
 
 def test_backward_costs_two_forward_passes_and_recomputation_one():
@@ -223,24 +245,32 @@ def test_backward_costs_two_forward_passes_and_recomputation_one():
     most=st.integers(0, 5000),
     recompute=st.booleans(),
     limit=limits,
-    spread=st.sampled_from([Spread(), Spread(4, "zero2"), Spread(3, "zero3", True), Spread(3, "experts")]),
+    spread=st.sampled_from(
+        [
+            ModelSharding(),
+            ModelSharding(4, "zero2"),
+            ModelSharding(3, "zero3", True),
+            ModelSharding(3, "experts"),
+        ]
+    ),
 )
 def test_largest_fitting_is_the_last_that_fits(
-    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: Spread
+    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: ModelSharding
 ):
     found = largest_fitting(facts, most, recompute, limit, spread)
     assert 0 <= found <= most
     if found:
-        assert memory(facts, found, recompute, limit, spread).fits
+        assert estimate_memory(facts, found, recompute, limit, spread).fits
     if found < most:
-        assert not memory(facts, found + 1, recompute, limit, spread).fits
+        assert not estimate_memory(facts, found + 1, recompute, limit, spread).fits
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 63, 64, 1000])
 def test_largest_fitting_against_counting(most: int):
     facts = model()
-    limit = memory(facts, 64, recompute=False, limit=None).total
+    limit = estimate_memory(facts, 64, recompute=False, limit=None).total
     counted = max(
-        (n for n in range(1, most + 1) if memory(facts, n, recompute=False, limit=limit).fits), default=0
+        (n for n in range(1, most + 1) if estimate_memory(facts, n, recompute=False, limit=limit).fits),
+        default=0,
     )
     assert largest_fitting(facts, most, recompute=False, limit=limit) == counted == min(most, 64)

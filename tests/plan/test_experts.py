@@ -8,13 +8,13 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import Form, ModelFacts, Spread, memory
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
 from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strategy, unused_settings
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
-from orchestrator.plan.workers import PLAIN, Strategy
-from orchestrator.types import GIB, Choice
+from orchestrator.plan.workers import PLAIN
+from orchestrator.types import GIB, Choice, StrategyName
 from tests.support.inventories import cluster, gpu, machine, model
 
 CPU, ONE, TWO = machine(), machine(gpu()), machine(gpu(), gpu(1))
@@ -22,17 +22,20 @@ EXPERTS = model(
     parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4
 )  # 16 GB of state, most in experts
 DENSE = model(experts=0, expert_parameters=0, gate_parameters=0, moe_layers=0)
-FOUND: Choice[Strategy] = Choice("data_parallel", "4 GPUs were found: one worker for each")
+FOUND: Choice[StrategyName] = Choice("data_parallel", "4 GPUs were found: one worker for each")
 
 
-def need(form: Form, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
+def need(form: ShardingForm, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
     """Of one sample, its activations recomputed: the least that a form can do with."""
-    return min(memory(facts, 1, recompute, None, Spread(workers, form)).total for recompute in (False, True))
+    return min(
+        estimate_memory(facts, 1, recompute, None, ModelSharding(workers, form)).total
+        for recompute in (False, True)
+    )
 
 
 def settled(
     limit: float, facts: ModelFacts = EXPERTS, workers: int = 4, on_gpu: bool = True, **given: Any
-) -> Choice[Strategy]:
+) -> Choice[StrategyName]:
     return settle_strategy(Config.of(**given), facts, FOUND, workers, limit, on_gpu)
 
 
@@ -110,7 +113,7 @@ def test_where_nothing_fits_the_least_is_taken():
 
 def test_what_is_asked_for_by_name_stays():
     for asked in ("data_parallel", "expert_parallel"):
-        found: Choice[Strategy] = Choice(asked, "asked for")
+        found: Choice[StrategyName] = Choice(asked, "asked for")
         assert settle_strategy(Config.of(parallel_strategy=asked), EXPERTS, found, 4, 1.0, True) is found
         assert settle_strategy(Config.of(parallel_strategy=asked), EXPERTS, found, 4, 1e12, True) is found
 
@@ -135,12 +138,12 @@ def test_the_whole_plan_shares_experts_out_by_itself():
     )
     assert "whole on each" in found.sharding.reason
     assert found.memory.fits
-    assert found.memory == memory(
+    assert found.memory == estimate_memory(
         EXPERTS,
         found.batch_size.value,
         found.activation_checkpointing.value,
         found.memory.limit,
-        Spread(4, "experts"),
+        ModelSharding(4, "experts"),
     )
     assert planned(four, EXPERTS, parallel_strategy="data_parallel").sharding.value != "none"
     assert planned(four).strategy.value == "data_parallel"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
-from orchestrator.plan.estimate import ModelFacts, Spread, memory
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import PLAIN, Plan, choose_device, choose_precision, plan
 from orchestrator.types import GIB, MIB
@@ -24,10 +24,10 @@ def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **give
     return plan(Config.of(**given_settings), inventory, facts or model())
 
 
-def spread_of(found: Plan, offload: bool = False) -> Spread:
+def spread_of(found: Plan, offload: bool = False) -> ModelSharding:
     if found.strategy.value == "expert_parallel":
-        return Spread(found.workers.value, "experts", primary=found.gate.value == "primary")
-    return Spread(found.workers.value, found.sharding.value, offload)
+        return ModelSharding(found.workers.value, "experts", primary=found.gate.value == "primary")
+    return ModelSharding(found.workers.value, found.sharding.value, offload)
 
 
 # --- whatever is asked, on whatever machine
@@ -47,7 +47,7 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
         found.activation_checkpointing.value,
         spread_of(found, config.parallel.cpu_offload),
     )
-    assert found.memory == memory(facts, batch, recompute, found.memory.limit, spread)
+    assert found.memory == estimate_memory(facts, batch, recompute, found.memory.limit, spread)
     assert found.data_ranks == spread.data_ranks
     assert (
         batch * found.accumulation_steps.value * found.data_ranks
@@ -76,7 +76,9 @@ def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, 
 @given(inventory=machines(), facts=models())
 def test_the_plan_fits_unless_nothing_does(inventory: Inventory, facts: ModelFacts):
     found = planned_or_refused(Config(), inventory, facts)
-    smallest = memory(facts, 1, found.activation_checkpointing.value, found.memory.limit, spread_of(found))
+    smallest = estimate_memory(
+        facts, 1, found.activation_checkpointing.value, found.memory.limit, spread_of(found)
+    )
     assert found.memory.fits == smallest.fits
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
-from orchestrator.plan.estimate import Form, ModelFacts, Spread, memory
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, choose_precision, choose_worker_device, plan
@@ -251,14 +251,18 @@ BIG = model(parameters=10**9, trainable=10**9, blocks=10)  # 16 GB of state
 
 
 def need(
-    form: Form, facts: ModelFacts = BIG, count: int = 4, offload: bool = False, recompute: bool = False
+    form: ShardingForm,
+    facts: ModelFacts = BIG,
+    count: int = 4,
+    offload: bool = False,
+    recompute: bool = False,
 ) -> float:
-    return memory(facts, 1, recompute, None, Spread(count, form, offload)).total
+    return estimate_memory(facts, 1, recompute, None, ModelSharding(count, form, offload)).total
 
 
 def sharding(
     limit: float, facts: ModelFacts = BIG, count: int = 4, on_gpu: bool = True, **given: Any
-) -> Choice[Form]:
+) -> Choice[ShardingForm]:
     return choose_sharding(Config.of(**given), facts, count, limit, on_gpu)
 
 

@@ -1,9 +1,9 @@
 """What the tests of the probes share."""
 
-from orchestrator.plan.checks.probe_types import Check
+from orchestrator.plan.checks.probe_types import CheckResult
 
 
-def assert_fails(check: Check, found: str, needed: str, fix: str) -> None:
+def assert_fails(check: CheckResult, found: str, needed: str, fix: str) -> None:
     assert check.status == "fail"
     assert found in check.found
     assert needed in check.needed

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from orchestrator.plan.checks.probe_types import (
     GPU_FIX,
     SUBPROCESS_SECONDS,
-    Check,
-    Probe,
+    CheckResult,
+    MachineProbe,
     run_python,
     verdict,
 )
@@ -50,23 +50,23 @@ print("compiled and eager results agree")
 """
 
 
-def arithmetic_probes(inventory: Inventory) -> Iterator[Probe]:
+def arithmetic_probes(inventory: Inventory) -> Iterator[MachineProbe]:
     for device in [f"cuda:{gpu.index}" for gpu in inventory.gpus] or ["cpu"]:
-        yield Probe(f"{device} computes", partial(device_computes, device), _device_fix(device))
+        yield MachineProbe(f"{device} computes", partial(device_computes, device), _device_fix(device))
     # What the least capable GPU can do, all can.
     weakest = min(inventory.gpus, key=lambda gpu: gpu.capability, default=None)
     device = f"cuda:{weakest.index}" if weakest else "cpu"
     emulated = weakest.capability < BF16_CAPABILITY if weakest else not inventory.cpu_bf16
-    yield Probe("bf16", partial(low_precision, "bf16", device, emulated=emulated), PRECISION_FIX)
-    yield Probe("fp16", partial(low_precision, "fp16", device), PRECISION_FIX)
-    yield Probe(
+    yield MachineProbe("bf16", partial(low_precision, "bf16", device, emulated=emulated), PRECISION_FIX)
+    yield MachineProbe("fp16", partial(low_precision, "fp16", device), PRECISION_FIX)
+    yield MachineProbe(
         "tf32", partial(tf32, device, weakest.capability if weakest else None), "train with --tf32 off"
     )
-    yield Probe("fused AdamW", partial(fused_adamw, device), FUSED_FIX)
-    yield Probe("torch.compile", partial(compiles, device), COMPILE_FIX)
+    yield MachineProbe("fused AdamW", partial(fused_adamw, device), FUSED_FIX)
+    yield MachineProbe("torch.compile", partial(compiles, device), COMPILE_FIX)
 
 
-def device_computes(device: str, tolerance: float = TOLERANCES["fp32"]) -> Check:
+def device_computes(device: str, tolerance: float = TOLERANCES["fp32"]) -> CheckResult:
     a, b = _operands(COMPARED_SIZE, device)
     size = _timed_size(device)
     with _matmul_precision("highest"):
@@ -86,7 +86,9 @@ def _device_fix(device: str) -> str:
     return "install torch anew: pip install --force-reinstall torch" if device == "cpu" else GPU_FIX
 
 
-def low_precision(name: str, device: str, *, emulated: bool = False, tolerance: float | None = None) -> Check:
+def low_precision(
+    name: str, device: str, *, emulated: bool = False, tolerance: float | None = None
+) -> CheckResult:
     """A product in bf16 or fp16 against the one in fp32. Slow is no failure, only worth knowing."""
     import torch
 
@@ -109,11 +111,15 @@ def _speed_text(ratio: float, emulated: bool) -> str:
     return f"works, but {'emulated: ' if emulated else ''}about {times} times slower than fp32"
 
 
-def tf32(device: str, capability: tuple[int, int] | None, tolerance: float = TOLERANCES["tf32"]) -> Check:
+def tf32(
+    device: str, capability: tuple[int, int] | None, tolerance: float = TOLERANCES["tf32"]
+) -> CheckResult:
     """Products with and without tf32 must differ in their error; equal ones mean that something switches it off."""
     if capability is None or capability < TF32_CAPABILITY:
         found = "no GPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
-        return Check("tf32", "skip", found, f"compute capability {TF32_CAPABILITY[0]}.{TF32_CAPABILITY[1]}")
+        return CheckResult(
+            "tf32", "skip", found, f"compute capability {TF32_CAPABILITY[0]}.{TF32_CAPABILITY[1]}"
+        )
     exact, quick = _tf32_errors(device)
     found = f"relative error {quick:.1e} with tf32, {exact:.1e} without"
     needed = f"an error well above fp32's, below {tolerance:.0e}"
@@ -148,7 +154,7 @@ def _matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def fused_adamw(device: str, tolerance: float = FUSED_TOLERANCE) -> Check:
+def fused_adamw(device: str, tolerance: float = FUSED_TOLERANCE) -> CheckResult:
     import torch
 
     def stepped(fused: bool) -> torch.Tensor:
@@ -164,7 +170,7 @@ def fused_adamw(device: str, tolerance: float = FUSED_TOLERANCE) -> Check:
     return verdict("fused AdamW", error <= tolerance, found, f"below {tolerance:.0e}", FUSED_FIX)
 
 
-def compiles(device: str, code: str = _COMPILE_CODE, timeout: float = SUBPROCESS_SECONDS) -> Check:
+def compiles(device: str, code: str = _COMPILE_CODE, timeout: float = SUBPROCESS_SECONDS) -> CheckResult:
     """In a process of its own: a compiler that hangs must not hang the check."""
     passed, line = run_python(code, device, timeout=timeout)
     return verdict(

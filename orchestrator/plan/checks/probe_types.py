@@ -15,7 +15,7 @@ GPU_FIX = "run nvidia-smi; update the driver or install the torch build that fit
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """The verdict of one probe: what was found, what was needed, what to do."""
 
     name: str
@@ -27,16 +27,18 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Probe:
+class MachineProbe:
     """A check still to be run. ``fix`` is for errors that the check itself does not foresee."""
 
     name: str
-    run: Callable[[], Check]
+    run: Callable[[], CheckResult]
     fix: str
 
 
-def verdict(name: str, passed: bool, found: str, needed: str, fix: str) -> Check:
-    return Check(name, "pass", found, needed) if passed else Check(name, "fail", found, needed, fix)
+def verdict(name: str, passed: bool, found: str, needed: str, fix: str) -> CheckResult:
+    return (
+        CheckResult(name, "pass", found, needed) if passed else CheckResult(name, "fail", found, needed, fix)
+    )
 
 
 def run_python(code: str, *arguments: str, timeout: float) -> tuple[bool, str]:

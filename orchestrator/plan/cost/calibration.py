@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import UserError
-from orchestrator.plan.cost.model import Device, Machine, Wiring
+from orchestrator.plan.cost.model import DeviceCosts, Interconnect, Machine
 
 VERSION = 2
 FILE = "calibration.json"
@@ -38,8 +38,8 @@ class Profile:
 
     workers: int
     threads: int
-    device: Device
-    links: Wiring | None = None
+    device: DeviceCosts
+    links: Interconnect | None = None
     references: tuple[Reference, ...] = ()
     yardstick_s: tuple[float, ...] = ()
     """Of the host of a GPU, for steps that can be timed again later: how fast it was."""

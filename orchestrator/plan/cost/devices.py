@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from orchestrator.config.settings import did_you_mean
 from orchestrator.errors import UserError
-from orchestrator.plan.cost.interpolate import Curve, Grid
-from orchestrator.plan.cost.model import Device, Link, LinkKind, Wiring
+from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
+from orchestrator.plan.cost.model import DeviceCosts, Interconnect, Link, LinkKind
 from orchestrator.plan.cost.ops import MOVES
 from orchestrator.types import MIB
 
@@ -22,7 +22,7 @@ _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Known:
+class GpuDataSheet:
     """A GPU's data sheet."""
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostCosts:
     about: str
     operation_s: float
     launch_s: float
@@ -47,13 +47,13 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Rows:
+class GroupedSlowdown:
     rows: tuple[float, ...]
     times: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Achieved:
+class AchievedShares:
     """Shares of the peak that real operations reach, and fixed costs."""
 
     about: str
@@ -70,26 +70,26 @@ class Achieved:
     """Moved for each byte of parameters: read and written weights, gradients and two moments, and the norm."""
     unaligned: Mapping[str, Mapping[str, float]]
     """By precision and layout."""
-    grouped: Rows
+    grouped: GroupedSlowdown
     sustained: float
     """How many times as long all of that takes within a step."""
     kernel_s: float
-    host: Host
+    host: HostCosts
     reserved_mib: float
 
 
 @dataclass(frozen=True)
-class LinkFigures:
+class LinkEfficiency:
     share: float
     latency_s: float
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkCatalogue:
     about: str
-    nvlink: LinkFigures
-    pcie: LinkFigures
-    network: LinkFigures
+    nvlink: LinkEfficiency
+    pcie: LinkEfficiency
+    network: LinkEfficiency
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Catalogue:
     """All of ``devices.json``."""
 
     about: str
-    devices: Mapping[str, Known]
-    achieved: Achieved
-    links: Links
+    devices: Mapping[str, GpuDataSheet]
+    achieved: AchievedShares
+    links: LinkCatalogue
 
 
 @cache
@@ -109,7 +109,7 @@ def catalogue() -> Catalogue:
     )
 
 
-def known_gpu(name: str) -> Known:
+def known_gpu(name: str) -> GpuDataSheet:
     """The GPU of this short name, as ``--cluster`` has it."""
     known = catalogue().devices
     if name.lower() not in known:
@@ -133,20 +133,20 @@ def _within(part: list[str], whole: list[str]) -> bool:
 
 
 @cache
-def device_of(name: str) -> Device:
+def device_of(name: str) -> DeviceCosts:
     """The cost model's device for a known GPU: the longer of arithmetic and memory traffic at the achieved shares of their peaks."""
     known, achieved = known_gpu(name), catalogue().achieved
     bandwidth, host = known.bandwidth_gb_s * 1e9 * achieved.memory, achieved.host
     moved = tuple(4.0**power for power in range(6, 16))
     rows = achieved.grouped
     fused = known.capability >= (9, 0)
-    return Device(
+    return DeviceCosts(
         name=known.names[0],
         memory_bytes=known.memory_gb * 1e9,
         asynchronous=True,
         products={precision: {"nn": _grid(known, precision)} for precision in known.peak_tflops},
         moves={
-            kind: Curve(
+            kind: PiecewiseCurve(
                 moved,
                 tuple(
                     achieved.kernel_s + achieved.passes.get(kind, 1.0) * size / bandwidth for size in moved
@@ -160,10 +160,10 @@ def device_of(name: str) -> Device:
             if p != "tf32"
             for d in ("forward", "backward")
         },
-        optimizer=Curve(
+        optimizer=PiecewiseCurve(
             moved, tuple(4 * achieved.kernel_s + achieved.update_bytes * size / bandwidth for size in moved)
         ),
-        grouped=Curve(rows.rows, rows.times) if fused else Curve((1.0,), (1.0,)),
+        grouped=PiecewiseCurve(rows.rows, rows.times) if fused else PiecewiseCurve((1.0,), (1.0,)),
         unaligned={precision: achieved.unaligned[precision] for precision in known.peak_tflops},
         operation_s=host.operation_s,
         launch_s=host.launch_s,
@@ -176,7 +176,7 @@ def device_of(name: str) -> Device:
     )
 
 
-def _grid(known: Known, precision: str) -> Grid:
+def _grid(known: GpuDataSheet, precision: str) -> PiecewiseGrid:
     achieved = catalogue().achieved
     share = achieved.fp32_products if precision == "fp32" else achieved.tensor_products
     rate, bandwidth = (
@@ -188,20 +188,24 @@ def _grid(known: Known, precision: str) -> Grid:
     def seconds(m: float, k: float, n: float) -> float:
         return achieved.kernel_s + max(2 * m * k * n / rate, size * (m * k + k * n + m * n) / bandwidth)
 
-    return Grid(_SIZES, _SIZES, _SIZES, tuple(seconds(*point) for point in product(_SIZES, repeat=3)))
+    return PiecewiseGrid(
+        _SIZES, _SIZES, _SIZES, tuple(seconds(*point) for point in product(_SIZES, repeat=3))
+    )
 
 
-def _attention(known: Known, precision: str, direction: str) -> Curve:
+def _attention(known: GpuDataSheet, precision: str, direction: str) -> PiecewiseCurve:
     achieved = catalogue().achieved
     shares = (achieved.attention_forward, achieved.attention_backward)
     if precision == "fp32":  # of a smaller peak
         shares = (achieved.attention_fp32_forward, achieved.attention_fp32_backward)
     share = shares[direction == "backward"]
     rate = known.peak_tflops[precision] * 1e12 * share
-    return Curve((1e4, 1e12), (1e4 / rate, 1e12 / rate))
+    return PiecewiseCurve((1e4, 1e12), (1e4 / rate, 1e12 / rate))
 
 
-def links_of(name: str, kind: LinkKind, net_gbit: float, nics: int, per_node: int) -> tuple[Wiring, Wiring]:
+def links_of(
+    name: str, kind: LinkKind, net_gbit: float, nics: int, per_node: int
+) -> tuple[Interconnect, Interconnect]:
     """What joins the devices of a node, and nodes: of the network, each device has its share of the node's."""
     known, figures = known_gpu(name), catalogue().links
     inner = figures.nvlink if kind == "nvlink" else figures.pcie
@@ -212,7 +216,7 @@ def links_of(name: str, kind: LinkKind, net_gbit: float, nics: int, per_node: in
     )
     node = net_gbit / 8 * 1e9 * nics * figures.network.share
     # sums cross between nodes once for a whole node, one part by each of its devices; tokens leave from each device
-    return Wiring(within, within), Wiring(
+    return Interconnect(within, within), Interconnect(
         Link("network", figures.network.latency_s, node),
         Link("network", figures.network.latency_s, node / per_node),
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Curve:
+class PiecewiseCurve:
     """Values by size. Between two sizes a power law; past the last one in proportion to it, below the first one constant."""
 
     sizes: tuple[float, ...]
@@ -39,7 +39,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PiecewiseGrid:
     """Seconds of a product of (m × k) by (k × n), by all three: read like a curve along each."""
 
     m: tuple[float, ...]

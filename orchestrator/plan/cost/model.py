@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.plan.cost.interpolate import Curve, Grid
-from orchestrator.plan.cost.ops import Attention, Message, Product, Work
-from orchestrator.plan.estimate import Memory
+from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
+from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, ProductOp
+from orchestrator.plan.estimate import MemoryEstimate
+from orchestrator.types import StrategyName
 
 LinkKind = Literal["none", "shared memory", "nvlink", "pcie", "network"]
-Strategy = Literal["single", "data_parallel", "expert_parallel"]
 PARTS: tuple[str, ...] = (
     "compute",
     "memory",
@@ -37,22 +37,22 @@ _SUMS = 1  # small messages beside the gradients: counts and losses of a step
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceCosts:
     """What a device was measured, or is known, to do. Times are seconds."""
 
     name: str
     memory_bytes: float
     asynchronous: bool
     """The host goes on while the device computes."""
-    products: Mapping[str, Mapping[str, Grid]]
+    products: Mapping[str, Mapping[str, PiecewiseGrid]]
     """By precision and layout."""
-    moves: Mapping[str, Curve]
+    moves: Mapping[str, PiecewiseCurve]
     """Seconds by bytes, for each kind."""
-    attention: Mapping[str, Curve]
+    attention: Mapping[str, PiecewiseCurve]
     """Seconds of one head by its FLOP, by 'precision forward' and 'precision backward'."""
-    optimizer: Curve
+    optimizer: PiecewiseCurve
     """Seconds of the update by bytes of parameters."""
-    grouped: Curve | None = None
+    grouped: PiecewiseCurve | None = None
     """Grouped products against one product of all rows: how many times as long, by rows per expert. None where they are computed
     one after another."""
     unaligned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ NO_LINK = Link("none", 0.0, math.inf)
 
 
 @dataclass(frozen=True)
-class Wiring:
+class Interconnect:
     """What a device sums gradients and exchanges tokens over."""
 
     sums: Link
@@ -105,11 +105,11 @@ class Wiring:
 class Machine:
     """A cluster's shape: nodes of alike devices, joined within a node and, by a share of its network each, between nodes."""
 
-    device: Device
+    device: DeviceCosts
     nodes: int = 1
     per_node: int = 1
-    inner: Wiring = Wiring(NO_LINK, NO_LINK)
-    outer: Wiring = Wiring(NO_LINK, NO_LINK)
+    inner: Interconnect = Interconnect(NO_LINK, NO_LINK)
+    outer: Interconnect = Interconnect(NO_LINK, NO_LINK)
 
     @property
     def devices(self) -> int:
@@ -117,11 +117,11 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Team:
+class Parallelism:
     """How the work is shared out: ``devices`` alike, each with ``micro_batches`` of its work in a step."""
 
     devices: int = 1
-    strategy: Strategy = "single"
+    strategy: StrategyName = "single"
     micro_batches: int = 1
     imbalance: float = 1.0
     """Rows of the busiest device's experts, as a multiple of the mean."""
@@ -133,14 +133,14 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class StepPrediction:
     """A step: its seconds, what they are made of (overlap is negative), the memory of a device, and what limits it."""
 
     step_seconds: float
     host_seconds: float
     """That the host is busy with it; the overhead is what of that the device does not hide."""
     parts: Mapping[str, float]
-    memory: Memory
+    memory: MemoryEstimate
     limited_by: str
     samples: float
 
@@ -156,9 +156,9 @@ class Predicted:
         }
 
 
-def predict(work: Work, machine: Machine, team: Team | None = None) -> Predicted:
+def predict(work: MicroBatchOps, machine: Machine, team: Parallelism | None = None) -> StepPrediction:
     """A step of ``work`` on each device of the team."""
-    team = team or Team()
+    team = team or Parallelism()
     device, rounds, alike = machine.device, team.micro_batches, _round(work, machine.device, team)
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     parts["compute"], parts["memory"], parts["imbalance"] = (
@@ -181,7 +181,7 @@ def predict(work: Work, machine: Machine, team: Team | None = None) -> Predicted
     hides = (
         device.asynchronous and parts["overhead"] > 0
     )  # the host hides the device, not the other way round
-    return Predicted(
+    return StepPrediction(
         sum(parts.values()),
         host * team.crowding,
         parts,
@@ -192,7 +192,7 @@ def predict(work: Work, machine: Machine, team: Team | None = None) -> Predicted
 
 
 @dataclass(frozen=True)
-class _Round:
+class _MicroBatchCost:
     """Seconds of a micro-batch: of the device, by what they are for, and of the host."""
 
     compute: float
@@ -205,7 +205,7 @@ class _Round:
         return self.compute + self.memory + self.imbalance
 
 
-def _round(work: Work, device: Device, team: Team) -> _Round:
+def _round(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> _MicroBatchCost:
     compute, experts = _compute(work, device, team)
     memory = sum(
         max(0.0, device.moves[move.kind].at(move.bytes) - device.floor) * move.times for move in work.moves
@@ -217,10 +217,12 @@ def _round(work: Work, device: Device, team: Team) -> _Round:
         + work.sorts * device.sort_s
     )
     times = device.sustained
-    return _Round(times * compute, times * memory, times * experts * (team.imbalance - 1.0), host)
+    return _MicroBatchCost(times * compute, times * memory, times * experts * (team.imbalance - 1.0), host)
 
 
-def _not_hidden(work: Work, device: Device, team: Team, last_host: float, last_busy: float) -> float:
+def _not_hidden(
+    work: MicroBatchOps, device: DeviceCosts, team: Parallelism, last_host: float, last_busy: float
+) -> float:
     """How much longer the host takes than the device, with what each has to do at the end of a step: over the whole step, or, where
     the host waits, before that and after it."""
     whole, rounds = _round(work, device, team), team.micro_batches
@@ -233,7 +235,7 @@ def _not_hidden(work: Work, device: Device, team: Team, last_host: float, last_b
     )
 
 
-def _compute(work: Work, device: Device, team: Team) -> tuple[float, float]:
+def _compute(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> tuple[float, float]:
     """Seconds of all products of a micro-batch, and of those of experts."""
     seconds = [
         (product_seconds(product, device, team.tf32) * product.times, product.of_experts)
@@ -243,7 +245,7 @@ def _compute(work: Work, device: Device, team: Team) -> tuple[float, float]:
     return sum(s for s, _ in seconds) + attention, sum(s for s, of_experts in seconds if of_experts)
 
 
-def product_seconds(product: Product, device: Device, tf32: bool = False) -> float:
+def product_seconds(product: ProductOp, device: DeviceCosts, tf32: bool = False) -> float:
     """One product beyond the overhead of any operation; of experts, together or one after another."""
     precision = "tf32" if tf32 and product.precision == "fp32" else product.precision
     grids = device.products.get(precision) or device.products["fp32"]
@@ -261,7 +263,7 @@ def product_seconds(product: Product, device: Device, tf32: bool = False) -> flo
     return max(0.0, whole * device.grouped.at(min(rows, device.grouped.sizes[-1])) - device.floor)
 
 
-def _misfit(product: Product, unaligned: Mapping[str, float]) -> float:
+def _misfit(product: ProductOp, unaligned: Mapping[str, float]) -> float:
     """Only sizes that lie along rows count: of the first factor, or of the result."""
     along = {"nt": (product.k, product.n), "nn": (product.k, product.n), "tn": (product.m, product.n)}[
         product.layout
@@ -269,13 +271,13 @@ def _misfit(product: Product, unaligned: Mapping[str, float]) -> float:
     return unaligned.get(product.layout, 1.0) if any(size % 8 for size in along) else 1.0
 
 
-def attention_seconds(entry: Attention, device: Device) -> float:
+def attention_seconds(entry: AttentionOp, device: DeviceCosts) -> float:
     direction = "backward" if entry.backward else "forward"
     curve = device.attention.get(f"{entry.precision} {direction}") or device.attention[f"fp32 {direction}"]
     return entry.heads * curve.at(entry.flops / entry.heads / entry.times)
 
 
-def _traffic(work: Work, machine: Machine, team: Team, alone: float) -> dict[str, float]:
+def _traffic(work: MicroBatchOps, machine: Machine, team: Parallelism, alone: float) -> dict[str, float]:
     """Messages between devices, and how much of them is hidden behind the backward pass of a step that takes ``alone`` without them. On
     CPUs nothing is: messages take the same cores."""
     first = _FIRST_BUCKET_BYTES if team.strategy == "data_parallel" else 0
@@ -309,7 +311,7 @@ def _ring(size: float, link: Link, members: int) -> float:
     )
 
 
-def exchange_seconds(message: Message, machine: Machine, devices: int) -> float:
+def exchange_seconds(message: MessageOp, machine: Machine, devices: int) -> float:
     """Each device sends all others their part at once: what stays in the node and what leaves it travel side by side."""
     if devices < 2:
         return 0.0
@@ -321,14 +323,14 @@ def exchange_seconds(message: Message, machine: Machine, devices: int) -> float:
     return max(near_s, far_s) + (devices - 2) * _PEER_S
 
 
-def predicted_memory(work: Work, device: Device, team: Team) -> Memory:
+def predicted_memory(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> MemoryEstimate:
     """Weights, moments, and the most that is alive beside them; gradients are part of that, and shown apart."""
     gradients = 4.0 * work.parameters
     copies = (
         work.gradient_bytes if team.devices > 1 and team.strategy == "expert_parallel" else 0.0
     )  # sums travel in buckets
     alive = max(work.peak_bytes, gradients)
-    return Memory(
+    return MemoryEstimate(
         parameters=4.0 * work.parameters,
         gradients=gradients + copies,
         optimizer=8.0 * work.parameters,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["nn", "nt", "tn"]
+ProductLayout = Literal["nn", "nt", "tn"]
 """Which of a product's two factors is read transposed."""
 MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "norm_backward", "rows", "sort", "reduce"]
 """Reading and writing alone; with a transcendental function each; the derivative of one, which CPUs are slow at; row-wise norms and
@@ -26,13 +26,13 @@ MessageKind = Literal["counts", "rows"]
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductOp:
     """``batch`` products of (m × k) by (k × n) in one operation, done ``times`` times in a micro-batch."""
 
     m: int
     k: int
     n: int
-    layout: Layout = "nn"
+    layout: ProductLayout = "nn"
     batch: int = 1
     precision: str = "fp32"
     of_experts: bool = False
@@ -44,7 +44,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOp:
     """Fused attention over ``heads`` heads (those of all samples) of ``length`` tokens and ``width`` features each."""
 
     heads: int
@@ -61,7 +61,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveOp:
     """An operation that reads and writes so many bytes together."""
 
     kind: MoveKind
@@ -70,7 +70,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageOp:
     """An exchange among hosts: the bytes that leave this one for all others together."""
 
     kind: MessageKind
@@ -79,14 +79,14 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroBatchOps:
     """One micro-batch on one device, forward and backward, and the state it is done with."""
 
     samples: int
-    products: tuple[Product, ...] = ()
-    attentions: tuple[Attention, ...] = ()
-    moves: tuple[Move, ...] = ()
-    messages: tuple[Message, ...] = ()
+    products: tuple[ProductOp, ...] = ()
+    attentions: tuple[AttentionOp, ...] = ()
+    moves: tuple[MoveOp, ...] = ()
+    messages: tuple[MessageOp, ...] = ()
     operations: int = 0
     """All that compute or move something and are torch's own; each costs the host its overhead."""
     launches: int = 0
@@ -103,7 +103,7 @@ class Work:
     """Parameters as the optimizer counts them."""
     peak_bytes: float = 0.0
     """The most that is alive at once beside parameters and optimizer state: batch, activations and gradients."""
-    before_wait: Work | None = None
+    before_wait: MicroBatchOps | None = None
     """The part of it that is done when the host has waited for the last time for a figure of the device: how many rows each expert
     or each host gets. None where it never does."""
     state_bytes_per_parameter: int = 12

@@ -10,15 +10,16 @@ from typing import Any, Literal
 from orchestrator.config.settings import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import device_of, known_gpu, links_of
-from orchestrator.plan.cost.model import Device, LinkKind, Machine, Predicted, Strategy, Team, predict
-from orchestrator.plan.cost.ops import Work
+from orchestrator.plan.cost.model import DeviceCosts, LinkKind, Machine, Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.ops import MicroBatchOps
+from orchestrator.types import StrategyName
 
 MOST_DEVICES = 4096
 IMBALANCE = 1.1  # assumed of experts that a balance loss keeps evenly used: the busiest device has a tenth more rows than the mean
 CHUNKS_FROM = 4096  # tokens of a device from which they travel in two parts
 _KEYS = {"nodes": "1", "gpus": "1", "gpu": "", "link": "", "net": "100gbit", "nics": "1"}
 _NET = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbyte)(?:/s)?")
-Kind = Literal["weak", "strong"]
+ScalingKind = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,17 @@ def _net(value: str) -> float:
     return float(found[1]) * (8 if found[2] == "gbyte" else 1)
 
 
-def machine_of(spec: ClusterSpec, measured: Device | None = None) -> Machine:
+def machine_of(spec: ClusterSpec, measured: DeviceCosts | None = None) -> Machine:
     """The cluster, with the figures of the data sheet or, where its GPU was calibrated, the measured ones."""
     inner, outer = links_of(spec.gpu, spec.link, spec.net_gbit, spec.nics, spec.gpus)
     return Machine(measured or device_of(spec.gpu), spec.nodes, spec.gpus, inner, outer)
 
 
 @dataclass(frozen=True)
-class Job:
+class ScalingJob:
     """What is trained: how its work is found for a number of samples and of hosts, and how much of it there is."""
 
-    work: Callable[[int, int, int], Work]
+    work: Callable[[int, int, int], MicroBatchOps]
     """Of a micro-batch of so many samples, with the experts on so many hosts, the tokens in so many parts."""
     micro_batch: int
     global_batch: int
@@ -120,15 +121,15 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """One line of the table."""
 
-    kind: Kind
-    strategy: Strategy
+    kind: ScalingKind
+    strategy: StrategyName
     devices: int
     micro_batch: int
     micro_batches: int
-    predicted: Predicted
+    predicted: StepPrediction
     speed_up: float
 
     @property
@@ -149,10 +150,10 @@ def counts_up_to(most: int) -> list[int]:
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
-def scaling_rows(job: Job, machine: Machine) -> list[Row]:
+def scaling_rows(job: ScalingJob, machine: Machine) -> list[ScalingRow]:
     """Weak scaling, each device with as many samples as one alone, and strong scaling of one global batch; data-parallel and, with
     experts, expert-parallel on at most as many devices as there are experts."""
-    rows: list[Row] = []
+    rows: list[ScalingRow] = []
     for kind in ("weak", "strong"):
         for strategy in ("data_parallel", "expert_parallel") if job.experts else ("data_parallel",):
             base = _predicted(job, machine, 1, "data_parallel", *_share(job, kind, 1))
@@ -160,7 +161,9 @@ def scaling_rows(job: Job, machine: Machine) -> list[Row]:
     return rows
 
 
-def _rows(job: Job, machine: Machine, kind: Kind, strategy: Strategy, base: float) -> Iterator[Row]:
+def _rows(
+    job: ScalingJob, machine: Machine, kind: ScalingKind, strategy: StrategyName, base: float
+) -> Iterator[ScalingRow]:
     for devices in counts_up_to(machine.devices):
         if (strategy == "expert_parallel" and not 1 < devices <= job.experts) or (
             kind == "strong" and devices > job.global_batch
@@ -168,7 +171,7 @@ def _rows(job: Job, machine: Machine, kind: Kind, strategy: Strategy, base: floa
             continue
         batch, rounds = _share(job, kind, devices)
         found = _predicted(job, machine, devices, strategy, batch, rounds)
-        yield Row(
+        yield ScalingRow(
             kind,
             strategy if devices > 1 else "single",
             devices,
@@ -179,7 +182,7 @@ def _rows(job: Job, machine: Machine, kind: Kind, strategy: Strategy, base: floa
         )
 
 
-def _share(job: Job, kind: Kind, devices: int) -> tuple[int, int]:
+def _share(job: ScalingJob, kind: ScalingKind, devices: int) -> tuple[int, int]:
     """Samples of a micro-batch, and how many of them a device has in a step."""
     if kind == "weak":
         return job.micro_batch, 1
@@ -189,8 +192,8 @@ def _share(job: Job, kind: Kind, devices: int) -> tuple[int, int]:
 
 
 def _predicted(
-    job: Job, machine: Machine, devices: int, strategy: Strategy, batch: int, rounds: int
-) -> Predicted:
+    job: ScalingJob, machine: Machine, devices: int, strategy: StrategyName, batch: int, rounds: int
+) -> StepPrediction:
     together = strategy == "expert_parallel" and devices > 1
     chunks = 2 if together and batch * job.tokens_per_sample >= CHUNKS_FROM else 1
     work = job.work(batch, devices if together else 1, chunks)
@@ -200,13 +203,13 @@ def _predicted(
     return predict(
         work,
         machine,
-        Team(devices, strategy if devices > 1 else "single", rounds, imbalance, chunks, job.tf32),
+        Parallelism(devices, strategy if devices > 1 else "single", rounds, imbalance, chunks, job.tf32),
     )
 
 
-def by_kind(rows: list[Row]) -> Mapping[tuple[Kind, Strategy], list[Row]]:
+def by_kind(rows: list[ScalingRow]) -> Mapping[tuple[ScalingKind, StrategyName], list[ScalingRow]]:
     """Tables: each begins with one device."""
-    found: dict[tuple[Kind, Strategy], list[Row]] = {}
+    found: dict[tuple[ScalingKind, StrategyName], list[ScalingRow]] = {}
     single = {row.kind: row for row in rows if row.devices == 1}
     for row in rows:
         if row.devices > 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.plan.planning import Arithmetic as Kind
+from orchestrator.types import PrecisionName
 
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-14
 _GROWTH_INTERVAL = 2000
@@ -17,7 +17,7 @@ _GROWTH_INTERVAL = 2000
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(kind: Kind, device: torch.device) -> AbstractContextManager[Any]:
+def autocast(kind: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a forward pass computes in this precision."""
     return nullcontext() if kind == "fp32" else torch.autocast(device.type, dtype=_DTYPES[kind])
 
@@ -25,8 +25,8 @@ def autocast(kind: Kind, device: torch.device) -> AbstractContextManager[Any]:
 class Precision:
     """Autocast and, in fp16, the scale of the loss. The scale lives on the device: no step waits for the host."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
-        self.kind: Kind = kind
+    def __init__(self, kind: PrecisionName, device: torch.device) -> None:
+        self.kind: PrecisionName = kind
         self.device = device
         self.scale = torch.full((), _FIRST_SCALE, device=device) if kind == "fp16" else None
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)

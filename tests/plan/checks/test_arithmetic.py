@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from orchestrator.plan.checks import arithmetic
-from orchestrator.plan.checks.probe_types import Check
+from orchestrator.plan.checks.probe_types import CheckResult
 from tests.support.probe_checks import assert_fails
 
-FAULTS: dict[str, tuple[Callable[[], Check], str, str, str]] = {
+FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "wrong products": (
         lambda: arithmetic.device_computes("cpu", 0.0),
         "relative error",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan.checks import arithmetic, probes
-from orchestrator.plan.checks.probe_types import GPU_FIX, Check, Probe
+from orchestrator.plan.checks.probe_types import GPU_FIX, CheckResult, MachineProbe
 from orchestrator.plan.checks.probes import probes_for, run_guarded, run_probes
 from orchestrator.plan.inventory.hardware import Gpu, Inventory
 from orchestrator.types import GIB, MIB
@@ -41,7 +41,7 @@ def free_port() -> int:
 # --- faults
 
 
-FAULTS: dict[str, tuple[Callable[[], Check], str, str, str]] = {
+FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "old python": (
         lambda: probes.version("python", "3.9.18", probes.MIN_PYTHON, "install Python"),
         "3.9.18",
@@ -141,18 +141,20 @@ def test_no_port_to_be_had(taken: int):
 
 
 def test_a_device_that_raises_fails_with_the_first_line():
-    check = run_guarded(Probe("cuda:9 computes", lambda: arithmetic.device_computes("cuda:9"), GPU_FIX))
+    check = run_guarded(
+        MachineProbe("cuda:9 computes", lambda: arithmetic.device_computes("cuda:9"), GPU_FIX)
+    )
     assert_fails(check, "Error", "no error", "nvidia-smi")
     assert "\n" not in check.found
     assert len(check.found) < 260
 
 
 def test_an_error_without_a_message_is_told_by_its_class():
-    def broken() -> Check:
+    def broken() -> CheckResult:
         raise MemoryError
 
     assert_fails(
-        run_guarded(Probe("it", broken, "do that")), "MemoryError: no message", "no error", "do that"
+        run_guarded(MachineProbe("it", broken, "do that")), "MemoryError: no message", "no error", "do that"
     )
 
 

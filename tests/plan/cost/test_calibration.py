@@ -16,10 +16,10 @@ from orchestrator.plan.cost.calibration import (
     read_calibration,
     write_calibration,
 )
-from orchestrator.plan.cost.model import Link, Wiring
+from orchestrator.plan.cost.model import Interconnect, Link
 from tests.plan.cost.test_model import device
 
-LINKS = Wiring(Link("shared memory", 1e-3, 1e9), Link("shared memory", 2e-3, 1e9))
+LINKS = Interconnect(Link("shared memory", 1e-3, 1e9), Link("shared memory", 2e-3, 1e9))
 FOUND = Calibration(
     VERSION, "2026-11-15", "a CPU, 2 cores", 2, 30.0, 0.01,
     (Profile(1, 2, device(asynchronous=False), yardstick_s=(1.0, 2.0)), Profile(2, 1, device(asynchronous=False, operation_s=1.0), LINKS)),

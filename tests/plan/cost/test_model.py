@@ -12,27 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.plan.cost.interpolate import Curve, Grid
+from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.model import (
     PARTS,
-    Device,
+    DeviceCosts,
+    Interconnect,
     Link,
     Machine,
-    Team,
-    Wiring,
+    Parallelism,
     exchange_seconds,
     predict,
     product_seconds,
     sum_seconds,
 )
-from orchestrator.plan.cost.ops import MOVES, Attention, Message, Move, Product, Work
-from orchestrator.plan.cost.scaling import Job, counts_up_to, scaling_rows
+from orchestrator.plan.cost.ops import MOVES, AttentionOp, MessageOp, MicroBatchOps, MoveOp, ProductOp
+from orchestrator.plan.cost.scaling import ScalingJob, counts_up_to, scaling_rows
 
 RATE, BANDWIDTH, FLOOR = 1e9, 1e8, 1e-5
 SIZES = (1.0, 1e6)
 
 
-def device(**changes: Any) -> Device:
+def device(**changes: Any) -> DeviceCosts:
     """A GFLOP/s, 100 MB/s, and nothing else costs anything: where the host waits, 10 µs of a move are overhead."""
     corners = [(m, k, n) for m in SIZES for k in SIZES for n in SIZES]
     figures: dict[str, Any] = {
@@ -40,29 +40,32 @@ def device(**changes: Any) -> Device:
         "memory_bytes": 1e9,
         "asynchronous": True,
         "products": {
-            "fp32": {"nn": Grid(SIZES, SIZES, SIZES, tuple(2 * m * k * n / RATE for m, k, n in corners))}
+            "fp32": {
+                "nn": PiecewiseGrid(SIZES, SIZES, SIZES, tuple(2 * m * k * n / RATE for m, k, n in corners))
+            }
         },
-        "moves": {kind: Curve((1e3, 1e9), (1e3 / BANDWIDTH, 1e9 / BANDWIDTH)) for kind in MOVES},
+        "moves": {kind: PiecewiseCurve((1e3, 1e9), (1e3 / BANDWIDTH, 1e9 / BANDWIDTH)) for kind in MOVES},
         "attention": {
-            f"fp32 {way}": Curve((1.0, 1e12), (1.0 / RATE, 1e12 / RATE)) for way in ("forward", "backward")
+            f"fp32 {way}": PiecewiseCurve((1.0, 1e12), (1.0 / RATE, 1e12 / RATE))
+            for way in ("forward", "backward")
         },
-        "optimizer": Curve((1.0, 1e12), (0.0, 0.0)),
-        "grouped": Curve((1.0,), (1.0,)),
+        "optimizer": PiecewiseCurve((1.0, 1e12), (0.0, 0.0)),
+        "grouped": PiecewiseCurve((1.0,), (1.0,)),
     }
-    return Device(**(figures | changes))
+    return DeviceCosts(**(figures | changes))
 
 
 def machine(
     nodes: int = 1, per_node: int = 1, latency: float = 0.0, speed: float = math.inf, **changes: Any
 ) -> Machine:
     link = Link("nvlink", latency, speed)
-    return Machine(device(**changes), nodes, per_node, Wiring(link, link), Wiring(link, link))
+    return Machine(device(**changes), nodes, per_node, Interconnect(link, link), Interconnect(link, link))
 
 
-WORK = Work(
+WORK = MicroBatchOps(
     samples=4,
-    products=(Product(100, 200, 50),),
-    moves=(Move("plain", 10**6, times=3),),
+    products=(ProductOp(100, 200, 50),),
+    moves=(MoveOp("plain", 10**6, times=3),),
     parameters=1000,
     peak_bytes=8000.0,
 )
@@ -79,18 +82,20 @@ def test_a_step_by_hand() -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    work = replace(WORK, messages=(Message("rows", 1000, 4),), operations=50)
-    found = predict(work, machine(2, 4, 1e-3, 1e6, operation_s=1e-2), Team(8, "expert_parallel", 2, 1.5))
+    work = replace(WORK, messages=(MessageOp("rows", 1000, 4),), operations=50)
+    found = predict(
+        work, machine(2, 4, 1e-3, 1e6, operation_s=1e-2), Parallelism(8, "expert_parallel", 2, 1.5)
+    )
     assert set(found.parts) == set(PARTS)
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
 
 
 def test_attention_and_accumulation_by_hand() -> None:
     """Two products of 2 heads × 16² × 8, half of them: 2 × 2 × 256 × 8 FLOP. Twice as many micro-batches take twice as long."""
-    work = Work(samples=1, attentions=(Attention(2, 16, 8),))
+    work = MicroBatchOps(samples=1, attentions=(AttentionOp(2, 16, 8),))
     assert work.flops == 2 * 2 * 256 * 8
     assert predict(work, machine()).step_seconds == pytest.approx(work.flops / RATE)
-    assert predict(work, machine(), Team(micro_batches=2)).step_seconds == pytest.approx(
+    assert predict(work, machine(), Parallelism(micro_batches=2)).step_seconds == pytest.approx(
         2 * work.flops / RATE
     )
 
@@ -117,7 +122,7 @@ def test_what_is_launched_from_python_costs_the_host_more() -> None:
         "tensor_s": 2e-3,
         "step_s": 4e-3,
     }
-    found = predict(work, machine(**figures), Team(micro_batches=2))
+    found = predict(work, machine(**figures), Parallelism(micro_batches=2))
     assert found.host_seconds == pytest.approx(2 * (100e-3 + 100e-3 + 5e-3 + 3e-3) + 4e-3 + 4e-3)
     assert found.step_seconds == pytest.approx(found.host_seconds)
 
@@ -128,10 +133,10 @@ def test_what_the_host_waits_for_cannot_be_hidden_behind_what_comes_after() -> N
     work = replace(WORK, operations=10, tensors=5)
     shape = machine(operation_s=1e-3, tensor_s=1e-3)
     assert predict(work, shape).step_seconds == pytest.approx(32e-3)
-    waiting = replace(work, before_wait=Work(samples=0, operations=10))
+    waiting = replace(work, before_wait=MicroBatchOps(samples=0, operations=10))
     assert predict(waiting, shape).step_seconds == pytest.approx(10e-3 + 32e-3)
-    assert predict(waiting, shape, Team(micro_batches=3)).step_seconds == pytest.approx(3 * 42e-3)
-    late = replace(work, before_wait=Work(samples=0, products=work.products, moves=work.moves))
+    assert predict(waiting, shape, Parallelism(micro_batches=3)).step_seconds == pytest.approx(3 * 42e-3)
+    late = replace(work, before_wait=MicroBatchOps(samples=0, products=work.products, moves=work.moves))
     assert predict(late, shape).step_seconds == pytest.approx(32e-3 + 10e-3 + 5e-3)
     assert predict(late, machine(operation_s=1e-3, asynchronous=False)) == predict(
         work, machine(operation_s=1e-3, asynchronous=False)
@@ -144,9 +149,9 @@ def test_a_host_that_takes_longer_than_the_device_is_the_limit() -> None:
 
 
 def test_grouped_products_one_after_another_and_together() -> None:
-    experts = Product(10, 20, 30, "nn", batch=4, of_experts=True)
+    experts = ProductOp(10, 20, 30, "nn", batch=4, of_experts=True)
     assert product_seconds(experts, device()) == pytest.approx(experts.flops / RATE)
-    assert product_seconds(experts, device(grouped=Curve((1.0,), (1.5,)))) == pytest.approx(
+    assert product_seconds(experts, device(grouped=PiecewiseCurve((1.0,), (1.5,)))) == pytest.approx(
         1.5 * experts.flops / RATE, rel=0.01
     )
     apart = product_seconds(experts, device(grouped=None, group_s=1e-3))
@@ -155,25 +160,25 @@ def test_grouped_products_one_after_another_and_together() -> None:
 
 def test_the_gradient_of_experts_has_their_rows_inside() -> None:
     """``tn``: k counts the rows of each."""
-    inside = Product(20, 10, 30, "tn", batch=4, of_experts=True)
+    inside = ProductOp(20, 10, 30, "tn", batch=4, of_experts=True)
     assert product_seconds(inside, device()) == pytest.approx(inside.flops / RATE)
 
 
 def test_odd_sizes_cost_what_was_measured_of_them() -> None:
-    odd, even = Product(64, 64, 65), Product(64, 64, 64)
+    odd, even = ProductOp(64, 64, 65), ProductOp(64, 64, 64)
     slow = device(unaligned={"fp32": {"nn": 3.0}})
     assert product_seconds(odd, slow) == pytest.approx(3 * product_seconds(odd, device()))
     assert product_seconds(even, slow) == pytest.approx(product_seconds(even, device()))
 
 
 def test_without_traffic_scaling_is_ideal() -> None:
-    alone, many = predict(WORK, machine()), predict(WORK, machine(8, 8), Team(64, "data_parallel"))
+    alone, many = predict(WORK, machine()), predict(WORK, machine(8, 8), Parallelism(64, "data_parallel"))
     assert many.samples_per_second == pytest.approx(64 * alone.samples_per_second)
     assert many.limited_by == alone.limited_by
 
 
 def test_a_link_that_carries_nothing_stops_everything() -> None:
-    found = predict(WORK, machine(1, 2, 0.0, 1e-9), Team(2, "data_parallel"))
+    found = predict(WORK, machine(1, 2, 0.0, 1e-9), Parallelism(2, "data_parallel"))
     assert found.step_seconds > 1e9
     assert found.limited_by == "gradient sums"
 
@@ -187,18 +192,18 @@ def test_a_sum_by_hand() -> None:
 def test_an_exchange_by_hand() -> None:
     """1,000 bytes to three others, one of them in the node: two thirds leave it, side by side with the rest."""
     near, far = Link("nvlink", 1e-3, 1e6), Link("network", 2e-3, 1e5)
-    shape = Machine(device(), 2, 2, Wiring(near, near), Wiring(far, far))
-    assert exchange_seconds(Message("rows", 1000), shape, 4) == pytest.approx(
+    shape = Machine(device(), 2, 2, Interconnect(near, near), Interconnect(far, far))
+    assert exchange_seconds(MessageOp("rows", 1000), shape, 4) == pytest.approx(
         2e-3 + 1000 * 2 / 3 / 1e5, rel=1e-3
     )
-    assert exchange_seconds(Message("rows", 1000), shape, 1) == 0.0
+    assert exchange_seconds(MessageOp("rows", 1000), shape, 1) == 0.0
 
 
 def test_gradients_hide_behind_the_backward_pass_of_a_gpu_alone() -> None:
     work = replace(WORK, parameters=50 * 2**20)  # 200 MiB: nine buckets
     shape = machine(1, 2, 1e-6, 1e10)
     on_gpu, on_cpu = (
-        predict(work, replace(shape, device=device(asynchronous=kind)), Team(2, "data_parallel"))
+        predict(work, replace(shape, device=device(asynchronous=kind)), Parallelism(2, "data_parallel"))
         for kind in (True, False)
     )
     assert -on_gpu.parts["overlap"] == pytest.approx(
@@ -208,9 +213,10 @@ def test_gradients_hide_behind_the_backward_pass_of_a_gpu_alone() -> None:
 
 
 def test_imbalance_costs_experts_alone() -> None:
-    work = replace(WORK, products=(Product(100, 200, 50), Product(10, 20, 30, batch=4, of_experts=True)))
+    work = replace(WORK, products=(ProductOp(100, 200, 50), ProductOp(10, 20, 30, batch=4, of_experts=True)))
     even, uneven = (
-        predict(work, machine(1, 2), Team(2, "expert_parallel", imbalance=ratio)) for ratio in (1.0, 1.5)
+        predict(work, machine(1, 2), Parallelism(2, "expert_parallel", imbalance=ratio))
+        for ratio in (1.0, 1.5)
     )
     assert uneven.step_seconds - even.step_seconds == pytest.approx(0.5 * work.products[1].flops / RATE)
 
@@ -235,9 +241,9 @@ def test_more_never_takes_less(devices: int, latency: float, speed: float, param
     work, shape, team = (
         replace(WORK, parameters=parameters),
         machine(64, 8, latency, speed),
-        Team(devices, "data_parallel"),
+        Parallelism(devices, "data_parallel"),
     )
-    more = replace(work, products=(*work.products, Product(8, 8, 8)))
+    more = replace(work, products=(*work.products, ProductOp(8, 8, 8)))
     base = predict(work, shape, team).step_seconds
     for slower in (machine(64, 8, 2 * latency, speed), machine(64, 8, latency, speed / 2)):
         assert predict(work, slower, team).step_seconds >= base * (1 - 1e-9)
@@ -250,12 +256,12 @@ def test_more_never_takes_less(devices: int, latency: float, speed: float, param
 
 
 def test_curves_between_past_and_below() -> None:
-    curve = Curve((10.0, 1000.0), (1.0, 100.0))
+    curve = PiecewiseCurve((10.0, 1000.0), (1.0, 100.0))
     assert [curve.at(size) for size in (1, 10, 100, 1000, 2000)] == pytest.approx(
         [1.0, 1.0, 10.0, 100.0, 200.0]
     )
     with pytest.raises(ValueError, match="must be above 0 and rise"):
-        Curve((2.0, 1.0), (1.0, 1.0))
+        PiecewiseCurve((2.0, 1.0), (1.0, 1.0))
 
 
 @given(st.floats(1, 1e7), st.floats(1, 1e6), st.floats(1, 1e6))
@@ -265,9 +271,9 @@ def test_a_grid_of_a_power_law_is_exact(m: float, k: float, n: float) -> None:
 
 
 def test_four_thousand_devices_quickly() -> None:
-    experts = Product(10, 20, 30, batch=64, of_experts=True)
+    experts = ProductOp(10, 20, 30, batch=64, of_experts=True)
 
-    def work(samples: int, hosts: int, chunks: int) -> Work:
+    def work(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
         assert chunks in (1, 2)
         return replace(
             WORK,
@@ -277,7 +283,7 @@ def test_four_thousand_devices_quickly() -> None:
         )
 
     begun = time.process_time()
-    rows = scaling_rows(Job(work, 8, 512, 64, 128, False), machine(512, 8, 1e-5, 1e9))
+    rows = scaling_rows(ScalingJob(work, 8, 512, 64, 128, False), machine(512, 8, 1e-5, 1e9))
     assert time.process_time() - begun < 5.0
     weak = [row for row in rows if row.kind == "weak" and row.strategy != "expert_parallel"]
     assert [row.devices for row in weak] == counts_up_to(4096)

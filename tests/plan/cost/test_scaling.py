@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import catalogue, device_of, short_name
-from orchestrator.plan.cost.model import Team, predict
-from orchestrator.plan.cost.ops import Attention, Move, MoveKind, Product, Work
+from orchestrator.plan.cost.model import Parallelism, predict
+from orchestrator.plan.cost.ops import AttentionOp, MicroBatchOps, MoveKind, MoveOp, ProductOp
 from orchestrator.plan.cost.scaling import machine_of, parse_cluster
 
 
@@ -80,11 +80,11 @@ def test_an_h200_does_what_was_measured_of_it() -> None:
     """A large product in bf16 within a fifth of the 799 TFLOP/s of 8192 cubed, a copy within a tenth of 4.3 TB/s."""
     size = 8192
     found = predict(
-        Work(1, products=(Product(size, size, size, precision="bf16"),)),
+        MicroBatchOps(1, products=(ProductOp(size, size, size, precision="bf16"),)),
         machine_of(parse_cluster("gpu=h200")),
     )
     assert 2 * size**3 / found.parts["compute"] == pytest.approx(799e12, rel=0.2)
-    moved = predict(Work(1, moves=(Move("plain", 2**30),)), machine_of(parse_cluster("gpu=h200")))
+    moved = predict(MicroBatchOps(1, moves=(MoveOp("plain", 2**30),)), machine_of(parse_cluster("gpu=h200")))
     assert 2**30 / moved.parts["memory"] == pytest.approx(4.3e12, rel=0.1)
 
 
@@ -93,28 +93,28 @@ def test_a_gpt2_small_on_an_h200_takes_what_it_took() -> None:
     was fitted; the others were measured by themselves."""
     rows, width = 16 * 1024, 768
     layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    products = [Product(rows, k, n, precision="bf16", times=36) for k, n in layer]
+    products = [ProductOp(rows, k, n, precision="bf16", times=36) for k, n in layer]
     products += [
-        Product(rows, width, 50257, "nt", precision="bf16"),
-        Product(rows, 50257, width, "nn", precision="bf16"),
+        ProductOp(rows, width, 50257, "nt", precision="bf16"),
+        ProductOp(rows, 50257, width, "nn", precision="bf16"),
     ]
-    products += [Product(50257, rows, width, "tn", precision="bf16")]
+    products += [ProductOp(50257, rows, width, "tn", precision="bf16")]
     gigabytes: dict[MoveKind, float] = {"plain": 24.0, "norm": 19.5, "rows": 10.3, "reduce": 2.8}
-    moves = tuple(Move(kind, 10**8, times=round(10 * size)) for kind, size in gigabytes.items())
-    attention = (Attention(192, 1024, 64, False, "bf16", 12), Attention(192, 1024, 64, True, "bf16", 12))
-    work = Work(16, tuple(products), attention, moves, parameters=124_439_808)
+    moves = tuple(MoveOp(kind, 10**8, times=round(10 * size)) for kind, size in gigabytes.items())
+    attention = (AttentionOp(192, 1024, 64, False, "bf16", 12), AttentionOp(192, 1024, 64, True, "bf16", 12))
+    work = MicroBatchOps(16, tuple(products), attention, moves, parameters=124_439_808)
     assert predict(work, machine_of(parse_cluster("gpu=h200"))).step_seconds == pytest.approx(0.072, rel=0.1)
 
 
 def test_faster_links_help() -> None:
-    work = Work(1, products=(Product(4096, 4096, 4096, precision="bf16"),), parameters=10**9)
+    work = MicroBatchOps(1, products=(ProductOp(4096, 4096, 4096, precision="bf16"),), parameters=10**9)
     texts = [
         "nodes=2,gpus=8,gpu=h200,link=pcie,net=10gbit",
         "nodes=2,gpus=8,gpu=h200,net=10gbit",
         "nodes=2,gpus=8,gpu=h200,net=400gbit",
     ]
     steps = [
-        predict(work, machine_of(parse_cluster(text)), Team(16, "data_parallel")).step_seconds
+        predict(work, machine_of(parse_cluster(text)), Parallelism(16, "data_parallel")).step_seconds
         for text in texts
     ]
     assert steps == sorted(steps, reverse=True)
