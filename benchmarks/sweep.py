@@ -22,7 +22,7 @@ from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Space, parse_space, point_flags, points_space
 from orchestrator.config.sweep import Search, Sweep
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.record.sweep_screen import speed_text
 from orchestrator.trainer import Trainer
 
@@ -68,7 +68,7 @@ def swept(
     return record, time.perf_counter() - begun
 
 
-def plain(rows: list[Row], folder: Path) -> float:
+def plain(rows: list[TrialRow], folder: Path) -> float:
     """Seconds of these trials by plain Tune: one Tuner over them, a TorchTrainer for each; Ray's start is not counted."""
     asked = ",".join(
         f"{row.workers}:{row.batch_size}:{row.accumulation_steps}:{(row.steps or 0) + 8}" for row in rows
@@ -128,7 +128,7 @@ def on_gpu(folder: Path) -> str:
     assert own is not None
     at_best = next(row for row in grid.rows if row.point == found.point)
 
-    def rate(row: Row) -> float:
+    def rate(row: TrialRow) -> float:
         return row.samples_per_second or 0.0
 
     rows = [(row.trial, " ".join(point_flags(row.point)), row.status, speed_text(row),

@@ -46,19 +46,19 @@ def secrets_of(environment: Mapping[str, str]) -> Secrets:
         if _NAMES.fullmatch(name) and name != "PWD":
             found |= {value, value.strip()}
         found |= {unquote(match["password"]) for match in _ADDRESS.finditer(value)}
-    return together(form for value in found for form in _forms(value))
+    return longest_first(form for value in found for form in _forms(value))
 
 
-def together(*several: Iterable[str]) -> Secrets:
+def longest_first(*several: Iterable[str]) -> Secrets:
     """All of them, the longest first."""
     forms = {form for forms in several for form in forms if len(form) >= _SHORTEST}
     return tuple(sorted(forms, key=lambda form: (-len(form), form)))
 
 
-def held_in(tree: Any, secrets: Secrets) -> Secrets:
+def secrets_in(tree: Any, secrets: Secrets) -> Secrets:
     """Those of the secrets that the texts of a tree hold, in all their forms. Whoever is given the tree has them already."""
     text = "\n".join(_texts(tree))
-    return together(form for secret in secrets if secret in text for form in _forms(secret))
+    return longest_first(form for secret in secrets if secret in text for form in _forms(secret))
 
 
 def _texts(tree: Any) -> Iterator[str]:
@@ -103,18 +103,18 @@ def mask(text: str, secrets: Secrets = ()) -> str:
     return text
 
 
-def masked(value: Any, secrets: Secrets = (), keys: bool = True) -> Any:
+def mask_tree(value: Any, secrets: Secrets = (), keys: bool = True) -> Any:
     """A tree of plain values with its texts masked; its ``keys`` too, where they are not names of our own, which a secret may be
     part of. Numbers stay what they are."""
     if isinstance(value, str):
         return mask(value, secrets)
     if isinstance(value, Mapping):
         return {
-            masked(key, secrets) if keys else key: masked(inner, secrets, keys)
+            mask_tree(key, secrets) if keys else key: mask_tree(inner, secrets, keys)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [masked(inner, secrets, keys) for inner in value]
+        return [mask_tree(inner, secrets, keys) for inner in value]
     return value
 
 
@@ -179,7 +179,7 @@ class MaskedStream:
         return getattr(self._stream, name)
 
 
-def hiding(stream: TextIO, secrets: Secrets) -> TextIO:
+def masked_stream(stream: TextIO, secrets: Secrets) -> TextIO:
     """The stream, masked; one that is already stays as it is."""
     return stream if isinstance(stream, MaskedStream) else cast(TextIO, MaskedStream(stream, secrets))
 

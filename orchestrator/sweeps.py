@@ -11,7 +11,7 @@ from orchestrator.config.space import point_flags
 from orchestrator.config.sweep import Sweep, settings_of
 from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.inventory.hardware import results_folder, secret_values
-from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep
+from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def conclude(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
 def _concluded(sweep: Sweep, folder: Path, screen: SweepScreen, stopped: bool) -> SweepRecord:
     from orchestrator.report.sweep.page import draw_sweep
 
-    record = read_sweep(folder)
+    record = read_sweep_record(folder)
     draw_sweep(folder)
     if stopped:
         raise Interrupted(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orchestrator.config.sweep import Sweep
-    from orchestrator.measure.bench import Measured
+    from orchestrator.measure.bench import BenchResult
     from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.batch_size import Found
@@ -161,7 +161,7 @@ class Trainer:
         with machine_settings(config, chosen, world.device):
             return find_batch(config, chosen, prepared.task, world, prepared.facts)
 
-    def bench(self, iterations: int = 20, precisions: bool = False) -> list[Measured]:
+    def bench(self, iterations: int = 20, precisions: bool = False) -> list[BenchResult]:
         """Forward, backward and optimizer time over whole steps, warm-up left out; in each precision if asked for."""
         from orchestrator.measure.bench import measure, measure_precisions
 
@@ -207,11 +207,11 @@ class Trainer:
     def sweep(self, sweep: Sweep, resume: Path | None = None) -> SweepRecord:
         """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
         came of each trial, and tables and pictures of it, lie in the folder of the sweep."""
-        from orchestrator.record.ledger import read_sweep
+        from orchestrator.record.ledger import read_sweep_record
         from orchestrator.sweeps import carry_out, conclude, is_made
         from orchestrator.tasks.load import load_task
 
-        before = read_sweep(resume) if resume is not None else None
+        before = read_sweep_record(resume) if resume is not None else None
         if before is not None and is_made(sweep, before):
             return conclude(sweep, before.folder, self._quiet)
         config, found = self.resolved.config, self._look()
@@ -236,7 +236,7 @@ class Trainer:
         from orchestrator.train.parts.world import World
         from orchestrator.train.worker.build import check_beginning, kept_randomness
         from orchestrator.train.worker.observers import interruptible, recording
-        from orchestrator.train.worker.run import record_failure, work
+        from orchestrator.train.worker.run import Supervision, record_failure, work
         from orchestrator.train.worker.run_dir import banner_rows, open_run_dir
 
         config, begun = prepared.resolved.config, perf_counter()
@@ -245,11 +245,17 @@ class Trainer:
         with kept_randomness(), recording(config, run_dir, self._screen) as log, interruptible() as asked:
             self._introduce(prepared, banner_rows(prepared, run_dir))
             try:
-                outcome, parts = work(prepared, World.single_process(prepared.plan.device.value), run_dir, log, asked)
+                outcome, model = work(
+                    prepared,
+                    World.single_process(prepared.plan.device.value),
+                    run_dir,
+                    log,
+                    Supervision(asked),
+                )
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - begun, log)
                 raise
-        return self._concluded(outcome.status, run_dir, parts.model)
+        return self._concluded(outcome.status, run_dir, model)
 
     def _together(self, joined: bool) -> Result:
         """The run on the workers of a cluster; ``joined`` if it is someone else's."""

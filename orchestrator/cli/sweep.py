@@ -13,7 +13,7 @@ from orchestrator.config.space import Space, parse_space, plain_point, point_fla
 from orchestrator.config.sweep import Objective, Search, Sweep, as_mapping, flat_values, restored
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder
-from orchestrator.record.ledger import Row, SweepRecord, holds_sweep, read_sweep
+from orchestrator.record.ledger import TrialRow, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.redaction import MASK
 from orchestrator.sweeps import OWN_SETTINGS, check_new
 
@@ -58,7 +58,7 @@ def sweep(options: SweepOptions, resolved: Resolved) -> int:
         Trainer(config=resolved).sweep(asked)
     else:
         _check_resumed(
-            options, resolved, hidden_settings(read_sweep(folder)) if holds_sweep(folder) else frozenset()
+            options, resolved, hidden_settings(read_sweep_record(folder)) if holds_sweep(folder) else frozenset()
         )
         resume_sweep(folder, resolved, options.concurrent)
     return 0
@@ -119,7 +119,7 @@ def resume_sweep(folder: Path, resolved: Resolved, concurrent: int | None) -> Sw
     """Go on with a sweep where its ledger ends."""
     from orchestrator.trainer import Trainer
 
-    record = read_sweep(folder)
+    record = read_sweep_record(folder)
     kept, hidden = as_mapping(record.header.get("settings")), hidden_settings(record)
     check_given(hidden, folder, resolved)
     again = flat_values(resolved.config)
@@ -155,7 +155,7 @@ def tuned(
 ) -> tuple[Resolved, str]:
     """The settings with those of the best trial of a sweep that fits what is here, where no flag says otherwise; and what was taken,
     in words. ``devices`` says what a run with some settings could have: ``gpu`` or ``cpu``, and how many."""
-    record = read_sweep(folder)
+    record = read_sweep_record(folder)
     flags = {name for name, origin in resolved.origins.items() if origin.startswith("flag")}
     task = str(record.header.get("task", ""))
     if task.startswith("python:"):
@@ -182,7 +182,7 @@ def tuned(
     return Resolved(made, origins), "\n".join([*words, *passed_over, *_differing(resolved, made, offered)])
 
 
-def _figure(row: Row, record: SweepRecord) -> str:
+def _figure(row: TrialRow, record: SweepRecord) -> str:
     by_loss = record.objective == "validation_loss" or not row.samples_per_second
     return f"validation loss {row.validation_loss}" if by_loss else f"{row.samples_per_second:,.0f} samples/s"
 
@@ -208,7 +208,7 @@ def _differing(resolved: Resolved, made: Config, offered: Mapping[str, Any]) -> 
 
 def _best_that_fits(
     record: SweepRecord, kind: str, count: int, asked: int | str | None
-) -> tuple[Row, list[str]]:
+) -> tuple[TrialRow, list[str]]:
     """The row, and a line about a better one that was passed over, where there is one."""
     where, cores = record.header.get("kind"), record.header.get("cores_per_worker")
     if where != kind:

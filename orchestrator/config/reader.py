@@ -20,7 +20,7 @@ from orchestrator.config.safe_yaml import MOST_CHARACTERS, composed
 from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
-from orchestrator.redaction import Secrets, mask, masked
+from orchestrator.redaction import Secrets, mask, mask_tree
 
 Options = TypeVar("Options")
 Origins = Mapping[str, str]
@@ -320,7 +320,7 @@ def dump(resolved: Resolved, comments: Mapping[str, str] | None = None, secrets:
     for section in section_types():
         lines += ["", f"{section}:"]
         values = getattr(resolved.config, section)
-        shown = {f.name: masked(_plain(getattr(values, f.name)), secrets) for f in fields(values)}
+        shown = {f.name: mask_tree(_plain(getattr(values, f.name)), secrets) for f in fields(values)}
         lines += ["  " + _yaml_line(name, value, notes.get(name, "")) for name, value in shown.items()]
     return "\n".join(lines) + "\n"
 

@@ -48,7 +48,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from orchestrator.redaction import Secrets, mask, masked
+from orchestrator.redaction import Secrets, mask, mask_tree
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -59,7 +59,7 @@ class EventLog:
     for both."""
 
     def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
-        mend_events(path)
+        truncate_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._listeners = tuple(listeners)
         self._secrets = secrets
@@ -78,13 +78,13 @@ class EventLog:
 
     def _masked(self, event: Event) -> tuple[str, Event]:
         """The line of an event, and the event as it may be shown. Few hold a secret: only those are gone through."""
-        line = encode(event)
+        line = encode_event(event)
         if mask(line, self._secrets) == line:
             return line, event
         # names of events and of fields are ours, and read again: a secret that is a word may be part of one. Those of metrics are not
-        clean = {name: masked(value, self._secrets, keys=name == "metrics") for name, value in event.items()}
+        clean = {name: mask_tree(value, self._secrets, keys=name == "metrics") for name, value in event.items()}
         clean["event"] = event["event"]
-        return encode(clean), clean
+        return encode_event(clean), clean
 
     def close(self) -> None:
         if not self._file.closed:
@@ -93,7 +93,7 @@ class EventLog:
             self._file.close()
 
 
-def encode(event: Mapping[str, Any]) -> str:
+def encode_event(event: Mapping[str, Any]) -> str:
     """One line of JSON. A number that JSON cannot carry (nan, inf) becomes its name as text, so the line stays standard."""
     try:
         return json.dumps(event, allow_nan=False)
@@ -116,7 +116,7 @@ def read_events(path: Path) -> list[Event]:
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        return [event for line in lines if (event := parse(line)) is not None]
+        return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def last_events(path: Path) -> list[Event]:
@@ -127,30 +127,30 @@ def last_events(path: Path) -> list[Event]:
         begin = max(0, file.seek(0, os.SEEK_END) - _TAIL)
         file.seek(begin)
         lines = file.read().split(b"\n")[1 if begin else 0 :]
-    return [event for line in lines if line and (event := parse(line)) is not None]
+    return [event for line in lines if line and (event := parse_event(line)) is not None]
 
 
-def parse(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
     """The event of a line; None where it holds something else, such as the torn line of a killed writer."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     ours = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if ours and (line.count(b"[") + line.count(b"{") <= _DEEPEST or shallow(event)) else None
+    return event if ours and (line.count(b"[") + line.count(b"{") <= _DEEPEST or is_shallow(event)) else None
 
 
 _DEEPEST = 32
 _TAIL = 2**20
 
 
-def shallow(value: Any, deepest: int = _DEEPEST) -> bool:
+def is_shallow(value: Any, deepest: int = _DEEPEST) -> bool:
     """Whether a tree of plain values is one that those who show it can go through. What is written has a handful of levels."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return deepest > 0 and all(shallow(part, deepest - 1) for part in inner if isinstance(part, dict | list))
+    return deepest > 0 and all(is_shallow(part, deepest - 1) for part in inner if isinstance(part, dict | list))
 
 
-def present(events: Iterable[Event]) -> list[Event]:
+def effective_events(events: Iterable[Event]) -> list[Event]:
     """The events of the run as it went: what was recorded past the step that a restart or a recovery went back to is gone."""
     kept: list[Event] = []
     for event in events:
@@ -170,7 +170,7 @@ def _restarted(events: Sequence[Event]) -> bool:
     return last == "start" and len(of_kind(events, "start")) > 1
 
 
-def recovered_starts(events: Sequence[Event]) -> set[int]:
+def recovery_starts(events: Sequence[Event]) -> set[int]:
     """Places of the starts that belong to a recovery: they have its step, and no other start lies between the two."""
     starts = [place for place, event in enumerate(events) if event["event"] == "start"]
     unmatched = [place for place, event in enumerate(events) if event["event"] == "recovery"]
@@ -186,9 +186,9 @@ def recovered_starts(events: Sequence[Event]) -> set[int]:
     return found
 
 
-def sittings(events: Sequence[Event]) -> list[list[Event]]:
+def split_sessions(events: Sequence[Event]) -> list[list[Event]]:
     """The events of each time the run was begun or taken up by its user; restarts of workers are part of theirs."""
-    recovered = recovered_starts(events)
+    recovered = recovery_starts(events)
     cuts = [
         place
         for place, event in enumerate(events)
@@ -210,7 +210,7 @@ def by_step(events: Iterable[Event], kind: str = "step") -> list[Event]:
     return [last[step] for step in sorted(last)]
 
 
-def mend_events(path: Path) -> None:
+def truncate_torn_line(path: Path) -> None:
     """Cut off the torn line of a writer that was killed."""
     if not path.exists():
         return

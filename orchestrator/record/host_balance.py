@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from orchestrator.record.events import Event
-from orchestrator.record.scalars import number
+from orchestrator.record.scalars import to_float
 
-HUGE = 1e100
+MAX_MEASUREMENT = 1e100
 """Figures from here on are no measurements, and their products would overflow."""
 
 Rows = Sequence[Sequence[float]]
@@ -29,7 +29,7 @@ Wait = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Host:
+class RecordedHost:
     rank: int
     node: str = ""
     device: str = ""
@@ -39,7 +39,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class LayerPlacement:
+class RecordedLayer:
     """Where a layer's experts live. Hosts are told by their place in the placement's list."""
 
     name: str
@@ -74,10 +74,10 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RecordedPlacement:
     step: int
-    hosts: tuple[Host, ...]
-    layers: tuple[LayerPlacement, ...]
+    hosts: tuple[RecordedHost, ...]
+    layers: tuple[RecordedLayer, ...]
     method: str = ""
     sentence: str = ""
 
@@ -110,15 +110,15 @@ class Placement:
         return [(max(times), self.mean(times)) for times in layers]
 
 
-def placement_of(event: Event) -> Placement | None:
+def parse_placement(event: Event) -> RecordedPlacement | None:
     """The placement that an event tells; None where it names no host."""
     told = enumerate(_list(event.get("hosts")))
     hosts = tuple(_host(place, host) for place, host in told if isinstance(host, Mapping))
     if not hosts:
         return None
     layers = _list(event.get("layers"))
-    return Placement(
-        step=int(figure(event.get("step")) or 0),
+    return RecordedPlacement(
+        step=int(measurement(event.get("step")) or 0),
         hosts=hosts,
         layers=tuple(_layer(layer if isinstance(layer, Mapping) else {}, hosts) for layer in layers),
         method=str(event.get("method") or ""),
@@ -126,44 +126,44 @@ def placement_of(event: Event) -> Placement | None:
     )
 
 
-def placements(events: Iterable[Event]) -> list[tuple[int, Placement | None]]:
+def placement_spans(events: Iterable[Event]) -> list[tuple[int, RecordedPlacement | None]]:
     """(steps done when it began to hold, placement), in order of steps; None from where the experts have no hosts of their own.
 
     One that is told after a restart undoes those of later steps, which belong to steps that are done again.
     """
-    spans: list[tuple[int, Placement | None]] = []
+    spans: list[tuple[int, RecordedPlacement | None]] = []
     for event in events:
-        found = placement_of(event) if event["event"] == "placement" else None
+        found = parse_placement(event) if event["event"] == "placement" else None
         elsewhere = event["event"] == "start" and event.get("strategy") not in (None, "expert_parallel")
         if found is not None or elsewhere:
-            step = found.step if found is not None else int(figure(event.get("step")) or 0)
+            step = found.step if found is not None else int(measurement(event.get("step")) or 0)
             spans = [span for span in spans if span[0] < step] + [(step, found)]
     return spans
 
 
-def in_force(spans: Sequence[tuple[int, Placement | None]], step: int) -> Placement | None:
+def placement_at(spans: Sequence[tuple[int, RecordedPlacement | None]], step: int) -> RecordedPlacement | None:
     """The placement that a step was made under: the newest from before it, or the first where none is."""
     before = [placement for since, placement in spans if since < step]
     return before[-1] if before else spans[0][1] if spans else None
 
 
-def settled(events: Iterable[Event], loads: Iterable[Event]) -> tuple[Placement, list[Event]] | None:
+def settled_loads(events: Iterable[Event], loads: Iterable[Event]) -> tuple[RecordedPlacement, list[Event]] | None:
     """The last placement, and the second half of the loads that were counted under it: how the gate settled, not how it began."""
-    spans = placements(events)
+    spans = placement_spans(events)
     placement = spans[-1][1] if spans else None
     if placement is None:
         return None
-    counted = [event for event in loads if in_force(spans, event["step"]) is placement]
+    counted = [event for event in loads if placement_at(spans, event["step"]) is placement]
     return placement, counted[len(counted) // 2 :]
 
 
 def settled_imbalance(events: Iterable[Event], loads: Iterable[Event]) -> float | None:
     """The imbalance that summary and report tell: of each step's slowest hosts, over what ``settled`` takes."""
-    found = settled(events, loads)
+    found = settled_loads(events, loads)
     if found is None:
         return None
     placement, recent = found
-    return imbalance(wait for event in recent for wait in placement.waits(placement.times(counts(event))))
+    return imbalance(wait for event in recent for wait in placement.waits(placement.times(token_counts(event))))
 
 
 def imbalance(waits: Iterable[Wait]) -> float | None:
@@ -172,7 +172,7 @@ def imbalance(waits: Iterable[Wait]) -> float | None:
     return slowest / mean if mean else None
 
 
-def total(many: Iterable[Rows]) -> list[list[float]]:
+def sum_counts(many: Iterable[Rows]) -> list[list[float]]:
     """Sum of counts by layer and expert. Shapes may differ: experts can be born while a run goes on."""
     sums: list[list[float]] = []
     for rows in many:
@@ -184,42 +184,42 @@ def total(many: Iterable[Rows]) -> list[list[float]]:
     return sums
 
 
-def counts(event: Event) -> list[list[float]]:
+def token_counts(event: Event) -> list[list[float]]:
     """The rows of a load event by layer and expert; none where it holds something else."""
-    return [[figure(count) or 0.0 for count in _list(row)] for row in _list(event.get("loads"))]
+    return [[measurement(count) or 0.0 for count in _list(row)] for row in _list(event.get("loads"))]
 
 
-def per_step(events: Iterable[Event], name: str) -> float | None:
+def mean_per_step(events: Iterable[Event], name: str) -> float | None:
     """Mean of a figure that each event gives per step, over the steps it speaks for; None where no event has it."""
     known = [
-        (value, figure(event.get("steps")) or 1.0)
+        (value, measurement(event.get("steps")) or 1.0)
         for event in events
-        if (value := figure(event.get(name))) is not None
+        if (value := measurement(event.get(name))) is not None
     ]
     steps = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / steps if steps else None
 
 
-def figure(value: Any) -> float | None:
+def measurement(value: Any) -> float | None:
     """A count or measure that an event holds; None for what cannot be one."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) and 0 <= found < HUGE else None
+    found = to_float(value)
+    return found if found is not None and math.isfinite(found) and 0 <= found < MAX_MEASUREMENT else None
 
 
-def _host(place: int, told: Mapping[str, Any]) -> Host:
-    rank = figure(told.get("rank"))
+def _host(place: int, told: Mapping[str, Any]) -> RecordedHost:
+    rank = measurement(told.get("rank"))
     texts = {name: str(told.get(name) or "") for name in ("node", "device", "name")}
-    return Host(
+    return RecordedHost(
         place if rank is None else int(rank),
         **texts,
-        speed=figure(told.get("speed")),
-        memory=figure(told.get("memory")),
+        speed=measurement(told.get("speed")),
+        memory=measurement(told.get("memory")),
     )
 
 
-def _layer(told: Mapping[str, Any], hosts: Sequence[Host]) -> LayerPlacement:
+def _layer(told: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> RecordedLayer:
     places = {host.rank: place for place, host in enumerate(hosts)}
-    ranks = [figure(rank) for rank in _list(told.get("host_of"))]
+    ranks = [measurement(rank) for rank in _list(told.get("host_of"))]
     host_of = tuple(None if rank is None else places.get(int(rank)) for rank in ranks)
     held: list[list[int]] = [[] for _ in hosts]
     for expert, host in enumerate(host_of):
@@ -227,22 +227,22 @@ def _layer(told: Mapping[str, Any], hosts: Sequence[Host]) -> LayerPlacement:
             held[host].append(expert)
     work = _whole(told.get("costs"), len(host_of))
     sizes = _whole(told.get("sizes"), len(host_of)) or work or (1.0,) * len(host_of)
-    predicted = tuple(figure(value) or 0.0 for value in _list(told.get("seconds")))
+    predicted = tuple(measurement(value) or 0.0 for value in _list(told.get("seconds")))
     if len(predicted) != len(hosts) or not any(predicted):
         # Without seconds the prediction is the work itself: as large as the experts are, where even that is not told.
         expected = [sum((work or sizes)[expert] for expert in experts) for experts in held]
         predicted = tuple(each / speed for each, speed in zip(expected, _speeds(hosts), strict=True))
-    return LayerPlacement(str(told.get("name") or ""), host_of, tuple(map(tuple, held)), sizes, predicted)
+    return RecordedLayer(str(told.get("name") or ""), host_of, tuple(map(tuple, held)), sizes, predicted)
 
 
 def _whole(values: Any, count: int) -> tuple[float, ...] | None:
     """A positive figure for each expert, or None: sizes of some and guesses for others would not compare."""
-    found = [figure(value) for value in _list(values)]
+    found = [measurement(value) for value in _list(values)]
     known = tuple(value for value in found if value)
     return known if count and len(known) == len(found) == count else None
 
 
-def _speeds(hosts: Sequence[Host]) -> tuple[float, ...]:
+def _speeds(hosts: Sequence[RecordedHost]) -> tuple[float, ...]:
     known = tuple(host.speed for host in hosts if host.speed)
     return known if len(known) == len(hosts) else (1.0,) * len(hosts)
 

@@ -36,7 +36,7 @@ _NEVER_KEPT = frozenset({"resume", "run_dir", "name", "ray_address", "resource_t
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One trial. What was not measured is None or empty."""
 
     trial: int
@@ -88,13 +88,13 @@ class SweepRecord:
 
     folder: Path
     header: Event
-    rows: tuple[Row, ...]
+    rows: tuple[TrialRow, ...]
 
     @property
     def objective(self) -> str:
         return str(self.header.get("objective", "throughput"))
 
-    def best(self) -> Row | None:
+    def best(self) -> TrialRow | None:
         """The best completed trial by the objective."""
         scored = [
             (score, -row.trial, row)
@@ -104,7 +104,7 @@ class SweepRecord:
         return max(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
-def read_sweep(folder: Path) -> SweepRecord:
+def read_sweep_record(folder: Path) -> SweepRecord:
     """The sweep of a folder. UserError where there is none."""
     events = read_events(folder / LEDGER)
     headers = of_kind(events, "sweep")
@@ -112,7 +112,7 @@ def read_sweep(folder: Path) -> SweepRecord:
         raise UserError(
             f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote"
         )
-    rows = {row.trial: row for event in of_kind(events, "trial") if (row := as_row(event)) is not None}
+    rows = {row.trial: row for event in of_kind(events, "trial") if (row := parse_trial(event)) is not None}
     settings = headers[-1].get("settings")
     for names in (settings if isinstance(settings, dict) else {}, *(row.point for row in rows.values())):
         if foreign := _NEVER_KEPT & names.keys():
@@ -127,7 +127,7 @@ def holds_sweep(folder: Path) -> bool:
     return bool(of_kind(read_events(folder / LEDGER), "sweep"))
 
 
-def as_row(event: Event) -> Row | None:
+def parse_trial(event: Event) -> TrialRow | None:
     """The row of a line; None for one that is no trial of ours. Fields that it does not know are left out, and so are values
     of another kind than the field's: a damaged figure is no figure."""
     if (
@@ -136,8 +136,8 @@ def as_row(event: Event) -> Row | None:
         or event.get("status") not in STATUSES
     ):
         return None
-    known = {f.name: str(f.type) for f in fields(Row)}
-    return Row(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
+    known = {f.name: str(f.type) for f in fields(TrialRow)}
+    return TrialRow(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -171,8 +171,8 @@ class Ledger:
     def begin(self, header: Mapping[str, Any]) -> None:
         self._log.write("sweep", **header)
 
-    def add(self, row: Row) -> None:
-        filled = {f.name: getattr(row, f.name) for f in fields(Row)}
+    def add(self, row: TrialRow) -> None:
+        filled = {f.name: getattr(row, f.name) for f in fields(TrialRow)}
         needed = ("trial", "point", "status", "reason", "seconds")
         filled["point"] = {
             name: str(value) if isinstance(value, Path) else value for name, value in row.point.items()

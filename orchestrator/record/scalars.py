@@ -60,16 +60,16 @@ def _monitor_values(event: Event) -> dict[str, Any]:
 
 def _imbalance(loads: Iterable[Any]) -> float | None:
     """Tokens of the busiest expert over the mean: 1 is even; None where no token came."""
-    counts = [number(count) or 0.0 for count in loads]
+    counts = [to_float(count) or 0.0 for count in loads]
     return max(counts) * len(counts) / sum(counts) if sum(counts) else None
 
 
 def _rate(event: Event) -> float | None:
-    samples, seconds = number(event.get("samples")), number(event.get("seconds"))
+    samples, seconds = to_float(event.get("samples")), to_float(event.get("seconds"))
     return samples / seconds if samples and seconds else None
 
 
-def number(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     """The number that a field of an event holds, also as the text 'nan' or 'inf'; None where it holds something else."""
     try:
         return None if isinstance(value, bool) else float(value)
@@ -79,7 +79,7 @@ def number(value: Any) -> float | None:
 
 def _numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
     return {
-        prefix + str(name): found for name, value in values.items() if (found := number(value)) is not None
+        prefix + str(name): found for name, value in values.items() if (found := to_float(value)) is not None
     }
 
 

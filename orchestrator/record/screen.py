@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.events import Event
-from orchestrator.record.scalars import number
+from orchestrator.record.scalars import to_float
 from orchestrator.record.text import failure_text, recovery_text
 from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
@@ -40,9 +40,9 @@ class _Speed:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
 
     def add(self, event: Event) -> None:
-        samples, seconds = number(event.get("samples")), number(event.get("seconds"))
+        samples, seconds = to_float(event.get("samples")), to_float(event.get("seconds"))
         if samples and seconds and not event.get("warm_up"):
-            self._steps.append((samples, number(event.get("units")) or samples, seconds))
+            self._steps.append((samples, to_float(event.get("units")) or samples, seconds))
 
     def text(self) -> str:
         if not self._steps:
@@ -56,7 +56,7 @@ class _Speed:
 
 
 @dataclass
-class _State:
+class _BarState:
     """The numbers of the bar, as of the last events."""
 
     step: int = 0
@@ -80,7 +80,7 @@ class Screen:
         self._console = console or Console()
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._quiet, self._secrets = quiet, secrets
-        self._state = _State()
+        self._state = _BarState()
         self._bar: Progress | None = None
         self._next_line = 0
         self._recovering = False
@@ -138,7 +138,7 @@ class Screen:
     def _start(self, event: Event) -> None:
         self.close()  # a run that starts again in this process gets a fresh bar
         total = event.get("total_steps")
-        self._state = _State(step=int(event.get("step") or 0), total=int(total) if total else None)
+        self._state = _BarState(step=int(event.get("step") or 0), total=int(total) if total else None)
         self._next_line = self._state.step + 1
         if self._live:
             self._bar = _make_bar(self._console, self._state)
@@ -147,7 +147,7 @@ class Screen:
     def _step(self, event: Event) -> None:
         state = self._state
         state.step = int(event.get("step") or 0)
-        state.loss = number(event.get("loss"))
+        state.loss = to_float(event.get("loss"))
         state.speed.add(event)
         if not self._live and (state.step >= self._next_line or state.step == state.total):
             every = max(1, (state.total or 1000) // PLAIN_LINES)
@@ -165,7 +165,7 @@ class Screen:
         numbers = {"validation loss": event.get("loss"), **(event.get("metrics") or {})}
         parts = [f"epoch {_from_one(event.get('epoch'))}", f"step {event.get('step')}"]
         parts += [
-            f"{name} {found:.4g}" for name, value in numbers.items() if (found := number(value)) is not None
+            f"{name} {found:.4g}" for name, value in numbers.items() if (found := to_float(value)) is not None
         ]
         star = "★" if self._console.encoding.startswith("utf") else "*"
         self._line("  ".join([*parts, f"{star} best"] if event.get("best") is True else parts))
@@ -199,7 +199,7 @@ class Screen:
         if event.get("status") == "failed":
             self._trouble(f"could not compile, going on without: {event.get('detail')}")
         else:
-            self._line(f"compiled in {number(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
+            self._line(f"compiled in {to_float(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
 
     def _trouble(self, text: str) -> None:
         self._line(text, style="yellow")
@@ -236,7 +236,7 @@ class Screen:
             self._line(f"  {label:<{widest}}  {value}")
 
 
-def _make_bar(console: Console, state: _State) -> Progress:
+def _make_bar(console: Console, state: _BarState) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Bar(Progress):

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.events import Event, by_step, of_kind, present, recovered_starts, sittings
-from orchestrator.record.host_balance import per_step, settled_imbalance
-from orchestrator.record.validate import is_sound
+from orchestrator.record.events import Event, by_step, of_kind, effective_events, recovery_starts, split_sessions
+from orchestrator.record.host_balance import mean_per_step, settled_imbalance
+from orchestrator.record.validate import is_valid
 
 
 def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     """The fields of ``summary.json``."""
-    recorded = [event for event in recorded if is_sound(event)]
-    events = present(recorded)
+    recorded = [event for event in recorded if is_valid(event)]
+    events = effective_events(recorded)
     starts, ends, recoveries = of_kind(events, "start"), of_kind(events, "end"), of_kind(events, "recovery")
-    last_end = next(iter(of_kind(sittings(recorded)[-1], "end")[-1:]), None) if recorded else None
+    last_end = next(iter(of_kind(split_sessions(recorded)[-1], "end")[-1:]), None) if recorded else None
     start: Event = starts[-1] if starts else {"event": "start"}
     steps, evaluations, exchanges = (by_step(events, kind) for kind in ("step", "evaluate", "exchange"))
     useful = sum(step["seconds"] for step in steps)
@@ -51,17 +51,17 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
             default=None,
         ),
         "imbalance": settled_imbalance(events, by_step(events, "load")),
-        "exchange_bytes_per_step": per_step(exchanges, "bytes"),
-        "exchange_seconds_per_step": per_step(exchanges, "seconds"),
+        "exchange_bytes_per_step": mean_per_step(exchanges, "bytes"),
+        "exchange_seconds_per_step": mean_per_step(exchanges, "seconds"),
         "failures": len(of_kind(events, "failure")),
         # The workers' restart that a recovery tells of is no other one.
         "recoveries": len(recoveries)
         + len(of_kind(events, "oom"))
-        + max(0, len(starts) - 1 - len(recovered_starts(events))),
+        + max(0, len(starts) - 1 - len(recovery_starts(events))),
         # A killed writer may have lost lines that the recovery knows of.
         "lost_steps": max(repeated, round(_total(recoveries, "lost_steps"))),
         "goodput": useful / spent if spent else None,
-        "seconds": sum(_seconds(sitting) for sitting in sittings(recorded)),
+        "seconds": sum(_seconds(sitting) for sitting in split_sessions(recorded)),
     }
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.space import plain_point
-from orchestrator.record.ledger import STATUSES, Row, SweepRecord
-from orchestrator.record.scalars import number
-from orchestrator.redaction import Secrets, mask, masked
+from orchestrator.record.ledger import STATUSES, TrialRow, SweepRecord
+from orchestrator.record.scalars import to_float
+from orchestrator.redaction import Secrets, mask, mask_tree
 from orchestrator.types import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _logger = logging.getLogger("orchestrator")
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningTrial:
     """A trial under way."""
 
     trial: int
@@ -50,8 +50,8 @@ class Running:
 
 
 def live_table(
-    record_or_rows: SweepRecord | Sequence[Row],
-    running: Sequence[Running],
+    record_or_rows: SweepRecord | Sequence[TrialRow],
+    running: Sequence[RunningTrial],
     total: int,
     *,
     objective: str = "throughput",
@@ -106,7 +106,7 @@ def live_table(
     return table
 
 
-def headline(rows: Sequence[Row], running: int, total: int, done: int) -> str:
+def headline(rows: Sequence[TrialRow], running: int, total: int, done: int) -> str:
     """'17 of 24 trials: 12 completed, 4 infeasible, 1 failed; 2 running; about 1m 10s left'."""
     counts = [
         f"{count} {status.replace('_', ' ')}"
@@ -122,20 +122,20 @@ def headline(rows: Sequence[Row], running: int, total: int, done: int) -> str:
     return "; ".join([*parts, *([f"about {seconds_text(left)} left"] if left else [])])
 
 
-def seconds_left(rows: Iterable[Row], together: int, left: int) -> float | None:
+def seconds_left(rows: Iterable[TrialRow], together: int, left: int) -> float | None:
     """Seconds until the last trial ends, from the mean of those that ran and how many run together; None where none has."""
-    took = [row.seconds for row in rows if row.status != "infeasible" and (number(row.seconds) or 0) > 0]
+    took = [row.seconds for row in rows if row.status != "infeasible" and (to_float(row.seconds) or 0) > 0]
     return sum(took) / len(took) * left / max(1, together) if took and left > 0 else None
 
 
-def ranked(rows: Iterable[Row], objective: str) -> list[Row]:
+def ranked(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
     """Completed trials, the best first."""
     scores = [(row.score(objective), -row.trial, row) for row in rows if row.status == "completed"]
     known = [entry for entry in scores if entry[0] is not None and math.isfinite(entry[0])]
     return [row for *_, row in sorted(known, key=lambda entry: entry[:2], reverse=True)]
 
 
-def trial_line(row: Row, total: int) -> str:
+def trial_line(row: TrialRow, total: int) -> str:
     """A trial in one line: 'trial 3 of 24  completed  batch_size 64  1,234 samples/s ± 2.1%  3.4 GiB  6.4 s'."""
     brief = " (measured too briefly for an interval)" if _is_brief(row) else ""
     speed = f"{speed_text(row)} samples/s{brief}" if row.measured else ""
@@ -175,7 +175,7 @@ def value_text(value: Any) -> str:
     )
 
 
-def speed_text(row: Row) -> str:
+def speed_text(row: TrialRow) -> str:
     """'1,234 ± 2.1%'; '1,234 ± ?' where it was measured too briefly for an interval."""
     if not row.measured or row.samples_per_second is None:
         return ""
@@ -185,16 +185,16 @@ def speed_text(row: Row) -> str:
     return speed + (" ± ?" if _is_brief(row) else f" ± {100 * (row.interval or 0):.1f}%")
 
 
-def _is_brief(row: Row) -> bool:
+def _is_brief(row: TrialRow) -> bool:
     """Whether a trial was measured too briefly for an interval."""
     return row.interval is None or not math.isfinite(row.interval)
 
 
-def _loss(row: Row) -> str:
+def _loss(row: TrialRow) -> str:
     return "" if row.validation_loss is None else f"{row.validation_loss:.4g}"
 
 
-def _memory(row: Row) -> str:
+def _memory(row: TrialRow) -> str:
     return bytes_text(row.peak_memory_bytes) if row.peak_memory_bytes else ""
 
 
@@ -223,7 +223,7 @@ class SweepScreen:
         console: Console | None = None,
         quiet: bool = False,
         objective: str = "throughput",
-        rows: Sequence[Row] = (),
+        rows: Sequence[TrialRow] = (),
         secrets: Secrets = (),
     ) -> None:
         from rich.console import Console
@@ -232,7 +232,7 @@ class SweepScreen:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._quiet, self._objective, self._secrets = quiet, objective, secrets
         self._rows = {row.trial: row for row in rows}
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningTrial] = {}
         self._total, self._earlier = 0, 0
         self._live: Live | None = None
         self._lock = threading.Lock()
@@ -250,11 +250,11 @@ class SweepScreen:
     def trial_started(self, number: int, point: Mapping[str, Any]) -> None:
         point = self._shown(point)
         with self._lock:
-            self._running[number] = Running(number, point)
+            self._running[number] = RunningTrial(number, point)
         if not self._is_live:  # who reads along in a pipe or a log is not left without a word
             self._say(f"trial {number} of {self._total}  started  {point_text(point)}")
 
-    def trial_done(self, row: Row) -> None:
+    def trial_done(self, row: TrialRow) -> None:
         row = replace(row, point=self._shown(row.point), reason=mask(row.reason, self._secrets))
         with self._lock:
             self._running.pop(row.trial, None)
@@ -269,7 +269,7 @@ class SweepScreen:
         self._say(mask(text, self._secrets))
 
     def _shown(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        return masked(plain_point(point), self._secrets, keys=False)
+        return mask_tree(plain_point(point), self._secrets, keys=False)
 
     def close(self) -> None:
         """Leaves the table as it stands and gives the terminal back. May be called again."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.record.events import Event, Listener, parse
+from orchestrator.record.events import Event, Listener, parse_event
 
 _logger = logging.getLogger("orchestrator")
 
@@ -25,7 +25,7 @@ class Follower:
     def __init__(self, path: Path, readers: Iterable[Listener], from_offset: int | None = None) -> None:
         self._path = path
         self._readers = tuple(readers)
-        self._offset = whole_lines(path, from_offset) if from_offset else 0
+        self._offset = whole_line_bytes(path, from_offset) if from_offset else 0
         self._file_id: tuple[int, int] | None = None
         self._failed: set[int] = set()
         self._closed = False
@@ -35,7 +35,7 @@ class Follower:
     def poll(self) -> int:
         """Hands on what is new, and says how many events that were. A file that is not there yet has none."""
         lines = [] if self._closed else self._new_lines()
-        events = [event for line in lines if (event := parse(line)) is not None]
+        events = [event for line in lines if (event := parse_event(line)) is not None]
         for event in events:
             self._hand_on(event)
         return len(events)
@@ -66,7 +66,7 @@ class Follower:
         file_id = (status.st_dev, status.st_ino)
         if status.st_size < self._offset:
             new = status.st_size == 0 or file_id != self._file_id
-            self._offset = 0 if new else whole_lines(self._path, status.st_size)
+            self._offset = 0 if new else whole_line_bytes(self._path, status.st_size)
         self._file_id = file_id
         return status.st_size
 
@@ -89,7 +89,7 @@ class Follower:
                     )
 
 
-def whole_lines(path: Path, within: int | None = None) -> int:
+def whole_line_bytes(path: Path, within: int | None = None) -> int:
     """How many bytes of the file are whole lines, ``within`` its first so many bytes where told."""
     if not path.exists():
         return 0

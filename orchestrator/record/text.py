@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from orchestrator.record.events import Event
-from orchestrator.record.scalars import number
+from orchestrator.record.scalars import to_float
 
 _SOURCES = {"memory": ", from copies in memory", "disk": ", from a checkpoint"}
 LONGEST = 160  # characters of a cause; the whole of it is in events.jsonl
@@ -20,7 +20,7 @@ def failure_text(event: Event) -> str:
 
 def recovery_text(event: Event) -> str:
     """'recovered in 12.3 s on 2 workers at step 35, from copies in memory, 5 steps repeated'."""
-    took, lost = number(event.get("total_seconds")), _count(event.get("lost_steps"))
+    took, lost = to_float(event.get("total_seconds")), _count(event.get("lost_steps"))
     parts = ["recovered", "" if took is None else f"in {took:.1f} s", _workers(event)]
     parts.append("" if event.get("step") is None else f"at step {event['step']}")
     repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
@@ -28,7 +28,7 @@ def recovery_text(event: Event) -> str:
 
 
 def _count(value: object) -> int:
-    found = number(value)
+    found = to_float(value)
     return int(found) if found is not None and math.isfinite(found) else 0
 
 

@@ -27,7 +27,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-Factory = Callable[[Path, str, Mapping[str, Any]], Tracker]
+TrackerFactory = Callable[[Path, str, Mapping[str, Any]], Tracker]
 """Builds a tracker from the run's folder, its name and its config."""
 
 
@@ -157,12 +157,12 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
 
-FACTORIES: Mapping[str, Factory] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+FACTORIES: Mapping[str, TrackerFactory] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
-def factories(names: Iterable[str]) -> dict[str, Factory]:
+def find_factories(names: Iterable[str]) -> dict[str, TrackerFactory]:
     """The trackers of these names. One that is unknown or not installed is a UserError, before anything is started."""
-    chosen: dict[str, Factory] = {}
+    chosen: dict[str, TrackerFactory] = {}
     for name in names:
         if name not in FACTORIES:
             raise UserError(f"unknown tracker {name!r}; known are {', '.join(FACTORIES)}")

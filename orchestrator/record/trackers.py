@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import scalars
-from orchestrator.record.tracker_backends import Factory, Tracker, factories
+from orchestrator.record.tracker_backends import TrackerFactory, Tracker, find_factories
 
 MOST_ERRORS = 3  # in a row, before a tracker is given up
 
@@ -33,7 +33,7 @@ class TrackerThread:
 
     def __init__(
         self,
-        trackers: Iterable[str] | Mapping[str, Factory],
+        trackers: Iterable[str] | Mapping[str, TrackerFactory],
         run_dir: Path,
         run_name: str,
         config: Mapping[str, Any],
@@ -42,7 +42,7 @@ class TrackerThread:
         close_timeout_s: float = 10.0,
         queue_size: int = 10_000,
     ) -> None:
-        chosen = trackers if isinstance(trackers, Mapping) else factories(trackers)
+        chosen = trackers if isinstance(trackers, Mapping) else find_factories(trackers)
         self._on_warning = on_warning
         self._close_timeout_s = close_timeout_s
         self._warnings: deque[str] = deque()
@@ -108,7 +108,7 @@ class TrackerThread:
 class _Worker:
     """One tracker, its queue and its thread."""
 
-    def __init__(self, name: str, factory: Factory, queue_size: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, name: str, factory: TrackerFactory, queue_size: int, warn: Callable[[str], None]) -> None:
         self.name = name
         self.dropped = 0
         self._factory = factory

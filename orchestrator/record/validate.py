@@ -13,7 +13,7 @@ Check = Callable[[Any], bool]
 _MOST = 2**53  # that a float can count
 
 
-def is_sound(event: Event) -> bool:
+def is_valid(event: Event) -> bool:
     """Whether every field that the summary counts with is there, and of its kind."""
     needed, may = _NEEDED.get(event["event"], {}), _MAY.get(event["event"], {})
     return all(name in event and check(event[name]) for name, check in needed.items()) and all(

@@ -19,7 +19,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.redaction import Secrets, hiding, mask_error
+from orchestrator.redaction import Secrets, masked_stream, mask_error
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.cluster.prestart import leave_successors
 from orchestrator.runtime.ray_internals import train_context
@@ -150,7 +150,7 @@ def settled(assignment: Assignment, rank: int) -> Prepared:
 def work_in(folder: Path, nccl_debug: bool, secrets: Secrets) -> None:
     """Where the user is, so that relative paths of their code mean the same; a node may not have it. What their code says is masked
     from here on, wherever it goes: to Ray's own logs, unless it was told otherwise."""
-    sys.stdout, sys.stderr = (hiding(stream, secrets) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (masked_stream(stream, secrets) for stream in (sys.stdout, sys.stderr))
     set_variables(_network(nccl_debug))
     if not variable("PYTORCH_ALLOC_CONF"):  # read by torch when it first touches the GPU
         set_variables({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
@@ -204,7 +204,7 @@ def speak_into(folder: Path, rank: int, secrets: Secrets) -> None:
         os.dup2(file, number)
     os.close(file)
     opened = [os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace") for number in (1, 2)]
-    sys.stdout, sys.stderr = (hiding(stream, secrets) for stream in opened)
+    sys.stdout, sys.stderr = (masked_stream(stream, secrets) for stream in opened)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
 
 

@@ -11,9 +11,9 @@ from orchestrator.record.events import (
     Event,
     EventLog,
     by_step,
-    encode,
+    encode_event,
     last_events,
-    mend_events,
+    truncate_torn_line,
     of_kind,
     read_events,
 )
@@ -79,10 +79,10 @@ def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(
     whole = path.read_bytes()
     for torn in (b"x", b"x" * 15, b"x" * 16, b"x" * 17, b"x" * 1000, b""):
         path.write_bytes(whole + torn)
-        mend_events(path)
+        truncate_torn_line(path)
         assert path.read_bytes() == whole
     path.write_bytes(b"x" * 100)
-    mend_events(path)
+    truncate_torn_line(path)
     assert path.read_bytes() == b""
 
 
@@ -112,7 +112,7 @@ def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
 
 
 def test_numbers_that_json_cannot_carry_become_their_names() -> None:
-    line = encode(
+    line = encode_event(
         {"event": "step", "loss": math.nan, "metrics": {"a": math.inf, "b": [1.0, -math.inf], "c": (2.5,)}}
     )
     read = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))

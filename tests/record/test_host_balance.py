@@ -7,16 +7,16 @@ import pytest
 
 from orchestrator.record.events import Event
 from orchestrator.record.host_balance import (
-    Placement,
-    counts,
+    RecordedPlacement,
+    token_counts,
     imbalance,
-    in_force,
-    per_step,
-    placement_of,
-    placements,
-    settled,
+    placement_at,
+    mean_per_step,
+    parse_placement,
+    placement_spans,
+    settled_loads,
     settled_imbalance,
-    total,
+    sum_counts,
 )
 
 
@@ -39,8 +39,8 @@ def told(*layers: Any, hosts: Any = None, **fields: Any) -> Event:
     }
 
 
-def read(*layers: Any, **fields: Any) -> Placement:
-    found = placement_of(told(*layers, **fields))
+def read(*layers: Any, **fields: Any) -> RecordedPlacement:
+    found = parse_placement(told(*layers, **fields))
     assert found is not None
     return found
 
@@ -99,22 +99,22 @@ def test_hosts_go_by_their_rank() -> None:
 
 def test_each_step_counts_under_the_placement_of_its_time() -> None:
     moved = told(layer([0, 0, 1], [10, 20, 30]), step=10, hosts=[host(0), host(1)])
-    spans = placements([told(TWO), moved])
-    assert in_force(spans, 10) == placement_of(told(TWO))
-    assert in_force(spans, 11) == placement_of(moved)
-    assert in_force(spans, 0) == placement_of(told(TWO)), "the first holds for what came before it"
-    assert in_force([], 1) is None
+    spans = placement_spans([told(TWO), moved])
+    assert placement_at(spans, 10) == parse_placement(told(TWO))
+    assert placement_at(spans, 11) == parse_placement(moved)
+    assert placement_at(spans, 0) == parse_placement(told(TWO)), "the first holds for what came before it"
+    assert placement_at([], 1) is None
     early, late = load(10, [6, 3, 2]), load(20, [6, 3, 2])
-    assert settled([told(TWO), moved], [early, late]) == (placement_of(moved), [late])
+    assert settled_loads([told(TWO), moved], [early, late]) == (parse_placement(moved), [late])
 
 
 def test_a_restart_undoes_the_placements_of_later_steps() -> None:
     first, moved, again = told(TWO), told(TWO, step=40), told(TWO, step=35, method="file")
-    assert [(step, found and found.method) for step, found in placements([first, moved, again])] == [
+    assert [(step, found and found.method) for step, found in placement_spans([first, moved, again])] == [
         (0, "lpt"),
         (35, "file"),
     ]
-    assert [step for step, _ in placements([first, told(TWO, step=0)])] == [0]
+    assert [step for step, _ in placement_spans([first, told(TWO, step=0)])] == [0]
 
 
 def test_a_run_that_goes_on_without_hosts_has_no_placement_any_more() -> None:
@@ -124,15 +124,15 @@ def test_a_run_that_goes_on_without_hosts_has_no_placement_any_more() -> None:
         {"event": "start", "step": 10, "strategy": "data_parallel"},
         load(20, [12, 3, 2]),
     ]
-    spans = placements(events)
-    assert in_force(spans, 20) is None
-    assert settled(events, [event for event in events if event["event"] == "load"]) is None
+    spans = placement_spans(events)
+    assert placement_at(spans, 20) is None
+    assert settled_loads(events, [event for event in events if event["event"] == "load"]) is None
     same = [
         {"event": "start", "step": 0, "strategy": "expert_parallel"},
         told(TWO),
         {"event": "start", "step": 10},
     ]
-    assert in_force(placements(same), 20) is not None
+    assert placement_at(placement_spans(same), 20) is not None
 
 
 def test_the_prediction_is_seconds_else_work_else_size() -> None:
@@ -173,8 +173,8 @@ def test_fewer_or_more_counts_than_placed() -> None:
 
 @pytest.mark.parametrize("hosts", [None, [], "x", {}, [1, None, "a"]])
 def test_no_hosts_no_placement(hosts: Any) -> None:
-    assert placement_of({"event": "placement", "hosts": hosts, "layers": [TWO]}) is None
-    assert placements([{"event": "placement", "hosts": hosts}]) == []
+    assert parse_placement({"event": "placement", "hosts": hosts, "layers": [TWO]}) is None
+    assert placement_spans([{"event": "placement", "hosts": hosts}]) == []
 
 
 ODD = [
@@ -196,21 +196,21 @@ ODD = [
 @pytest.mark.parametrize("fields", ODD)
 def test_events_of_another_shape_harm_nothing(fields: dict[str, Any]) -> None:
     event = {"event": "placement", "hosts": [host(0), host(1)]} | fields
-    placement = placement_of(event)
+    placement = parse_placement(event)
     assert placement is not None
-    times = placement.times(counts(load(1, [10**400, "nan", 3], None, 7)))
+    times = placement.times(token_counts(load(1, [10**400, "nan", 3], None, 7)))
     found = imbalance(placement.waits(times))
     assert found is None or math.isfinite(found)
     assert all(len(layer.predicted) == len(layer.held) == 2 for layer in placement.layers)
 
 
 def test_counts_of_another_shape_are_none() -> None:
-    assert counts(load(1, [3, "x", -1, None, "nan"], None, "x")) == [[3, 0, 0, 0, 0], [], []]
-    assert counts({"event": "load", "loads": "x"}) == counts({"event": "load"}) == []
+    assert token_counts(load(1, [3, "x", -1, None, "nan"], None, "x")) == [[3, 0, 0, 0, 0], [], []]
+    assert token_counts({"event": "load", "loads": "x"}) == token_counts({"event": "load"}) == []
 
 
 def test_sums_of_different_shapes() -> None:
-    assert total([[[1, 2]], [[1, 2, 3], [4]], []]) == [[2, 4, 3], [4]]
+    assert sum_counts([[[1, 2]], [[1, 2, 3], [4]], []]) == [[2, 4, 3], [4]]
 
 
 def test_means_per_step_are_weighed_by_steps() -> None:
@@ -220,6 +220,6 @@ def test_means_per_step_are_weighed_by_steps() -> None:
         {"steps": 5, "bytes": None},
         {"bytes": "x"},
     ]
-    assert per_step(events, "bytes") == 25
-    assert per_step(events, "seconds") is None
-    assert per_step([{"bytes": 4}, {"steps": "x", "bytes": 6}], "bytes") == 5
+    assert mean_per_step(events, "bytes") == 25
+    assert mean_per_step(events, "seconds") is None
+    assert mean_per_step([{"bytes": 4}, {"steps": "x", "bytes": 6}], "bytes") == 5

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import LEDGER, Ledger, Row, as_row, holds_sweep, read_sweep
+from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, parse_trial, holds_sweep, read_sweep_record
 
-DONE = Row(
+DONE = TrialRow(
     1,
     {"batch_size": 16},
     "completed",
@@ -22,7 +22,7 @@ DONE = Row(
 )
 
 
-def written(folder: Path, *rows: Row, objective: str = "throughput") -> Path:
+def written(folder: Path, *rows: TrialRow, objective: str = "throughput") -> Path:
     folder.mkdir(exist_ok=True)
     ledger = Ledger(folder)
     ledger.begin({"task": "digits", "objective": objective})
@@ -35,22 +35,22 @@ def written(folder: Path, *rows: Row, objective: str = "throughput") -> Path:
 def test_rows_read_back(tmp_path: Path) -> None:
     rows = (
         DONE,
-        Row(2, {"batch_size": 64}, "infeasible", "too many"),
-        Row(3, {"batch_size": 1}, "failed", "no"),
+        TrialRow(2, {"batch_size": 64}, "infeasible", "too many"),
+        TrialRow(3, {"batch_size": 1}, "failed", "no"),
     )
-    record = read_sweep(written(tmp_path, *rows))
+    record = read_sweep_record(written(tmp_path, *rows))
     assert (record.rows, record.header["task"], holds_sweep(tmp_path)) == (rows, "digits", True)
 
 
 def test_a_later_line_of_a_trial_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    written(tmp_path, Row(1, {}, "failed", "no"), DONE)
+    written(tmp_path, TrialRow(1, {}, "failed", "no"), DONE)
     with (tmp_path / LEDGER).open("a") as file:
         file.write('{"event": "trial", "trial": 9, "point": {}, "sta')
-    assert read_sweep(tmp_path).rows == (DONE,)
+    assert read_sweep_record(tmp_path).rows == (DONE,)
     ledger = Ledger(tmp_path)  # cuts the torn line off
-    ledger.add(Row(2, {}, "failed", "also"))
+    ledger.add(TrialRow(2, {}, "failed", "also"))
     ledger.close()
-    assert [row.trial for row in read_sweep(tmp_path).rows] == [1, 2]
+    assert [row.trial for row in read_sweep_record(tmp_path).rows] == [1, 2]
 
 
 def test_what_is_of_another_kind_is_left_out() -> None:
@@ -63,34 +63,34 @@ def test_what_is_of_another_kind_is_left_out() -> None:
         "workers": True,
         "more": 3,
     }
-    assert as_row(event) == Row(1, {}, "completed")
+    assert parse_trial(event) == TrialRow(1, {}, "completed")
     for broken in ({"trial": "1"}, {"status": "great"}, {"point": [1]}):
-        assert as_row(event | broken) is None
+        assert parse_trial(event | broken) is None
 
 
 def test_the_best_is_of_the_objective_and_completed(tmp_path: Path) -> None:
     rows = (
-        Row(1, {}, "completed", samples_per_second=10.0, validation_loss=0.5),
-        Row(2, {}, "stopped", samples_per_second=99.0, validation_loss=0.1),
-        Row(3, {}, "completed", samples_per_second=20.0, validation_loss=0.7),
-        Row(4, {}, "completed", samples_per_second=20.0),
+        TrialRow(1, {}, "completed", samples_per_second=10.0, validation_loss=0.5),
+        TrialRow(2, {}, "stopped", samples_per_second=99.0, validation_loss=0.1),
+        TrialRow(3, {}, "completed", samples_per_second=20.0, validation_loss=0.7),
+        TrialRow(4, {}, "completed", samples_per_second=20.0),
     )
     fast, good = (
-        read_sweep(written(tmp_path / "a", *rows)).best(),
-        read_sweep(written(tmp_path / "b", *rows, objective="validation_loss")).best(),
+        read_sweep_record(written(tmp_path / "a", *rows)).best(),
+        read_sweep_record(written(tmp_path / "b", *rows, objective="validation_loss")).best(),
     )
     assert fast is not None
     assert good is not None
     assert (fast.trial, good.trial) == (3, 1)
-    assert read_sweep(written(tmp_path / "c", rows[1])).best() is None
+    assert read_sweep_record(written(tmp_path / "c", rows[1])).best() is None
 
 
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
     assert not holds_sweep(tmp_path)
     with pytest.raises(UserError, match="holds no sweep"):
-        read_sweep(tmp_path)
+        read_sweep_record(tmp_path)
     (tmp_path / LEDGER).write_text(
         json.dumps({"event": "trial", "trial": 1, "point": {}, "status": "failed"}) + "\n"
     )
     with pytest.raises(UserError, match="holds no sweep"):
-        read_sweep(tmp_path)
+        read_sweep_record(tmp_path)

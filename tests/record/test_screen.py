@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.record.screen import Screen, _make_bar, _State
+from orchestrator.record.screen import Screen, _make_bar, _BarState
 
 ESCAPE = "\x1b"
 
@@ -416,7 +416,7 @@ def test_a_second_start_begins_a_new_bar_and_close_may_be_repeated() -> None:
 
 
 def test_the_bar_refreshes_at_most_eight_times_a_second() -> None:
-    bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), _State(total=3))
+    bar = _make_bar(Console(file=io.StringIO(), force_terminal=True), _BarState(total=3))
     assert bar.live.refresh_per_second <= 8
 
 

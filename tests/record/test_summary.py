@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import Event, by_step, present, recovered_starts, sittings
+from orchestrator.record.events import Event, by_step, effective_events, recovery_starts, split_sessions
 from orchestrator.record.summary import summarise
 
 
@@ -62,8 +62,8 @@ def test_what_was_undone_is_gone(order: str) -> None:
     events = [
         event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40
     ]  # ends before it has caught up
-    assert [event["step"] for event in by_step(present(events))] == list(range(1, 38))
-    assert [event["loss"] for event in by_step(present(events))][-3:] == [1.0, 2.0, 2.0]
+    assert [event["step"] for event in by_step(effective_events(events))] == list(range(1, 38))
+    assert [event["loss"] for event in by_step(effective_events(events))][-3:] == [1.0, 2.0, 2.0]
 
 
 def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
@@ -94,8 +94,8 @@ def test_two_recoveries_to_the_same_step() -> None:
     ]
     summary = summarise(twice)
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (2, 2, 8)
-    assert len(recovered_starts(twice)) == 2
-    assert len(sittings(twice)) == 1
+    assert len(recovery_starts(twice)) == 2
+    assert len(split_sessions(twice)) == 1
 
 
 def test_running_out_of_memory_is_a_recovery_too() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.record.ledger import Row
-from orchestrator.record.sweep_screen import Running, SweepScreen, headline, live_table, seconds_left
+from orchestrator.record.ledger import TrialRow
+from orchestrator.record.sweep_screen import RunningTrial, SweepScreen, headline, live_table, seconds_left
 from tests.support.fake_sweep import EVIL, HOSTILE, MIXED, FakeSweep, made, row
 
 ESCAPE = "\x1b"
@@ -62,7 +62,7 @@ def test_piped_output_is_a_line_for_each_trial(tmp_path) -> None:
 
 def test_a_trial_too_short_for_an_interval_says_so() -> None:
     screen, out = piped(width=200)
-    played(screen, [Row(1, {"batch_size": 8}, "completed", samples_per_second=1234.0, interval=None)])
+    played(screen, [TrialRow(1, {"batch_size": 8}, "completed", samples_per_second=1234.0, interval=None)])
     assert "1,234 ± ? samples/s (measured too briefly for an interval)" in out.getvalue()
 
 
@@ -94,9 +94,9 @@ def test_the_headline_counts(tmp_path) -> None:
 
 def test_the_time_left_is_by_the_mean_and_how_many_run_together() -> None:
     rows = [
-        Row(1, {}, "completed", seconds=10.0),
-        Row(2, {}, "failed", seconds=2.0),
-        Row(3, {}, "infeasible"),
+        TrialRow(1, {}, "completed", seconds=10.0),
+        TrialRow(2, {}, "failed", seconds=2.0),
+        TrialRow(3, {}, "infeasible"),
     ]
     assert seconds_left(rows, 2, 8) == pytest.approx(24.0), "six seconds each, two at a time"
     assert seconds_left(rows, 0, 1) == pytest.approx(6.0)
@@ -115,9 +115,9 @@ def test_only_settings_that_differ_are_shown() -> None:
 
 def test_by_validation_loss_the_lowest_is_first() -> None:
     rows = [
-        Row(1, {}, "completed", validation_loss=0.5),
-        Row(2, {}, "completed", validation_loss=0.25),
-        Row(3, {}, "completed"),
+        TrialRow(1, {}, "completed", validation_loss=0.5),
+        TrialRow(2, {}, "completed", validation_loss=0.25),
+        TrialRow(3, {}, "completed"),
     ]
     lines = drawn(live_table(rows, [], 3, objective="validation_loss")).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["2", "1"]
@@ -145,7 +145,7 @@ def test_an_output_of_few_characters_is_borne() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     screen = SweepScreen(Console(file=out, force_terminal=False, width=80))
     screen.begin(1, 0)
-    screen.trial_done(Row(1, {"precision": "ü"}, "failed", "→ ü"))
+    screen.trial_done(TrialRow(1, {"precision": "ü"}, "failed", "→ ü"))
     out.seek(0)
     assert "precision ?" in out.read()
 
@@ -157,7 +157,7 @@ def test_a_display_that_breaks_leaves_the_sweep_alone() -> None:
 
     screen = SweepScreen(Console(file=Broken(), force_terminal=False))
     screen.begin(2, 0)
-    screen.trial_done(Row(1, {}, "failed", "x"))
+    screen.trial_done(TrialRow(1, {}, "failed", "x"))
     screen.note("more")
     screen.close()
 
@@ -182,7 +182,7 @@ def test_a_sweep_that_is_taken_up_counts_what_is_done(tmp_path) -> None:
 
 
 def test_running_trials_beyond_the_room_are_counted() -> None:
-    running = [Running(number, {"batch_size": number}) for number in range(1, 20)]
+    running = [RunningTrial(number, {"batch_size": number}) for number in range(1, 20)]
     shown = drawn(live_table([], running, 30))
     assert "19 running" in shown
     assert "batch_size 7" not in shown
@@ -197,7 +197,7 @@ def test_no_secret_is_shown() -> None:
         screen.trial_started(1, {"data_dir": Path("/data/hunter2hunter2"), "batch_size": 4})
         shown = drawn(screen.table())
         screen.trial_done(
-            Row(
+            TrialRow(
                 1,
                 {"data_dir": "/data/hunter2hunter2", "batch_size": 4},
                 "failed",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from orchestrator.record.events import Event, EventLog
 from orchestrator.record.screen import Screen
-from orchestrator.record.tail import Follower, whole_lines
+from orchestrator.record.tail import Follower, whole_line_bytes
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_following_may_begin_where_an_earlier_process_stopped(path: Path) -> Non
     append(path, line(1) + line(2) + b'{"event": "st')
     heard: list[Event] = []
     follower = Follower(path, [heard.append], from_offset=path.stat().st_size)  # in the middle of a torn line
-    assert whole_lines(path) == len(line(1) + line(2))
+    assert whole_line_bytes(path) == len(line(1) + line(2))
     log = EventLog(path)
     log.write("step", step=3, note="longer than what was cut off")
     log.close()

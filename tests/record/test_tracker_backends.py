@@ -14,11 +14,11 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.record.tracker_backends import (
     FACTORIES,
-    Factory,
+    TrackerFactory,
     MLflow,
     TensorBoard,
     WeightsAndBiases,
-    factories,
+    find_factories,
 )
 from orchestrator.record.trackers import TrackerThread
 from tests.support.fake_tracker import CONFIG, FakeTracker, Points
@@ -81,7 +81,7 @@ def read_mlflow(tracker: Any, run_dir: Path) -> tuple[dict[str, Points], str]:
 
 
 Reader = Callable[[Any, Path], tuple[dict[str, Points], str]]
-KINDS: list[tuple[Factory, Reader]] = [
+KINDS: list[tuple[TrackerFactory, Reader]] = [
     (FakeTracker, read_fake),
     (TensorBoard, read_tensorboard),
     (WeightsAndBiases, read_wandb),
@@ -91,7 +91,7 @@ KINDS: list[tuple[Factory, Reader]] = [
 
 @pytest.mark.parametrize(("factory", "read"), KINDS, ids=lambda kind: kind.__name__)
 def test_the_contract(
-    factory: Factory, read: Reader, tmp_path: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
+    factory: TrackerFactory, read: Reader, tmp_path: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "results" / "run-1"
     run_dir.mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_unknown_and_missing_trackers_are_the_users_to_mend(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="'tensorbord'; known are tensorboard, wandb, mlflow"):
-        factories(["tensorbord"])
+        find_factories(["tensorbord"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'expert-orchestrator\[wandb\]'"):
         TrackerThread(["wandb"], tmp_path, "run-1", CONFIG)
@@ -173,7 +173,7 @@ def test_a_folder_called_wandb_is_not_the_package(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="not installed"):
-        factories(["wandb"])
+        find_factories(["wandb"])
 
 
 def test_the_names_are_those_of_the_settings() -> None:
@@ -182,4 +182,4 @@ def test_the_names_are_those_of_the_settings() -> None:
     from orchestrator.config.outputs import Tracker
 
     assert tuple(FACTORIES) == get_args(Tracker)
-    assert list(factories(FACTORIES)) == list(FACTORIES)
+    assert list(find_factories(FACTORIES)) == list(FACTORIES)

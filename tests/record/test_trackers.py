@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.record.events import EventLog
-from orchestrator.record.tracker_backends import Factory, Tracker
+from orchestrator.record.tracker_backends import TrackerFactory, Tracker
 from orchestrator.record.trackers import TrackerThread
 from tests.support.fake_tracker import CONFIG, FakeTracker
 
@@ -20,7 +20,7 @@ def step(number: int) -> dict[str, Any]:
     return {"event": "step", "step": number, "loss": 1.0 / number}
 
 
-def keeping(made: list[Any], kind: type[FakeTracker] = FakeTracker) -> Factory:
+def keeping(made: list[Any], kind: type[FakeTracker] = FakeTracker) -> TrackerFactory:
     def build(run_dir: Path, run_name: str, config: Mapping[str, Any]) -> Tracker:
         made.append(kind(run_dir, run_name, config))
         return made[-1]

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.record.events import Event
 from orchestrator.report.run.page import page
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.svg import esc
 from orchestrator.report.sweep.page import sweep_page
 from tests.support.fake_run import FakeRun, run_events, write_run
@@ -98,7 +98,7 @@ def test_the_page_of_a_run(tmp_path: Path, name: str) -> None:
     plan["hardware"] = {"gpus": [{"name": EVIL}], "cpu_name": EVIL, "versions": {EVIL: EVIL}}
     plan["settings"] = [{"name": EVIL, "value": EVIL, "origin": EVIL}]
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    assert_harmless(page(read_run(folder)))
+    assert_harmless(page(read_run_record(folder)))
 
 
 def test_the_page_of_a_sweep(tmp_path: Path) -> None:

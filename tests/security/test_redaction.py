@@ -21,19 +21,19 @@ from orchestrator.cli.main import TrainOptions
 from orchestrator.config.reader import Resolved, dump, read_file, read_flags
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, read_events
-from orchestrator.record.ledger import LEDGER, Ledger, Row, read_sweep
+from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
 from orchestrator.record.log_copy import copy_masked
 from orchestrator.record.screen import Screen
 from orchestrator.redaction import (
     MASK,
     MaskedStream,
-    held_in,
-    hiding,
+    secrets_in,
+    masked_stream,
     mask,
     mask_error,
-    masked,
+    mask_tree,
     secrets_of,
-    together,
+    longest_first,
 )
 from orchestrator.train.checkpoint.state import Progress, capture, restore
 from orchestrator.train.checkpoint.store import CheckpointStore, Contents, load
@@ -154,13 +154,13 @@ def test_a_long_line_is_gone_through_once(piece: str) -> None:
 
 def test_secrets_that_a_tree_holds_are_told_in_all_their_forms() -> None:
     tree = {"data": {"data_dir": f"/data/{CANARIES[3]}", "n": 3}, "origins": [f"file {CANARIES[0]}:3", None]}
-    held = held_in(tree, SECRETS)
+    held = secrets_in(tree, SECRETS)
     assert set(held) == set(secrets_of({"A_KEY": CANARIES[0], "B_KEY": CANARIES[3]}))
-    assert held_in({"data_dir": "/plain"}, SECRETS) == ()
+    assert secrets_in({"data_dir": "/plain"}, SECRETS) == ()
 
 
 def test_secrets_of_two_environments_are_one_list() -> None:
-    assert together(("abcdefgh",), ("abcdefghi", "abcdefgh")) == ("abcdefghi", "abcdefgh")
+    assert longest_first(("abcdefgh",), ("abcdefghi", "abcdefgh")) == ("abcdefghi", "abcdefgh")
 
 
 def test_the_longer_secret_goes_first() -> None:
@@ -171,7 +171,7 @@ def test_the_longer_secret_goes_first() -> None:
 def test_numbers_stay_what_they_are() -> None:
     secrets = secrets_of({"PIN_SECRET": "123456"})
     tree = {"loss": 0.123456, "step": 123456, "note": "123456", "123456": [("123456", None)]}
-    assert masked(tree, secrets) == {"loss": 0.123456, "step": 123456, "note": MASK, MASK: [[MASK, None]]}
+    assert mask_tree(tree, secrets) == {"loss": 0.123456, "step": 123456, "note": MASK, MASK: [[MASK, None]]}
 
 
 def test_a_record_holds_no_secret_and_stays_whole(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_a_word_that_is_a_secret_leaves_our_own_names_alone(tmp_path: Path) -> N
 def test_a_word_that_is_a_secret_spoils_no_ledger(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, secrets_of(WORDS))
     ledger.begin({"settings": {"batch_size": 4}})
-    ledger.add(Row(1, {"batch_size": 4}, "failed", "no position"))
+    ledger.add(TrialRow(1, {"batch_size": 4}, "failed", "no position"))
     ledger.close()
-    record = read_sweep(tmp_path)
+    record = read_sweep_record(tmp_path)
     assert record.header["settings"] == record.rows[0].point == {"batch_size": 4}
     assert record.rows[0].reason == f"no {MASK}"
 
@@ -241,7 +241,7 @@ def test_a_word_that_is_a_secret_spoils_no_ledger(tmp_path: Path) -> None:
 def test_a_ledger_holds_no_secret(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, SECRETS)
     ledger.begin({"settings": {"data_dir": URL}, "task": CANARIES[0]})
-    ledger.add(Row(1, {"batch_size": 4}, "failed", f"cannot log in with {CANARIES[1]}"))
+    ledger.add(TrialRow(1, {"batch_size": 4}, "failed", f"cannot log in with {CANARIES[1]}"))
     ledger.close()
     assert_none_in((tmp_path / LEDGER).read_text())
 
@@ -379,8 +379,8 @@ def test_secrets_of_who_asks_are_masked_where_they_are_not_known(
 
 def test_what_a_process_says_is_masked_once() -> None:
     under = io.StringIO()
-    stream = hiding(under, SECRETS)
-    assert hiding(stream, ()) is stream
+    stream = masked_stream(under, SECRETS)
+    assert masked_stream(stream, ()) is stream
     print(CANARIES[0], file=stream)
     assert under.getvalue() == f"{MASK}\n"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.record.events import Event, encode
+from orchestrator.record.events import Event, encode_event
 from orchestrator.types import GIB, MIB
 
 T0 = 1_780_000_000.0
@@ -100,14 +100,14 @@ def write_run(folder: Path, run: FakeRun | None = None) -> Path:
     (folder / "plan.json").write_text(json.dumps(_plan(run)))
     write_events(folder, events)
     if run.ends != "killed":
-        (folder / "summary.json").write_text(encode(_summary(run, events)))
+        (folder / "summary.json").write_text(encode_event(_summary(run, events)))
     return folder
 
 
 def write_events(folder: Path, events: list[Event]) -> Path:
     """A folder that holds events and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(encode(event) + "\n" for event in events))
+    (folder / "events.jsonl").write_text("".join(encode_event(event) + "\n" for event in events))
     return folder
 
 

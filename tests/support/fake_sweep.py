@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.ledger import Ledger, Row, SweepRecord, read_sweep
+from orchestrator.record.ledger import Ledger, TrialRow, SweepRecord, read_sweep_record
 from orchestrator.types import GIB, MIB
 
 GRID: Mapping[str, Sequence[Any]] = {
@@ -65,7 +65,7 @@ def write_sweep(
 def made(
     folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
 ) -> SweepRecord:
-    return read_sweep(write_sweep(folder, sweep, points))
+    return read_sweep_record(write_sweep(folder, sweep, points))
 
 
 def grid(space: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -94,16 +94,16 @@ def header(sweep: FakeSweep, trials: int) -> dict[str, Any]:
     }
 
 
-def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
+def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
     """The row of a trial, ended as the sweep says."""
     whole = measured(sweep, number, point)
     if (whole.workers or 1) > sweep.devices:
         reason = f"needs {whole.workers} devices, the cluster has {sweep.devices}"
-        return Row(number, dict(point), "infeasible", reason)
+        return TrialRow(number, dict(point), "infeasible", reason)
     if number in sweep.failing:
-        return Row(number, dict(point), "failed", sweep.reason, seconds=2.1)
+        return TrialRow(number, dict(point), "failed", sweep.reason, seconds=2.1)
     if (whole.peak_memory_bytes or 0) > sweep.memory:
-        return Row(
+        return TrialRow(
             number, dict(point), "out_of_memory", f"CUDA out of memory: batch {whole.batch_size}", seconds=3.4
         )
     if number in sweep.stopped:
@@ -111,7 +111,7 @@ def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
     return whole
 
 
-def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
+def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
     chance = random.Random(f"{sweep.seed} {sorted(point.items())}")
     workers, batch, accumulation = (
         int(point.get("workers", 1)),
@@ -130,7 +130,7 @@ def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Row:
     whole = (step + waited) * chance.uniform(0.99, 1.01)
     rate = workers * batch * accumulation / whole
     parts = {"data": 0.04, "forward": 0.31, "backward": 0.52, "optimizer": 0.1}
-    return Row(
+    return TrialRow(
         trial=number,
         point=dict(point),
         status="completed",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.record.events import by_step, of_kind, present, read_events
+from orchestrator.record.events import by_step, of_kind, effective_events, read_events
 from orchestrator.record.summary import summarise
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.loop import better_than
@@ -136,7 +136,7 @@ def test_the_summary_is_of_the_run_as_it_went() -> None:
         3,
         7,
     )
-    assert [e["loss"] for e in by_step(present([*first, *second]))][-3:] == [9.0, 1.0, 2.0]
+    assert [e["loss"] for e in by_step(effective_events([*first, *second]))][-3:] == [9.0, 1.0, 2.0]
 
 
 def test_throughput_leaves_the_first_steps_of_each_process_out() -> None:

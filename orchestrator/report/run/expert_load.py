@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.record.events import Event
-from orchestrator.record.host_balance import counts, total
+from orchestrator.record.host_balance import token_counts, sum_counts
 from orchestrator.report.run.read import RunRecord, remembered
 
 MAX_COLUMNS = 120
@@ -77,7 +77,7 @@ def _columns(events: list[Event]) -> list[tuple[int, Counts]]:
     """(last step, counts by layer and expert) per column."""
     width = -(-len(events) // MAX_COLUMNS) or 1
     groups = [events[index : index + width] for index in range(0, len(events), width)]
-    return [(group[-1]["step"], total(counts(event) for event in group)) for group in groups]
+    return [(group[-1]["step"], sum_counts(token_counts(event) for event in group)) for group in groups]
 
 
 def _layer(index: int, columns: list[tuple[int, Counts]]) -> LayerLoad:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestrator.record.host_balance import (
-    Host,
-    LayerPlacement,
-    Placement,
-    counts,
-    figure,
+    RecordedHost,
+    RecordedLayer,
+    RecordedPlacement,
+    token_counts,
+    measurement,
     imbalance,
-    per_step,
-    settled,
+    mean_per_step,
+    settled_loads,
     settled_imbalance,
-    total,
+    sum_counts,
 )
 from orchestrator.report.run.read import RunRecord, remembered
 from orchestrator.report.run.stats import phase_seconds, plural, throughput
@@ -36,7 +36,7 @@ class HostedLayer:
     """A layer's experts on their hosts. Times are multiples of the mean host's, None where there is nothing to go by."""
 
     index: int
-    placement: LayerPlacement
+    placement: RecordedLayer
     use: list[float | None]
     """By expert: rows as a multiple of the even share."""
     measured: list[float] | None
@@ -65,7 +65,7 @@ class HostedLayer:
 class Hosting:
     """The last placement, and the second half of what was counted under it: how the gate settled, not how it began."""
 
-    placement: Placement
+    placement: RecordedPlacement
     layers: list[HostedLayer]
     steps: tuple[int, int] | None
     """First and last step that the measured figures speak of; None where nothing was counted."""
@@ -83,7 +83,7 @@ class Hosting:
     """Share of the rows that went to experts whose host is not known."""
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[RecordedHost, ...]:
         return self.placement.hosts
 
     @cached_property
@@ -135,10 +135,10 @@ class Exchange:
 @remembered
 def hosting(record: RunRecord) -> Hosting | None:
     """The placement that the run ended with; None where there is none, or it names no layers."""
-    placement, recent = settled(record.events, record.loads) or (None, [])
+    placement, recent = settled_loads(record.events, record.loads) or (None, [])
     if placement is None or not placement.layers:
         return None
-    rows = total(counts(event) for event in recent)
+    rows = sum_counts(token_counts(event) for event in recent)
     work = [sum(layer) for layer in zip(*placement.work(rows), strict=True)]
     predicted = [layer.predicted for layer in placement.layers]
     told, counted = sum(map(sum, rows)), placement.times(rows)
@@ -154,7 +154,7 @@ def hosting(record: RunRecord) -> Hosting | None:
             )
             for index, layer in enumerate(placement.layers)
         ],
-        steps=(max(1, recent[0]["step"] - int(figure(recent[0].get("steps")) or 1) + 1), recent[-1]["step"])
+        steps=(max(1, recent[0]["step"] - int(measurement(recent[0].get("steps")) or 1) + 1), recent[-1]["step"])
         if told
         else None,
         measured=placement.against_mean([sum(host) for host in zip(*counted, strict=True)])
@@ -173,7 +173,7 @@ def hosting(record: RunRecord) -> Hosting | None:
 def exchange(record: RunRecord) -> Exchange | None:
     if not record.exchanges:
         return None
-    sent, waited, rows = (per_step(record.exchanges, name) for name in ("bytes", "seconds", "rows"))
+    sent, waited, rows = (mean_per_step(record.exchanges, name) for name in ("bytes", "seconds", "rows"))
     rate = throughput(record)
     step = sum(phase_seconds(record).values()) or (rate.step_s if rate else 0.0)
     if sent is None and waited is None and rows is None:
@@ -225,6 +225,6 @@ def _use(rows: Sequence[float], experts: int) -> list[float | None]:
     return [rows[expert] / even if even and expert < len(rows) else None for expert in range(experts)]
 
 
-def _unplaced(placement: Placement, rows: Sequence[Sequence[float]]) -> float:
+def _unplaced(placement: RecordedPlacement, rows: Sequence[Sequence[float]]) -> float:
     known = sum(layer.unplaced(row) for layer, row in zip(placement.layers, rows, strict=False))
     return known + sum(map(sum, rows[len(placement.layers) :]))

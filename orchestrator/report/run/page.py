@@ -18,7 +18,7 @@ from orchestrator.report.run import sections
 from orchestrator.report.run.hosts_section import living
 from orchestrator.report.run.plan_section import choices, settings
 from orchestrator.report.run.plots import draw_all
-from orchestrator.report.run.read import RunRecord, finite, read_run, section
+from orchestrator.report.run.read import RunRecord, finite, read_run_record, section
 from orchestrator.report.run.svg import esc
 from orchestrator.report.run.text import performance_summary
 from orchestrator.report.run.timeline import timeline_list
@@ -30,7 +30,7 @@ SUMMARY = "performance_summary.txt"
 
 def draw_report(folder: Path) -> list[Path]:
     """Draws everything anew from a run folder alone: the pictures, the text and the page. Returns what was written."""
-    record = read_run(folder)
+    record = read_run_record(folder)
     summary = write_whole(folder / SUMMARY, performance_summary(record))
     return [*draw_all(record, folder), summary, write_page(record, folder)]
 

@@ -18,7 +18,7 @@ import yaml
 
 from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event, by_step, of_kind, read_events, shallow, sittings
+from orchestrator.record.events import Event, by_step, of_kind, read_events, is_shallow, split_sessions
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class RunRecord:
     @cached_property
     def sessions(self) -> list[list[Event]]:
         """The events of each time the run was begun or taken up; workers that were restarted on the way make no new one."""
-        return sittings(self.events)
+        return split_sessions(self.events)
 
     @cached_property
     def start(self) -> Event:
@@ -204,7 +204,7 @@ def remembered(ask: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
     return answer
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run_record(folder: Path) -> RunRecord:
     """The record of a run folder; a UserError says what is missing or which file cannot be read."""
     _check_folder(folder)
     return RunRecord(
@@ -250,7 +250,7 @@ def _tree(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         )
     try:
         tree = parse(path.read_text(encoding="utf-8"))
-        if not shallow(tree):
+        if not is_shallow(tree):
             raise ValueError("it is nested too deeply")
     except (
         ValueError,

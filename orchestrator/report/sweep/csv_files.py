@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import (
     PHASES,
@@ -43,7 +43,7 @@ FIGURES = (
     "seconds",
     "start_seconds",
 )
-_NOTHING = Row(0, {}, "infeasible")
+_NOTHING = TrialRow(0, {}, "infeasible")
 """Has the columns of any row."""
 _FORMULA = ("=", "+", "-", "@")
 LONGEST = 4000
@@ -80,7 +80,7 @@ def sweep_csv(record: SweepRecord) -> str:
     return _csv(_trial(record, _NOTHING, settings), [_trial(record, row, settings) for row in record.rows])
 
 
-def _trial(record: SweepRecord, row: Row, settings: Iterable[str]) -> dict[str, Any]:
+def _trial(record: SweepRecord, row: TrialRow, settings: Iterable[str]) -> dict[str, Any]:
     ran = settings_of(row)
     phases = {f"{name}_seconds": finite(row.phases.get(name)) for name in PHASES}
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.config.settings import setting_types
 from orchestrator.config.space import point_flags, point_key
-from orchestrator.record.ledger import STATUSES, Row, SweepRecord
+from orchestrator.record.ledger import STATUSES, TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.stats import plural
 from orchestrator.report.sweep.scaling import PLANNED, Series, devices_of, interval_of, settings_of, speed_of
@@ -82,13 +82,13 @@ def one_line(text: str, most: int = 300) -> str:
     return clean if len(clean) <= most else clean[: most - 1] + "…"
 
 
-def counts(rows: Iterable[Row]) -> dict[str, int]:
+def counts(rows: Iterable[TrialRow]) -> dict[str, int]:
     """How many trials ended how; only those that any did."""
     ends = [row.status for row in rows]
     return {status: ends.count(status) for status in STATUSES if status in ends}
 
 
-def counts_text(rows: Iterable[Row]) -> str:
+def counts_text(rows: Iterable[TrialRow]) -> str:
     return ", ".join(f"{count} {WORDS[status]}" for status, count in counts(rows).items()) or "none yet"
 
 
@@ -96,7 +96,7 @@ def objective_name(record: SweepRecord) -> str:
     return "validation loss" if record.objective == "validation_loss" else "samples/s"
 
 
-def objective_value(record: SweepRecord, row: Row) -> float | None:
+def objective_value(record: SweepRecord, row: TrialRow) -> float | None:
     """What people read as the outcome of a trial."""
     return finite(row.validation_loss) if record.objective == "validation_loss" else speed_of(row)
 
@@ -111,7 +111,7 @@ def speed_text(speed: float | None) -> str:
     return f"{speed:,.0f}" if 100 <= speed < 1e12 else f"{speed:.3g}"
 
 
-def rate_text(row: Row) -> str:
+def rate_text(row: TrialRow) -> str:
     """'1,234 ± 2.1%'."""
     speed, interval = speed_of(row), interval_of(row)
     return speed_text(speed) + (
@@ -181,7 +181,7 @@ def sentence(record: SweepRecord) -> str:
     )
 
 
-def train_command(record: SweepRecord, row: Row) -> str:
+def train_command(record: SweepRecord, row: TrialRow) -> str:
     """The command that trains with a row's settings: those given to the sweep, and over them the trial's own. Objects of a Python
     program have no name that a command line could give; there it is a line of Python."""
     given = record.header.get("settings")
@@ -210,7 +210,7 @@ def tuned_command(record: SweepRecord) -> str:
     return shlex.join(["orchestrator", "train", "--tuned", str(record.folder)])
 
 
-def setting_text(row: Row, names: Iterable[str]) -> str:
+def setting_text(row: TrialRow, names: Iterable[str]) -> str:
     """'precision bf16, batch 64': what a row has of some settings."""
     return ", ".join(f"{in_words(name)} {value_text(row.point[name])}" for name in names if name in row.point)
 
@@ -236,7 +236,7 @@ def _named(name: str, value: Any) -> str:
     return value_text(value) if bare else f"{in_words(name)} {value_text(value)}"
 
 
-def point_text(row: Row, name: str) -> str:
+def point_text(row: TrialRow, name: str) -> str:
     """What a trial asked for, and what the plan made of it where that is something else."""
     asked, filled = (
         row.point.get(name),

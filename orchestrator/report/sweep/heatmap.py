@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import SHORT, objective_text, objective_value, swept, value_text
 from orchestrator.report.sweep.scaling import ranked, score_of
@@ -144,7 +144,7 @@ def _cells(
     record: SweepRecord, x: tuple[str, Levels], y: tuple[str, Levels] | None
 ) -> tuple[tuple[Cell, ...], ...]:
     height = len(y[1].labels) if y else 1
-    held: list[list[list[Row]]] = [[[] for _ in x[1].labels] for _ in range(height)]
+    held: list[list[list[TrialRow]]] = [[[] for _ in x[1].labels] for _ in range(height)]
     for row in record.rows:
         held[y[1].of(row.point.get(y[0])) if y else 0][x[1].of(row.point.get(x[0]))].append(row)
     bests = [
@@ -156,7 +156,7 @@ def _cells(
     return tuple(tuple(_cell(record, rows, min(scores), max(scores)) for rows in line) for line in held)
 
 
-def _cell(record: SweepRecord, rows: Sequence[Row], worst: float, best: float) -> Cell:
+def _cell(record: SweepRecord, rows: Sequence[TrialRow], worst: float, best: float) -> Cell:
     """The best completed trial of a cell, or why there is none."""
     scored = [
         (score, -row.trial, row) for row in rows if (score := score_of(row, record.objective)) is not None

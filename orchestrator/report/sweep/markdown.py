@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.csv_files import Group, best_group, groups
 from orchestrator.report.sweep.facts import (
@@ -115,12 +115,12 @@ def efficiency_text(point: Scaled) -> str:
     )
 
 
-def memory_text(row: Row) -> str:
+def memory_text(row: TrialRow) -> str:
     peak = finite(row.peak_memory_bytes)
     return bytes_text(peak) if peak else "–"
 
 
-def phases_text(row: Row) -> str:
+def phases_text(row: TrialRow) -> str:
     """Percent of a step in the order of the phases: '3 / 30 / 44 / 8 / 12'."""
     shares = phase_shares(row)
     return (
@@ -207,7 +207,7 @@ def _has_loss(record: SweepRecord) -> bool:
     return any(finite(row.validation_loss) is not None for row in record.rows if devices_of(row) is not None)
 
 
-def loss_text(row: Row) -> str:
+def loss_text(row: TrialRow) -> str:
     loss = finite(row.validation_loss)
     return "–" if loss is None else f"{loss:.4g}"
 

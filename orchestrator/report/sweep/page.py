@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.record.ledger import SweepRecord, read_sweep
+from orchestrator.record.ledger import SweepRecord, read_sweep_record
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.page import PAGE, document
 from orchestrator.report.run.read import finite
@@ -46,7 +46,7 @@ Tile = tuple[str, str, str]
 
 def draw_sweep(folder: Path) -> list[Path]:
     """Draws everything anew from the ledger of a sweep: tables, pictures and page. Returns what was written."""
-    record = read_sweep(folder)
+    record = read_sweep_record(folder)
     texts = {SWEEP_CSV: sweep_csv(record), SCALING_CSV: scaling_csv(record), SCALING_MD: scaling_md(record)}
     tables = [write_whole(folder / name, text) for name, text in texts.items()]
     return [*tables, *draw_pictures(record, folder), write_whole(folder / PAGE, sweep_page(record))]

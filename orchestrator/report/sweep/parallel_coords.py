@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.draw.axes import tick_text, ticks
 from orchestrator.report.sweep.facts import in_words, objective_name, objective_value, swept, value_text
 from orchestrator.report.sweep.heatmap import LOG_FROM, effect, is_number, part_of
@@ -35,7 +35,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    row: Row
+    row: TrialRow
     places: tuple[float, ...]
     strength: float
     """From 0, the worst trial, to 1, the best."""

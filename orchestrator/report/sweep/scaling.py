@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 
 Kind = Literal["strong", "weak"]
@@ -44,7 +44,7 @@ HOUR = 3600.0
 class Scaled:
     """A row against the base of its series."""
 
-    row: Row
+    row: TrialRow
     devices: int
     speedup: float
     """Its throughput over the base's."""
@@ -71,7 +71,7 @@ class Series:
         return max(speed_of(point.row) or 0.0 for point in self.points)
 
 
-def settings_of(row: Row) -> dict[str, Any]:
+def settings_of(row: TrialRow) -> dict[str, Any]:
     """What a trial ran with: its point, and over it what the plan made of it."""
     filled = {name: value for name in PLANNED if (value := getattr(row, name)) is not None}
     kept = {
@@ -86,30 +86,30 @@ def settings_of(row: Row) -> dict[str, Any]:
     return settings
 
 
-def devices_of(row: Row) -> int | None:
+def devices_of(row: TrialRow) -> int | None:
     """One device for each worker."""
     workers = settings_of(row).get("workers")
     return workers if _is_count(workers) else None
 
 
-def speed_of(row: Row) -> float | None:
+def speed_of(row: TrialRow) -> float | None:
     """Samples per second; None where none were measured."""
     speed = finite(row.samples_per_second)
     return speed if speed is not None and speed > 0 else None
 
 
-def interval_of(row: Row) -> float | None:
+def interval_of(row: TrialRow) -> float | None:
     """The relative half-width of the interval of the throughput."""
     interval = finite(row.interval)
     return interval if interval is not None and interval >= 0 else None
 
 
-def score_of(row: Row, objective: str) -> float | None:
+def score_of(row: TrialRow, objective: str) -> float | None:
     """The larger the better; None for what did not complete or has no finite score."""
     return finite(row.score(objective)) if row.status == "completed" else None
 
 
-def ranked(record: SweepRecord) -> list[Row]:
+def ranked(record: SweepRecord) -> list[TrialRow]:
     """Completed trials, the best first; of equals the earlier."""
     scored = [
         (score, -row.trial, row)
@@ -119,19 +119,19 @@ def ranked(record: SweepRecord) -> list[Row]:
     return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
 
-def best_by_devices(record: SweepRecord) -> dict[int, Row]:
+def best_by_devices(record: SweepRecord) -> dict[int, TrialRow]:
     """The best completed trial of each number of devices, by the objective."""
-    found: dict[int, Row] = {}
+    found: dict[int, TrialRow] = {}
     for row in ranked(record):
         if (devices := devices_of(row)) is not None:
             found.setdefault(devices, row)
     return dict(sorted(found.items()))
 
 
-def scaled(rows: Iterable[Row]) -> tuple[Scaled, ...]:
+def scaled(rows: Iterable[TrialRow]) -> tuple[Scaled, ...]:
     """Rows against the one with the fewest devices. Of several on as many devices the fastest counts; those without a throughput or
     a number of devices do not."""
-    fastest: dict[int, Row] = {}
+    fastest: dict[int, TrialRow] = {}
     for row in sorted(rows, key=lambda row: (-(speed_of(row) or 0.0), row.trial)):
         if (devices := devices_of(row)) is not None and speed_of(row) is not None:
             fastest.setdefault(devices, row)
@@ -139,7 +139,7 @@ def scaled(rows: Iterable[Row]) -> tuple[Scaled, ...]:
     return tuple(_against(fastest[counts[0]], counts[0], fastest[count], count) for count in counts)
 
 
-def _against(base: Row, base_devices: int, row: Row, devices: int) -> Scaled:
+def _against(base: TrialRow, base_devices: int, row: TrialRow, devices: int) -> Scaled:
     speedup = (speed_of(row) or 0.0) / (speed_of(base) or 1.0)
     efficiency = speedup * base_devices / devices
     if row is base:
@@ -168,7 +168,7 @@ def all_series(record: SweepRecord) -> list[Series]:
     return [*series_of(record, "strong"), *series_of(record, "weak")]
 
 
-def _is_fixed(row: Row, kind: Kind) -> bool:
+def _is_fixed(row: TrialRow, kind: Kind) -> bool:
     """Whether a row can be of a series: what the kind keeps is known, and in weak scaling the global batch grows with the devices
     (it does not where one gate routes for all)."""
     settings = settings_of(row)
@@ -181,31 +181,31 @@ def _is_fixed(row: Row, kind: Kind) -> bool:
     )
 
 
-def _shared(row: Row, kind: Kind) -> dict[str, Any]:
+def _shared(row: TrialRow, kind: Kind) -> dict[str, Any]:
     return {name: value for name, value in settings_of(row).items() if name not in _FREE[kind]}
 
 
-def _series(kind: Kind, rows: Sequence[Row]) -> Series:
+def _series(kind: Kind, rows: Sequence[TrialRow]) -> Series:
     points = scaled(rows)
     strategy = next((row.strategy for row in rows if row.strategy not in (ALONE, None)), None)
     return Series(kind, _shared(rows[0], kind) | ({"strategy": strategy} if strategy else {}), points)
 
 
-def _by_strategy(rows: Sequence[Row]) -> list[list[Row]]:
+def _by_strategy(rows: Sequence[TrialRow]) -> list[list[TrialRow]]:
     """One list for each strategy. A process alone has none: it is the beginning of every one of them."""
     strategies = {row.strategy: None for row in rows if row.strategy != ALONE}
     alone = [row for row in rows if row.strategy == ALONE]
     return [[*alone, *(row for row in rows if row.strategy == strategy)] for strategy in strategies]
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> list[list[Row]]:
-    groups: dict[str, list[Row]] = {}
+def _grouped(rows: Iterable[TrialRow], key: Callable[[TrialRow], str]) -> list[list[TrialRow]]:
+    groups: dict[str, list[TrialRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())
 
 
-def predicted_hours(record: SweepRecord, row: Row) -> float | None:
+def predicted_hours(record: SweepRecord, row: TrialRow) -> float | None:
     """Hours that the whole training would take at the row's throughput."""
     given = record.header.get("settings")
     epochs = finite(row.point.get("epochs")) or finite(record.header.get("epochs"))
@@ -221,7 +221,7 @@ def predicted_hours(record: SweepRecord, row: Row) -> float | None:
     return whole / speed / HOUR
 
 
-def phase_shares(row: Row) -> dict[str, float]:
+def phase_shares(row: TrialRow) -> dict[str, float]:
     """Parts of a step by phase. What no phase accounts for belongs to none."""
     phases = {
         str(name): part

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.record.ledger import STATUSES, Row, SweepRecord
+from orchestrator.record.ledger import STATUSES, TrialRow, SweepRecord
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.svg import PART_COLORS, esc
 from orchestrator.report.sweep.csv_files import Group, groups
@@ -106,7 +106,7 @@ def _scaling_row(point: Scaled, line: Sequence[str], names: Sequence[str], best:
     return f"<tr{_BEST if best else ''}>{cells}</tr>"
 
 
-def phase_stack(row: Row) -> str:
+def phase_stack(row: TrialRow) -> str:
     """A step cut into its phases."""
     shares = phase_shares(row)
     if not shares:
@@ -136,8 +136,8 @@ class _Column:
     """A column of the trials: its name, the text of a row, and what it is sorted by (the text where it is None)."""
 
     name: str
-    text: Callable[[Row], str]
-    value: Callable[[Row], Any] | None = None
+    text: Callable[[TrialRow], str]
+    value: Callable[[TrialRow], Any] | None = None
     first: str = "ascending"
     figure: bool = True
     measured: bool = False
@@ -202,7 +202,7 @@ def _columns(record: SweepRecord) -> list[_Column]:
 
 
 def _memory(value: float) -> str:
-    return memory_text(Row(0, {}, "completed", peak_memory_bytes=int(value)))
+    return memory_text(TrialRow(0, {}, "completed", peak_memory_bytes=int(value)))
 
 
 _STATUS = _Column(
@@ -211,7 +211,7 @@ _STATUS = _Column(
 
 
 def _setting(name: str, record: SweepRecord) -> _Column:
-    def value(row: Row) -> Any:
+    def value(row: TrialRow) -> Any:
         ran = settings_of(row).get(name, row.point.get(name))
         return ran if is_number(ran) else point_text(row, name)
 
@@ -220,11 +220,11 @@ def _setting(name: str, record: SweepRecord) -> _Column:
 
 
 def _number(
-    name: str, value: Callable[[Row], Any], text: Callable[[float], str], first: str = "ascending"
+    name: str, value: Callable[[TrialRow], Any], text: Callable[[float], str], first: str = "ascending"
 ) -> _Column:
     """A column of figures; what is none is shown as a dash and stays at the end however one sorts."""
 
-    def known(row: Row) -> float | None:
+    def known(row: TrialRow) -> float | None:
         return finite(value(row))
 
     return _Column(
@@ -243,7 +243,7 @@ def _any_loss(record: SweepRecord) -> bool:
     return any(finite(row.validation_loss) is not None for row in record.rows)
 
 
-def _trial(row: Row, columns: Sequence[_Column], best: bool) -> str:
+def _trial(row: TrialRow, columns: Sequence[_Column], best: bool) -> str:
     blank = bool(row.reason) and all(
         column.value is None or column.value(row) == "" for column in columns if column.measured
     )
@@ -251,7 +251,7 @@ def _trial(row: Row, columns: Sequence[_Column], best: bool) -> str:
     return f"<tr{_BEST if best else ''}>{cells}</tr>"
 
 
-def _trial_cell(row: Row, column: _Column) -> str:
+def _trial_cell(row: TrialRow, column: _Column) -> str:
     text, value = column.text(row), column.value(row) if column.value else column.text(row)
     about = f' title="{esc(one_line(row.reason))}"' if row.reason else ""
     shown = (
@@ -262,7 +262,7 @@ def _trial_cell(row: Row, column: _Column) -> str:
     return f'<td{_class(column.figure)} data-value="{esc(value)}">{shown}</td>'
 
 
-def _with_reason(row: Row, columns: Sequence[_Column]) -> str:
+def _with_reason(row: TrialRow, columns: Sequence[_Column]) -> str:
     """A trial that was not measured: why, across the columns of its figures, where it has room and is seen. The cells that it covers
     stay, hidden: columns are sorted by the number of a cell."""
     covered = [column for column in columns if column.measured]

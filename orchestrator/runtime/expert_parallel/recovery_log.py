@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.events import EventLog, last_events, mend_events, of_kind
+from orchestrator.record.events import EventLog, last_events, truncate_torn_line, of_kind
 from orchestrator.runtime.recovery import Failure
 
 
@@ -43,7 +43,7 @@ class RecoveryLog:
         """Something went wrong at a step, and how it goes on is decided. ``times``: it struck and was noticed. ``torn``: who wrote the
         record is lost, perhaps in the middle of a line."""
         if torn:
-            mend_events(self._path)
+            truncate_torn_line(self._path)
         recorded = [event.get("step") for event in of_kind(last_events(self._path), "step")[-1:]]
         step = max([step, *(last for last in recorded if isinstance(last, int))])  # a pulse may lag behind
         self.changes(reason, workers, step, times)

@@ -36,9 +36,9 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
-from orchestrator.record.ledger import Ledger, Row, as_row
+from orchestrator.record.ledger import Ledger, TrialRow, parse_trial
 from orchestrator.record.sweep_screen import SweepScreen
-from orchestrator.redaction import held_in, mask
+from orchestrator.redaction import secrets_in, mask
 from orchestrator.runtime.cluster.session import cluster_runs
 from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source, needed_optuna
@@ -163,7 +163,7 @@ def run_sweep(
     prepared: Prepared,
     ground: Ground,
     ledger: Ledger,
-    done: tuple[Row, ...],
+    done: tuple[TrialRow, ...],
     screen: SweepScreen,
     asked: Callable[[], bool],
 ) -> None:
@@ -171,20 +171,20 @@ def run_sweep(
     config = prepared.resolved.config
     secrets = secret_values()
 
-    def record(row: Row) -> None:
+    def record(row: TrialRow) -> None:
         row = replace(
             row, reason=mask(row.reason, secrets)[:_REASON]
         )  # in this order: half a secret would not be known for one
         ledger.add(row)
         screen.trial_done(row)
 
-    def needs(point: Point) -> int | Row:
+    def needs(point: Point) -> int | TrialRow:
         try:
             return ground.workers(config.but(**point))
         except ResourceError as error:
-            return Row(0, point, "infeasible", _line(error))
+            return TrialRow(0, point, "infeasible", _line(error))
         except UserError as error:
-            return Row(0, point, "failed", _line(error))
+            return TrialRow(0, point, "failed", _line(error))
 
     points = Points(
         source_of(sweep, config, prepared.plan, done, needs),
@@ -208,7 +208,7 @@ def run_sweep(
         None
         if config.task in BUILT_IN or (":" in config.task and not config.task.startswith("python:"))
         else prepared.task,
-        held_in([to_json(config), sweep.space.to_json(), *sweep.space.given], secrets),
+        secrets_in([to_json(config), sweep.space.to_json(), *sweep.space.given], secrets),
     )
     _fit(sweep, ground, common, points, _Recorder(points, record, screen, asked), asked)
 
@@ -218,7 +218,7 @@ def _line(error: Exception) -> str:
 
 
 def source_of(
-    sweep: Sweep, config: Config, plan: Plan, done: tuple[Row, ...], needs: Callable[[Point], int | Row]
+    sweep: Sweep, config: Config, plan: Plan, done: tuple[TrialRow, ...], needs: Callable[[Point], int | TrialRow]
 ) -> Source:
     """A list of points in its own order. Of a grid or of draws, points that cannot be tried come first, to be told at once; then
     trials with the same number of workers follow one another: workers are kept from one to the next."""
@@ -237,7 +237,7 @@ def source_of(
 
     def workers(point: Point) -> int:
         want = wanted[point_key(point)]
-        return 0 if isinstance(want, Row) else want
+        return 0 if isinstance(want, TrialRow) else want
 
     return Listed(sorted(points[: sweep.points], key=workers))
 
@@ -363,7 +363,7 @@ class _Recorder(_Kept, Callback):
     """Writes down what came of each trial, as soon as it is known."""
 
     def __init__(
-        self, points: Points, record: Callable[[Row], None], screen: SweepScreen, asked: Callable[[], bool]
+        self, points: Points, record: Callable[[TrialRow], None], screen: SweepScreen, asked: Callable[[], bool]
     ) -> None:
         self._points, self._record, self._screen, self._asked = points, record, screen, asked
 
@@ -372,7 +372,7 @@ class _Recorder(_Kept, Callback):
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:  # noqa: ARG002
         result = trial.last_result or {}
-        row = as_row({"event": "trial", **result["row"]}) if "row" in result else None
+        row = parse_trial({"event": "trial", **result["row"]}) if "row" in result else None
         if row is None or (self._asked() and not result.get("ended")):
             return  # broken off: it will be tried again
         if not result.get("ended"):
@@ -384,9 +384,9 @@ class _Recorder(_Kept, Callback):
             return
         config, told = trial.config, trial_error(trial)
         reason = f"the process that led the trial was lost{f': {told}' if told else ''}"
-        self._told(trial, Row(config["trial"], config["point"], "failed", reason, workers=config["workers"]))
+        self._told(trial, TrialRow(config["trial"], config["point"], "failed", reason, workers=config["workers"]))
 
-    def _told(self, trial: Any, row: Row) -> None:
+    def _told(self, trial: Any, row: TrialRow) -> None:
         self._record(row)
         with suppress(Exception):
             self._points.told(trial.trial_id, row)

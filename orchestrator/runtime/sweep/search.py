@@ -12,7 +12,7 @@ from ray.tune.search import Searcher
 
 from orchestrator.config.space import MOST_POINTS, Point, Range, Space, Values, point_key
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import Row
+from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep.surrogate import Surrogate
 
 _TRIES = 200  # suggestions in a row that bring nothing new, before a search is over
@@ -154,11 +154,11 @@ class Points(Searcher):
     def __init__(
         self,
         source: Source,
-        done: Iterable[Row],
+        done: Iterable[TrialRow],
         most: int,
-        score: Callable[[Row], float | None],
-        needs: Callable[[Point], int | Row],
-        refuse: Callable[[Row], None],
+        score: Callable[[TrialRow], float | None],
+        needs: Callable[[Point], int | TrialRow],
+        refuse: Callable[[TrialRow], None],
     ) -> None:
         """``needs`` says how many workers a point wants, or what became of it if it cannot be tried, which ``refuse`` is told
         of. ``most`` trials are made in all, with those that are done."""
@@ -195,14 +195,14 @@ class Points(Searcher):
         self._number += 1
         self._known[point_key(point)] = None
         needed = self._needs(point)
-        if isinstance(needed, Row):
+        if isinstance(needed, TrialRow):
             self._refuse(replace(needed, trial=self._number))
             self._source.tell(point, None)
             return None
         self._live[trial_id] = point
         return {"trial": self._number, "point": dict(point), "workers": needed}
 
-    def told(self, trial_id: str, row: Row) -> None:
+    def told(self, trial_id: str, row: TrialRow) -> None:
         """What came of a trial."""
         point = self._live.pop(trial_id, None)
         if point is not None:

@@ -23,8 +23,8 @@ from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
-from orchestrator.record.ledger import Row
-from orchestrator.redaction import Secrets, together
+from orchestrator.record.ledger import TrialRow
+from orchestrator.redaction import Secrets, longest_first
 from orchestrator.runtime.cluster.session import first_line
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Common:
 
     @property
     def hidden(self) -> Secrets:
-        return together(self.secrets, secret_values())
+        return longest_first(self.secrets, secret_values())
 
 
 # --- the leader
@@ -98,12 +98,12 @@ class Trial(Trainable):
                 self._opened = True
             measured, facts = self._gang.advance(1 / self._common.slices)
         except _Failed as failure:
-            row = Row(
+            row = TrialRow(
                 self._number, self._point, failure.status, failure.reason, self._took(), workers=self._workers
             )
             return _report(row, self._common, done=True)
         row = measured_row(
-            Row(self._number, self._point, "completed", "", self._took(), workers=self._workers),
+            TrialRow(self._number, self._point, "completed", "", self._took(), workers=self._workers),
             measured,
             facts,
         )
@@ -118,7 +118,7 @@ class Trial(Trainable):
         self._gang.end()
 
 
-def measured_row(row: Row, measured: TrialResult, facts: dict[str, Any]) -> Row:
+def measured_row(row: TrialRow, measured: TrialResult, facts: dict[str, Any]) -> TrialRow:
     names = (
         "samples_per_second",
         "interval",
@@ -135,7 +135,7 @@ def measured_row(row: Row, measured: TrialResult, facts: dict[str, Any]) -> Row:
     return replace(row, start_seconds=max(0.0, row.seconds - measured.seconds), **figures, **facts)
 
 
-def _report(row: Row, common: Common, done: bool) -> dict[str, Any]:
+def _report(row: TrialRow, common: Common, done: bool) -> dict[str, Any]:
     """What Tune is told: a score, the larger the better (of throughput, that of one device: trials on few are not to be stopped
     for being few), and the row for the ledger. ``ended`` is our word for done: Tune's own
     is also said of trials that it stops."""
@@ -167,7 +167,7 @@ class _Gang:
             assert group is not None, "a trial runs in a placement group of its own"
             self._actors = [self._worker(group, rank) for rank in range(self._size)]
         patience = self._common.config.parallel.resource_timeout
-        place = self._answers([self._actors[0].meeting_place.remote()], patience)[0]
+        place = self._answers([self._actors[0].rendezvous_address.remote()], patience)[0]
         self._answers(
             [
                 actor.open.remote(trial_work, self._sent, dict(point), place, rank, self._size)

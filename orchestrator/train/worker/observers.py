@@ -15,7 +15,7 @@ from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.events import EventLog
 from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
-from orchestrator.redaction import masked
+from orchestrator.redaction import mask_tree
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def recording(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLo
         log.write("warning", kind="tracker", message=message)
 
     secrets = secret_values()
-    shown = masked(to_json(config), secrets)
+    shown = mask_tree(to_json(config), secrets)
     trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, shown, on_warning=warn)
     log = EventLog(run_dir / "events.jsonl", [screen, trackers], secrets)
     try:

@@ -22,7 +22,7 @@ from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.record.events import last_events, of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
-from orchestrator.redaction import Secrets, held_in, masked, together
+from orchestrator.redaction import Secrets, secrets_in, mask_tree, longest_first
 from orchestrator.tasks.task import Task
 from orchestrator.types import count_text
 
@@ -45,12 +45,12 @@ class Prepared:
 
     def with_secrets(self) -> Prepared:
         """To be sent to others, with those secrets of this environment that they are handed anyway: in its own settings and reasons."""
-        return replace(self, secrets=held_in(plan_json(self), secret_values()))
+        return replace(self, secrets=secrets_in(plan_json(self), secret_values()))
 
     @property
     def hidden(self) -> Secrets:
         """What is masked in all that the run says: secrets of who asked for it, and of where its worker is."""
-        return together(self.secrets, secret_values())
+        return longest_first(self.secrets, secret_values())
 
 
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
@@ -141,7 +141,7 @@ def write_intentions(prepared: Prepared, run_dir: Path, measured: dict[str, Any]
     secrets = prepared.hidden
     write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
     write_json(
-        run_dir / "plan.json", masked(plan_json(prepared) | {"measured": measured}, secrets, keys=False)
+        run_dir / "plan.json", mask_tree(plan_json(prepared) | {"measured": measured}, secrets, keys=False)
     )
 
 

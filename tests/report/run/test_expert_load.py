@@ -1,13 +1,13 @@
 import pytest
 
 from orchestrator.report.run.expert_load import MAX_COLUMNS, busiest, doublings, idlest, layer_loads
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, write_events, write_run
 
 
 def loads_of(tmp_path, *loads):
     return layer_loads(
-        read_run(
+        read_run_record(
             write_events(
                 tmp_path, [{"event": "load", "step": i + 1, "loads": load} for i, load in enumerate(loads)]
             )
@@ -45,7 +45,7 @@ def test_layers_without_tokens_or_of_another_shape_are_left_out(tmp_path):
 
 
 def test_layers_and_experts_of_a_run(tmp_path):
-    layers = layer_loads(read_run(write_run(tmp_path, FakeRun(experts=6, layers=3))))
+    layers = layer_loads(read_run_record(write_run(tmp_path, FakeRun(experts=6, layers=3))))
     assert [(layer.layer, layer.experts) for layer in layers] == [(0, 6), (1, 6), (2, 6)]
     assert all(sum(row[0] or 0 for row in layer.ratios) == pytest.approx(6, rel=1e-6) for layer in layers)
 

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.plots import draw_all
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
 RUNS = {
@@ -21,7 +21,7 @@ RUNS = {
 
 
 def figure_of(tmp_path, name):
-    figure = hosts_figure(read_run(write_run(tmp_path, RUNS[name])))
+    figure = hosts_figure(read_run_record(write_run(tmp_path, RUNS[name])))
     assert figure is not None
     return figure
 
@@ -85,7 +85,7 @@ def test_many_layers_become_a_map(tmp_path):
 
 
 def test_the_picture_is_one_of_the_run(tmp_path):
-    written = draw_all(read_run(write_run(tmp_path, RUNS["few"])), tmp_path)
+    written = draw_all(read_run_record(write_run(tmp_path, RUNS["few"])), tmp_path)
     assert [path.name for path in written] == [
         "training_metrics.png",
         "expert_activations.png",
@@ -95,9 +95,9 @@ def test_the_picture_is_one_of_the_run(tmp_path):
 
 def test_one_host_or_no_placement_is_no_picture(tmp_path):
     assert (
-        hosts_figure(read_run(write_run(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4)))) is None
+        hosts_figure(read_run_record(write_run(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4)))) is None
     )
-    assert hosts_figure(read_run(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
+    assert hosts_figure(read_run_record(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
 
 
 def test_rows_of_experts_without_a_host_are_told(tmp_path):
@@ -105,7 +105,7 @@ def test_rows_of_experts_without_a_host_are_told(tmp_path):
         event | {"loads": [[1] * 10] * 2} if event["event"] == "load" else event
         for event in run_events(RUNS["few"])
     ]
-    figure = hosts_figure(read_run(write_events(tmp_path, events)))
+    figure = hosts_figure(read_run_record(write_events(tmp_path, events)))
     assert figure is not None
     assert figure.axes[-1].get_xlabel().endswith("50.0% of the rows went to experts whose host is not known")
 
@@ -113,7 +113,7 @@ def test_rows_of_experts_without_a_host_are_told(tmp_path):
 def test_without_loads_the_prediction_is_drawn(tmp_path):
     for name, title in (("few", "predicted 1.41×"), ("many", "predicted 1.01×")):
         events = [event for event in run_events(RUNS[name]) if event["event"] != "load"]
-        figure = hosts_figure(read_run(write_events(tmp_path / name, events)))
+        figure = hosts_figure(read_run_record(write_events(tmp_path / name, events)))
         assert figure is not None
         assert title in [axes.get_title(loc=side) for axes in figure.axes for side in ("left", "right")]
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["predicted"]

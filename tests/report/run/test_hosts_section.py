@@ -7,7 +7,7 @@ from orchestrator.report.draw.mpl import png
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.hosts_section import living
 from orchestrator.report.run.page import page
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.text import performance_summary
 from tests.report.run.test_page import EVIL, checked, poisoned
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
@@ -17,7 +17,7 @@ MANY = FakeRun(hosted=True, workers=8, experts=64, layers=24, gpu=True, steps=40
 
 
 def living_of(tmp_path, run):
-    return living(read_run(write_run(tmp_path, run)))
+    return living(read_run_record(write_run(tmp_path, run)))
 
 
 def test_each_expert_is_shown_on_its_host(tmp_path):
@@ -59,12 +59,12 @@ def test_a_part_that_is_unknown_is_left_out(tmp_path):
     assert living_of(tmp_path / "a", FakeRun(experts=4)) == ""
     events = run_events(FEW)
     alone = living(
-        read_run(write_events(tmp_path / "b", [event for event in events if event["event"] != "placement"]))
+        read_run_record(write_events(tmp_path / "b", [event for event in events if event["event"] != "placement"]))
     )
     assert "sent per step" in alone
     assert "Hosts" not in alone
     silent = living(
-        read_run(
+        read_run_record(
             write_events(
                 tmp_path / "c", [event for event in events if event["event"] not in ("load", "exchange")]
             )
@@ -79,7 +79,7 @@ def test_a_part_that_is_unknown_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("run", [FEW, MANY])
 def test_hostile_content_stays_text(tmp_path, run):
-    record = read_run(write_events(tmp_path, [poisoned(event) for event in run_events(run)]))
+    record = read_run_record(write_events(tmp_path, [poisoned(event) for event in run_events(run)]))
     found = checked(page(record))
     assert found.tags.count("script") == 1
     assert EVIL not in living(record)
@@ -126,7 +126,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_events_stop_nothing_and_what_is_known_is_told(tmp_path, name):
-    record = read_run(write_events(tmp_path, ODD[name]))
+    record = read_run_record(write_events(tmp_path, ODD[name]))
     checked(page(record))
     if (figure := hosts_figure(record)) is not None:
         assert png(figure).startswith(b"\x89PNG")
@@ -135,7 +135,7 @@ def test_odd_events_stop_nothing_and_what_is_known_is_told(tmp_path, name):
 
 
 def test_experts_without_a_host_are_told(tmp_path):
-    text = living(read_run(write_events(tmp_path / "a", ODD["experts past the hosts"])))
+    text = living(read_run_record(write_events(tmp_path / "a", ODD["experts past the hosts"])))
     assert re.search(r"[\d.]+% of the rows went to experts whose host is not known", text)
     assert "no expert" in text
     assert "not known" not in living_of(tmp_path / "b", FEW)

@@ -11,7 +11,7 @@ import yaml
 from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
 from orchestrator.report.run.page import draw_report, page, write_page
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
@@ -62,7 +62,7 @@ def checked(text):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name):
-    found = checked(page(read_run(write_run(tmp_path, RUNS[name]))))
+    found = checked(page(read_run_record(write_run(tmp_path, RUNS[name]))))
     assert found.tags.count("script") == 1
     links = [
         value
@@ -74,11 +74,11 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name):
 
 
 def test_style_and_script_name_no_address(tmp_path):
-    assert not re.search(r"@import|url\(|https?://", page(read_run(write_events(tmp_path, []))))
+    assert not re.search(r"@import|url\(|https?://", page(read_run_record(write_events(tmp_path, []))))
 
 
 def test_the_page_runs_its_own_script_only(tmp_path):
-    text = page(read_run(write_run(tmp_path)))
+    text = page(read_run_record(write_run(tmp_path)))
     digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
     assert f"<script>{JS}</script>" in text
@@ -97,7 +97,7 @@ def test_hostile_content_stays_text_everywhere(tmp_path):
     write_events(
         folder, [poisoned(event) for event in run_events(FakeRun(steps=12, experts=2, gpu=True, resume_at=7))]
     )
-    found = checked(page(read_run(folder)))
+    found = checked(page(read_run_record(folder)))
     assert found.tags.count("script") == 1
     assert found.tags.count("img") == 4, "one per layer"
 
@@ -113,17 +113,17 @@ def poisoned(value: Any) -> Any:
 
 
 def test_sections_without_data_are_left_out(tmp_path):
-    text = page(read_run(write_run(tmp_path / "a", RUNS["none"])))
+    text = page(read_run_record(write_run(tmp_path / "a", RUNS["none"])))
     assert "Use of the experts" not in text
     assert "<h2>Training" not in text
     assert "batch has 3 channels" in text
-    bare = page(read_run(write_events(tmp_path / "b", run_events(FakeRun(steps=12)))))
+    bare = page(read_run_record(write_events(tmp_path / "b", run_events(FakeRun(steps=12)))))
     assert "Plan and settings" not in bare
     assert "<h2>Training" in bare
 
 
 def test_all_parts_of_a_full_run_are_there(tmp_path):
-    text = page(read_run(write_run(tmp_path, RUNS["moe"])))
+    text = page(read_run_record(write_run(tmp_path, RUNS["moe"])))
     for said in (
         "Training",
         "Use of the experts",
@@ -137,8 +137,8 @@ def test_all_parts_of_a_full_run_are_there(tmp_path):
 
 
 def test_a_run_on_hosts_says_where_its_experts_live(tmp_path):
-    assert "<h2>Where the experts live" in page(read_run(write_run(tmp_path / "a", RUNS["hosted"])))
-    assert "Where the experts live" not in page(read_run(write_run(tmp_path / "b", RUNS["moe"])))
+    assert "<h2>Where the experts live" in page(read_run_record(write_run(tmp_path / "a", RUNS["hosted"])))
+    assert "Where the experts live" not in page(read_run_record(write_run(tmp_path / "b", RUNS["moe"])))
 
 
 def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
@@ -152,12 +152,12 @@ def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
 
 
 def test_the_same_folder_gives_the_same_page(tmp_path):
-    record = read_run(write_run(tmp_path, FakeRun(steps=20, epochs=1)))
-    assert page(record) == page(read_run(tmp_path))
+    record = read_run_record(write_run(tmp_path, FakeRun(steps=20, epochs=1)))
+    assert page(record) == page(read_run_record(tmp_path))
 
 
 def test_the_page_may_go_elsewhere(tmp_path):
-    record = read_run(write_run(tmp_path / "run"))
+    record = read_run_record(write_run(tmp_path / "run"))
     assert write_page(record, tmp_path / "out") == tmp_path / "out" / "report.html"
 
 
@@ -168,7 +168,7 @@ def test_a_report_of_no_run_is_the_users_mistake(tmp_path):
 
 def test_a_long_run_stays_a_small_page(tmp_path):
     text = page(
-        read_run(
+        read_run_record(
             write_run(
                 tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4)
             )

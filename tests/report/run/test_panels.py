@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.report.run.panels import MAX_POINTS, Curve, Panel, decimate, device_panels, panels, smooth
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
 SERIES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=3000)
 
 
 def shown(tmp_path, run):
-    return {panel.title: panel for panel in panels(read_run(write_run(tmp_path, run)))}
+    return {panel.title: panel for panel in panels(read_run_record(write_run(tmp_path, run)))}
 
 
 def test_the_panels_of_a_run(tmp_path):
@@ -27,7 +27,7 @@ def test_tokens_are_counted_where_a_sample_has_many(tmp_path):
 
 
 def test_no_steps_no_panels(tmp_path):
-    assert panels(read_run(write_run(tmp_path, FakeRun(steps=0, ends="failed")))) == []
+    assert panels(read_run_record(write_run(tmp_path, FakeRun(steps=0, ends="failed")))) == []
 
 
 def test_a_short_series_is_not_smoothed(tmp_path):
@@ -53,7 +53,7 @@ def test_values_that_are_no_number_are_gaps_and_are_marked(tmp_path):
 
 def test_a_loss_that_was_never_a_number_still_has_its_panel(tmp_path):
     events = [event for event in run_events(FakeRun(steps=5, epochs=1)) if event["event"] == "step"]
-    record = read_run(write_events(tmp_path, [event | {"loss": "nan"} for event in events]))
+    record = read_run_record(write_events(tmp_path, [event | {"loss": "nan"} for event in events]))
     loss = panels(record)[0]
     assert (loss.title, loss.curves) == ("Loss", ())
     assert len(loss.broken) == 5
@@ -66,14 +66,14 @@ def test_resumes_and_memory_shortages_are_marked(tmp_path):
 
 
 def test_devices_and_host_have_curves(tmp_path):
-    found = device_panels(read_run(write_run(tmp_path, FakeRun(gpu=True))))
+    found = device_panels(read_run_record(write_run(tmp_path, FakeRun(gpu=True))))
     assert [panel.title for panel in found] == ["Utilization", "Memory in use", "Power"]
     assert [curve.label for curve in found[0].curves] == ["gpu 0", "host cpu"]
     assert found[0].y_axis.high == 100
 
 
 def test_a_cpu_run_shows_no_power(tmp_path):
-    found = device_panels(read_run(write_run(tmp_path, FakeRun())))
+    found = device_panels(read_run_record(write_run(tmp_path, FakeRun())))
     assert [panel.title for panel in found] == ["Utilization", "Memory in use"]
 
 
@@ -103,7 +103,7 @@ def test_a_panel_scales_to_its_curves():
 
 
 def test_all_step_charts_of_a_run_share_their_axis(tmp_path):
-    record = read_run(write_run(tmp_path, FakeRun(gpu=True)))
+    record = read_run_record(write_run(tmp_path, FakeRun(gpu=True)))
     by_step = [panel for panel in (*panels(record), *device_panels(record)) if panel.x_label == "step"]
     assert {(panel.x_axis.low, panel.x_axis.high) for panel in by_step} == {(1.0, 120.0)}
 

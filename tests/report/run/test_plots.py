@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from orchestrator.report.run.plots import draw_all, experts_figure, training_figure
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
 RUNS = {
@@ -20,7 +20,7 @@ RUNS = {
 
 
 def record_of(tmp_path, name):
-    return read_run(write_run(tmp_path, RUNS[name]))
+    return read_run_record(write_run(tmp_path, RUNS[name]))
 
 
 def overlaps(boxes):
@@ -66,7 +66,7 @@ def test_a_picture_fills_a_page_of_a_thousand_pixels(tmp_path):
 
 
 def test_nothing_to_draw_draws_nothing(tmp_path):
-    record = read_run(write_run(tmp_path, FakeRun(steps=0, ends="failed")))
+    record = read_run_record(write_run(tmp_path, FakeRun(steps=0, ends="failed")))
     assert draw_all(record, tmp_path) == []
     assert not list(tmp_path.glob("*.png"))
 
@@ -76,7 +76,7 @@ def test_metric_names_are_no_formulas(tmp_path):
         event | {"metrics": {"$\\sum_": 0.5}} if event["event"] == "step" else event
         for event in run_events(FakeRun(steps=5))
     ]
-    assert draw_all(read_run(write_events(tmp_path, events)), tmp_path)
+    assert draw_all(read_run_record(write_events(tmp_path, events)), tmp_path)
 
 
 def test_the_ideal_share_stands_on_the_colour_bar(tmp_path):

@@ -1,12 +1,12 @@
 import pytest
 
 from orchestrator.report.run import sections
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, write_events, write_run
 
 
 def record_of(tmp_path, **fields):
-    return read_run(write_run(tmp_path, FakeRun(**fields)))
+    return read_run_record(write_run(tmp_path, FakeRun(**fields)))
 
 
 def test_the_header_places_a_run(tmp_path):
@@ -55,7 +55,7 @@ def test_the_tiles_of_a_full_run(tmp_path):
 
 def test_the_loss_is_shown_where_there_is_no_metric(tmp_path):
     write_events(tmp_path, [{"event": "evaluate", "step": 3, "loss": "inf"}])
-    text = sections.tiles(read_run(tmp_path))
+    text = sections.tiles(read_run_record(tmp_path))
     assert "validation loss" in text
     assert "<b>inf</b>" in text
 
@@ -87,5 +87,5 @@ def test_experts_have_a_card_per_layer(tmp_path):
     "part", ["curves", "experts", "time_spent", "memory_bars", "device", "notes", "tiles"]
 )
 def test_a_part_without_data_is_not_there(tmp_path, part):
-    record = read_run(write_events(tmp_path, [{"event": "end", "status": "completed"}]))
+    record = read_run_record(write_events(tmp_path, [{"event": "end", "status": "completed"}]))
     assert getattr(sections, part)(record) == ""

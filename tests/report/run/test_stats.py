@@ -3,13 +3,13 @@ import json
 import pytest
 
 from orchestrator.report.run import stats as figures
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from orchestrator.types import GIB
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
 
 def record_of(tmp_path, run=None, **fields):
-    return read_run(write_run(tmp_path, run or FakeRun(**fields)))
+    return read_run_record(write_run(tmp_path, run or FakeRun(**fields)))
 
 
 def test_throughput_counts_tokens_only_where_they_differ(tmp_path):
@@ -38,7 +38,7 @@ def test_phases_are_weighted_by_their_steps(tmp_path):
         {"event": "phases", "step": 1, "steps": 1, "data": 1.0, "total": 1.0},
         {"event": "phases", "step": 10, "steps": 9, "data": 0.0, "forward": 1.0, "total": 1.0},
     ]
-    parts = figures.phase_seconds(read_run(write_events(tmp_path, events)))
+    parts = figures.phase_seconds(read_run_record(write_events(tmp_path, events)))
     assert parts["data"] == pytest.approx(0.1)
     assert parts["forward"] == pytest.approx(0.9)
 
@@ -69,11 +69,11 @@ def test_the_best_evaluation_follows_the_watched_metric(tmp_path):
         return {"event": "evaluate", "step": step, "loss": loss, "metrics": {"accuracy": accuracy}}
 
     write_events(tmp_path, [evaluate(1, 0.2, 0.5), evaluate(2, 0.4, 0.9), evaluate(3, "nan", "nan")])
-    assert (figures.best_evaluation(read_run(tmp_path)) or {})["step"] == 1
+    assert (figures.best_evaluation(read_run_record(tmp_path)) or {})["step"] == 1
     (tmp_path / "config.yaml").write_text("run: {early_stopping_metric: accuracy}\n")
-    assert (figures.best_evaluation(read_run(tmp_path)) or {})["step"] == 2
+    assert (figures.best_evaluation(read_run_record(tmp_path)) or {})["step"] == 2
     (tmp_path / "config.yaml").write_text("run: {early_stopping_metric: unheard_of}\n")
-    assert figures.watched_metric(read_run(tmp_path)) == "loss"
+    assert figures.watched_metric(read_run_record(tmp_path)) == "loss"
 
 
 def test_device_use_names_host_and_devices(tmp_path):
@@ -89,8 +89,8 @@ def test_values_the_driver_does_not_give_are_left_out(tmp_path):
         tmp_path,
         [{"event": "monitor", "step": 1, "host": {}, "devices": [{"index": 0, "utilization": None}]}],
     )
-    assert figures.device_use(read_run(tmp_path)) == []
-    assert figures.gpu_utilization(read_run(tmp_path)) is None
+    assert figures.device_use(read_run_record(tmp_path)) == []
+    assert figures.gpu_utilization(read_run_record(tmp_path)) is None
 
 
 def test_flops_in_words():
@@ -118,7 +118,7 @@ def test_events_of_another_shape_harm_nothing(tmp_path):
         "total": "t",
     }
     write_events(tmp_path, [event | odd for event in run_events(FakeRun(steps=12, epochs=1))])
-    record = read_run(tmp_path)
+    record = read_run_record(tmp_path)
     assert figures.throughput(record) is None
     assert figures.phase_seconds(record) == {}
     assert figures.memory(record) is None
@@ -131,18 +131,18 @@ def test_a_device_goes_by_its_makers_name(tmp_path):
     folder = write_run(tmp_path / "b", FakeRun(gpu=True))
     inventory = {"gpus": [{"index": 0, "name": "NVIDIA L4"}], "cpu_name": "EPYC"}
     (folder / "plan.json").write_text(json.dumps({"hardware": inventory}))
-    assert figures.device_name(read_run(folder)) == "NVIDIA L4 · cuda:0"
+    assert figures.device_name(read_run_record(folder)) == "NVIDIA L4 · cuda:0"
     folder = write_run(tmp_path / "c", FakeRun())
     (folder / "plan.json").write_text(json.dumps({"hardware": inventory}))
-    assert figures.device_name(read_run(folder)) == "EPYC · cpu"
+    assert figures.device_name(read_run_record(folder)) == "EPYC · cpu"
 
 
 def test_a_unit_has_the_name_the_run_gave_it(tmp_path):
     assert (
-        figures.unit_name(read_run(write_events(tmp_path / "a", [{"event": "start", "unit": "frames"}])))
+        figures.unit_name(read_run_record(write_events(tmp_path / "a", [{"event": "start", "unit": "frames"}])))
         == "frames"
     )
-    assert figures.unit_name(read_run(write_events(tmp_path / "b", []))) == "tokens"
+    assert figures.unit_name(read_run_record(write_events(tmp_path / "b", []))) == "tokens"
 
 
 def test_compilation_that_worked_needs_no_event(tmp_path):
@@ -150,6 +150,6 @@ def test_compilation_that_worked_needs_no_event(tmp_path):
     (folder / "plan.json").write_text(
         json.dumps({"choices": {"compile": {"value": True, "reason": "--compile"}}})
     )
-    assert figures.compiled(read_run(folder))
+    assert figures.compiled(read_run_record(folder))
     write_events(folder, [{"event": "compile", "status": "failed"}])
-    assert not figures.compiled(read_run(folder))
+    assert not figures.compiled(read_run_record(folder))

@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.text import WIDTH, performance_summary
 from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
 
@@ -27,7 +27,7 @@ RUNS = {
 
 
 def text_of(tmp_path, run):
-    return performance_summary(read_run(write_run(tmp_path, run)))
+    return performance_summary(read_run_record(write_run(tmp_path, run)))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -99,7 +99,7 @@ def test_unequal_shares_are_said(tmp_path):
         for event in run_events(FakeRun(workers=2))
     ]
     assert "2, gloo, sharding zero2, on 1 node, shares 75% / 25%" in performance_summary(
-        read_run(write_events(tmp_path, events))
+        read_run_record(write_events(tmp_path, events))
     )
 
 
@@ -112,8 +112,8 @@ def test_steps_short_of_the_plan_are_said(tmp_path):
         event | {"total_steps": 500} if event["event"] == "start" else event
         for event in run_events(FakeRun(ends="killed"))
     ]
-    assert "120 of 500" in performance_summary(read_run(write_events(tmp_path, events)))
+    assert "120 of 500" in performance_summary(read_run_record(write_events(tmp_path, events)))
 
 
 def test_an_empty_record_has_a_summary(tmp_path):
-    assert "unfinished" in performance_summary(read_run(write_events(tmp_path, [])))
+    assert "unfinished" in performance_summary(read_run_record(write_events(tmp_path, [])))

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from orchestrator.report.run.read import read_run
+from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.verdict import MIN_STEPS, verdict
 from orchestrator.types import GIB
 from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
@@ -13,7 +13,7 @@ WAITING = {"data": 0.5, "forward": 0.2, "backward": 0.25, "optimizer": 0.03}
 
 
 def verdict_of(tmp_path, **fields):
-    return verdict(read_run(write_run(tmp_path, FakeRun(**fields))))
+    return verdict(read_run_record(write_run(tmp_path, FakeRun(**fields))))
 
 
 def advice_names(found, *flags):
@@ -124,14 +124,14 @@ def test_a_placement_that_is_asked_for_already_is_not_advised(tmp_path):
     folder = write_run(tmp_path, FakeRun(workers=2, experts=5, hosted=True, skew=0.0, method="round_robin"))
     for asked, advised in (("auto", False), ("round_robin", True), ("mine.json", True)):
         (folder / "config.yaml").write_text(f"parallel: {{placement: {asked}}}\n")
-        assert ("--placement auto" in " ".join(verdict(read_run(folder)).advice)) is advised
+        assert ("--placement auto" in " ".join(verdict(read_run_record(folder)).advice)) is advised
 
 
 def test_a_bias_that_is_on_already_is_not_advised(tmp_path):
     folder = write_run(tmp_path, FakeRun(workers=2, experts=8, hosted=True, skew=1.0, sizes=(64,)))
-    assert "--balance-bias" in " ".join(verdict(read_run(folder)).advice)
+    assert "--balance-bias" in " ".join(verdict(read_run_record(folder)).advice)
     (folder / "config.yaml").write_text("moe: {balance_bias: 0.001}\n")
-    found = verdict(read_run(folder))
+    found = verdict(read_run_record(folder))
     assert found.bound_by == "imbalance"
     assert advice_names(found, "--balance-bias", "--balance-loss") == ["--balance-loss"]
 
@@ -174,12 +174,12 @@ def test_a_gpu_run_in_fp32_is_pointed_to_bf16(tmp_path):
         for event in run_events(FakeRun(gpu=True))
     ]
     write_events(folder, events)
-    assert "--precision bf16" in " ".join(verdict(read_run(folder)).advice)
+    assert "--precision bf16" in " ".join(verdict(read_run_record(folder)).advice)
 
 
 def test_without_phases_and_monitor_nothing_is_claimed(tmp_path):
     events = [event for event in run_events(FakeRun()) if event["event"] not in ("phases", "monitor")]
-    found = verdict(read_run(write_events(tmp_path, events)))
+    found = verdict(read_run_record(write_events(tmp_path, events)))
     assert found.bound_by == "unknown"
     assert "--profile" in " ".join(found.advice)
 
@@ -199,7 +199,7 @@ def test_idle_experts_count_where_no_expert_can_be_far_above_its_share(tmp_path)
         event | {"loads": [[95, 1, 90, 90]]} if event["event"] == "load" else event
         for event in run_events(FakeRun(experts=4))
     ]
-    found = verdict(read_run(write_events(tmp_path, events)))
+    found = verdict(read_run_record(write_events(tmp_path, events)))
     assert found.bound_by == "imbalance"
     assert found.evidence[0] == "1 of 4 experts of layer 0 receive almost no tokens"
 
@@ -212,7 +212,7 @@ def test_parts_of_the_exchange_are_advised_where_something_can_be_hidden_behind_
         event | ({"backend": "gloo"} if event["event"] == "start" else {})
         for event in run_events(FakeRun(gpu=True, **fields))
     ]
-    through_the_host = " ".join(verdict(read_run(write_events(tmp_path / "gloo", events))).advice)
+    through_the_host = " ".join(verdict(read_run_record(write_events(tmp_path / "gloo", events))).advice)
     assert "--exchange-chunks" not in through_the_host
     assert "--backend nccl" in through_the_host
 
@@ -239,7 +239,7 @@ def test_hosts_that_wait_in_the_exchange_for_an_uneven_one_are_to_be_placed_by_c
     }
     folder = write_run(tmp_path, FakeRun(**fields))
     (folder / "config.yaml").write_text(settings + "\n")
-    found = verdict(read_run(folder))
+    found = verdict(read_run_record(folder))
     assert found.bound_by == "communication"
     assert advised in found.advice[0]
     assert ("places experts by their cost" in found.advice[0]) is bool(advised)

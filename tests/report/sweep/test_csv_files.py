@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config.reader import read_flags
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.sweep.csv_files import groups, scaling_csv, sweep_csv
 from orchestrator.report.sweep.facts import in_words, sentence, series_label, swept, train_command, value_text
 from orchestrator.report.sweep.markdown import scaling_md
@@ -178,7 +178,7 @@ def test_damaged_headers_are_borne(tmp_path) -> None:
     record = SweepRecord(
         tmp_path,
         {"event": "sweep", "space": 3, "settings": [1], "trials": "x", "devices": None},
-        (Row(1, {}, "failed"),),
+        (TrialRow(1, {}, "failed"),),
     )
     assert "1 trial: 1 failed" in sentence(record)
     assert train_command(record, record.rows[0]) == "orchestrator train --task digits"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.ledger import Row, SweepRecord
+from orchestrator.record.ledger import TrialRow, SweepRecord
 from orchestrator.report.sweep.scaling import (
     all_series,
     best_by_devices,
@@ -28,7 +28,7 @@ def trial(
     batch: int = 16,
     accumulation: int = 1,
     **fields: Any,
-) -> Row:
+) -> TrialRow:
     strategy = "single" if workers == 1 else "data_parallel"
     filled: dict[str, Any] = {
         "workers": workers,
@@ -37,7 +37,7 @@ def trial(
         "accumulation_steps": accumulation,
     }
     whole = batch * accumulation * workers if workers else None
-    row = Row(
+    row = TrialRow(
         number,
         {"workers": workers, "batch_size": batch},
         "completed",
@@ -48,7 +48,7 @@ def trial(
     return replace(row, **fields)
 
 
-def sweep(*rows: Row, **header: Any) -> SweepRecord:
+def sweep(*rows: TrialRow, **header: Any) -> SweepRecord:
     from pathlib import Path
 
     return SweepRecord(Path("sweep"), {"event": "sweep", "objective": "throughput", **header}, rows)
@@ -179,7 +179,7 @@ def test_the_best_is_the_ledgers_best(tmp_path) -> None:
 
 def test_settings_are_the_point_and_what_the_plan_made_of_it() -> None:
     asked = {"parallel_strategy": "auto", "batch_size": "auto", "learning_rate": 0.1}
-    row = Row(1, asked, "completed", workers=2, strategy="data_parallel", batch_size=8, accumulation_steps=3)
+    row = TrialRow(1, asked, "completed", workers=2, strategy="data_parallel", batch_size=8, accumulation_steps=3)
     assert settings_of(row) == {
         "learning_rate": 0.1,
         "workers": 2,
@@ -188,8 +188,8 @@ def test_settings_are_the_point_and_what_the_plan_made_of_it() -> None:
         "accumulation_steps": 3,
         "global_batch_size": 48,
     }
-    assert devices_of(Row(1, {"workers": 3}, "infeasible")) == 3
-    assert devices_of(Row(1, {"workers": "auto"}, "failed")) is None
+    assert devices_of(TrialRow(1, {"workers": 3}, "infeasible")) == 3
+    assert devices_of(TrialRow(1, {"workers": "auto"}, "failed")) is None
 
 
 def test_the_whole_run_in_hours() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.record.events import EventLog, of_kind, present, read_events
+from orchestrator.record.events import EventLog, of_kind, effective_events, read_events
 from orchestrator.runtime.expert_parallel import recovery_log as module
 from orchestrator.runtime.expert_parallel.recovery_log import RecoveryLog
 from orchestrator.runtime.recovery import Failure
@@ -169,7 +169,7 @@ def test_an_account_that_is_closed_by_a_failure_takes_no_step_back(books: Books)
     books.log.write("step", step=32)
     books.steps(1016.0, 32)
     assert [
-        event["step"] for event in of_kind(present([{"event": "start"}, *read_events(books.path)]), "step")
+        event["step"] for event in of_kind(effective_events([{"event": "start"}, *read_events(books.path)]), "step")
     ] == [31, 32]
 
 

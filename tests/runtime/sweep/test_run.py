@@ -21,10 +21,10 @@ from orchestrator.config.settings import Config
 from orchestrator.config.space import Point, Space, parse_space, points_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError, UserError
-from orchestrator.measure.trial import Measured
+from orchestrator.measure.trial import TrialResult
 from orchestrator.plan.inventory.cluster import Cluster as Planned
 from orchestrator.plan.inventory.cluster import Node
-from orchestrator.record.ledger import LEDGER, Ledger, Row, holds_sweep, read_sweep
+from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
 from orchestrator.runtime.sweep.run import Ground, planned_point, source_of, trial_error
 from orchestrator.runtime.sweep.trial import Trial, check_batch, measured_row
 from orchestrator.trainer import Trainer
@@ -48,8 +48,8 @@ def started(here: Cluster, folder: Path, *arguments: str) -> subprocess.Popen[st
     )
 
 
-def rows_of(folder: Path) -> list[Row]:
-    return list(read_sweep(folder).rows) if holds_sweep(folder) else []
+def rows_of(folder: Path) -> list[TrialRow]:
+    return list(read_sweep_record(folder).rows) if holds_sweep(folder) else []
 
 
 def wait_for_completed(process: subprocess.Popen[str], folder: Path, count: int) -> None:
@@ -126,7 +126,7 @@ def test_by_the_loss_with_early_stops_and_on_hosts(shared_cluster: Cluster, tmp_
             str(folder),
         )
     )
-    record = read_sweep(folder)
+    record = read_sweep_record(folder)
     best = record.best()
     assert best is not None
     assert best.point["learning_rate"] >= 3e-3
@@ -145,7 +145,7 @@ def test_by_the_loss_with_early_stops_and_on_hosts(shared_cluster: Cluster, tmp_
             shared_cluster, tmp_path, *SIZES, *strategies, "--trial-seconds", "0.5", "--run-dir", str(hosts)
         )
     )
-    assert [(row.status, row.strategy) for row in read_sweep(hosts).rows] == [
+    assert [(row.status, row.strategy) for row in read_sweep_record(hosts).rows] == [
         ("completed", "data_parallel"),
         ("completed", "expert_parallel"),
     ]
@@ -173,7 +173,7 @@ def test_train_takes_what_a_sweep_found(shared_cluster: Cluster, tmp_path: Path)
     ]
     finish(subprocess.Popen([*trained, "--ray-address", shared_cluster.address, "--trackers"], stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=shared_cluster.environment))  # fmt: skip
-    best = read_sweep(folder).best()
+    best = read_sweep_record(folder).best()
     assert best is not None
     assert (summary(run_dir)["workers"], summary(run_dir)["global_batch_size"]) == (
         best.workers,
@@ -260,7 +260,7 @@ def test_workers_left_to_the_plan_can_be_had() -> None:
     assert (ground.cores, ground.devices) == (3, 3)
 
 
-def swept(folder: Path, *rows: Row, **header: Any) -> Path:
+def swept(folder: Path, *rows: TrialRow, **header: Any) -> Path:
     folder.mkdir()
     ledger = Ledger(folder)
     ledger.begin(
@@ -280,7 +280,7 @@ def swept(folder: Path, *rows: Row, **header: Any) -> Path:
 
 
 ROWS = tuple(
-    Row(n, {"batch_size": 8 * n}, "completed", workers=w, samples_per_second=float(w))
+    TrialRow(n, {"batch_size": 8 * n}, "completed", workers=w, samples_per_second=float(w))
     for n, w in enumerate((1, 2, 8), 1)
 )
 
@@ -354,7 +354,7 @@ def test_what_a_ledger_keeps_masked_is_given_again_for_train(tmp_path: Path) -> 
             "placement",
             swept(
                 tmp_path / "p",
-                Row(1, {"placement": "***.json"}, "completed", workers=1, samples_per_second=1.0),
+                TrialRow(1, {"placement": "***.json"}, "completed", workers=1, samples_per_second=1.0),
             ),
         ),
     ):
@@ -414,7 +414,7 @@ def test_two_at_a_time_is_one_too_many(tmp_path: Path) -> None:
         Ledger(tmp_path)
     first.close()
     second = Ledger(tmp_path)
-    second.add(Row(1, {"data_dir": Path("/data")}, "failed", "no"))
+    second.add(TrialRow(1, {"data_dir": Path("/data")}, "failed", "no"))
     second.close()
     assert '"data_dir": "/data"' in (tmp_path / LEDGER).read_text()
 
@@ -481,7 +481,7 @@ def test_a_sweep_that_cannot_be_had_costs_no_cluster(
         main([*asked, "workers=500,1"])
 
 
-def made_before(folder: Path, *rows: Row) -> Path:
+def made_before(folder: Path, *rows: TrialRow) -> Path:
     """A sweep over four batch sizes, of which these trials were made."""
     folder.mkdir()
     ledger = Ledger(folder)
@@ -500,7 +500,7 @@ def test_a_finished_sweep_is_drawn_again_without_a_cluster(
 ) -> None:
     monkeypatch.setattr("orchestrator.runtime.cluster.session.session", no_cluster)
     rows = [
-        Row(n, {"workers": n}, "completed", workers=n, samples_per_second=float(n), interval=0.01)
+        TrialRow(n, {"workers": n}, "completed", workers=n, samples_per_second=float(n), interval=0.01)
         for n in (1, 2, 3, 4)
     ]
     folder = made_before(tmp_path / "done", *rows)
@@ -525,7 +525,7 @@ def test_a_sweep_without_a_result_says_whose_fault_it_is(
     last: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        Row(n, {"workers": n}, "infeasible" if n < 4 else last, "16 GPUs were asked for")
+        TrialRow(n, {"workers": n}, "infeasible" if n < 4 else last, "16 GPUs were asked for")
         for n in (1, 2, 3, 4)
     ]
     assert main(["sweep", "--resume", str(made_before(tmp_path / "sweep", *rows))]) == code
@@ -540,7 +540,7 @@ def test_a_list_of_points_keeps_its_order() -> None:
     plan = Trainer(config=Config()).prepare().plan
 
     def order(space: Space) -> list[Point]:
-        needs = lambda point: Row(0, point, "infeasible") if point["workers"] == 9 else point["workers"]  # noqa: E731
+        needs = lambda point: TrialRow(0, point, "infeasible") if point["workers"] == 9 else point["workers"]  # noqa: E731
         source = source_of(Sweep(space), Config(), plan, (), needs)
         return list(iter(source.ask, None))
 
@@ -567,5 +567,5 @@ def test_a_step_of_more_samples_than_there_are_is_refused_where_it_is_swept() ->
 
 def test_a_single_block_of_steps_has_no_interval() -> None:
     for interval, kept in ((float("inf"), None), (0.02, 0.02)):
-        found = Measured(True, 100.0, interval, 100.0, 0.1, 3, 0.3, 0, {}, 1.0)
-        assert measured_row(Row(1, {}, "completed"), found, {}).interval == kept
+        found = TrialResult(True, 100.0, interval, 100.0, 0.1, 3, 0.3, 0, {}, 1.0)
+        assert measured_row(TrialRow(1, {}, "completed"), found, {}).interval == kept

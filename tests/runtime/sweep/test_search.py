@@ -8,18 +8,18 @@ import pytest
 from ray.tune.search import Searcher
 
 from orchestrator.config.space import Point, parse_space, point_key
-from orchestrator.record.ledger import Row
+from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source
 
 
 def points(
-    source: Source, done: tuple[Row, ...] = (), most: int = 100, refused: list[Row] | None = None
+    source: Source, done: tuple[TrialRow, ...] = (), most: int = 100, refused: list[TrialRow] | None = None
 ) -> Points:
-    def needs(point: Point) -> int | Row:
+    def needs(point: Point) -> int | TrialRow:
         workers = point.get("workers", 1)
-        return workers if workers < 9 else Row(0, point, "infeasible", "9 were asked for")
+        return workers if workers < 9 else TrialRow(0, point, "infeasible", "9 were asked for")
 
-    told: list[Row] = [] if refused is None else refused
+    told: list[TrialRow] = [] if refused is None else refused
     return Points(source, done, most, lambda row: row.samples_per_second, needs, told.append)
 
 
@@ -29,7 +29,7 @@ def drained(searcher: Points, rate: Any = lambda point: 1.0) -> list[dict[str, A
     while isinstance(trial := searcher.suggest(f"id{len(found)}"), dict):
         searcher.told(
             f"id{len(found)}",
-            Row(trial["trial"], trial["point"], "completed", samples_per_second=rate(trial["point"])),
+            TrialRow(trial["trial"], trial["point"], "completed", samples_per_second=rate(trial["point"])),
         )
         found.append(trial)
     assert trial == Searcher.FINISHED
@@ -37,7 +37,7 @@ def drained(searcher: Points, rate: Any = lambda point: 1.0) -> list[dict[str, A
 
 
 def test_points_are_numbered_and_what_cannot_be_had_is_refused_at_once() -> None:
-    refused: list[Row] = []
+    refused: list[TrialRow] = []
     searcher = points(Listed(parse_space(["workers=9,1,2", "batch-size=1,2"]).grid()), refused=refused)
     first = searcher.suggest("a")
     assert first == {"trial": 3, "point": {"workers": 1, "batch_size": 1}, "workers": 1}
@@ -47,8 +47,8 @@ def test_points_are_numbered_and_what_cannot_be_had_is_refused_at_once() -> None
 
 def test_what_the_ledger_holds_is_not_tried_again() -> None:
     done = (
-        Row(1, {"batch_size": 1}, "completed", samples_per_second=2.0),
-        Row(2, {"batch_size": 2}, "failed", "no"),
+        TrialRow(1, {"batch_size": 1}, "completed", samples_per_second=2.0),
+        TrialRow(2, {"batch_size": 2}, "failed", "no"),
     )
     found = drained(points(Listed(parse_space(["batch-size=1..4:1"]).grid()), done))
     assert [(trial["trial"], trial["point"]["batch_size"]) for trial in found] == [(3, 3), (4, 4)]
@@ -68,7 +68,7 @@ def test_optuna_begins_where_it_is_told_to_finds_the_best_and_tries_nothing_twic
     def rate(point: Point) -> float:
         return point["batch_size"] * point["workers"] - 100 * abs(point["learning_rate"] - 1e-3)
 
-    refused: list[Row] = []
+    refused: list[TrialRow] = []
     found = drained(points(Optuna(space, 0, [start]), most=40, refused=refused), rate)
     assert found[0]["point"] == start
     assert len(found) + len(refused) == 40
@@ -80,7 +80,7 @@ def test_optuna_begins_where_it_is_told_to_finds_the_best_and_tries_nothing_twic
 def test_optuna_goes_through_a_small_space_and_ends() -> None:
     pytest.importorskip("optuna")
     space = parse_space(["batch-size=1,2,3", "precision=fp32,bf16"])
-    done = (Row(1, {"batch_size": 1, "precision": "fp32"}, "completed", samples_per_second=1.0),)
+    done = (TrialRow(1, {"batch_size": 1, "precision": "fp32"}, "completed", samples_per_second=1.0),)
     found = drained(points(Optuna(space, 0, []), done, most=6))
     assert len(found) == 5
 
@@ -96,5 +96,5 @@ def test_optuna_stands_rows_of_another_space() -> None:
         {"batch_size": 1, "learning_rate": "x"},
         {"x": [1]},
     )
-    done = tuple(Row(n, point, "completed", samples_per_second=1.0) for n, point in enumerate(strange, 1))
+    done = tuple(TrialRow(n, point, "completed", samples_per_second=1.0) for n, point in enumerate(strange, 1))
     assert len(drained(points(Optuna(space, 0, []), done, most=8))) == 3

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from orchestrator.config.space import Point, Space, parse_space, point_key
-from orchestrator.record.ledger import Row
+from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep import surrogate
 from orchestrator.runtime.sweep.search import Optuna, Points
 from orchestrator.runtime.sweep.surrogate import Surrogate
@@ -50,7 +50,7 @@ def searched(space: Space, rates: dict[str, float], start: Point, seed: int, tri
     )
     while isinstance(trial := searcher.suggest(f"id{len(found)}"), dict):
         found.append(trial["point"])
-        row = Row(
+        row = TrialRow(
             trial["trial"], trial["point"], "completed", samples_per_second=rate[point_key(trial["point"])]
         )
         searcher.told(f"id{len(found) - 1}", row)
