@@ -30,8 +30,9 @@ from orchestrator.record.monitor import Monitor
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Task, TensorData
+from orchestrator.train.loop import Loop, LoopHooks
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import build_loop, machine_settings
+from orchestrator.train.worker.build import WorkerContext, build_training, machine_settings
 from orchestrator.trainer import Trainer
 
 
@@ -174,20 +175,13 @@ def ours(case: Case, device: torch.device) -> float:
         run_dir = Path(folder)
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
         log = EventLog(run_dir / "events.jsonl", [trackers])
-        loop, _ = build_loop(
-            prepared.resolved.config,
-            prepared.plan,
-            task,
-            World.single_process(prepared.plan.device.value),
-            run_dir,
-            log,
-        )
-        loop.after_step, loop.saver.save = note, lambda _: None  # pyright: ignore[reportAttributeAccessIssue]
-        loop.saver.durable = WARM_UP + case.steps
+        world = World.single_process(prepared.plan.device.value)
+        training = build_training(WorkerContext(prepared, world, run_dir, log))
+        training.saver.save = lambda progress: None  # noqa: ARG005
+        training.saver.durable = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
-            loop.monitor = monitor.event_fields
-            loop.run()
+            Loop(training, LoopHooks(after_step=note, monitor=monitor.event_fields)).run()
         trackers.close()
         log.close()
     return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])

@@ -84,7 +84,7 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
     from torch import nn
 
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-    from orchestrator.train.checkpoint.snapshots import Snapshots
+    from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
     from orchestrator.train.checkpoint.state import Progress
     from orchestrator.train.parts.precision import Precision
     from orchestrator.train.parts.world import World
@@ -102,13 +102,11 @@ def _large(side: Any, gigabytes: float, rounds: int) -> Iterator[Any]:
     optimizer.zero_grad(set_to_none=True)
     snapshots = Snapshots(
         1,
-        0,
+        SnapshotTarget(side.outbox, PinnedBuffers(device), 0),
         model,
         optimizer,
         Precision("fp32", device),
         World.single_process(device),
-        side.outbox,
-        PinnedBuffers(device),
     )
 
     def busy() -> float:
@@ -154,7 +152,7 @@ def on_gpu(arguments: argparse.Namespace) -> str:
         """As the driver does: the one before is let go of when the next is there."""
         kept = None
         while not over.is_set():
-            told, data = host.copy.remote()
+            told, data = host.next_snapshot.remote()
             if not ray.wait([told], timeout=60)[0]:
                 return
             whole.append(perf_counter())

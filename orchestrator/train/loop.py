@@ -14,10 +14,11 @@ import torch
 
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import Event
+from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.snapshots import Snapshots
 from orchestrator.train.checkpoint.state import Progress
 from orchestrator.train.checkpoint.writer import Saver
-from orchestrator.train.data import Feed, Portion
+from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
@@ -52,31 +53,66 @@ class Outcome:
 WARM_UP = 3  # first steps of a process, slower than the rest: recorded apart, and left out of the throughput
 
 
-@dataclass
-class Loop:
-    """One worker's training, from wherever ``progress`` stands to the end."""
+@dataclass(frozen=True)
+class Training:
+    """The parts that a loop trains with. ``progress`` is the point it starts from."""
 
     stepper: Stepper
     feed: Feed
     cadence: Cadence
     progress: Progress
-    write: Callable[[list[Event]], None]
-    tell: Callable[..., None]
+    log: Log
     saver: Saver
-    stopping: Stopping
-    evaluate: Evaluation | None = None
-    monitor: Callable[[], dict[str, Any]] | None = None
-    after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    evaluation: Evaluation | None = None
     snapshots: Snapshots | None = None
-    pulse: Heartbeat = field(default_factory=Heartbeat)
-    _pending: list[Pending] = field(default_factory=list)
-    _first: int = 0
-    _last_saved: int = -1
-    _peak: dict[str, int] = field(default_factory=dict)
-    _epoch_begun: float = 0.0
-    _window_begun: float = 0.0
-    _allocated: list[int] = field(default_factory=list)
-    _under_way: Generator[None, None, Outcome] | None = None
+
+    def close(self) -> None:
+        """End the threads and processes of the parts: checkpoint writer, data loaders, compiler log."""
+        self.saver.close()
+        self.feed.close()
+        if self.evaluation is not None:
+            self.evaluation.feed.close()
+        if self.stepper.compiled is not None:
+            self.stepper.compiled.close()
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """Connections of a loop to the code around it."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    monitor: Callable[[], dict[str, Any]] | None = None
+    """Returns the newest reading of the machine."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+
+class Loop:
+    """One worker's training, from ``progress`` to the end."""
+
+    def __init__(self, training: Training, hooks: LoopHooks | None = None) -> None:
+        hooks = hooks or LoopHooks()
+        self.stepper = training.stepper
+        self.feed = training.feed
+        self.cadence = training.cadence
+        self.progress = training.progress
+        self.evaluate = training.evaluation
+        self.saver = training.saver
+        self.snapshots = training.snapshots
+        self.monitor = hooks.monitor
+        self._write = training.log.write_all
+        self._tell = training.log.write
+        self._stopping = Stopping(training.stepper.world.device, hooks.stop_requested)
+        self._after_step = hooks.after_step
+        self._heartbeat = hooks.heartbeat
+        self._pending: list[Pending] = []
+        self._first = 0
+        self._last_saved = -1
+        self._peak: dict[str, int] = {}
+        self._epoch_begun = 0.0
+        self._window_begun = 0.0
+        self._allocated: list[int] = []
+        self._under_way: Generator[None, None, Outcome] | None = None
 
     def run(self) -> Outcome:
         """Train to the end."""
@@ -98,7 +134,7 @@ class Loop:
             self._flush()
             if keep:
                 self._snapshot()
-            self.pulse.at("rest")
+            self._heartbeat.at("rest")
             return None
         except StopIteration as ended:
             outcome: Outcome = ended.value
@@ -163,34 +199,27 @@ class Loop:
         return Outcome("completed", f"no better {self.cadence.metric} in {self.cadence.patience} evaluations")
 
     def close(self) -> None:
-        """End what lives beside the loop: loader processes, the checkpoint's thread, and the compiler's log. The steps under way hold
-        the model: it goes with them."""
-        self.pulse.at("save")
-        self.saver.close()
+        """Drop the steps in progress, which hold the model. ``Training.close`` ends the parts."""
+        self._heartbeat.at("save")  # the checkpoint writer may still be at work
         self._under_way = None
-        self.feed.close()
-        if self.evaluate is not None:
-            self.evaluate.feed.close()
-        if self.stepper.compiled is not None:
-            self.stepper.compiled.close()
 
-    def _timed(self, steps: Iterator[Portion]) -> Iterator[Portion]:
+    def _timed(self, steps: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """The steps of the feed, with the wait for each counted as its data phase."""
         while True:
             self.stepper.clock.begin()
-            self.pulse.at("data")
+            self._heartbeat.at("data")
             try:
                 portion = next(steps)
             except StopIteration:
                 return
             yield portion
 
-    def _step(self, portion: Portion) -> bool:
+    def _step(self, portion: StepBatch) -> bool:
         """One step. Returns whether the run, on all its workers, is to stop after it."""
         progress = self.progress
-        self.pulse.at("first step" if progress.step == self._first else "step", progress.step)
-        lr = self.stepper.learner.learning_rate(progress.step)
-        totals = self.stepper.run(portion, progress.step, self.stopping.asked())
+        self._heartbeat.at("first step" if progress.step == self._first else "step", progress.step)
+        lr = self.stepper.optimizer.learning_rate(progress.step)
+        totals = self.stepper.run(portion, progress.step, self._stopping.asked())
         seconds = self.stepper.clock.end()
         progress.step += 1
         progress.position += totals.samples
@@ -204,12 +233,12 @@ class Loop:
             and self.monitor is not None
             and progress.step % self.cadence.monitor_every == 0
         ):
-            self.tell("monitor", step=progress.step, **self.monitor())
+            self._tell("monitor", step=progress.step, **self.monitor())
         if self.cadence.empty_cache_every and progress.step % self.cadence.empty_cache_every == 0:
             free_cached(self.stepper.world.device)
         self.saver.poll()
-        self.after_step(progress.step)
-        return self.stopping.decided(totals.stop)
+        self._after_step(progress.step)
+        return self._stopping.decided(totals.stop_votes)
 
     def _flush(self) -> None:
         """Fetch the figures of the steps since the last time, in one transfer, and record them."""
@@ -230,7 +259,7 @@ class Loop:
             events.append(
                 {"event": "phases", "time": time.time(), "step": self.progress.step, **phases, "total": total}
             )
-        if pending[-1].totals.exchange_stats is not None and self.stepper.replica.num_expert_grads:
+        if pending[-1].totals.exchange_stats is not None and self.stepper.strategy.num_expert_grads:
             sent, rows, waited = (
                 torch.stack(
                     [p.totals.exchange_stats for p in pending if p.totals.exchange_stats is not None]
@@ -260,7 +289,7 @@ class Loop:
                     "loads": loads,
                 }
             )
-        self.write(events)
+        self._write(events)
         self._check(events)
         self._window_begun = perf_counter()
 
@@ -295,14 +324,14 @@ class Loop:
                     f"step {event['step']}: loss {event['loss']}, gradient norm {event['grad_norm']}: the run has diverged. "
                     "Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. Nothing of it was saved"
                 )
-        if self.stepper.precision.lost():
+        if self.stepper.precision.scale_underflowed():
             raise TrainingFailed(
                 "fp16: gradients overflow at every loss scale; use --precision bf16 or fp32, or lower --learning-rate"
             )
         if self.stepper.compiled is not None:
-            complaint = self.stepper.compiled.complaint()
+            complaint = self.stepper.compiled.recompile_warning()
             if complaint:
-                self.tell("warning", kind="compile", message=complaint)
+                self._tell("warning", kind="compile", message=complaint)
 
     def _begin_epoch(self) -> None:
         self._epoch_begun = perf_counter()
@@ -314,7 +343,7 @@ class Loop:
         progress = self.progress
         self._flush()
         device = self.stepper.world.device
-        self.tell(
+        self._tell(
             "epoch",
             epoch=progress.epoch,
             step=progress.step,
@@ -347,7 +376,7 @@ class Loop:
         last = self._allocated[-4:]
         if len(last) == 4 and all(later > earlier * 1.01 for earlier, later in pairwise(last)):
             message = f"allocated memory rose over four epochs, from {last[0]} to {last[-1]} bytes: something holds on to tensors"
-            self.tell("warning", kind="leak", message=message)
+            self._tell("warning", kind="leak", message=message)
 
     def _due_evaluation(self) -> bool:
         return bool(self.cadence.evaluate_every) and self.progress.step % self.cadence.evaluate_every == 0
@@ -362,7 +391,7 @@ class Loop:
         """Evaluate, and keep the best."""
         self._flush()
         progress = self.progress
-        self.pulse.at("evaluate")
+        self._heartbeat.at("evaluate")
         result = evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
         value = metric_of(values, self.cadence.metric)
@@ -373,7 +402,7 @@ class Loop:
             progress.bad_evaluations += 1
         progress.validation = {**values, "step": progress.step}
         epoch = progress.epoch if progress.position else max(0, progress.epoch - 1)
-        self.tell("evaluate", step=progress.step, epoch=epoch, best=better, **result)
+        self._tell("evaluate", step=progress.step, epoch=epoch, best=better, **result)
         self._window_begun = perf_counter()
         if better and (self.cadence.evaluate_every or self.cadence.checkpoint_every):
             self._save()
@@ -381,14 +410,14 @@ class Loop:
     def _snapshot(self) -> None:
         """A copy in memory. What the epoch's sums are missing is fetched first."""
         if self.snapshots is not None:
-            self.pulse.at("snapshot")
+            self._heartbeat.at("snapshot")
             self._flush()
             self.snapshots.take(self.progress)
             self._window_begun = perf_counter()
 
     def _save(self) -> None:
         """Save, unless this step is saved already."""
-        self.pulse.at("save")
+        self._heartbeat.at("save")
         self._flush()
         if self._last_saved != self.progress.step:
             self.saver.save(self.progress)

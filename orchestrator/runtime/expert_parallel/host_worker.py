@@ -24,7 +24,7 @@ from orchestrator.runtime.bootstrap import (
 from orchestrator.runtime.cluster.prestart import leave_successors
 
 if TYPE_CHECKING:
-    from experts.actor_host import Side
+    from experts.actor_host import HostContext
     from experts.group import GroupFactory
     from orchestrator.record.log import Log
     from orchestrator.train.worker.run import WorkerRun
@@ -55,25 +55,25 @@ class Segment:
     keep: bool = False
 
 
-def _clients(side: Side, place: tuple[str, int]) -> tuple[Any, Any]:
+def _clients(side: HostContext, place: tuple[str, int]) -> tuple[Any, Any]:
     """Two ways to the driver's store: one for the group, one for the pulse, which must not wait for it. They are kept from one
     membership to the next: to open one may take seconds where names of hosts are looked up."""
     from orchestrator.train.parts.stores import tcp_store
 
     for name in ("store", "pulse store"):
-        if name not in side.memory:
-            side.memory[name] = tcp_store(*place, 1, False, _STORE_SECONDS)
-    return side.memory["store"], side.memory["pulse store"]
+        if name not in side.cache:
+            side.cache[name] = tcp_store(*place, 1, False, _STORE_SECONDS)
+    return side.cache["store"], side.cache["pulse store"]
 
 
 @contextmanager
-def _kept_client(side: Side, lines: GroupFactory) -> Iterator[None]:
+def _kept_client(side: HostContext, lines: GroupFactory) -> Iterator[None]:
     """A client is used again, unless a thread that connects in vain holds on to it, or its connection is broken."""
     try:
         yield
     finally:
         if lines.connecting or not _answers(lines.store):
-            side.memory.pop("store", None)
+            side.cache.pop("store", None)
 
 
 def _answers(store: Any) -> bool:
@@ -84,7 +84,7 @@ def _answers(store: Any) -> bool:
     return True
 
 
-def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None:
+def rehearse(side: HostContext, assignment: Assignment, place: tuple[str, int]) -> None:
     """Load all that a member needs, so that who stands by can step in at once: torch, with what it imports late, and the task. What is
     wrong with a task is told when it is to be trained."""
     import torch._dynamo
@@ -104,11 +104,11 @@ def rehearse(side: Side, assignment: Assignment, place: tuple[str, int]) -> None
         torch.zeros(1, device=device).add_(1).cpu()
     if assignment.prepared.task is None:
         with suppress(Exception):
-            side.memory["task"] = task = load_task(assignment.prepared.resolved.config)
+            side.cache["task"] = task = load_task(assignment.prepared.resolved.config)
             task.train_data()
 
 
-def succeed(side: Side) -> None:  # noqa: ARG001
+def succeed(side: HostContext) -> None:  # noqa: ARG001
     """Ask this node for a process that is ready when the next host is needed."""
     leave_successors()
 
@@ -131,16 +131,18 @@ class HostWorker:
 
 
 @contextmanager
-def host_worker(side: Side, assignment: Assignment, member: Member) -> Iterator[HostWorker]:
+def host_worker(side: HostContext, assignment: Assignment, member: Member) -> Iterator[HostWorker]:
     """A member, from its joining to its leaving."""
     from experts.group import GroupFactory
     from orchestrator.record.events import EventLog
     from orchestrator.record.log import SilentLog
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+    from orchestrator.train.checkpoint.snapshots import SnapshotTarget
     from orchestrator.train.heartbeat import Heartbeat, beating
     from orchestrator.train.parts.memory import free_cached
     from orchestrator.train.parts.world import recoverable_world
-    from orchestrator.train.worker.run import Live, WorkerRun
+    from orchestrator.train.worker.resume import ResumeFrom
+    from orchestrator.train.worker.run import Supervision, WorkerRun
 
     secrets, life, rank = assignment.prepared.hidden, side.membership, member.rank
     with masked_errors(secrets):
@@ -152,7 +154,7 @@ def host_worker(side: Side, assignment: Assignment, member: Member) -> Iterator[
             try:
                 beside.set(key, text)
             except Exception:  # a way that is broken is not taken again
-                side.memory.pop("pulse store", None)
+                side.cache.pop("pulse store", None)
                 raise
 
         with beating(pulse, life, beat):
@@ -167,24 +169,26 @@ def host_worker(side: Side, assignment: Assignment, member: Member) -> Iterator[
                 member.again and device.type == "cuda"
             ):  # what the last membership held must be gone before there is more
                 free_cached(device)
-            rooms = side.memory.setdefault("rooms", PinnedBuffers(device))
+            rooms = side.cache.setdefault("rooms", PinnedBuffers(device))
             lines = GroupFactory(store, f"epoch{member.generation}", rank, member.size, life)
-            live = Live(pulse, side.outbox, rooms, member.generation, member.again, member.halvings, copies)
+            target = SnapshotTarget(side.outbox, rooms, member.generation)
+            supervision = Supervision(asked, pulse, target)
+            resume = ResumeFrom(copies, member.halvings) if member.again else None
             with (
                 closing_log(log),
                 _kept_client(side, lines),
                 recoverable_world(lines, device, backend) as world,
-                WorkerRun(prepared, world, assignment.run_dir, log, asked, live=live) as stint,
+                WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as stint,
             ):
                 copies.clear()  # what they held is restored: they need not stay in memory
                 yield HostWorker(stint)
 
 
-def _prepared(side: Side, assignment: Assignment, member: Member) -> Prepared:
+def _prepared(side: HostContext, assignment: Assignment, member: Member) -> Prepared:
     """What is to be trained. A host that has been a member before has the task still, with the data that it has read."""
-    known = side.memory.get("task")
+    known = side.cache.get("task")
     if known is not None and assignment.prepared.task is None:
         assignment = replace(assignment, prepared=replace(assignment.prepared, task=known))
     prepared = settled(assignment, member.rank)
-    side.memory["task"] = prepared.task
+    side.cache["task"] = prepared.task
     return prepared

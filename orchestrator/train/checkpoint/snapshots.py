@@ -50,10 +50,10 @@ class Header:
     """Of the tensors; a text follows that names them, with all that is no tensor."""
 
 
-class Outbox(Protocol):
-    """Where copies are fetched from, by someone else and in their own time."""
+class SnapshotSink(Protocol):
+    """Holds the last snapshots until the driver has fetched them."""
 
-    def make_room(self, life: GroupMembership) -> None:
+    def wait_for_space(self, membership: GroupMembership) -> None:
         """Wait until the copy before the last one is needed no more."""
         ...
 
@@ -63,23 +63,35 @@ class Outbox(Protocol):
 Copies = Sequence[tuple[Header, Bytes]]
 
 
+@dataclass(frozen=True)
+class SnapshotTarget:
+    """Where a host writes its snapshots, and the generation of its process group."""
+
+    sink: SnapshotSink
+    buffers: PinnedBuffers
+    generation: int
+
+
 class Snapshots:
     """Takes copies every so many steps. All hosts take theirs after the same steps."""
 
     def __init__(
         self,
         every: int,
-        epoch: int,
+        target: SnapshotTarget,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         world: World,
-        outbox: Outbox,
-        rooms: PinnedBuffers,
     ) -> None:
-        self.every, self._epoch, self._outbox, self._world = every, epoch, outbox, world
+        self.every = every
+        self._generation = target.generation
+        self._sink = target.sink
+        self._buffers = target.buffers
+        self._world = world
         self._model, self._optimizer, self._precision = model, optimizer, precision
-        self._rooms, self._last, self._prepared = rooms, -1, False
+        self._last = -1
+        self._prepared = False
         self._layout = _Layout([])
 
     def due(self, step: int) -> bool:
@@ -90,22 +102,22 @@ class Snapshots:
         if not self._prepared and self.every > 0:
             self._prepared = True
             _, end, told = self._look(Progress())
-            self._rooms.prepare(end + len(told))
+            self._buffers.prepare(end + len(told))
 
     def take(self, progress: Progress) -> None:
         """Copy what is needed to go on from here, unless this step is copied already."""
         if progress.step == self._last:
             return
         self._last = progress.step
-        self._outbox.make_room(self._world.membership)
+        self._sink.wait_for_space(self._world.membership)
         tensors, end, told = self._look(progress)
-        room = self._rooms.next(end + len(told))
+        room = self._buffers.next(end + len(told))
         _fill(self._layout.places(room), tensors)
         data = room.numpy()[: end + len(told)]
         data[end:] = np.frombuffer(told, dtype=np.uint8)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
-        self._outbox.put(Header(self._epoch, progress.step, self._world.rank, self._world.size, end), data)
+        self._sink.put(Header(self._generation, progress.step, self._world.rank, self._world.size, end), data)
 
     def _look(self, progress: Progress) -> tuple[list[Tensor], int, bytes]:
         """The tensors that this host is to keep, where their bytes end, and the text that is to follow."""
@@ -128,7 +140,7 @@ class Snapshots:
             self._layout = _Layout(kept)
         state = {
             "progress": asdict(progress),
-            "precision": self._precision.state(),
+            "precision": self._precision.state_dict(),
             "optimizer": {"kind": type(self._optimizer).__name__, "groups": groups, "values": values},
             "random": random_state(),
         }

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from experts.expert_state import join_experts, lives_on_hosts, names_elsewhere, split_experts, stacked_names
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.redaction import masked
+from orchestrator.redaction import mask_tree
 from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import back_in_parts, is_sharded, like, put, whole
+from orchestrator.train.strategies.data_parallel import (
+    reshard_all,
+    is_sharded,
+    shard_like,
+    copy_into,
+    full_tensor,
+)
 
 
 @dataclass
@@ -57,7 +63,7 @@ def capture(
     lodged = lives_on_hosts(model)
     if not world.is_main and not is_sharded(model) and not lodged:
         return None
-    back_in_parts(model)
+    reshard_all(model)
     stacked = stacked_names(model)
     tensors, values, groups = optimizer_state(model, optimizer, stacked)
     keep = world.is_main or lodged
@@ -82,10 +88,10 @@ def capture(
     if not world.is_main:
         return None
     # of all that it holds, metrics alone have names of anyone's making; the others are read again by the names they have
-    metrics = masked(progress.validation, secret_values())
+    metrics = mask_tree(progress.validation, secret_values())
     state = {
         "progress": asdict(progress) | {"validation": metrics},
-        "precision": precision.state(),
+        "precision": precision.state_dict(),
         "optimizer": {"kind": type(optimizer).__name__, "groups": groups, "values": values},
         "random": random_state(),
     }
@@ -114,7 +120,7 @@ def _host(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], keep:
     """Whole tensors by expert, copied to host memory one after the other, so that a sharded model is never whole on a device."""
     held: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        gathered = whole(tensor.detach())
+        gathered = full_tensor(tensor.detach())
         if keep:
             pieces = _split_one(name, gathered, stacked)
             held |= {piece: value.to("cpu", copy=True).contiguous() for piece, value in pieces.items()}
@@ -162,7 +168,7 @@ def restore(
     restore_model(contents, model)
     try:
         _restore_optimizer(contents, model, optimizer)
-        precision.restore(contents.state["precision"])
+        precision.load_state_dict(contents.state["precision"])
         _restore_random(contents.state["random"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UserError(
@@ -217,7 +223,7 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
             raise UserError(
                 f"{name} is {was} in the checkpoint and {now} in the model; give the sizes it was trained with"
             )
-        put(tensor, saved[name])
+        copy_into(tensor, saved[name])
 
 
 def _joined(tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], what: str) -> dict[str, Tensor]:
@@ -312,7 +318,7 @@ def _put(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, t
     """Where the optimizer keeps it: moments beside the parameter; a step counter on the device only if it is fused there."""
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = parameter.device if slot != "step" or fused else torch.device("cpu")
-    optimizer.state[parameter][slot] = like(tensor.to(device, copy=True), parameter)
+    optimizer.state[parameter][slot] = shard_like(tensor.to(device, copy=True), parameter)
 
 
 def random_state() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts, largest_fitting
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.data import Feed, Feeding, Micro, Portion, as_data, to_device
+from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch, as_dataset, to_device
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
@@ -31,7 +31,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
         min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples)
         // world.size,
     )
-    data = as_data(task.train_data())
+    data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
 
     def try_(batch: int) -> Probe:
@@ -87,7 +87,7 @@ def _measure(config: Config, plan: Plan, task: Task, world: World, data: object,
     return batch * steps / (perf_counter() - begun)
 
 
-def _one_step(stepper: Stepper, portion: Portion, step: int) -> None:
+def _one_step(stepper: Stepper, portion: StepBatch, step: int) -> None:
     stepper.run(portion, step)
     if stepper.world.device.type == "cuda":
         torch.cuda.synchronize(stepper.world.device)
@@ -99,16 +99,21 @@ def _raise_on_oom(event: str, **fields: object) -> None:
         raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
 
 
-def first_batch(data: object, world: World, batch: int) -> Portion:
+def first_batch(data: object, world: World, batch: int) -> StepBatch:
     """A batch of the first samples, begun again where there are too few. It stays on the device."""
     if isinstance(data, Gatherable):
         made = to_device(data.gather(torch.arange(batch) % len(data)), world.device, pin=False)
-        return Portion([Micro(batch, lambda: made)], batch, shared=True)
+        return StepBatch([MicroBatch(batch, lambda: made)], batch, all_have_samples=True)
     feed = Feed(
-        _Repeated(data, batch), world, global_batch=batch, micro_batch=batch, seed=None, feeding=Feeding()
+        _Repeated(data, batch),
+        world,
+        global_batch=batch,
+        micro_batch=batch,
+        seed=None,
+        feeding=LoaderOptions(),
     )
-    loaded = next(feed.steps(0)).micros[0].fetch()
-    return Portion([Micro(batch, lambda: loaded)], batch, shared=True)
+    loaded = next(feed.steps(0)).micro_batches[0].fetch()
+    return StepBatch([MicroBatch(batch, lambda: loaded)], batch, all_have_samples=True)
 
 
 class _Repeated:

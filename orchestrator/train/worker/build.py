@@ -23,32 +23,33 @@ from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
-from orchestrator.train.checkpoint.snapshots import Copies, put_together
+from orchestrator.train.checkpoint.snapshots import Copies, Snapshots, SnapshotTarget, put_together
 from orchestrator.train.checkpoint.state import Progress, restore, restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore, Contents, Skipped, load
 from orchestrator.train.checkpoint.writer import Saver
-from orchestrator.train.data import Feed, Feeding, seed_host
+from orchestrator.train.data import Feed, LoaderOptions, seed_host
 from orchestrator.train.evaluate import Evaluation
-from orchestrator.train.loop import Cadence, Loop
+from orchestrator.train.loop import Cadence, Training
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.memory import limit_memory, recompute_blocks
-from orchestrator.train.parts.optim import Learner, build_adamw, warmup_then
+from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Stepper, built
-from orchestrator.train.stopping import Stopping
+from orchestrator.train.step import Stepper, build_checked_model
 from orchestrator.train.strategies.data_parallel import (
-    DdpOptions,
+    DDPOptions,
     DDPStrategy,
     FSDPStrategy,
     Strategy,
-    shard,
-    shared_buffers,
-    statistics_of,
-    synchronize_statistics,
+    persistent_buffers,
+    shard_model,
+    running_statistics,
+    convert_sync_batchnorm,
 )
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.worker.resume import ResumeFrom
+from orchestrator.train.worker.run_dir import Prepared
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Parts:
     """A model ready to learn."""
 
     model: nn.Module
-    replica: Strategy
-    learner: Learner
+    strategy: Strategy
+    optimizer: ScheduledOptimizer
     precision: Precision
     compiled: Compiled | None
 
@@ -79,8 +80,8 @@ def build_parts(
     model = build_model(config, task, world, host_of)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:
-        model = synchronize_statistics(model)
-    replica = build_replica(config, plan, task, world, model, tell, host_of is not None)
+        model = convert_sync_batchnorm(model)
+    replica = build_strategy(config, plan, task, world, model, tell, host_of is not None)
     for _, layer in moe_layers(model):  # what the plan leaves open, each bank decides by its sizes
         layer.bank.kernel = "loop" if plan.expert_kernel.value == "loop" else config.device.expert_kernel
     if plan.activation_checkpointing.value:
@@ -93,7 +94,7 @@ def build_parts(
     return Parts(
         model,
         replica,
-        build_learner(config, plan, task, model),
+        build_optimizer(config, plan, task, model),
         Precision(plan.precision.value, world.device),
         compiled,
     )
@@ -109,14 +110,14 @@ def build_model(
     fill = getattr(task, "initialise", None)
     with user_code("building the model"):
         if host_of is None or fill is None:
-            model = built(task)
+            model = build_checked_model(task)
             if fill is not None:
                 fill(model)
             if host_of is not None:
                 place(model, host_of, world.rank)
             return model
         with without_memory():
-            model = built(task)
+            model = build_checked_model(task)
         place(model, host_of, world.rank)
         for _, layer in moe_layers(model):
             layer.bank.materialise()
@@ -124,7 +125,7 @@ def build_model(
     return model
 
 
-def build_replica(
+def build_strategy(
     config: Config,
     plan: Plan,
     task: Task,
@@ -142,15 +143,15 @@ def build_replica(
             model, task, world, plan.exchange_chunks.value, settings.bucket_cap_mb, _broadcast(config, model)
         )
     if world.size > 1 and plan.sharding.value != "none":
-        world.broadcast([tensor.detach() for tensor in [*model.parameters(), *shared_buffers(model)]])
-        shard(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
+        world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
+        shard_model(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
         return FSDPStrategy(model, task, world)
     model.to(world.device)
     check_placement(model, world.device)
     if world.size == 1:
         return Strategy(model, task)
     buffers = tuple(_broadcast(config, model))
-    options = DdpOptions(
+    options = DDPOptions(
         settings.bucket_cap_mb,
         settings.static_graph,
         settings.find_unused_parameters,
@@ -165,12 +166,12 @@ def build_replica(
 def _broadcast(config: Config, model: nn.Module) -> list[Tensor]:
     """Buffers that are the main worker's at the beginning of each step."""
     own = (
-        [] if config.parallel.sync_batchnorm else statistics_of(model)
+        [] if config.parallel.sync_batchnorm else running_statistics(model)
     )  # what a forward pass makes different on each worker
-    return {"auto": own, "on": shared_buffers(model), "off": []}[config.parallel.broadcast_buffers]
+    return {"auto": own, "on": persistent_buffers(model), "off": []}[config.parallel.broadcast_buffers]
 
 
-def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> Learner:
+def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:
     """The task's own optimizer and schedule where it brings them, else AdamW and the configured schedule."""
     own = getattr(task, "build_optimizer", None)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -186,10 +187,10 @@ def build_learner(config: Config, plan: Plan, task: Task, model: nn.Module) -> L
     if optimizer is None:
         optimizer = build_adamw(trained, config.optim, plan.fused_optimizer.value)
     if schedule is not None:
-        return Learner(optimizer, schedule)
-    return Learner(
+        return ScheduledOptimizer(optimizer, schedule)
+    return ScheduledOptimizer(
         optimizer,
-        warmup_then(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value),
+        warmup_schedule(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value),
         config.optim.schedule,
     )
 
@@ -205,7 +206,7 @@ def check_placement(model: nn.Module, device: torch.device) -> None:
 def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
     with user_code("reading the training data"):
         data = task.train_data()
-    feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
+    feeding = LoaderOptions(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
     return Feed(
         data,
         world,
@@ -222,18 +223,18 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
     if data is None:
         return None
     size = plan.eval_batch_size.value
-    feeding = Feeding(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
+    feeding = LoaderOptions(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
     feed = Feed(
         data, world, global_batch=size * world.data_ranks, micro_batch=size, seed=None, feeding=feeding
     )
     metric = config.run.early_stopping_metric
     if metric != "loss":  # a wrong name is better found now than after an epoch
-        tried = Evaluation(parts.replica, feed, parts.precision, most_batches=1, name="try")()["metrics"]
+        tried = Evaluation(parts.strategy, feed, parts.precision, max_batches=1, name="try")()["metrics"]
         if metric not in tried:
             raise UserError(
                 f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(['loss', *tried])}"
             )
-    return Evaluation(parts.replica, feed, parts.precision, 2 if config.run.debug else None)
+    return Evaluation(parts.strategy, feed, parts.precision, 2 if config.run.debug else None)
 
 
 def build_stepper(
@@ -241,74 +242,84 @@ def build_stepper(
 ) -> Stepper:
     return Stepper(
         world=world,
-        replica=parts.replica,
-        learner=parts.learner,
+        strategy=parts.strategy,
+        optimizer=parts.optimizer,
         precision=parts.precision,
         micro_batch=micro_batch,
         seed=config.run.seed,
         clip_norm=config.optim.clip_norm,
         clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
-        tell=tell,
+        emit=tell,
         compiled=parts.compiled,
     )
 
 
-def build_loop(
-    config: Config,
-    plan: Plan,
-    task: Task,
-    world: World,
-    run_dir: Path,
-    log: Log,
-    again: bool = False,
+@dataclass(frozen=True)
+class WorkerContext:
+    """One worker of a run: its job, its world, and where it records."""
+
+    prepared: Prepared
+    world: World
+    run_dir: Path
+    log: Log
+
+
+def build_training(
+    worker: WorkerContext,
     host_of: Sequence[Sequence[int]] | None = None,
-    copies: Copies = (),
-) -> tuple[Loop, Parts]:
-    """Everything, standing where the newest good checkpoint left off if the run is to be resumed."""
+    resume: ResumeFrom | None = None,
+    snapshots: SnapshotTarget | None = None,
+) -> Training:
+    """Build the model, the data and the optimizer, and restore the state that the run starts from.
+
+    ``host_of`` is the rank of each layer's experts, ``snapshots`` the target of this host's snapshots."""
+    config, plan, task = worker.prepared.resolved.config, worker.prepared.plan, worker.prepared.task
+    world, log = worker.world, worker.log
     parts = build_parts(config, plan, task, world, log.write, host_of)
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
-    feed, evaluation = (
-        build_feed(plan, task, world, config.run.seed),
-        build_evaluation(config, plan, task, world, parts),
-    )
-    seed_host(
-        mix(config.run.seed, "run")
-    )  # last of all that draws, and a resumed run puts its own in place of it
-    progress = (
-        recalled(copies, parts, world, log) if copies else begin(config, parts, store, world, log, again)
-    )
+    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
+    feed = build_feed(plan, task, world, config.run.seed)
+    evaluation = build_evaluation(config, plan, task, world, parts)
+    # Everything above may draw random numbers. A resumed run restores its own generators below.
+    seed_host(mix(config.run.seed, "run"))
+    if resume is not None and resume.snapshots:
+        progress = recalled(resume.snapshots, parts, world, log)
+    else:
+        progress = begin(config, parts, store, world, log, again=resume is not None)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
-    total = _last_step(config, plan, feed, progress)
-    if total != plan.total_steps.value:
-        log.write(
-            "warning", kind="schedule", message=f"the run now ends at step {total}; the schedule follows"
-        )
-        parts.learner.reschedule(plan.warmup_steps.value, total)
-    loop = Loop(
-        stepper=build_stepper(
-            config, world, parts, feed.micro_batch if parts.replica.lockstep else feed.largest_part, log.write
-        ),
+    total_steps = _last_step(config, plan, feed, progress)
+    if total_steps != plan.total_steps.value:
+        message = f"the run now ends at step {total_steps}; the schedule follows"
+        log.write("warning", kind="schedule", message=message)
+        parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
+    micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
+    state = (parts.model, parts.optimizer.inner, parts.precision)
+    return Training(
+        stepper=build_stepper(config, world, parts, micro_batch, log.write),
         feed=feed,
-        cadence=Cadence(
-            total_steps=total,
-            epochs=config.run.epochs,
-            log_every=plan.log_every.value,
-            evaluate_every=config.watch.evaluate_every,
-            checkpoint_every=config.checkpoint.checkpoint_every,
-            monitor_every=config.watch.gpu_log_interval if config.watch.monitor_gpu else 0,
-            empty_cache_every=config.device.empty_cache_every,
-            patience=config.run.early_stopping_patience,
-            metric=config.run.early_stopping_metric,
-        ),
+        cadence=build_cadence(config, plan, total_steps),
         progress=progress,
-        write=log.write_all,
-        tell=log.write,
-        saver=Saver(store, parts.model, parts.learner.optimizer, parts.precision, world, log),
-        stopping=Stopping(world.device),
-        evaluate=evaluation,
+        log=log,
+        saver=Saver(store, *state, world, log),
+        evaluation=evaluation,
+        snapshots=Snapshots(config.checkpoint.snapshot_every, snapshots, *state, world)
+        if snapshots
+        else None,
     )
-    return loop, parts
+
+
+def build_cadence(config: Config, plan: Plan, total_steps: int) -> Cadence:
+    return Cadence(
+        total_steps=total_steps,
+        epochs=config.run.epochs,
+        log_every=plan.log_every.value,
+        evaluate_every=config.watch.evaluate_every,
+        checkpoint_every=config.checkpoint.checkpoint_every,
+        monitor_every=config.watch.gpu_log_interval if config.watch.monitor_gpu else 0,
+        empty_cache_every=config.device.empty_cache_every,
+        patience=config.run.early_stopping_patience,
+        metric=config.run.early_stopping_metric,
+    )
 
 
 def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int:
@@ -335,7 +346,7 @@ def check_beginning(config: Config) -> None:
 def recalled(copies: Copies, parts: Parts, world: World, log: Log) -> Progress:
     """Where the run begins again: where the hosts' copies of their state were taken."""
     contents = put_together(copies, world.rank, names_elsewhere(parts.model))
-    progress = restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+    progress = restore(contents, parts.model, parts.optimizer.inner, parts.precision)
     log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
     return progress
 
@@ -364,7 +375,7 @@ def begin(
     progress = (
         Progress()
         if contents is None
-        else restore(contents, parts.model, parts.learner.optimizer, parts.precision)
+        else restore(contents, parts.model, parts.optimizer.inner, parts.precision)
     )
     if world.is_main:
         store.abandon_after(progress.step)

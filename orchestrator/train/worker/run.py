@@ -7,10 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
+
+from torch import nn
 
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import inventory, secret_values
@@ -19,16 +21,16 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
 from orchestrator.redaction import mask
-from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.snapshots import Copies, Outbox, Snapshots
+from orchestrator.train.checkpoint.snapshots import SnapshotTarget
 from orchestrator.train.heartbeat import Heartbeat
-from orchestrator.train.loop import Loop, Outcome
+from orchestrator.train.loop import Loop, LoopHooks, Outcome, Training
 from orchestrator.train.parts.profiling import profiling
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.placement import Hosting, decide_hosting
-from orchestrator.train.strategies.shares import with_shares
+from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
+from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.worker.batch_probe import find_batch
-from orchestrator.train.worker.build import Parts, build_loop, machine_settings
+from orchestrator.train.worker.build import WorkerContext, build_training, machine_settings
+from orchestrator.train.worker.resume import PastFailure, ResumeFrom
 from orchestrator.train.worker.run_dir import (
     Prepared,
     conclude,
@@ -41,32 +43,13 @@ from orchestrator.types import VERSION, Choice
 
 
 @dataclass(frozen=True)
-class Restart:
-    """What a worker is told of the failure that it was started after. Times are unix seconds."""
+class Supervision:
+    """How the driver supervises a worker."""
 
-    attempt: int
-    reason: str
-    failed_at: float
-    detected_at: float
-    workers_before: int
-    last_step: int
-    halvings: int = 0
-    """How often the micro-batch was halved because a worker ran out of memory."""
-
-
-@dataclass(frozen=True)
-class Live:
-    """What a host that can be helped while it lives has beside its loop, and where it is to begin."""
-
-    pulse: Heartbeat
-    outbox: Outbox
-    rooms: PinnedBuffers
-    generation: int
-    again: bool = False
-    """Whether the run has begun before."""
-    halvings: int = 0
-    copies: Copies = ()
-    """Of all hosts' state; where there are none, a run that begins again reads its newest checkpoint."""
+    stop_requested: Callable[[], bool] = lambda: False
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    snapshots: SnapshotTarget | None = None
+    """Where an expert host writes its snapshots; other workers take none."""
 
 
 def work(
@@ -74,22 +57,21 @@ def work(
     world: World,
     run_dir: Path,
     log: Log,
-    asked: Callable[[], bool],
-    restart: Restart | None = None,
-) -> tuple[Outcome, Parts]:
-    """One worker's part of a run, from the plan to the end. ``asked`` says whether someone wants it to stop."""
-    with WorkerRun(prepared, world, run_dir, log, asked, restart) as stint:
+    supervision: Supervision,
+    resume: ResumeFrom | None = None,
+) -> tuple[Outcome, nn.Module]:
+    """Carry out one worker's part of a run. Returns how it ended, and the trained model."""
+    with WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
         outcome = None
         while outcome is None:
-            outcome = stint.advance(sys.maxsize)
-        return outcome, stint.parts
+            outcome = run.advance(sys.maxsize)
+        return outcome, run.loop.stepper.strategy.model
 
 
 class WorkerRun:
-    """One worker's part of a run, in segments of steps: from the plan to the end, or to where it is broken off."""
+    """One worker's part of a run, in segments of steps: from the plan to the end, or until it is aborted."""
 
     loop: Loop
-    parts: Parts
 
     def __init__(
         self,
@@ -97,16 +79,20 @@ class WorkerRun:
         world: World,
         run_dir: Path,
         log: Log,
-        asked: Callable[[], bool],
-        restart: Restart | None = None,
-        live: Live | None = None,
+        supervision: Supervision,
+        resume: ResumeFrom | None = None,
     ) -> None:
-        self.prepared, self.world, self.run_dir, self.log = prepared, world, run_dir, log
-        self._asked, self._restart, self._live = asked, restart, live
-        self._stack, self._begun = ExitStack(), 0.0
+        self.prepared = prepared
+        self.world = world
+        self.run_dir = run_dir
+        self.log = log
+        self._supervision = supervision
+        self._resume = resume
+        self._stack = ExitStack()
+        self._begun = 0.0
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:  # whatever was opened is closed if the rest fails
+        with ExitStack() as stack:  # closes what is open already if a later part fails
             self._open(stack)
             self._stack = stack.pop_all()
         return self
@@ -115,14 +101,12 @@ class WorkerRun:
         self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
-        begun, restart, live, log = time.time(), self._restart, self._live, self.log
-        again = restart is not None or (live is not None and live.again)
+        opened_at, resume, log = time.time(), self._resume, self.log
         config = self.prepared.resolved.config
         stack.enter_context(machine_settings(config, self.prepared.plan, self.world.device))
         known: dict[str, Any] = {}
-        if (
-            config.checkpoint.resume == "auto" or again
-        ):  # one reads for all: over a network drive they may not see the same
+        if config.checkpoint.resume == "auto" or resume is not None:
+            # The main worker reads for all: on a network drive they may not see the same file.
             known = self.world.broadcast_value(
                 "plan", planned_before(self.run_dir) if self.world.is_main else None
             )
@@ -132,65 +116,55 @@ class WorkerRun:
         if prepared.plan.data_ranks < self.world.size:
             self.world, speeds = self.world.with_data_on_main(), {}
         else:
-            self.world, speeds = with_shares(config, prepared.plan, self.world, known)
+            self.world, speeds = assign_shares(config, prepared.plan, self.world, known)
         if self.world.is_main:
             write_intentions(
                 prepared,
                 self.run_dir,
                 {"device_speeds": speeds} | (hosting.measured(config.parallel.placement) if hosting else {}),
             )
-        self.prepared = prepared = _halved(
-            prepared, max(restart.halvings if restart else 0, live.halvings if live else 0)
+        self.prepared = prepared = _halved(prepared, resume.halvings if resume else 0)
+        training = build_training(
+            WorkerContext(prepared, self.world, self.run_dir, log),
+            hosting.host_of if hosting else None,
+            resume,
+            self._supervision.snapshots,
         )
-        host_of = hosting.host_of if hosting else None
-        self.loop, self.parts = build_loop(
-            config,
-            prepared.plan,
-            prepared.task,
-            self.world,
-            self.run_dir,
-            log,
-            again,
-            host_of,
-            live.copies if live else (),
-        )
-        self.loop.stopping.asked = self._asked
-        if live is not None:
-            self._take_copies(live)
-        if restart is not None:
-            self.loop.after_step = _tells_recovery(restart, self.loop, log, begun)
-        log.write("start", **_start_fields(prepared, self.loop))
+        # The step goes on counting once the loop runs: these are the values that the worker resumed with.
+        after_step: list[Callable[[int], None]] = []
+        if resume is not None and resume.failure is not None:
+            after_step.append(_record_recovery(resume.failure, training, opened_at))
+        log.write("start", **_start_fields(prepared, training))
         if hosting is not None:
-            log.write("placement", step=self.loop.progress.step, **hosting.event(prepared.facts))
-        self._watch(stack)
+            log.write("placement", step=training.progress.step, **hosting.event(prepared.facts))
+        # The stack closes in reverse order: the loop, its observers, then the parts that it trains with.
+        stack.callback(training.close)
+        self.loop = Loop(training, self._hooks(stack, after_step))
+        stack.callback(self.loop.close)
         self._begun = perf_counter()
 
-    def _take_copies(self, live: Live) -> None:
-        loop, parts = self.loop, self.parts
-        loop.pulse = live.pulse
-        every = self.prepared.resolved.config.checkpoint.snapshot_every
-        taken = parts.model, parts.learner.optimizer, parts.precision
-        loop.snapshots = Snapshots(every, live.generation, *taken, self.world, live.outbox, live.rooms)
+    def _hooks(self, stack: ExitStack, after_step: list[Callable[[int], None]]) -> LoopHooks:
+        """Start the observers of the loop. The profiler must not start before the model is built."""
+        config, monitor = self.prepared.resolved.config, None
+        if config.watch.monitor_gpu and self.world.is_main:
+            monitor = stack.enter_context(_monitored(self.prepared, self.world, self.log))
+        if config.watch.profile and self.world.is_main:
+            after_step.append(stack.enter_context(profiling(self.run_dir, self.world.device)))
 
-    def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> Hosting | None:
+        def call_all(step: int) -> None:
+            for call in after_step:
+                call(step)
+
+        return LoopHooks(self._supervision.stop_requested, call_all, monitor, self._supervision.heartbeat)
+
+    def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> PlacementDecision | None:
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
             return None
         seen = last_loads(self.run_dir) if self.world.is_main and known else None
         loads = self.world.broadcast_value("loads", seen) or []
-        return decide_hosting(
+        return decide_placement(
             prepared.resolved.config, prepared.plan, prepared.facts, self.world, known, loads
         )
-
-    def _watch(self, stack: ExitStack) -> None:
-        """Those who watch the loop from beside it."""
-        loop, config = self.loop, self.prepared.resolved.config
-        stack.callback(loop.close)
-        if config.watch.monitor_gpu and self.world.is_main:
-            loop.monitor = stack.enter_context(_monitored(self.prepared, self.world, self.log))
-        if config.watch.profile and self.world.is_main:
-            loop.after_step = _both(
-                loop.after_step, stack.enter_context(profiling(self.run_dir, self.world.device))
-            )
 
     def advance(self, steps: int, keep: bool = False) -> Outcome | None:
         """Train for so many steps, or to the end: then how it ended. A failure is for the caller to record: it may be mended. A segment
@@ -248,42 +222,40 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
         draw_report(run_dir)
 
 
-def _tells_recovery(restart: Restart, loop: Loop, log: Log, begun: float) -> Callable[[int], None]:
-    """After the first step of a restarted run: what the failure cost."""
-    restored, resumed, told = time.time(), loop.progress.step, False
+def _record_recovery(failure: PastFailure, training: Training, opened_at: float) -> Callable[[int], None]:
+    """Return a hook that writes a ``recovery`` event after the first step of a restarted run.
 
-    def tell(_: int) -> None:
-        nonlocal told
-        if not told:
-            log.write(
-                "recovery",
-                attempt=restart.attempt,
-                reason=restart.reason,
-                workers_before=restart.workers_before,
-                workers=loop.stepper.world.size,
-                step=resumed,
-                lost_steps=max(0, restart.last_step - resumed),
-                detect_seconds=restart.detected_at - restart.failed_at,
-                source="disk",
-                regroup_seconds=begun - restart.detected_at,
-                restore_seconds=restored - begun,
-                total_seconds=time.time() - restart.failed_at,
-            )
-            told = True
+    The event needs three times of the worker: when it was opened (``opened_at``), when its state was restored
+    (now), and when its first step was done (the hook's first call)."""
+    restored_at = time.time()
+    resumed_step = training.progress.step
+    written = False
 
-    return tell
+    def record(_: int) -> None:
+        nonlocal written
+        if written:
+            return
+        written = True
+        training.log.write(
+            "recovery",
+            attempt=failure.attempt,
+            reason=failure.reason,
+            workers_before=failure.workers_before,
+            workers=training.stepper.world.size,
+            step=resumed_step,
+            lost_steps=max(0, failure.last_step - resumed_step),
+            detect_seconds=failure.detected_at - failure.failed_at,
+            source="disk",
+            regroup_seconds=opened_at - failure.detected_at,
+            restore_seconds=restored_at - opened_at,
+            total_seconds=time.time() - failure.failed_at,
+        )
 
-
-def _both(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
-    def call(step: int) -> None:
-        first(step)
-        second(step)
-
-    return call
+    return record
 
 
-def _start_fields(prepared: Prepared, loop: Loop) -> dict[str, Any]:
-    chosen, world = prepared.plan, loop.stepper.world
+def _start_fields(prepared: Prepared, training: Training) -> dict[str, Any]:
+    chosen, world = prepared.plan, training.stepper.world
     several = {"backend": chosen.backend.value, "sharding": chosen.sharding.value} if world.size > 1 else {}
     return {
         "version": VERSION,
@@ -295,8 +267,8 @@ def _start_fields(prepared: Prepared, loop: Loop) -> dict[str, Any]:
         "global_batch_size": chosen.global_batch_size.value,
         "parameters": prepared.facts.parameters,
         "unit": prepared.facts.unit,
-        "total_steps": loop.cadence.total_steps,
-        "step": loop.progress.step,
+        "total_steps": training.cadence.total_steps,
+        "step": training.progress.step,
         **several,
         **({"gate": chosen.gate.value} if chosen.strategy.value == "expert_parallel" else {}),
         **({"shares": list(world.shares)} if world.shares else {}),

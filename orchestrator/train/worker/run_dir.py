@@ -22,7 +22,7 @@ from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.record.events import last_events, of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
-from orchestrator.redaction import Secrets, secrets_in, mask_tree, longest_first
+from orchestrator.redaction import Secrets, longest_first, mask_tree, secrets_in
 from orchestrator.tasks.task import Task
 from orchestrator.types import count_text
 

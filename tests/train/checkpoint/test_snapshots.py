@@ -19,7 +19,15 @@ from experts.membership import GroupLeft, GroupMembership
 from experts.model import place
 from orchestrator.config.settings import Config
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-from orchestrator.train.checkpoint.snapshots import Bytes, Copies, Header, Snapshots, put_together, read
+from orchestrator.train.checkpoint.snapshots import (
+    Bytes,
+    Copies,
+    Header,
+    Snapshots,
+    SnapshotTarget,
+    put_together,
+    read,
+)
 from orchestrator.train.checkpoint.state import Progress, capture, restore
 from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.parts.optim import build_adamw
@@ -53,7 +61,7 @@ class Shelf:
     def __init__(self) -> None:
         self.held: list[tuple[Header, Bytes]] = []
 
-    def make_room(self, life: GroupMembership) -> None:
+    def wait_for_space(self, membership: GroupMembership) -> None:
         pass
 
     def put(self, header: Any, data: Any) -> None:
@@ -67,7 +75,7 @@ def trained(
         task, 4, 12, learning_rate=1e-2, world=world, host_of=host_of if world.size > 1 else None
     )
     run_steps(stepper, feed, steps)
-    return stepper.replica.model, stepper.learner.optimizer, stepper.precision
+    return stepper.strategy.model, stepper.optimizer.inner, stepper.precision
 
 
 def seeded(rank: int) -> None:
@@ -85,7 +93,8 @@ def snapped(
         model, optimizer, precision = trained(world, task, host_of)
         seeded(rank)
         shelf = Shelf()
-        Snapshots(2, 5, model, optimizer, precision, world, shelf, PinnedBuffers(CPU)).take(PROGRESS)
+        target = SnapshotTarget(shelf, PinnedBuffers(CPU), 5)
+        Snapshots(2, target, model, optimizer, precision, world).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, precision, PROGRESS, world)
 
 
@@ -197,7 +206,7 @@ def regrouped(
 ) -> tuple[Contents | None, Progress]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
-        model, optimizer = stepper.replica.model, stepper.learner.optimizer
+        model, optimizer = stepper.strategy.model, stepper.optimizer.inner
         progress = restore(
             put_together(copies, rank, names_elsewhere(model)), model, optimizer, stepper.precision
         )
@@ -238,7 +247,7 @@ def low_precision(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes
         stepper, _ = make_stepper(
             Tiny((SIZES,), dtype=torch.float32), 4, 12, world=world, host_of=HOST_OF[:1]
         )
-        model = stepper.replica.model
+        model = stepper.strategy.model
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().bfloat16()))
@@ -250,7 +259,8 @@ def low_precision(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].float() + 1e-6
         shelf = Shelf()
-        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf, PinnedBuffers(CPU)).take(PROGRESS)
+        target = SnapshotTarget(shelf, PinnedBuffers(CPU), 0)
+        Snapshots(2, target, model, optimizer, stepper.precision, world).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, stepper.precision, PROGRESS, world)
 
 
@@ -284,11 +294,12 @@ class Momentum(torch.optim.SGD):
 def with_values(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes], Contents | None]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
         stepper, feed = make_stepper(TASK, 4, 12, world=world, host_of=HOST_OF)
-        stepper.learner.optimizer = Momentum(stepper.replica.model.parameters(), lr=1e-2, momentum=0.9)
+        stepper.optimizer.inner = Momentum(stepper.strategy.model.parameters(), lr=1e-2, momentum=0.9)
         run_steps(stepper, feed, 2)
         shelf = Shelf()
-        model, optimizer = stepper.replica.model, stepper.learner.optimizer
-        Snapshots(2, 0, model, optimizer, stepper.precision, world, shelf, PinnedBuffers(CPU)).take(PROGRESS)
+        model, optimizer = stepper.strategy.model, stepper.optimizer.inner
+        target = SnapshotTarget(shelf, PinnedBuffers(CPU), 0)
+        Snapshots(2, target, model, optimizer, stepper.precision, world).take(PROGRESS)
         return shelf.held[0], capture(model, optimizer, stepper.precision, PROGRESS, world)
 
 
@@ -323,7 +334,8 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Precision]:
 
 def snapping(every: int, parts: Any, world: World, outbox: Any) -> Snapshots:
     model, optimizer, precision = parts
-    return Snapshots(every, 0, model, optimizer, precision, world, outbox, PinnedBuffers(CPU))
+    target = SnapshotTarget(outbox, PinnedBuffers(CPU), 0)
+    return Snapshots(every, target, model, optimizer, precision, world)
 
 
 def step_to(model: nn.Module, value: float) -> None:
@@ -398,14 +410,16 @@ def _with_life(life: GroupMembership) -> World:
     from experts.group import GroupFactory
     from orchestrator.train.parts.stores import open_store
 
-    return replace(World.single_process(), lines=GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, life))
+    return replace(
+        World.single_process(), group_factory=GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, life)
+    )
 
 
 def test_growing_state_gets_larger_rooms(parts: Any) -> None:
     """An optimizer has nothing before its first step."""
     model, precision = parts[0], parts[2]
     optimizer, shelf = torch.optim.AdamW(model.parameters()), Shelf()
-    snapshots = Snapshots(1, 0, model, optimizer, precision, World.single_process(), shelf, PinnedBuffers(CPU))
+    snapshots = snapping(1, (model, optimizer, precision), World.single_process(), shelf)
     for step in range(3):
         snapshots.take(Progress(step=step))
         model.weight.grad = torch.ones_like(model.weight)
@@ -453,23 +467,17 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
     rooms, size = PinnedBuffers(torch.device("cuda", 0)), 4 * 1600 + 3 * 64  # the bias has 160 bytes
     model, optimizer, precision = parts
     for _ in range(2):  # one membership after another
-        snapshots = Snapshots(4, 0, model, optimizer, precision, World.single_process(), Shelf(), rooms)
+        target = SnapshotTarget(Shelf(), rooms, 0)
+        snapshots = Snapshots(4, target, model, optimizer, precision, World.single_process())
         for _ in range(3):
             snapshots.prepare()
         assert len({rooms.next(size).data_ptr() for _ in range(4)}) == 2
     assert [thread for _, thread in made] == ["rooms"] * 2, "both in the thread, once"
     assert len({length for length, _ in made}) == 1
     assert made[0][0] > size
-    Snapshots(
-        0,
-        0,
-        model,
-        optimizer,
-        precision,
-        World.single_process(),
-        Shelf(),
-        other := PinnedBuffers(torch.device("cuda", 0)),
-    ).prepare()
+    other = PinnedBuffers(torch.device("cuda", 0))
+    target = SnapshotTarget(Shelf(), other, 0)
+    Snapshots(0, target, model, optimizer, precision, World.single_process()).prepare()
     assert other._making is None, "no copy is ever due"
     rooms = PinnedBuffers(CPU)
     rooms.prepare(100)
@@ -481,7 +489,7 @@ def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[Copies, Conten
     stepper, feed = make_stepper(TASK, 4, 12, learning_rate=1e-2)
     expected = [mean_loss(totals) for totals in run_steps(stepper, feed, 8)][4:]
     again, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2)
-    restore(put_together(three[0], 0, set()), again.replica.model, again.learner.optimizer, again.precision)
+    restore(put_together(three[0], 0, set()), again.strategy.model, again.optimizer.inner, again.precision)
     portions = [portion for epoch in range(3) for portion in feed.steps(epoch)]
     assert [mean_loss(again.run(portions[step], step)) for step in range(4, 8)] == pytest.approx(
         expected, rel=1e-10

@@ -17,7 +17,7 @@ from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import begin, build_loop, build_parts
+from orchestrator.train.worker.build import WorkerContext, begin, build_parts, build_training
 from orchestrator.trainer import Trainer
 from tests.train.checkpoint.test_store import damage
 
@@ -38,7 +38,7 @@ def run(run_dir: Path, task: Any = None, **settings: Any) -> tuple[Loop, list[fl
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
     run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(run_dir / "events.jsonl")
-    loop, _ = build_loop(config, prepared.plan, prepared.task, World.single_process(), run_dir, log)
+    loop = Loop(build_training(WorkerContext(prepared, World.single_process(), run_dir, log)))
     loop.run()
     log.close()
     return loop, [event["loss"] for event in by_step(read_events(run_dir / "events.jsonl"))]
@@ -60,7 +60,7 @@ def test_a_hundred_corruptions_and_each_run_continues_from_the_one_before(tmp_pa
             ).split()[0]
         )
         log = EventLog(folder / "events.jsonl")
-        loop, _ = build_loop(config, prepared.plan, prepared.task, World.single_process(), folder, log)
+        loop = Loop(build_training(WorkerContext(prepared, World.single_process(), folder, log)))
         resumed = of_kind(read_events(folder / "events.jsonl"), "resume")[0]
         assert resumed["step"] == 6
         assert resumed["skipped"][0]["path"] == "step_00000008"
@@ -101,8 +101,8 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
         EventLog(tmp_path / "events.jsonl"),
     )
     assert progress.step == 0
-    assert not parts.learner.optimizer.state
-    for name, parameter in loop.stepper.replica.model.named_parameters():
+    assert not parts.optimizer.inner.state
+    for name, parameter in loop.stepper.strategy.model.named_parameters():
         assert torch.equal(parts.model.get_parameter(name), parameter)
 
 

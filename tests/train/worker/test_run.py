@@ -16,7 +16,8 @@ from orchestrator.record.log import SilentLog
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies.shares import even_out
-from orchestrator.train.worker.run import Restart, work
+from orchestrator.train.worker.resume import PastFailure, ResumeFrom
+from orchestrator.train.worker.run import Supervision, work
 from orchestrator.trainer import Trainer
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -47,7 +48,7 @@ def run_rank(
     store: str,
     config: Config,
     stop_at: int | None = None,
-    restart: Restart | None = None,
+    resume_from: ResumeFrom | None = None,
 ) -> str:
     prepared = Trainer(config=config, quiet=True).prepare()
     run_dir = config.run.run_dir
@@ -64,13 +65,17 @@ def run_rank(
         return stop_at is not None and rank == size - 1 and asked >= stop_at
 
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        outcome, _ = work(prepared, world, run_dir, log, wish, restart)
+        outcome, _ = work(prepared, world, run_dir, log, Supervision(wish), resume_from)
     log.close()
     return outcome.status
 
 
 def trained(
-    run_dir: Path, workers: int, stop_at: int | None = None, restart: Restart | None = None, **settings: Any
+    run_dir: Path,
+    workers: int,
+    stop_at: int | None = None,
+    resume_from: ResumeFrom | None = None,
+    **settings: Any,
 ) -> list[Any]:
     """The events of a run on so many workers, as real processes; one worker is this process."""
     config = config_of(run_dir, workers, **settings)
@@ -78,10 +83,10 @@ def trained(
         run_dir.mkdir(exist_ok=True)
         log = EventLog(run_dir / "events.jsonl")
         prepared = Trainer(config=config.but(parallel_strategy="auto"), quiet=True).prepare()
-        work(prepared, World.single_process(), run_dir, log, lambda: False, restart)
+        work(prepared, World.single_process(), run_dir, log, Supervision(), resume_from)
         log.close()
     else:
-        assert len(set(run_ranks(run_rank, workers, config, stop_at, restart))) == 1
+        assert len(set(run_ranks(run_rank, workers, config, stop_at, resume_from))) == 1
     return read_events(run_dir / "events.jsonl")
 
 
@@ -167,8 +172,8 @@ def test_a_checkpoint_is_told_of_when_it_is_on_disk(tmp_path: Path) -> None:
 
 def test_a_restart_tells_what_it_cost(tmp_path: Path) -> None:
     trained(tmp_path / "run", 2, max_steps=6, checkpoint_every=2)
-    restart = Restart(1, "worker 1 was lost", 100.0, 101.5, 3, 8)
-    events = trained(tmp_path / "run", 2, restart=restart, max_steps=9, resume="auto")
+    resume_from = ResumeFrom(failure=PastFailure(1, "worker 1 was lost", 100.0, 101.5, 3, 8))
+    events = trained(tmp_path / "run", 2, resume_from=resume_from, max_steps=9, resume="auto")
     (told,) = of_kind(events, "recovery")
     assert (told["step"], told["lost_steps"], told["workers_before"], told["workers"]) == (6, 2, 3, 2)
     assert told["detect_seconds"] == 1.5
@@ -184,16 +189,16 @@ def test_a_restart_without_a_checkpoint_begins_where_it_was_asked_to(tmp_path: P
         "checkpoint_every": 2,
     }
     expected = losses(trained(tmp_path / "calm", 2, **given))
-    again = Restart(1, "worker 1 was lost", 100.0, 101.5, 2, 0)
-    assert losses(trained(tmp_path / "run", 2, restart=again, **given)) == expected
-    later = losses(trained(tmp_path / "run", 2, restart=again, **given | {"max_steps": 6}))
+    again = ResumeFrom(failure=PastFailure(1, "worker 1 was lost", 100.0, 101.5, 2, 0))
+    assert losses(trained(tmp_path / "run", 2, resume_from=again, **given)) == expected
+    later = losses(trained(tmp_path / "run", 2, resume_from=again, **given | {"max_steps": 6}))
     assert later[:3] == expected
     assert len(later) == 6
 
 
 def test_a_halved_micro_batch_changes_nothing_but_the_portions(tmp_path: Path, whole: list[Any]) -> None:
-    halved = Restart(1, "worker 0 ran out of memory", 100.0, 101.0, 2, 0, halvings=2)
-    events = trained(tmp_path / "run", 2, restart=halved, max_steps=24, batch_size=16)
+    halved = ResumeFrom(halvings=2)
+    events = trained(tmp_path / "run", 2, resume_from=halved, max_steps=24, batch_size=16)
     assert losses(events) == pytest.approx(losses(whole), rel=1e-5)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]["value"] == 16
 
