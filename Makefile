@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := -$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages
 
-.PHONY: train test check slow gpu soak clean
+.PHONY: train test check slow gpu soak mutants clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -26,6 +26,10 @@ slow: $(VENV)/.installed-dev
 # hosts killed a hundred times over one run, and plain Ray Train beside it; make soak ARGS='--minutes 10 --every 60' for the goodput
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.chaos --plain 5 $(ARGS)
+
+# mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/gate.py'
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)

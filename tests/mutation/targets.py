@@ -1,0 +1,87 @@
+"""The modules of the numeric core, and the test files that must notice a change in each.
+
+The tests of a module are its mirror, ``tests/.../test_<module>*.py``, and the files listed for it below: tests of
+whole properties that cut across modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+TARGETS = (
+    "experts/gate.py",
+    "experts/dispatch.py",
+    "experts/bank.py",
+    "experts/layer.py",
+    "experts/token_exchange.py",
+    "experts/exchange.py",
+    "experts/balance.py",
+    "experts/placement.py",
+    "orchestrator/train/step.py",
+    "orchestrator/train/totals.py",
+    "orchestrator/train/data.py",
+    "orchestrator/train/parts/optim.py",
+    "orchestrator/train/parts/precision.py",
+    "orchestrator/train/parts/clock.py",
+    "orchestrator/train/strategies/*.py",
+    "orchestrator/train/checkpoint/state.py",
+    "orchestrator/plan/batching.py",
+    "orchestrator/plan/estimate.py",
+    "orchestrator/plan/schedule.py",
+    "orchestrator/plan/workers.py",
+    "orchestrator/plan/cost/*.py",
+    "orchestrator/runtime/recovery.py",
+    "orchestrator/runtime/failures.py",
+    "orchestrator/runtime/expert_parallel/states.py",
+)
+
+_SILENT_ROWS = "tests/train/test_silent_rows.py"
+_SILENT_GRADIENTS = "tests/train/test_silent_gradients.py"
+_SILENT_BALANCE = "tests/train/test_silent_balance.py"
+_SILENT_FAILURES = "tests/train/test_silent_failures.py"
+
+MORE_TESTS: dict[str, tuple[str, ...]] = {
+    "experts/gate.py": ("tests/experts/test_layer.py", _SILENT_BALANCE),
+    "experts/dispatch.py": ("tests/experts/test_layer.py", "tests/experts/test_token_exchange.py"),
+    "experts/bank.py": ("tests/experts/test_layer.py", "tests/experts/kernels/test_kernels.py"),
+    "experts/layer.py": ("tests/experts/test_token_exchange.py", _SILENT_ROWS),
+    "experts/token_exchange.py": (_SILENT_ROWS,),
+    "experts/exchange.py": ("tests/experts/test_token_exchange.py",),
+    "experts/balance.py": ("tests/experts/test_gate.py", _SILENT_BALANCE),
+    "orchestrator/train/step.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
+    "orchestrator/train/totals.py": ("tests/train/test_step.py", _SILENT_FAILURES, _SILENT_GRADIENTS),
+    "orchestrator/train/parts/optim.py": ("tests/train/test_step.py", _SILENT_GRADIENTS),
+    "orchestrator/train/parts/precision.py": ("tests/train/test_step.py",),
+    "orchestrator/train/parts/clock.py": ("tests/train/test_step.py", "tests/train/test_loop.py"),
+    "orchestrator/train/strategies/data_parallel.py": (_SILENT_GRADIENTS,),
+    "orchestrator/train/strategies/expert_parallel.py": (_SILENT_GRADIENTS,),
+    "orchestrator/train/strategies/placement_file.py": ("tests/train/strategies/test_placement.py",),
+    "orchestrator/train/strategies/shares.py": ("tests/train/worker/test_run.py",),
+    "orchestrator/train/checkpoint/state.py": ("tests/train/checkpoint/test_snapshots.py",),
+    "orchestrator/plan/schedule.py": ("tests/plan/test_planning.py",),
+    "orchestrator/plan/cost/calibration.py": ("tests/measure/test_calibrate.py",),
+    "orchestrator/plan/cost/devices.py": ("tests/plan/cost/test_scaling.py",),
+    "orchestrator/plan/cost/interpolate.py": ("tests/plan/cost/test_model.py",),
+    "orchestrator/plan/cost/ops.py": ("tests/plan/cost/test_model.py", "tests/measure/test_step_trace.py"),
+    "orchestrator/runtime/expert_parallel/states.py": (
+        "tests/runtime/expert_parallel/test_run_without_ray.py",
+    ),
+}
+
+
+def target_files(root: Path, patterns: Iterable[str]) -> list[str]:
+    """Return the modules that match the patterns, as paths from the root; empty files are left out."""
+    files = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    names = [path.relative_to(root).as_posix() for path in files if path.read_text(encoding="utf-8").strip()]
+    return list(dict.fromkeys(names))
+
+
+def mirrored_tests(root: Path, target: str) -> list[str]:
+    """Return the test files of a module, its mirror first."""
+    path = Path(target)
+    below = path.parent.relative_to("orchestrator") if path.parts[0] == "orchestrator" else path.parent
+    folder = root / "tests" / below
+    mirror = sorted(folder.glob(f"test_{path.stem}.py")) + sorted(folder.glob(f"test_{path.stem}_*.py"))
+    names = [file.relative_to(root).as_posix() for file in mirror]
+    return [*names, *MORE_TESTS.get(target, ())]

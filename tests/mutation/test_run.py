@@ -1,0 +1,93 @@
+"""The whole tool on a repository of one small module, a copy of the tool included."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = '''"""A module."""
+
+
+def clip(value: int, top: int = 10) -> int:
+    """Limit a value."""
+    return top if value > top else value
+
+
+def wait(done: bool) -> bool:
+    """Run until done."""
+    while not done:
+        pass
+    return done
+'''
+TESTS = """from experts.balance import clip, wait
+
+
+def test_clip() -> None:
+    assert clip(11) == 10
+    assert clip(3) == 3
+
+
+def test_wait() -> None:
+    assert wait(True)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "tests/experts").mkdir(parents=True)
+    for package in ("experts", "tests", "tests/experts"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "experts/balance.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "tests/experts/test_balance.py").write_text(TESTS, encoding="utf-8")
+    shutil.copytree(Path(__file__).parent, tmp_path / "tests/mutation")
+    (tmp_path / "tests/mutation/equivalent.yaml").write_text("", encoding="utf-8")
+    return tmp_path
+
+
+def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.mutation.run", "--no-preload", *arguments]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=240)
+
+
+def test_survivors_are_listed_and_the_source_stays_as_it_was(repository: Path) -> None:
+    """The tests do not reach the boundary: ``>=`` survives. The endless loop is ended by the time limit."""
+    done = run(repository, "--jobs", "2", "--time-limit", "8", "--fail-under", "90", "experts/*.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "survived: experts/balance.py:6 (comparison)" in done.stdout
+    assert "+    return top if value >= top else value" in done.stdout
+    assert "experts/balance.py: 3 of 4 killed (1 by the time limit)" in done.stdout
+    assert (repository / "experts/balance.py").read_text(encoding="utf-8") == MODULE
+
+
+def test_equivalent_mutants_are_not_run(repository: Path) -> None:
+    (repository / "tests/mutation/equivalent.yaml").write_text(
+        "- file: experts/balance.py\n"
+        "  removed: return top if value > top else value\n"
+        "  added: return top if value >= top else value\n"
+        "  reason: both sides are equal there\n",
+        encoding="utf-8",
+    )
+    done = run(repository, "--list", "experts/balance.py")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert ">=" not in done.stdout
+
+
+def test_tests_that_fail_without_a_change_are_refused(repository: Path) -> None:
+    (repository / "tests/experts/test_balance.py").write_text(
+        "def test_it():\n    assert False\n", encoding="utf-8"
+    )
+    done = run(repository, "--count", "1", "experts/balance.py")
+    assert done.returncode == 1
+    assert "experts/balance.py: its tests fail without any change" in done.stderr
+
+
+def test_a_sample_depends_on_the_seed_alone(repository: Path) -> None:
+    first = run(repository, "--list", "--count", "2", "--seed", "3").stdout
+    assert first == run(repository, "--list", "--count", "2", "--seed", "3").stdout
+    assert len(first.splitlines()) == 2
