@@ -24,18 +24,18 @@ class Heartbeat:
         self.step = 0
         self.changes = 0
 
-    def at(self, phase: Phase, step: int | None = None) -> None:
+    def enter_phase(self, phase: Phase, step: int | None = None) -> None:
         self.phase = phase
         self.step = self.step if step is None else step
         self.changes += 1
 
-    def told(self, life: GroupMembership) -> str:
+    def encode(self, life: GroupMembership) -> str:
         """As text, for those who look on."""
-        return json.dumps([self.phase, self.step, self.changes + life.answers, life.waiting])
+        return json.dumps([self.phase, self.step, self.changes + life.completed_waits, life.waiting])
 
 
 @contextmanager
-def beating(pulse: Heartbeat, life: GroupMembership, send: Callable[[str], None]) -> Iterator[None]:
+def send_heartbeats(pulse: Heartbeat, life: GroupMembership, send: Callable[[str], None]) -> Iterator[None]:
     """Tell of the pulse for as long as the block lasts. A host whose word does not get through any more leaves the group: nobody is
     there to lead it."""
     over = threading.Event()
@@ -44,7 +44,7 @@ def beating(pulse: Heartbeat, life: GroupMembership, send: Callable[[str], None]
         for count in itertools.count():
             last = over.is_set()  # the last word tells where it ended
             try:
-                send(f"{count} {pulse.told(life)}")
+                send(f"{count} {pulse.encode(life)}")
             except Exception:
                 life.leave()
                 return

@@ -17,14 +17,14 @@ from orchestrator.record.events import Event
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.snapshots import Snapshots
 from orchestrator.train.checkpoint.state import Progress
-from orchestrator.train.checkpoint.writer import Saver
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.memory import allocated_now, free_cached, peak_memory, release_idle, reset_peak
-from orchestrator.train.pending import Figures, Pending, fetch
+from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
 from orchestrator.train.step import Stepper
-from orchestrator.train.stopping import Stopping
+from orchestrator.train.stopping import StopFlag
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Training:
     cadence: Cadence
     progress: Progress
     log: Log
-    saver: Saver
+    saver: CheckpointWriter
     evaluation: Evaluation | None = None
     snapshots: Snapshots | None = None
 
@@ -102,10 +102,10 @@ class Loop:
         self.monitor = hooks.monitor
         self._write = training.log.write_all
         self._tell = training.log.write
-        self._stopping = Stopping(training.stepper.world.device, hooks.stop_requested)
+        self._stopping = StopFlag(training.stepper.world.device, hooks.stop_requested)
         self._after_step = hooks.after_step
         self._heartbeat = hooks.heartbeat
-        self._pending: list[Pending] = []
+        self._pending: list[PendingStep] = []
         self._first = 0
         self._last_saved = -1
         self._peak: dict[str, int] = {}
@@ -134,7 +134,7 @@ class Loop:
             self._flush()
             if keep:
                 self._snapshot()
-            self._heartbeat.at("rest")
+            self._heartbeat.enter_phase("rest")
             return None
         except StopIteration as ended:
             outcome: Outcome = ended.value
@@ -200,14 +200,14 @@ class Loop:
 
     def close(self) -> None:
         """Drop the steps in progress, which hold the model. ``Training.close`` ends the parts."""
-        self._heartbeat.at("save")  # the checkpoint writer may still be at work
+        self._heartbeat.enter_phase("save")  # the checkpoint writer may still be at work
         self._under_way = None
 
     def _timed(self, steps: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """The steps of the feed, with the wait for each counted as its data phase."""
         while True:
             self.stepper.clock.begin()
-            self._heartbeat.at("data")
+            self._heartbeat.enter_phase("data")
             try:
                 portion = next(steps)
             except StopIteration:
@@ -217,14 +217,14 @@ class Loop:
     def _step(self, portion: StepBatch) -> bool:
         """One step. Returns whether the run, on all its workers, is to stop after it."""
         progress = self.progress
-        self._heartbeat.at("first step" if progress.step == self._first else "step", progress.step)
+        self._heartbeat.enter_phase("first step" if progress.step == self._first else "step", progress.step)
         lr = self.stepper.optimizer.learning_rate(progress.step)
         totals = self.stepper.run(portion, progress.step, self._stopping.asked())
         seconds = self.stepper.clock.end()
         progress.step += 1
         progress.position += totals.samples
         progress.samples += totals.samples
-        self._pending.append(Pending(progress.step, progress.epoch, lr, seconds, totals))
+        self._pending.append(PendingStep(progress.step, progress.epoch, lr, seconds, totals))
         warming = progress.step - self._first == WARM_UP
         if warming or len(self._pending) >= self.cadence.log_every:
             self._flush()
@@ -238,14 +238,14 @@ class Loop:
             free_cached(self.stepper.world.device)
         self.saver.poll()
         self._after_step(progress.step)
-        return self._stopping.decided(totals.stop_votes)
+        return self._stopping.should_stop(totals.stop_votes)
 
     def _flush(self) -> None:
         """Fetch the figures of the steps since the last time, in one transfer, and record them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        fetched = fetch(pending)
+        fetched = fetch_figures(pending)
         self.stepper.world.membership.check()
         if (
             self.stepper.world.device.type != "cpu"
@@ -293,7 +293,7 @@ class Loop:
         self._check(events)
         self._window_begun = perf_counter()
 
-    def _step_event(self, entry: Pending, figures: Figures) -> Event:
+    def _step_event(self, entry: PendingStep, figures: StepFigures) -> Event:
         count, loss = figures.count, figures.loss / max(1.0, figures.count)
         self.progress.epoch_loss += loss * count
         self.progress.epoch_count += count
@@ -391,11 +391,11 @@ class Loop:
         """Evaluate, and keep the best."""
         self._flush()
         progress = self.progress
-        self._heartbeat.at("evaluate")
+        self._heartbeat.enter_phase("evaluate")
         result = evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
         value = metric_of(values, self.cadence.metric)
-        better = better_than(value, progress.best_value, self.cadence.metric)
+        better = is_better(value, progress.best_value, self.cadence.metric)
         if better:
             progress.best_value, progress.best_step, progress.bad_evaluations = value, progress.step, 0
         else:
@@ -410,14 +410,14 @@ class Loop:
     def _snapshot(self) -> None:
         """A copy in memory. What the epoch's sums are missing is fetched first."""
         if self.snapshots is not None:
-            self._heartbeat.at("snapshot")
+            self._heartbeat.enter_phase("snapshot")
             self._flush()
             self.snapshots.take(self.progress)
             self._window_begun = perf_counter()
 
     def _save(self) -> None:
         """Save, unless this step is saved already."""
-        self._heartbeat.at("save")
+        self._heartbeat.enter_phase("save")
         self._flush()
         if self._last_saved != self.progress.step:
             self.saver.save(self.progress)
@@ -433,7 +433,7 @@ def metric_of(values: dict[str, float], name: str) -> float:
     return values[name]
 
 
-def better_than(value: float, best: float | None, metric: str) -> bool:
+def is_better(value: float, best: float | None, metric: str) -> bool:
     """Whether a result beats the best so far. What is not a number never does, and never stands in the way."""
     if not _finite(value):
         return False

@@ -12,7 +12,7 @@ from orchestrator.train.totals import Totals
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """A step's sums, on the host."""
 
     loss: float
@@ -22,7 +22,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingStep:
     """A step whose figures are still on the device."""
 
     step: int
@@ -32,7 +32,7 @@ class Pending:
     totals: Totals
 
 
-def fetch(pending: list[Pending]) -> list[Figures]:
+def fetch_figures(pending: list[PendingStep]) -> list[StepFigures]:
     """The figures of several steps in one transfer from the device, and few kernels: one stack per figure."""
     totals = [entry.totals for entry in pending]
     names = list(totals[0].metrics)
@@ -48,6 +48,6 @@ def fetch(pending: list[Pending]) -> list[Figures]:
     rows = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns]).T.tolist()
     counts = [row[-1] for row in rows] if on_device else [float(t.count) for t in totals]
     return [
-        Figures(row[0], row[1], count, dict(zip(names, row[2:], strict=False)))
+        StepFigures(row[0], row[1], count, dict(zip(names, row[2:], strict=False)))
         for row, count in zip(rows, counts, strict=True)
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 _BEHIND = 2  # steps that the host may run ahead of the device before it looks
 
 
-class Stopping:
+class StopFlag:
     """Whether a run was asked to stop. On several workers each step's sums carry the wish along; on a GPU it is read two
     steps later, so that the device never waits for the host."""
 
@@ -20,7 +20,7 @@ class Stopping:
         self.asked, self._device = asked, device
         self._under_way: deque[tuple[Tensor, Any]] = deque()
 
-    def decided(self, told: Tensor | None) -> bool:
+    def should_stop(self, told: Tensor | None) -> bool:
         """After a step; ``told`` is the sum of wishes, or None in one process."""
         if told is None:
             return self.asked()

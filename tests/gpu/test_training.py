@@ -14,7 +14,7 @@ from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import build_feed, build_parts, build_stepper, machine_settings
+from orchestrator.train.worker.build import build_feed, build_parts, build_stepper, torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.steppers import Events, assert_gradients_equal, gradients
 
@@ -121,7 +121,7 @@ def test_recomputing_saves_memory_and_keeps_gradients() -> None:
         reset_peak(stepper.world.device)
         stepper.run(next(steps), 1)
         torch.cuda.synchronize()
-        found[switch] = gradients(stepper.replica.model), peak_memory(stepper.world.device)["allocated"]
+        found[switch] = gradients(stepper.strategy.model), peak_memory(stepper.world.device)["allocated"]
         del stepper
     assert found["on"][1] < 0.6 * found["off"][1]
     assert_gradients_equal(found["on"][0], found["off"][0], 2e-6, 1e-7)
@@ -146,8 +146,8 @@ def test_a_real_out_of_memory_is_survived() -> None:
         free - needed // 2, dtype=torch.uint8, device="cuda"
     )  # half of what a whole step takes is left
     second = float(stepper.run(next(steps), 1).loss)
-    assert stepper.limit < 256
-    assert stepper.tell.of("oom")[0]["step"] == 2
+    assert stepper.max_pass_samples < 256
+    assert stepper.emit.of("oom")[0]["step"] == 2
     assert [first, second] == pytest.approx(expected, rel=1e-5)
     del guest
 
@@ -155,7 +155,7 @@ def test_a_real_out_of_memory_is_survived() -> None:
 def test_deterministic_mode_is_bitwise() -> None:
     def run() -> list[float]:
         stepper, feed, prepared = assembled(**MOE, precision="bf16", batch_size=16, deterministic=True)
-        with machine_settings(prepared.resolved.config, prepared.plan, stepper.world.device):
+        with torch_settings(prepared.resolved.config, prepared.plan, stepper.world.device):
             return [float(stepper.run(m, s).loss) for s, m in zip(range(10), feed.steps(0), strict=False)]
 
     assert run() == run()
@@ -182,7 +182,10 @@ def test_data_that_is_read_sample_by_sample_is_pinned_and_moved() -> None:
     feed = build_feed(prepared.plan, prepared.task, World.single_process("cuda:0"), 0)
     assert prepared.plan.loader_workers.value == 2
     seen = sorted(
-        int(v) for step in feed.steps(0) for micro in step.micros for v in micro.fetch()[0][:, 0].tolist()
+        int(v)
+        for step in feed.steps(0)
+        for micro in step.micro_batches
+        for v in micro.fetch()[0][:, 0].tolist()
     )
     assert seen == list(range(64))
 
@@ -198,9 +201,9 @@ def test_the_memory_of_copies_is_pinned_and_grows() -> None:
         torch.arange(10_000_000, device="cuda", dtype=torch.int32),
     )
     rooms.prepare(4096)
-    small = rooms.next(4096)
+    small = rooms.next_buffer(4096)
     rooms.prepare(data.nbytes)
-    for room in (rooms.next(data.nbytes), rooms.next(data.nbytes)):
+    for room in (rooms.next_buffer(data.nbytes), rooms.next_buffer(data.nbytes)):
         assert room.is_pinned()
         place = room[: data.nbytes].view(torch.int32)
         place.copy_(data, non_blocking=True)

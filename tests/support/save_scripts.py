@@ -14,7 +14,7 @@ from torch import nn
 
 from orchestrator.train.checkpoint.state import Progress
 from orchestrator.train.checkpoint.store import CheckpointStore, Contents
-from orchestrator.train.checkpoint.writer import Saver
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 
@@ -109,7 +109,7 @@ class _Told:
 
 def by_the_saver(folder: Path, tell: Tell) -> None:
     """As a run does it: copied by the loop, written by a thread, told by an event."""
-    saver = Saver(
+    saver = CheckpointWriter(
         store=CheckpointStore(checkpoints(folder), keep=KEEP),
         model=_MODEL,
         optimizer=_OPTIMIZER,

@@ -10,7 +10,7 @@ import pytest
 
 from experts.membership import GroupMembership
 from orchestrator.train import heartbeat as module
-from orchestrator.train.heartbeat import Heartbeat, beating
+from orchestrator.train.heartbeat import Heartbeat, send_heartbeats
 
 
 class Heard(list[str]):
@@ -43,25 +43,25 @@ def pulses() -> list[threading.Thread]:
 
 
 def test_a_host_begins_by_building() -> None:
-    assert json.loads(Heartbeat().told(GroupMembership())) == ["build", 0, 0, False]
+    assert json.loads(Heartbeat().encode(GroupMembership())) == ["build", 0, 0, False]
 
 
 def test_every_change_is_progress_and_so_is_every_answer() -> None:
     pulse, life = Heartbeat(), GroupMembership()
-    pulse.at("first step", 7)
-    pulse.at("step", 8)
-    assert json.loads(pulse.told(life)) == ["step", 8, 2, False]
-    pulse.at("evaluate")
-    assert json.loads(pulse.told(life)) == ["evaluate", 8, 3, False], "the step stays"
-    life.until(lambda: True)
-    assert json.loads(pulse.told(life)) == ["evaluate", 8, 4, False]
+    pulse.enter_phase("first step", 7)
+    pulse.enter_phase("step", 8)
+    assert json.loads(pulse.encode(life)) == ["step", 8, 2, False]
+    pulse.enter_phase("evaluate")
+    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 3, False], "the step stays"
+    life.wait_until(lambda: True)
+    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 4, False]
     life.waiting = True
-    assert json.loads(pulse.told(life)) == ["evaluate", 8, 4, True]
+    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 4, True]
 
 
 def test_no_two_beats_are_alike() -> None:
     heard = Heard()
-    with beating(Heartbeat(), GroupMembership(), heard):
+    with send_heartbeats(Heartbeat(), GroupMembership(), heard):
         heard.wait(4)
     assert len(set(heard)) == len(heard)
     assert [int(text.partition(" ")[0]) for text in heard] == list(range(len(heard)))
@@ -69,8 +69,8 @@ def test_no_two_beats_are_alike() -> None:
 
 def test_it_beats_while_the_loop_is_busy() -> None:
     heard, pulse = Heard(), Heartbeat()
-    with beating(pulse, GroupMembership(), heard):
-        pulse.at("step", 3)
+    with send_heartbeats(pulse, GroupMembership(), heard):
+        pulse.enter_phase("step", 3)
         heard.wait(len(heard) + 2)
         assert heard.told(-1) == ["step", 3, 1, False]
 
@@ -78,9 +78,9 @@ def test_it_beats_while_the_loop_is_busy() -> None:
 def test_the_last_word_tells_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BEAT_SECONDS", 600.0)
     heard, pulse = Heard(), Heartbeat()
-    with beating(pulse, GroupMembership(), heard):
+    with send_heartbeats(pulse, GroupMembership(), heard):
         heard.wait(1)
-        pulse.at("rest", 12)
+        pulse.enter_phase("rest", 12)
     assert heard.told(-1) == ["rest", 12, 1, False]
     assert len(heard) == 2
     assert pulses() == []
@@ -88,8 +88,8 @@ def test_the_last_word_tells_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_last_word_comes_after_an_error_too() -> None:
     heard, pulse = Heard(), Heartbeat()
-    pulse.at("step", 5)
-    with pytest.raises(ValueError, match="of the loop"), beating(pulse, GroupMembership(), heard):
+    pulse.enter_phase("step", 5)
+    with pytest.raises(ValueError, match="of the loop"), send_heartbeats(pulse, GroupMembership(), heard):
         raise ValueError("of the loop")
     assert heard.told(-1)[:2] == ["step", 5]
     assert pulses() == []
@@ -102,7 +102,7 @@ def test_a_host_that_nobody_hears_leaves() -> None:
         if int(text.partition(" ")[0]) == 2:
             raise RuntimeError("the store is gone")
 
-    with beating(Heartbeat(), life, broken):
+    with send_heartbeats(Heartbeat(), life, broken):
         for _ in range(6000):
             if life.left:
                 break

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.record.events import by_step, of_kind, effective_events, read_events
+from orchestrator.record.events import by_step, effective_events, of_kind, read_events
 from orchestrator.record.summary import summarise
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.loop import better_than
+from orchestrator.train.loop import is_better
 from tests.train.worker.test_build import run
 
 
@@ -29,7 +29,7 @@ from tests.train.worker.test_build import run
     ],
 )
 def test_better(value: float, best: float | None, metric: str, better: bool) -> None:
-    assert better_than(value, best, metric) is better
+    assert is_better(value, best, metric) is better
 
 
 class Scripted(Task):

@@ -31,7 +31,7 @@ class PinnedBuffers:
         self._making = threading.Thread(target=self._enlarge, args=(size,), name="rooms", daemon=True)
         self._making.start()
 
-    def next(self, size: int) -> Tensor:
+    def next_buffer(self, size: int) -> Tensor:
         """The one whose copy has been handed on longest."""
         self._wait()
         self._rooms.reverse()

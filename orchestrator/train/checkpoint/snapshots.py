@@ -27,7 +27,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorEntry:
     """Where a tensor lies in the bytes, under the name that a checkpoint has for it."""
 
     kind: str
@@ -41,7 +41,7 @@ class Piece:
 class Header:
     """Whose the bytes are. All that is needed to look after them: what they hold is written behind them."""
 
-    epoch: int
+    generation: int
     """Of the group that the host was a member of."""
     step: int
     rank: int
@@ -60,7 +60,7 @@ class SnapshotSink(Protocol):
     def put(self, header: Any, data: Any) -> None: ...
 
 
-Copies = Sequence[tuple[Header, Bytes]]
+HostSnapshots = Sequence[tuple[Header, Bytes]]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Snapshots:
         self._last = progress.step
         self._sink.wait_for_space(self._world.membership)
         tensors, end, told = self._look(progress)
-        room = self._buffers.next(end + len(told))
+        room = self._buffers.next_buffer(end + len(told))
         _fill(self._layout.places(room), tensors)
         data = room.numpy()[: end + len(told)]
         data[end:] = np.frombuffer(told, dtype=np.uint8)
@@ -201,34 +201,39 @@ def _fill(places: list[Tensor], tensors: list[Tensor]) -> None:
         torch._foreach_copy_(places, tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _pieces(kind: str, key: str, tensor: Tensor, experts: list[str] | None, offset: int) -> Iterator[Piece]:
+def _pieces(
+    kind: str, key: str, tensor: Tensor, experts: list[str] | None, offset: int
+) -> Iterator[TensorEntry]:
     """A tensor by expert. A scalar of a stacked parameter (Adam's step counter) is each expert's own."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if experts is None:
-        yield Piece(kind, key, dtype, shape, offset)
+        yield TensorEntry(kind, key, dtype, shape, offset)
         return
     slot = key.rpartition("/")[0] if kind == "optimizer" else ""
     stride = tensor[0].numel() * tensor.itemsize if shape else 0
     for number, expert in enumerate(experts):
-        yield Piece(kind, f"{slot}/{expert}" if slot else expert, dtype, shape[1:], offset + number * stride)
+        yield TensorEntry(
+            kind, f"{slot}/{expert}" if slot else expert, dtype, shape[1:], offset + number * stride
+        )
 
 
-def read(header: Header, data: Bytes) -> tuple[list[Piece], dict[str, Any]]:
+def read_snapshot(header: Header, data: Bytes) -> tuple[list[TensorEntry], dict[str, Any]]:
     """Which tensors a copy holds, and all that is no tensor."""
     told = json.loads(data[header.end :].tobytes())
     return [
-        Piece(kind, name, dtype, tuple(shape), offset) for kind, name, dtype, shape, offset in told["pieces"]
+        TensorEntry(kind, name, dtype, tuple(shape), offset)
+        for kind, name, dtype, shape, offset in told["pieces"]
     ], told["state"]
 
 
-def put_together(copies: Copies, rank: int, without: Set[str]) -> Contents:
+def merge_snapshots(copies: HostSnapshots, rank: int, without: Set[str]) -> Contents:
     """The copies of all hosts as the contents of a checkpoint, but for the names ``without`` which the host of that ``rank`` does.
     Tensors share the memory of the copies. Python's random state is that of the same rank, where there was one."""
     states: dict[int, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     values: dict[str, Any] = {}
     for header, data in copies:
-        pieces, states[header.rank] = read(header, data)
+        pieces, states[header.rank] = read_snapshot(header, data)
         values |= states[header.rank]["optimizer"]["values"]
         for piece in pieces:
             name = piece.name.partition("/")[2] if piece.kind == "optimizer" else piece.name
@@ -240,7 +245,7 @@ def put_together(copies: Copies, rank: int, without: Set[str]) -> Contents:
     )
 
 
-def _tensor(piece: Piece, data: Bytes) -> Tensor:
+def _tensor(piece: TensorEntry, data: Bytes) -> Tensor:
     dtype = getattr(torch, piece.dtype)
     size = dtype.itemsize * int(np.prod(piece.shape, dtype=np.int64))
     with warnings.catch_warnings():  # what lies in shared memory cannot be written to, and is not going to be

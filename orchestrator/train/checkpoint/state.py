@@ -20,11 +20,11 @@ from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.data_parallel import (
-    reshard_all,
-    is_sharded,
-    shard_like,
     copy_into,
     full_tensor,
+    is_sharded,
+    reshard_all,
+    shard_like,
 )
 
 

@@ -28,7 +28,7 @@ class _UnderWay:
 
 
 @dataclass
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time. All workers call it at the same steps; the main one writes."""
 
     store: CheckpointStore

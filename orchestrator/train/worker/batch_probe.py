@@ -15,7 +15,7 @@ from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch, 
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
-from orchestrator.train.worker.batch_size import Found, Probe, fastest_batch, largest_batch
+from orchestrator.train.worker.batch_size import BatchSizeResult, BatchTrial, fastest_batch, largest_batch
 from orchestrator.train.worker.build import build_parts, build_stepper
 from orchestrator.types import Choice
 
@@ -23,7 +23,7 @@ _STEPS_IN_AN_EPOCH = 8  # a batch so large that an epoch has fewer steps learns 
 _SECONDS = 0.4  # of measuring on a CPU
 
 
-def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> Found:
+def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> BatchSizeResult:
     """Measure the batch size for this task on this device. Several workers probe at the same time, each for itself, and all
     take the same next step from what the worst of them found."""
     most = max(
@@ -34,7 +34,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
 
-    def try_(batch: int) -> Probe:
+    def try_(batch: int) -> BatchTrial:
         return agreed(world, probe(config, plan, task, World.single_process(world.device), data, batch))
 
     if world.device.type != "cuda":
@@ -43,15 +43,15 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     return largest_batch(try_, limit, max(1, guess), most)
 
 
-def agreed(world: World, found: Probe) -> Probe:
+def agreed(world: World, found: BatchTrial) -> BatchTrial:
     """The worst of what the workers found: the most memory, the least speed, and failed if it failed anywhere."""
     failed, peak, slowness = world.all_reduce_max(
         [float(found.peak is None), found.peak or 0.0, -found.samples_per_second]
     )
-    return Probe(found.batch, None if failed else peak, 0.0 if failed else -slowness)
+    return BatchTrial(found.batch, None if failed else peak, 0.0 if failed else -slowness)
 
 
-def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> Probe:
+def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> BatchTrial:
     """Two whole optimizer steps at a batch size, with a model of their own."""
     free_cached(world.device)
     reset_peak(world.device)
@@ -60,11 +60,11 @@ def probe(config: Config, plan: Plan, task: Task, world: World, data: object, ba
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Probe(batch, None, 0.0)
+        return BatchTrial(batch, None, 0.0)
     finally:
         free_cached(world.device)
     peak = float(peak_memory(world.device)["allocated"]) if world.device.type == "cuda" else 0.0
-    return Probe(batch, peak, speed)
+    return BatchTrial(batch, peak, speed)
 
 
 def at_batch(plan: Plan, batch: int) -> Plan:

@@ -23,7 +23,7 @@ _NEAR_BEST = 0.97
 
 
 @dataclass(frozen=True)
-class Probe:
+class BatchTrial:
     """What two steps at a batch size took. ``peak`` is None when they ran out of memory."""
 
     batch: int
@@ -32,16 +32,16 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Found:
+class BatchSizeResult:
     batch_size: int
     reason: str
-    probes: tuple[Probe, ...]
+    probes: tuple[BatchTrial, ...]
 
 
-def largest_batch(probe: Callable[[int], Probe], limit: float, guess: int, most: int) -> Found:
+def largest_batch(probe: Callable[[int], BatchTrial], limit: float, guess: int, most: int) -> BatchSizeResult:
     """The largest batch whose peak stays within ``limit``. ``guess`` is the estimate's answer, ``most`` the largest of use."""
     most = max(1, most)
-    probes: list[Probe] = []
+    probes: list[BatchTrial] = []
     for batch in _first_pair(guess, most):
         probes.append(probe(batch))
         if not _fits(probes[-1], limit):
@@ -58,11 +58,11 @@ def _first_pair(guess: int, most: int) -> tuple[int, ...]:
     return (low, high) if low < high else (high,)
 
 
-def _fits(probe: Probe, limit: float) -> bool:
+def _fits(probe: BatchTrial, limit: float) -> bool:
     return probe.peak is not None and probe.peak <= limit
 
 
-def _next(probes: list[Probe], limit: float, most: int) -> int | None:
+def _next(probes: list[BatchTrial], limit: float, most: int) -> int | None:
     """The batch to try next; None when the largest good one will do, or nothing fits."""
     good = [p for p in probes if _fits(p, limit)]
     failed = min((p.batch for p in probes if not _fits(p, limit)), default=None)
@@ -91,7 +91,7 @@ def _next(probes: list[Probe], limit: float, most: int) -> int | None:
     return target if best < target <= top else None
 
 
-def _predict(good: list[Probe], limit: float) -> float:
+def _predict(good: list[BatchTrial], limit: float) -> float:
     """The batch at which the line through the two largest good probes meets the limit. A single one gives the line
     through nothing, which errs on the safe side: some memory is needed for no sample at all."""
     points = sorted(((p.batch, p.peak or 0.0) for p in good), reverse=True)[:2]
@@ -100,7 +100,7 @@ def _predict(good: list[Probe], limit: float) -> float:
     return x1 + (limit - y1) / slope
 
 
-def _answer(probes: list[Probe], limit: float, most: int) -> Found:
+def _answer(probes: list[BatchTrial], limit: float, most: int) -> BatchSizeResult:
     good = [p for p in probes if _fits(p, limit)]
     if not good:
         least = min(p.batch for p in probes)
@@ -117,17 +117,17 @@ def _answer(probes: list[Probe], limit: float, most: int) -> Found:
     failed = len(probes) - len(good)
     why = f"peak {(best.peak or 0.0) / 2**30:.2f} of {limit / 2**30:.2f} GiB"
     why += f", the most of use is {most}" if best.batch >= most else ""
-    return Found(
+    return BatchSizeResult(
         best.batch,
         f"the largest that fits: {why} ({len(probes)} probes, {failed} out of memory)",
         tuple(probes),
     )
 
 
-def fastest_batch(probe: Callable[[int], Probe], start: int, most: int, limit: float) -> Found:
+def fastest_batch(probe: Callable[[int], BatchTrial], start: int, most: int, limit: float) -> BatchSizeResult:
     """Double the batch while samples per second grow; take the smallest that is nearly as fast as the best."""
-    probes: list[Probe] = []
-    good: list[Probe] = []
+    probes: list[BatchTrial] = []
+    good: list[BatchTrial] = []
     batch = max(1, min(start, most))
     while True:
         last = probe(batch)
@@ -149,6 +149,6 @@ def fastest_batch(probe: Callable[[int], Probe], start: int, most: int, limit: f
     best = max(p.samples_per_second for p in good)
     chosen = min((p for p in good if p.samples_per_second >= _NEAR_BEST * best), key=lambda p: p.batch)
     table = ", ".join(f"{p.batch}: {p.samples_per_second:.0f}/s" for p in probes)
-    return Found(
+    return BatchSizeResult(
         chosen.batch, f"the smallest batch near the best measured throughput ({table})", tuple(probes)
     )

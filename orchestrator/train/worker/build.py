@@ -23,10 +23,10 @@ from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
-from orchestrator.train.checkpoint.snapshots import Copies, Snapshots, SnapshotTarget, put_together
+from orchestrator.train.checkpoint.snapshots import HostSnapshots, Snapshots, SnapshotTarget, merge_snapshots
 from orchestrator.train.checkpoint.state import Progress, restore, restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore, Contents, Skipped, load
-from orchestrator.train.checkpoint.writer import Saver
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed, LoaderOptions, seed_host
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.loop import Cadence, Training
@@ -42,18 +42,18 @@ from orchestrator.train.strategies.data_parallel import (
     DDPStrategy,
     FSDPStrategy,
     Strategy,
-    persistent_buffers,
-    shard_model,
-    running_statistics,
     convert_sync_batchnorm,
+    persistent_buffers,
+    running_statistics,
+    shard_model,
 )
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.worker.resume import ResumeFrom
-from orchestrator.train.worker.run_dir import Prepared
+from orchestrator.train.worker.run_dir import PreparedRun
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A model ready to learn."""
 
     model: nn.Module
@@ -70,7 +70,7 @@ def build_parts(
     world: World,
     tell: Callable[..., None] = lambda *_, **__: None,
     host_of: Sequence[Sequence[int]] | None = None,
-) -> Parts:
+) -> ModelParts:
     """The task's model on its device, with optimizer, precision and compilation as planned. ``host_of`` says on which worker
     each layer's experts live."""
     if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
@@ -91,7 +91,7 @@ def build_parts(
         if plan.compile.value
         else None
     )
-    return Parts(
+    return ModelParts(
         model,
         replica,
         build_optimizer(config, plan, task, model),
@@ -144,7 +144,9 @@ def build_strategy(
         )
     if world.size > 1 and plan.sharding.value != "none":
         world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
-        shard_model(model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload)
+        shard_model(
+            model, world, whole_parameters=plan.sharding.value == "zero2", offload=settings.cpu_offload
+        )
         return FSDPStrategy(model, task, world)
     model.to(world.device)
     check_placement(model, world.device)
@@ -217,7 +219,9 @@ def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
     )
 
 
-def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts: Parts) -> Evaluation | None:
+def build_evaluation(
+    config: Config, plan: Plan, task: Task, world: World, parts: ModelParts
+) -> Evaluation | None:
     with user_code("reading the validation data"):
         data = task.validation_data() if hasattr(task, "validation_data") else None
     if data is None:
@@ -238,7 +242,7 @@ def build_evaluation(config: Config, plan: Plan, task: Task, world: World, parts
 
 
 def build_stepper(
-    config: Config, world: World, parts: Parts, micro_batch: int, tell: Callable[..., None]
+    config: Config, world: World, parts: ModelParts, micro_batch: int, tell: Callable[..., None]
 ) -> Stepper:
     return Stepper(
         world=world,
@@ -258,7 +262,7 @@ def build_stepper(
 class WorkerContext:
     """One worker of a run: its job, its world, and where it records."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     world: World
     run_dir: Path
     log: Log
@@ -282,9 +286,9 @@ def build_training(
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_host(mix(config.run.seed, "run"))
     if resume is not None and resume.snapshots:
-        progress = recalled(resume.snapshots, parts, world, log)
+        progress = restore_snapshots(resume.snapshots, parts, world, log)
     else:
-        progress = begin(config, parts, store, world, log, again=resume is not None)
+        progress = restore_checkpoint(config, parts, store, world, log, again=resume is not None)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total_steps = _last_step(config, plan, feed, progress)
@@ -300,7 +304,7 @@ def build_training(
         cadence=build_cadence(config, plan, total_steps),
         progress=progress,
         log=log,
-        saver=Saver(store, *state, world, log),
+        saver=CheckpointWriter(store, *state, world, log),
         evaluation=evaluation,
         snapshots=Snapshots(config.checkpoint.snapshot_every, snapshots, *state, world)
         if snapshots
@@ -332,7 +336,7 @@ def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> in
     return min(end, config.run.max_steps or end)
 
 
-def check_beginning(config: Config) -> None:
+def check_start_checkpoint(config: Config) -> None:
     """Refuse a checkpoint that is not there before anything is made."""
     resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
@@ -343,21 +347,21 @@ def check_beginning(config: Config) -> None:
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
 
 
-def recalled(copies: Copies, parts: Parts, world: World, log: Log) -> Progress:
+def restore_snapshots(copies: HostSnapshots, parts: ModelParts, world: World, log: Log) -> Progress:
     """Where the run begins again: where the hosts' copies of their state were taken."""
-    contents = put_together(copies, world.rank, names_elsewhere(parts.model))
+    contents = merge_snapshots(copies, world.rank, names_elsewhere(parts.model))
     progress = restore(contents, parts.model, parts.optimizer.inner, parts.precision)
     log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
     return progress
 
 
-def begin(
-    config: Config, parts: Parts, store: CheckpointStore, world: World, log: Log, again: bool = False
+def restore_checkpoint(
+    config: Config, parts: ModelParts, store: CheckpointStore, world: World, log: Log, again: bool = False
 ) -> Progress:
     """Where the run begins: afresh, from given weights, or where a checkpoint left off. Workers read the same one: the main
     worker looks for it, and puts away what is damaged or later, before the others read. A run that begins ``again`` after a
     failure goes on from its own newest checkpoint; until it has one, it begins where it was asked to."""
-    check_beginning(config)
+    check_start_checkpoint(config)
     settings = config.checkpoint
     if again and world.broadcast_value(
         "own checkpoints", len(store.newest_first()) if world.is_main else None
@@ -388,7 +392,7 @@ def _chosen(
     resume: str, store: CheckpointStore, world: World, without: Set[str]
 ) -> tuple[Path | None, Contents | None, list[Skipped]]:
     """The checkpoint to begin with: the main worker chooses, and all read it, each what it needs of it."""
-    found, skipped = resumable(resume, store) if world.is_main else (None, [])
+    found, skipped = find_checkpoint(resume, store) if world.is_main else (None, [])
     world.wait_for_main("checkpoint")  # to look for a good one takes as long as it is large
     chosen = world.broadcast_value(
         "checkpoint", {"path": str(found[0]) if found else None} if world.is_main else None
@@ -398,7 +402,9 @@ def _chosen(
     return (*found, skipped) if found else (Path(chosen), load(Path(chosen), without), skipped)
 
 
-def resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
+def find_checkpoint(
+    resume: str, store: CheckpointStore
+) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
     """``auto``: the run's own newest good checkpoint. A path: that checkpoint, or the newest good one of that run."""
     if resume == "auto":
         return store.newest_good()
@@ -412,7 +418,7 @@ def resumable(resume: str, store: CheckpointStore) -> tuple[tuple[Path, Contents
 
 
 @contextmanager
-def kept_randomness() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
     """Put the caller's random generators back after the run: two runs in one notebook are not to begin alike unasked."""
     host, drawn = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(
@@ -426,7 +432,7 @@ def kept_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def machine_settings(config: Config, plan: Plan, device: torch.device) -> Iterator[None]:
+def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator[None]:
     """Process-wide switches of torch, set for the run and put back after it."""
     before = (
         torch.get_num_threads(),

@@ -19,7 +19,7 @@ from orchestrator.redaction import mask_tree
 
 
 @contextmanager
-def recording(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLog]:
+def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLog]:
     """The event log with all who read along."""
 
     def warn(message: str) -> None:
@@ -39,7 +39,7 @@ def recording(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLo
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """SIGINT and SIGTERM ask the loop to stop at the next step; a second SIGINT stops at once. In a thread other than the
     main one signals are not ours."""
     asked = threading.Event()

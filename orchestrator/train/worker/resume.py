@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.train.checkpoint.snapshots import Copies
+from orchestrator.train.checkpoint.snapshots import HostSnapshots
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ResumeFrom:
 
     Without snapshots the worker loads the run's newest good checkpoint."""
 
-    snapshots: Copies = ()
+    snapshots: HostSnapshots = ()
     """The state of all hosts, as the driver kept it in memory."""
     halvings: int = 0
     """How often the micro-batch was halved because a worker ran out of memory."""

@@ -29,15 +29,15 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.worker.batch_probe import find_batch
-from orchestrator.train.worker.build import WorkerContext, build_training, machine_settings
+from orchestrator.train.worker.build import WorkerContext, build_training, torch_settings
 from orchestrator.train.worker.resume import PastFailure, ResumeFrom
 from orchestrator.train.worker.run_dir import (
-    Prepared,
-    conclude,
-    kept_batch,
-    last_loads,
-    planned_before,
-    write_intentions,
+    PreparedRun,
+    earlier_global_batch,
+    read_earlier_plan,
+    read_last_expert_loads,
+    write_config_and_plan,
+    write_summary,
 )
 from orchestrator.types import VERSION, Choice
 
@@ -52,8 +52,8 @@ class Supervision:
     """Where an expert host writes its snapshots; other workers take none."""
 
 
-def work(
-    prepared: Prepared,
+def run_worker(
+    prepared: PreparedRun,
     world: World,
     run_dir: Path,
     log: Log,
@@ -75,7 +75,7 @@ class WorkerRun:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         world: World,
         run_dir: Path,
         log: Log,
@@ -103,12 +103,12 @@ class WorkerRun:
     def _open(self, stack: ExitStack) -> None:
         opened_at, resume, log = time.time(), self._resume, self.log
         config = self.prepared.resolved.config
-        stack.enter_context(machine_settings(config, self.prepared.plan, self.world.device))
+        stack.enter_context(torch_settings(config, self.prepared.plan, self.world.device))
         known: dict[str, Any] = {}
         if config.checkpoint.resume == "auto" or resume is not None:
             # The main worker reads for all: on a network drive they may not see the same file.
             known = self.world.broadcast_value(
-                "plan", planned_before(self.run_dir) if self.world.is_main else None
+                "plan", read_earlier_plan(self.run_dir) if self.world.is_main else None
             )
         prepared = with_measured_batch(self.prepared, self.world, known, log)
         hosting = self._hosting(prepared, known)
@@ -118,7 +118,7 @@ class WorkerRun:
         else:
             self.world, speeds = assign_shares(config, prepared.plan, self.world, known)
         if self.world.is_main:
-            write_intentions(
+            write_config_and_plan(
                 prepared,
                 self.run_dir,
                 {"device_speeds": speeds} | (hosting.measured(config.parallel.placement) if hosting else {}),
@@ -157,10 +157,10 @@ class WorkerRun:
 
         return LoopHooks(self._supervision.stop_requested, call_all, monitor, self._supervision.heartbeat)
 
-    def _hosting(self, prepared: Prepared, known: dict[str, Any]) -> PlacementDecision | None:
+    def _hosting(self, prepared: PreparedRun, known: dict[str, Any]) -> PlacementDecision | None:
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
             return None
-        seen = last_loads(self.run_dir) if self.world.is_main and known else None
+        seen = read_last_expert_loads(self.run_dir) if self.world.is_main and known else None
         loads = self.world.broadcast_value("loads", seen) or []
         return decide_placement(
             prepared.resolved.config, prepared.plan, prepared.facts, self.world, known, loads
@@ -190,7 +190,7 @@ class WorkerRun:
         return outcome
 
 
-def _halved(prepared: Prepared, halvings: int) -> Prepared:
+def _halved(prepared: PreparedRun, halvings: int) -> PreparedRun:
     """The same global batch in smaller portions. The plan that is kept has the whole ones."""
     if not halvings:
         return prepared
@@ -218,7 +218,7 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
         )
         own.write("end", status="failed", reason=message.splitlines()[0][:200], steps=last, seconds=seconds)
         own.close()
-        conclude(run_dir)
+        write_summary(run_dir)
         draw_report(run_dir)
 
 
@@ -254,7 +254,7 @@ def _record_recovery(failure: PastFailure, training: Training, opened_at: float)
     return record
 
 
-def _start_fields(prepared: Prepared, training: Training) -> dict[str, Any]:
+def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     chosen, world = prepared.plan, training.stepper.world
     several = {"backend": chosen.backend.value, "sharding": chosen.sharding.value} if world.size > 1 else {}
     return {
@@ -275,7 +275,7 @@ def _start_fields(prepared: Prepared, training: Training) -> dict[str, Any]:
     }
 
 
-def with_measured_batch(prepared: Prepared, world: World, known: dict[str, Any], log: Log) -> Prepared:
+def with_measured_batch(prepared: PreparedRun, world: World, known: dict[str, Any], log: Log) -> PreparedRun:
     """``--batch-size auto``: measure, or take what was measured when the run was first started."""
     config = prepared.resolved.config
     if config.batch.batch_size != "auto" or config.run.debug:
@@ -289,7 +289,7 @@ def with_measured_batch(prepared: Prepared, world: World, known: dict[str, Any],
         log.write("notice", message="measuring the batch size ...")
         found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
         measured, reason = found.batch_size, found.reason
-    kept = kept_batch(config, known)
+    kept = earlier_global_batch(config, known)
     again = plan(
         config,
         prepared.inventory,
@@ -302,7 +302,7 @@ def with_measured_batch(prepared: Prepared, world: World, known: dict[str, Any],
 
 
 @contextmanager
-def _monitored(prepared: Prepared, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
+def _monitored(prepared: PreparedRun, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yields what gives the newest reading. The monitor warns from its own thread, and the log belongs to this one: its
     warnings are written when a reading is asked for."""
     device = world.device

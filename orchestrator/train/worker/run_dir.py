@@ -30,7 +30,7 @@ _MOST = 2**48  # samples or tokens that a record may speak of
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run before it starts: what was asked, what was found, what was chosen."""
 
     resolved: Resolved
@@ -43,7 +43,7 @@ class Prepared:
     secrets: Secrets = field(default=(), repr=False)
     """Of whoever asked for the run: the node of a worker need not have them in its environment."""
 
-    def with_secrets(self) -> Prepared:
+    def with_secrets(self) -> PreparedRun:
         """To be sent to others, with those secrets of this environment that they are handed anyway: in its own settings and reasons."""
         return replace(self, secrets=secrets_in(plan_json(self), secret_values()))
 
@@ -104,7 +104,7 @@ def check_links(folder: Path) -> None:
 _SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 
 
-def run_before(config: Config, name: str | None, results: Path) -> Path | None:
+def find_run_to_resume(config: Config, name: str | None, results: Path) -> Path | None:
     """The folder of the run that is to be continued, if there is one."""
     run_dir = (
         (config.run.run_dir or _named(config, name, results)) if config.checkpoint.resume == "auto" else None
@@ -136,7 +136,7 @@ def _named(config: Config, name: str | None, results: Path) -> Path:
     return next(path for path in free if not path.exists())
 
 
-def write_intentions(prepared: Prepared, run_dir: Path, measured: dict[str, Any]) -> None:
+def write_config_and_plan(prepared: PreparedRun, run_dir: Path, measured: dict[str, Any]) -> None:
     """``config.yaml`` and ``plan.json``, without secrets."""
     secrets = prepared.hidden
     write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
@@ -145,7 +145,7 @@ def write_intentions(prepared: Prepared, run_dir: Path, measured: dict[str, Any]
     )
 
 
-def plan_json(prepared: Prepared) -> dict[str, Any]:
+def plan_json(prepared: PreparedRun) -> dict[str, Any]:
     """The plan with the settings and hardware it was made from."""
     values = to_json(prepared.resolved.config)
     settings = [
@@ -165,7 +165,7 @@ def plan_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def planned_before(run_dir: Path) -> dict[str, Any]:
+def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
     """What an earlier start of this run chose or measured, and a later one keeps: ``batch_size``, ``global_batch_size`` and
     ``device_speeds`` and ``placement``; with them the settings they were asked for by. Empty where there is no plan, or it is
     damaged."""
@@ -186,7 +186,7 @@ def planned_before(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def last_loads(run_dir: Path) -> list[list[float]] | None:
+def read_last_expert_loads(run_dir: Path) -> list[list[float]] | None:
     """Tokens per expert and layer, as an earlier start of this run last counted them."""
     events = of_kind(last_events(run_dir / "events.jsonl"), "load")
     with suppress(ValueError, TypeError, KeyError, OverflowError):
@@ -195,7 +195,7 @@ def last_loads(run_dir: Path) -> list[list[float]] | None:
     return None
 
 
-def kept_batch(config: Config, known: dict[str, Any]) -> dict[str, int]:
+def earlier_global_batch(config: Config, known: dict[str, Any]) -> dict[str, int]:
     """The global batch of an earlier start of this run, where nothing else is asked for now: it stays the same on another
     number of workers."""
     asked = {f"batch.{name}": value for name, value in to_json(config)["batch"].items()}
@@ -203,14 +203,14 @@ def kept_batch(config: Config, known: dict[str, Any]) -> dict[str, int]:
     return {"global_batch_size": known["global_batch_size"]} if kept else {}
 
 
-def conclude(run_dir: Path) -> dict[str, Any]:
+def write_summary(run_dir: Path) -> dict[str, Any]:
     """Write ``summary.json`` from the events."""
     summary = summarise(read_events(run_dir / "events.jsonl"))
     write_json(run_dir / "summary.json", summary)
     return summary
 
 
-def outcome_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
+def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     """How a run ended, in two lines."""
 
     def shown(values: dict[str, Any]) -> str:
@@ -238,7 +238,7 @@ def _relation(chosen: Plan) -> str:
     return "=" if product == chosen.global_batch_size.value else "at most, for"
 
 
-def banner_rows(prepared: Prepared, run_dir: Path) -> list[tuple[str, str]]:
+def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
     """The start-up banner: processes, strategy, precision, accumulation, devices."""
     chosen, facts = prepared.plan, prepared.facts
     experts = f", {facts.experts} experts in {facts.moe_layers} layers" if facts.experts else ""

@@ -21,12 +21,12 @@ from orchestrator.config.settings import Config
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.snapshots import (
     Bytes,
-    Copies,
     Header,
+    HostSnapshots,
     Snapshots,
     SnapshotTarget,
-    put_together,
-    read,
+    merge_snapshots,
+    read_snapshot,
 )
 from orchestrator.train.checkpoint.state import Progress, capture, restore
 from orchestrator.train.checkpoint.store import Contents
@@ -98,14 +98,14 @@ def snapped(
         return shelf.held[0], capture(model, optimizer, precision, PROGRESS, world)
 
 
-def taken(task: Tiny, host_of: Any, size: int = 3) -> tuple[Copies, Contents]:
+def taken(task: Tiny, host_of: Any, size: int = 3) -> tuple[HostSnapshots, Contents]:
     answers = run_ranks(snapped, size, task, host_of)
     (contents,) = [contents for _, contents in answers if contents is not None]
     return [copy for copy, _ in answers], contents
 
 
 @pytest.fixture(scope="module")
-def three() -> tuple[Copies, Contents]:
+def three() -> tuple[HostSnapshots, Contents]:
     return taken(TASK, HOST_OF)
 
 
@@ -124,49 +124,52 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_together_they_are_a_checkpoint(three: tuple[Copies, Contents]) -> None:
+def test_together_they_are_a_checkpoint(three: tuple[HostSnapshots, Contents]) -> None:
     copies, contents = three
-    assert_same(put_together(copies, 0, set()), contents)
-    assert_same(put_together(list(reversed(copies)), 0, set()), contents)
+    assert_same(merge_snapshots(copies, 0, set()), contents)
+    assert_same(merge_snapshots(list(reversed(copies)), 0, set()), contents)
 
 
-def test_each_copy_says_whose_it_is(three: tuple[Copies, Contents]) -> None:
+def test_each_copy_says_whose_it_is(three: tuple[HostSnapshots, Contents]) -> None:
     copies, _ = three
-    assert [(header.epoch, header.step, header.rank, header.size) for header, _ in copies] == [
+    assert [(header.generation, header.step, header.rank, header.size) for header, _ in copies] == [
         (5, 4, rank, 3) for rank in range(3)
     ]
-    named = [{(piece.kind, piece.name) for piece in read(*copy)[0]} for copy in copies]
+    named = [{(piece.kind, piece.name) for piece in read_snapshot(*copy)[0]} for copy in copies]
     assert not named[0] & named[1]
     assert not named[1] & named[2]
     assert all("bank" in name for kind, name in named[1] | named[2]), "the dense part is the main host's"
     assert all(
-        piece.offset % 64 == 0 for copy in copies for piece in read(*copy)[0] if "bank" not in piece.name
+        piece.offset % 64 == 0
+        for copy in copies
+        for piece in read_snapshot(*copy)[0]
+        if "bank" not in piece.name
     )
 
 
-def test_what_lives_elsewhere_is_left_out(three: tuple[Copies, Contents]) -> None:
+def test_what_lives_elsewhere_is_left_out(three: tuple[HostSnapshots, Contents]) -> None:
     copies, contents = three
     without = {name for name in contents.tensors["model"] if ".bank.3." in name}
-    found = put_together(copies, 1, without)
+    found = merge_snapshots(copies, 1, without)
     assert without
     assert contents.tensors["model"].keys() - found.tensors["model"].keys() == without
     gone = contents.tensors["optimizer"].keys() - found.tensors["optimizer"].keys()
     assert gone == {f"{slot}/{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in without}
 
 
-def test_the_random_state_is_each_ranks_own(three: tuple[Copies, Contents]) -> None:
+def test_the_random_state_is_each_ranks_own(three: tuple[HostSnapshots, Contents]) -> None:
     copies, _ = three
-    states = [put_together(copies, rank, set()).state["random"] for rank in range(4)]
-    assert [states[rank] == read(*copies[rank])[1]["random"] for rank in range(3)] == [True] * 3
+    states = [merge_snapshots(copies, rank, set()).state["random"] for rank in range(4)]
+    assert [states[rank] == read_snapshot(*copies[rank])[1]["random"] for rank in range(3)] == [True] * 3
     assert states[0] != states[1] != states[2] != states[0]
     assert states[3] == states[0], "a host that was not there has the main one's"
 
 
-def test_a_host_goes_on_with_the_random_numbers_of_its_rank(three: tuple[Copies, Contents]) -> None:
+def test_a_host_goes_on_with_the_random_numbers_of_its_rank(three: tuple[HostSnapshots, Contents]) -> None:
     before = random.getstate(), np.random.get_state(legacy=True)
     try:
         model, optimizer, precision = alone()
-        restore(put_together(three[0], 2, set()), model, optimizer, precision)
+        restore(merge_snapshots(three[0], 2, set()), model, optimizer, precision)
         drawn = random.gauss(0, 1), random.random(), np.random.randn(2).tolist()
         seeded(2)
         assert drawn == (random.gauss(0, 1), random.random(), np.random.randn(2).tolist())
@@ -192,23 +195,25 @@ def alone(
     )
 
 
-def test_one_process_goes_on_from_the_copies_of_three(three: tuple[Copies, Contents]) -> None:
+def test_one_process_goes_on_from_the_copies_of_three(three: tuple[HostSnapshots, Contents]) -> None:
     copies, contents = three
     model, optimizer, precision = alone()
-    assert restore(put_together(copies, 0, names_elsewhere(model)), model, optimizer, precision) == PROGRESS
+    assert (
+        restore(merge_snapshots(copies, 0, names_elsewhere(model)), model, optimizer, precision) == PROGRESS
+    )
     again = capture(model, optimizer, precision, PROGRESS, World.single_process())
     assert again is not None
     assert_same(replace(again, state={**again.state, "random": contents.state["random"]}), contents)
 
 
 def regrouped(
-    rank: int, size: int, store: str, copies: Copies, host_of: Any
+    rank: int, size: int, store: str, copies: HostSnapshots, host_of: Any
 ) -> tuple[Contents | None, Progress]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
         model, optimizer = stepper.strategy.model, stepper.optimizer.inner
         progress = restore(
-            put_together(copies, rank, names_elsewhere(model)), model, optimizer, stepper.precision
+            merge_snapshots(copies, rank, names_elsewhere(model)), model, optimizer, stepper.precision
         )
         return capture(model, optimizer, stepper.precision, progress, world), progress
 
@@ -222,7 +227,9 @@ def regrouped(
         pytest.param(((1,) * 7, (1,) * 7), id="all on the last"),
     ],
 )
-def test_other_hosts_go_on_from_the_copies_of_three(three: tuple[Copies, Contents], host_of: Any) -> None:
+def test_other_hosts_go_on_from_the_copies_of_three(
+    three: tuple[HostSnapshots, Contents], host_of: Any
+) -> None:
     copies, contents = three
     size = 1 + max(max(layer) for layer in host_of)
     (main, progress), *others = run_ranks(regrouped, size, copies, host_of)
@@ -234,10 +241,10 @@ def test_other_hosts_go_on_from_the_copies_of_three(three: tuple[Copies, Content
 
 def test_a_host_without_experts() -> None:
     copies, contents = taken(TASK, WITHOUT)
-    assert (read(*copies[2])[0], copies[2][0].end) == ([], 0)
+    assert (read_snapshot(*copies[2])[0], copies[2][0].end) == ([], 0)
     assert_same(
-        put_together(copies, 2, set()),
-        replace(contents, state={**contents.state, "random": read(*copies[2])[1]["random"]}),
+        merge_snapshots(copies, 2, set()),
+        replace(contents, state={**contents.state, "random": read_snapshot(*copies[2])[1]["random"]}),
     )
 
 
@@ -268,7 +275,7 @@ def test_bf16_and_counters_of_experts() -> None:
     answers = run_ranks(low_precision, 3)
     copies, contents = [copy for copy, _ in answers], answers[0][1]
     assert contents is not None
-    found = put_together(copies, 0, set())
+    found = merge_snapshots(copies, 0, set())
     assert_same(found, contents)
     assert {str(tensor.dtype) for tensor in found.tensors["model"].values()} >= {"torch.bfloat16"}
     counters = {
@@ -305,7 +312,7 @@ def with_values(rank: int, size: int, store: str) -> tuple[tuple[Header, Bytes],
 
 def test_plain_values_of_an_optimizer_come_along() -> None:
     answers = run_ranks(with_values, 3)
-    found, contents = put_together([copy for copy, _ in answers], 0, set()), answers[0][1]
+    found, contents = merge_snapshots([copy for copy, _ in answers], 0, set()), answers[0][1]
     assert contents is not None
     assert_same(replace(found, state={**found.state, "random": contents.state["random"]}), contents)
     assert set(found.state["optimizer"]["values"].values()) == {2}
@@ -345,7 +352,7 @@ def step_to(model: nn.Module, value: float) -> None:
 
 
 def weight_in(copy: tuple[Header, Bytes]) -> float:
-    values = put_together([copy], 0, set()).tensors["model"]["weight"].unique().tolist()
+    values = merge_snapshots([copy], 0, set()).tensors["model"]["weight"].unique().tolist()
     assert len(values) == 1, f"a copy of several moments: {values}"
     return values[0]
 
@@ -373,7 +380,7 @@ def test_a_copy_is_of_its_moment(parts: Any) -> None:
     step_to(parts[0], 2.0)
     progress.step, progress.samples = 2, 99
     assert weight_in(shelf.held[0]) == 1.0
-    assert read(*shelf.held[0])[1]["progress"]["samples"] == 0
+    assert read_snapshot(*shelf.held[0])[1]["progress"]["samples"] == 0
 
 
 def test_what_is_being_fetched_and_what_waits_are_not_written_over(parts: Any) -> None:
@@ -429,7 +436,7 @@ def test_growing_state_gets_larger_rooms(parts: Any) -> None:
     assert sizes[0] < sizes[1]
     ends = [header.end for header, _ in shelf.held]
     assert ends[0] < ends[1] == ends[2]
-    found = put_together(shelf.held[2:], 0, set())
+    found = merge_snapshots(shelf.held[2:], 0, set())
     assert torch.equal(found.tensors["optimizer"]["exp_avg/weight"], torch.full((40, 40), 0.19))
 
 
@@ -452,7 +459,7 @@ def test_where_tensors_lie_is_worked_out_once(parts: Any, monkeypatch: pytest.Mo
     assert [weight_in(copy) for copy in shelf.held] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     model.weight = nn.Parameter(torch.full((20, 80), 7.0))
     snapshots.take(Progress(step=7))
-    assert put_together(shelf.held[6:], 0, set()).tensors["model"]["weight"].shape == (20, 80)
+    assert merge_snapshots(shelf.held[6:], 0, set()).tensors["model"]["weight"].shape == (20, 80)
     assert weight_in(shelf.held[6]) == 7.0
 
 
@@ -471,7 +478,7 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
         snapshots = Snapshots(4, target, model, optimizer, precision, World.single_process())
         for _ in range(3):
             snapshots.prepare()
-        assert len({rooms.next(size).data_ptr() for _ in range(4)}) == 2
+        assert len({rooms.next_buffer(size).data_ptr() for _ in range(4)}) == 2
     assert [thread for _, thread in made] == ["rooms"] * 2, "both in the thread, once"
     assert len({length for length, _ in made}) == 1
     assert made[0][0] > size
@@ -481,15 +488,15 @@ def test_on_a_gpu_the_rooms_are_made_beside_the_steps(parts: Any, monkeypatch: p
     assert other._making is None, "no copy is ever due"
     rooms = PinnedBuffers(CPU)
     rooms.prepare(100)
-    assert (rooms._making, rooms.next(100).numel() >= 100, len(made)) == (None, True, 3)
+    assert (rooms._making, rooms.next_buffer(100).numel() >= 100, len(made)) == (None, True, 3)
 
 
-def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[Copies, Contents]) -> None:
+def test_the_loss_goes_on_as_if_nothing_had_happened(three: tuple[HostSnapshots, Contents]) -> None:
     """One process that goes on from the copies, against one that never stopped: the next losses are the same."""
     stepper, feed = make_stepper(TASK, 4, 12, learning_rate=1e-2)
     expected = [mean_loss(totals) for totals in run_steps(stepper, feed, 8)][4:]
     again, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2)
-    restore(put_together(three[0], 0, set()), again.strategy.model, again.optimizer.inner, again.precision)
+    restore(merge_snapshots(three[0], 0, set()), again.strategy.model, again.optimizer.inner, again.precision)
     portions = [portion for epoch in range(3) for portion in feed.steps(epoch)]
     assert [mean_loss(again.run(portions[step], step)) for step in range(4, 8)] == pytest.approx(
         expected, rel=1e-10

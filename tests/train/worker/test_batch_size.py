@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import ResourceError
-from orchestrator.train.worker.batch_size import MOST_PROBES, Found, Probe, fastest_batch, largest_batch
+from orchestrator.train.worker.batch_size import (
+    MOST_PROBES,
+    BatchSizeResult,
+    BatchTrial,
+    fastest_batch,
+    largest_batch,
+)
 from orchestrator.types import GIB, MIB
 
 BLOCK = 2 * MIB
@@ -42,7 +48,7 @@ class Device:
     def fits(self, batch: int) -> bool:
         return self.need(batch) <= self.capacity
 
-    def probe(self, batch: int) -> Probe:
+    def probe(self, batch: int) -> BatchTrial:
         assert isinstance(batch, int)
         assert batch >= 1
         assert batch not in self.tried, f"{batch} was tried before: {self.tried}"
@@ -50,7 +56,7 @@ class Device:
         seen = (
             math.ceil((self.base + self.slope * batch) / BLOCK) * BLOCK if self.hidden else self.need(batch)
         )
-        return Probe(batch, float(seen) if self.fits(batch) else None, 1.0)
+        return BatchTrial(batch, float(seen) if self.fits(batch) else None, 1.0)
 
     def largest(self, most: int = PLENTY) -> int:
         top = min(most, int((self.capacity - self.base) / self.slope) + 1)
@@ -80,12 +86,12 @@ def devices(draw: st.DrawFn, largest: st.SearchStrategy[int]) -> Device:
 sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000))
 
 
-def search(device: Device, factor: float, most: int = PLENTY) -> Found:
+def search(device: Device, factor: float, most: int = PLENTY) -> BatchSizeResult:
     guess = max(1, min(most, round(device.largest() * factor)))
     return largest_batch(device.probe, device.capacity, guess, most)
 
 
-def check(device: Device, found: Found, most: int = PLENTY) -> None:
+def check(device: Device, found: BatchSizeResult, most: int = PLENTY) -> None:
     """What holds whatever the guess was."""
     assert len(device.tried) <= MOST_PROBES == 4
     assert [p.batch for p in found.probes] == device.tried
@@ -194,14 +200,20 @@ def test_an_estimate_beyond_reason_ends_with_advice():
 # --- the fastest, on a CPU
 
 
-def runner(speed: Callable[[int], float], capacity: int = PLENTY) -> tuple[Callable[[int], Probe], list[int]]:
+def runner(
+    speed: Callable[[int], float], capacity: int = PLENTY
+) -> tuple[Callable[[int], BatchTrial], list[int]]:
     tried: list[int] = []
 
-    def probe(batch: int) -> Probe:
+    def probe(batch: int) -> BatchTrial:
         assert batch >= 1
         assert batch not in tried
         tried.append(batch)
-        return Probe(batch, float(batch), speed(batch)) if batch <= capacity else Probe(batch, None, 0.0)
+        return (
+            BatchTrial(batch, float(batch), speed(batch))
+            if batch <= capacity
+            else BatchTrial(batch, None, 0.0)
+        )
 
     return probe, tried
 

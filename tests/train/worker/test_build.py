@@ -17,7 +17,7 @@ from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import WorkerContext, begin, build_parts, build_training
+from orchestrator.train.worker.build import WorkerContext, build_parts, build_training, restore_checkpoint
 from orchestrator.trainer import Trainer
 from tests.train.checkpoint.test_store import damage
 
@@ -93,7 +93,7 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
     config = Config.of(**SMALL, init_from=tmp_path / "first" / "checkpoints" / "step_00000005")
     prepared = Trainer(config=config, quiet=True).prepare()
     parts = build_parts(config, prepared.plan, prepared.task, World.single_process())
-    progress = begin(
+    progress = restore_checkpoint(
         config,
         parts,
         CheckpointStore(tmp_path / "second"),

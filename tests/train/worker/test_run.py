@@ -15,9 +15,9 @@ from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.record.log import SilentLog
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.strategies.shares import even_out
+from orchestrator.train.strategies.shares import shares_from_speeds
 from orchestrator.train.worker.resume import PastFailure, ResumeFrom
-from orchestrator.train.worker.run import Supervision, work
+from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -65,7 +65,7 @@ def run_rank(
         return stop_at is not None and rank == size - 1 and asked >= stop_at
 
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        outcome, _ = work(prepared, world, run_dir, log, Supervision(wish), resume_from)
+        outcome, _ = run_worker(prepared, world, run_dir, log, Supervision(wish), resume_from)
     log.close()
     return outcome.status
 
@@ -83,7 +83,7 @@ def trained(
         run_dir.mkdir(exist_ok=True)
         log = EventLog(run_dir / "events.jsonl")
         prepared = Trainer(config=config.but(parallel_strategy="auto"), quiet=True).prepare()
-        work(prepared, World.single_process(), run_dir, log, Supervision(), resume_from)
+        run_worker(prepared, World.single_process(), run_dir, log, Supervision(), resume_from)
         log.close()
     else:
         assert len(set(run_ranks(run_rank, workers, config, stop_at, resume_from))) == 1
@@ -228,8 +228,8 @@ def test_batch_size_auto_is_agreed_on(tmp_path: Path) -> None:
 
 
 def test_shares_by_speed() -> None:
-    assert even_out([1.0, 0.97]) == [1.0, 1.0]
-    assert even_out([400.0, 100.0, 396.0]) == [1.0, 0.25, 0.99]
+    assert shares_from_speeds([1.0, 0.97]) == [1.0, 1.0]
+    assert shares_from_speeds([400.0, 100.0, 396.0]) == [1.0, 0.25, 0.99]
 
 
 def test_asked_for_shares_are_recorded(tmp_path: Path) -> None:
