@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
 from orchestrator.tasks.load import load_task
-from orchestrator.train.data import as_data
+from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_probe import find_batch, probe
 from orchestrator.train.worker.build import machine_settings
@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def true_largest(prepared: Prepared, world: World, found: int) -> int:
     """The largest batch whose two steps pass, by bisection above what was found."""
-    data = as_data(prepared.task.train_data())
+    data = as_dataset(prepared.task.train_data())
 
     def passes(batch: int) -> bool:
         return (

@@ -180,11 +180,11 @@ def model_of(experts: int) -> ModelFacts:
 
 def telling(size: Size, draw: random.Random) -> dict[str, Stage]:
     """A placement as it is written into the events of a run, and read again."""
-    from orchestrator.train.strategies.placement import Hosting
-    from orchestrator.train.strategies.shares import Device
+    from orchestrator.train.strategies.placement import PlacementDecision
+    from orchestrator.train.strategies.shares import MeasuredDevice
 
     made = place(costs(zipf(size.experts, draw)), [HostFacts(1.0)] * size.hosts)
-    hosting = Hosting((made,), (Device("a GPU", 1.0),) * size.hosts, ("a node",) * size.hosts)
+    hosting = PlacementDecision((made,), (MeasuredDevice("a GPU", 1.0),) * size.hosts, ("a node",) * size.hosts)
     facts = model_of(size.experts)
     return {
         "placement event, written and read": lambda: placement_of(

@@ -19,7 +19,7 @@ from orchestrator.types import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from orchestrator.measure.bench import BenchResult
-    from orchestrator.train.strategies.placement import Foreseen
+    from orchestrator.train.strategies.placement import PredictedPlacement
 
 _MOST_ROWS, _MOST_COLUMNS = 16, 6  # hosts and layers of the table of experts on hosts
 _TIMED = ("forward", "backward", "optimizer", "total")
@@ -57,14 +57,14 @@ def show_plan(
 
     if cluster is not None:
         return predicting.show_cluster(resolved, cluster, calibration, as_json)
-    from orchestrator.train.strategies.placement import foreseen
+    from orchestrator.train.strategies.placement import predict_placement
     from orchestrator.train.worker.run_dir import plan_json
     from orchestrator.trainer import Trainer
 
     prepared = Trainer(config=resolved).prepare()
     console = Console()
     if as_json:
-        placed = foreseen(prepared.resolved.config, prepared.plan, prepared.facts)
+        placed = predict_placement(prepared.resolved.config, prepared.plan, prepared.facts)
         more = {
             "experts_on_hosts": placed and placed.to_json(),
             "predicted": predicting.step_prediction(prepared, calibration)[1],
@@ -93,13 +93,13 @@ def show_plan(
     if given:
         console.print(Text("given: " + ", ".join(f"{name} ({origin})" for name, origin in given)))
     # last: experts that do not fit are an error, and the plan above says why
-    placed = foreseen(prepared.resolved.config, prepared.plan, prepared.facts)
+    placed = predict_placement(prepared.resolved.config, prepared.plan, prepared.facts)
     if placed is not None:
         console.print(_hosts_table(placed), Text(f"placed {placed.assumes}"), sep="")
     return 0
 
 
-def _hosts_table(placed: Foreseen) -> Table:
+def _hosts_table(placed: PredictedPlacement) -> Table:
     """Which experts each host would hold; layers placed alike share a column."""
     from orchestrator.report.run.host_load import ids_text
 

@@ -101,7 +101,7 @@ def first_samples(data: Any, count: int) -> Any:
     feed = Feed(
         data, World.single_process(), global_batch=count, micro_batch=count, seed=None, feeding=LoaderOptions()
     )
-    return next(feed.steps(0)).micros[0].fetch()
+    return next(feed.steps(0)).micro_batches[0].fetch()
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.ops import MOVES, MoveKind, ProductLayout
-from orchestrator.train.parts.optim import finish_gradients, norm_of
+from orchestrator.train.parts.optim import scale_and_clip, norm_of_gradients
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYOUTS: tuple[ProductLayout, ...] = ("nn", "nt", "tn")
@@ -239,7 +239,7 @@ def updating(parameters: list[nn.Parameter]) -> Callable[[], None]:
 
     def update() -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        finish_gradients(gradients, norm_of(gradients), 0.5, 1.0)
+        scale_and_clip(gradients, norm_of_gradients(gradients), 0.5, 1.0)
         optimizer.step()
 
     return update

@@ -55,10 +55,10 @@ def build_steps(
 def _kept(portion: StepBatch) -> StepBatch:
     """The same with its batches brought to the device, once."""
     micros = []
-    for micro in portion.micros:
+    for micro in portion.micro_batches:
         batch = micro.fetch()
-        micros.append(MicroBatch(micro.samples, lambda batch=batch: batch, micro.first, micro.standing_in))
-    return StepBatch(micros, portion.samples, portion.shared)
+        micros.append(MicroBatch(micro.num_samples, lambda batch=batch: batch, micro.first_sample, micro.num_dummies))
+    return StepBatch(micros, portion.global_samples, portion.all_have_samples)
 
 
 def submit_seconds(

@@ -21,8 +21,8 @@ from orchestrator.tasks.task import Task
 from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.placement import decide_hosting
-from orchestrator.train.strategies.shares import with_shares
+from orchestrator.train.strategies.placement import decide_placement
+from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build import (
     Parts,
@@ -92,11 +92,11 @@ def open_trial(
             reset_peak(world.device)
             host_of = None
             if plan.strategy.value == "expert_parallel":
-                host_of = decide_hosting(config, plan, facts, world, {}, []).host_of
+                host_of = decide_placement(config, plan, facts, world, {}, []).host_of
             world = (
                 world.with_data_on_main()
                 if plan.data_ranks < world.size
-                else with_shares(config, plan, world, {})[0]
+                else assign_shares(config, plan, world, {})[0]
             )
             parts = build_parts(config, plan, task, world, _no_news, host_of)
             feed = build_feed(plan, task, world, config.run.seed)
@@ -148,7 +148,7 @@ class ThroughputTrial:
         and a compiler sees one shape."""
         for epoch in count():
             for portion in self._feed.steps(epoch):
-                if self._limits.steps is not None or portion.samples == self._feed.global_batch:
+                if self._limits.steps is not None or portion.global_samples == self._feed.global_batch:
                     yield portion
 
     def advance(self, part: float) -> TrialResult:
@@ -190,7 +190,7 @@ class ThroughputTrial:
         most = (self._limits.steps or math.inf) - 1  # one step at least is measured
         seconds = [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         if self._world.size > 1:
-            self._parts.strategy.proved()
+            self._parts.strategy.micro_batch_proven()
             seconds += [self._timed(1).seconds for _ in range(_WARM_UP) if self._step < most]
         self._warm_seconds = sum(seconds)
         self._stepper.clock.take()

@@ -39,9 +39,9 @@ from orchestrator.tasks.load import BUILT_IN
 from orchestrator.train.checkpoint.state import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.comm_errors import is_communication_error
-from orchestrator.train.step import built
-from orchestrator.train.worker.build import resumable
-from orchestrator.train.worker.observers import interruptible
+from orchestrator.train.step import build_checked_model
+from orchestrator.train.worker.build import find_checkpoint
+from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.resume import PastFailure, ResumeFrom
 from orchestrator.train.worker.run import record_failure
 from orchestrator.train.worker.run_dir import Prepared
@@ -267,7 +267,7 @@ def _keep_logs(logs: Path, secrets: Secrets) -> None:
 
 def trained_model(prepared: Prepared, run_dir: Path) -> nn.Module:
     """The model as the workers left it, from the last checkpoint."""
-    model = built(prepared.task)
+    model = build_checked_model(prepared.task)
     found, _ = CheckpointStore(run_dir / "checkpoints", mend=False).newest_good()
     resume = prepared.resolved.config.checkpoint.resume
     if found is None and resume not in (None, "auto"):  # another run's, with nothing left to do

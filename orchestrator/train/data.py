@@ -24,7 +24,7 @@ from orchestrator.train.parts.world import World
 
 
 @dataclass(frozen=True)
-class Feeding:
+class LoaderOptions:
     """How batches are brought to the device."""
 
     loader_workers: int = 0
@@ -33,25 +33,25 @@ class Feeding:
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """A micro-batch of this worker: how many samples of it count, and how to bring it to the device."""
 
-    samples: int
+    num_samples: int
     fetch: Callable[[], Any]
-    first: int = 0
+    first_sample: int = 0
     """Place of its first sample in the global batch."""
-    standing_in: int = 1
+    num_dummies: int = 1
     """Samples that stand in where none count."""
 
 
 @dataclass(frozen=True)
-class Portion:
+class StepBatch:
     """This worker's part of a global batch, in micro-batches: as many as every other worker has."""
 
-    micros: list[Micro]
-    samples: int
+    micro_batches: list[MicroBatch]
+    global_samples: int
     """Of the whole global batch."""
-    shared: bool
+    all_have_samples: bool
     """Whether every worker has samples in each micro-batch. In a short last batch some may have none."""
 
 
@@ -74,10 +74,10 @@ class Feed:
         global_batch: int,
         micro_batch: int,
         seed: int | None,
-        feeding: Feeding,
+        feeding: LoaderOptions,
     ) -> None:
         """``micro_batch`` is the mean per worker. With ``seed`` None the order is the data's own (evaluation)."""
-        self.data = as_data(data)
+        self.data = as_dataset(data)
         self.samples = len(self.data)
         if self.samples == 0:
             raise UserError("the data set is empty; at least one sample is needed")
@@ -90,7 +90,7 @@ class Feed:
         )
 
     @property
-    def largest_part(self) -> int:
+    def largest_micro_batch(self) -> int:
         """Samples of the largest micro-batch that this worker gets."""
         part = self.world.split_batch(min(self.micro_batch * self.world.data_ranks, self.global_batch))[
             self.world.rank
@@ -108,7 +108,7 @@ class Feed:
             self.samples, generator=torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         )
 
-    def steps(self, epoch: int, position: int = 0) -> Iterator[Portion]:
+    def steps(self, epoch: int, position: int = 0) -> Iterator[StepBatch]:
         """The steps of an epoch, from the given sample of its order on. The last one may be short."""
         order = self.order(epoch)
         if isinstance(self.data, Gatherable):
@@ -136,7 +136,8 @@ class Feed:
         epoch's order. A worker without any gets some to stand in, which do not count: where workers wait for each other in
         a pass, all compute or none can."""
         parts = [
-            (start, self.world.split_batch(end - start)[self.world.rank]) for start, end in self._micro_batches(begin)
+            (start, self.world.split_batch(end - start)[self.world.rank])
+            for start, end in self._micro_batches(begin)
         ]
         return [
             (
@@ -153,21 +154,23 @@ class Feed:
         begin = max(0, min(start, self.samples - 2))
         return slice(begin, min(begin + 2, self.samples))
 
-    def _portion(self, begin: int, micros: list[Micro]) -> Portion:
+    def _portion(self, begin: int, micros: list[MicroBatch]) -> StepBatch:
         ends = list(self._micro_batches(begin))
         parts = [part for start, end in (ends[0], ends[-1]) for part in self.world.split_batch(end - start)]
-        return Portion(micros, ends[-1][1] - begin, all(part.start < part.stop for part in parts))
+        return StepBatch(micros, ends[-1][1] - begin, all(part.start < part.stop for part in parts))
 
-    def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[Portion]:
+    def _gathered(self, data: Gatherable, order: Tensor, position: int) -> Iterator[StepBatch]:
         order = order.to(_device_of(data))
         for begin in range(position, self.samples, self.global_batch):
             micros = [
-                Micro(count, _Gathering(data, order[s], self.world.device), s.start - begin, s.stop - s.start)
+                MicroBatch(
+                    count, _Gathering(data, order[s], self.world.device), s.start - begin, s.stop - s.start
+                )
                 for count, s in self._cut(begin)
             ]
             yield self._portion(begin, micros)
 
-    def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[Portion]:
+    def _loaded(self, order: Tensor, epoch: int, position: int) -> Iterator[StepBatch]:
         assert self._loader is not None
         self._loader.sampler.tickets = lambda: self._tickets(order, epoch, position)  # pyright: ignore[reportAttributeAccessIssue]
         batches = iter(self._loader)
@@ -176,7 +179,7 @@ class Feed:
             with user_code("reading a batch of the data set"):
                 made = [next(batches) for _ in cut]
             micros = [
-                Micro(count, _Moving(batch, self.world.device), s.start - begin, s.stop - s.start)
+                MicroBatch(count, _Moving(batch, self.world.device), s.start - begin, s.stop - s.start)
                 for (count, s), batch in zip(cut, made, strict=True)
             ]
             yield self._portion(begin, micros)
@@ -251,7 +254,7 @@ class _Tickets:
         return self.tickets()
 
 
-def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any]:
+def _loader(data: Any, feeding: LoaderOptions, device: torch.device) -> DataLoader[Any]:
     workers = feeding.loader_workers
     return DataLoader(
         _Batches(data),
@@ -264,7 +267,7 @@ def _loader(data: Any, feeding: Feeding, device: torch.device) -> DataLoader[Any
     )
 
 
-def as_data(data: Any) -> Any:
+def as_dataset(data: Any) -> Any:
     """Tensors, a tuple of tensors, a TensorDataset or anything with a length and ``[index]``."""
     if isinstance(data, Tensor):  # first: a tensor has a gather of its own
         return TensorData(data)
@@ -327,16 +330,16 @@ def _is_fields(batch: list[Any], samples: int) -> bool:
     return all(isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples for value in batch)
 
 
-def cut_batch(batch: Any, begin: int, end: int, samples: int) -> Any:
+def slice_batch(batch: Any, begin: int, end: int, samples: int) -> Any:
     """Samples ``begin`` to ``end`` of a batch: whatever is as long as the batch is cut, the rest is handed on."""
     if isinstance(batch, Tensor):
         return batch[begin:end] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, dict):
-        return {key: cut_batch(value, begin, end, samples) for key, value in batch.items()}
+        return {key: slice_batch(value, begin, end, samples) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(cut_batch(value, begin, end, samples) for value in batch))
+        return type(batch)(*(slice_batch(value, begin, end, samples) for value in batch))
     if isinstance(batch, list) and len(batch) == samples and not _is_fields(batch, samples):
         return batch[begin:end]
     if isinstance(batch, list | tuple):
-        return type(batch)(cut_batch(value, begin, end, samples) for value in batch)
+        return type(batch)(slice_batch(value, begin, end, samples) for value in batch)
     return batch

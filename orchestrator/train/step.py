@@ -19,21 +19,21 @@ from experts.model import mix
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss, Task
-from orchestrator.train.data import Portion, cut_batch, tensors_of
+from orchestrator.train.data import StepBatch, slice_batch, tensors_of
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.compiling import Compiled, is_compile_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
-from orchestrator.train.parts.optim import Learner, finish_gradients
+from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import Strategy, statistics_of
-from orchestrator.train.totals import Sums, Totals
+from orchestrator.train.strategies.data_parallel import Strategy, running_statistics
+from orchestrator.train.totals import Totals, TotalsReducer
 
-Tell = Callable[..., None]
+Emit = Callable[..., None]
 
 _PROBLEMS = (None, "uncompile", "halve", "exhausted")  # from bad to worse
-WHOLE = (
+NO_LIMIT = (
     2**62
 )  # a limit that cuts nothing: where workers wait for each other in a forward pass, all do as many
 GROW_AFTER = 100  # good steps before a micro-batch that was halved is doubled again; the wait doubles with each failure
@@ -44,17 +44,17 @@ class Stepper:
     """Everything a step needs, put together once."""
 
     world: World
-    replica: Strategy
-    learner: Learner
+    strategy: Strategy
+    optimizer: ScheduledOptimizer
     precision: Precision
     micro_batch: int
     seed: int
     clip_norm: float
     clock: PhaseClock
-    tell: Tell
+    emit: Emit
     compiled: Compiled | None = None
-    limit: int = field(init=False)
-    _sums: Sums = field(init=False)
+    max_pass_samples: int = field(init=False)
+    _sums: TotalsReducer = field(init=False)
     _routed: int = field(init=False)
     _statistics: list[tuple[Tensor, Tensor]] = field(init=False)
     _good: int = field(init=False, default=0)
@@ -63,13 +63,13 @@ class Stepper:
     _constants: dict[tuple[float, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.limit = WHOLE if self.replica.lockstep else self.micro_batch
-        self._sums = Sums(self.world, "step", self.replica.num_expert_grads)
-        self.replica.learns(self.learner.parameters)
-        self._routed = len(moe_layers(self.replica.model))
-        self._statistics = [(b.detach().clone(), b) for b in statistics_of(self.replica.model)]
+        self.max_pass_samples = NO_LIMIT if self.strategy.lockstep else self.micro_batch
+        self._sums = TotalsReducer(self.world, "step", self.strategy.num_expert_grads)
+        self.strategy.learns(self.optimizer.parameters)
+        self._routed = len(moe_layers(self.strategy.model))
+        self._statistics = [(b.detach().clone(), b) for b in running_statistics(self.strategy.model)]
 
-    def run(self, portion: Portion, step: int, stop: bool = False) -> Totals:
+    def run(self, portion: StepBatch, step: int, stop: bool = False) -> Totals:
         """Do step number ``step`` (from 0): returns its sums over all workers, with the norm of its gradient. ``stop`` is
         this worker's wish, which the sums carry to the others."""
         while True:
@@ -81,7 +81,7 @@ class Stepper:
                 problem = self._recoverable(error, step)
                 if problem is None:
                     raise
-            if self.replica.votes:
+            if self.strategy.votes:
                 problem = self._vote(problem)
             if problem is None:
                 break
@@ -94,63 +94,65 @@ class Stepper:
         self._tell_compiled(perf_counter() - begun)
         return whole
 
-    def _attempt(self, portion: Portion, step: int) -> Totals | None:
+    def _attempt(self, portion: StepBatch, step: int) -> Totals | None:
         """Forward and backward over all micro-batches; None where this worker has none. Until it returns, nothing has
         changed that cannot be put back."""
         self._keep_statistics()
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
-        self.learner.optimizer.zero_grad(set_to_none=True)
-        self.replica.begin(portion.shared)
+        self.optimizer.inner.zero_grad(set_to_none=True)
+        self.strategy.begin(portion.all_have_samples)
         noise_seed = mix(self.seed, "noise", step) >> 20
         nominal = self._nominal(portion)
         totals: Totals | None = None
-        for number, micro in enumerate(portion.micros, 1):
-            if not micro.samples and not self.replica.lockstep:
+        for number, micro in enumerate(portion.micro_batches, 1):
+            if not micro.num_samples and not self.strategy.lockstep:
                 continue
             batch = micro.fetch()
             self.clock.mark("data")
-            samples = micro.samples or micro.standing_in  # a stand-in counts for nothing, but is computed
-            with nullcontext() if micro.samples else self.replica.dummy_pass():
-                for begin in range(0, samples, self.limit):
-                    end = min(begin + self.limit, samples)
-                    context = StepContext(noise_seed, micro.first + begin, end - begin, not micro.samples)
-                    part = batch if end - begin == samples else cut_batch(batch, begin, end, samples)
-                    with self.replica.context.use_step(context):
+            samples = micro.num_samples or micro.num_dummies  # a stand-in counts for nothing, but is computed
+            with nullcontext() if micro.num_samples else self.strategy.dummy_pass():
+                for begin in range(0, samples, self.max_pass_samples):
+                    end = min(begin + self.max_pass_samples, samples)
+                    context = StepContext(
+                        noise_seed, micro.first_sample + begin, end - begin, not micro.num_samples
+                    )
+                    part = batch if end - begin == samples else slice_batch(batch, begin, end, samples)
+                    with self.strategy.context.use_step(context):
                         loss, weight = self._forward(
-                            part, end - begin, last=number == len(portion.micros) and end == samples
+                            part, end - begin, last=number == len(portion.micro_batches) and end == samples
                         )
                         self.clock.mark("forward")
                         loss.sum.backward(
-                            self._seed_gradient(loss.sum, weight / nominal if micro.samples else 0.0)
+                            self._seed_gradient(loss.sum, weight / nominal if micro.num_samples else 0.0)
                         )
                         self.clock.mark("backward")
-                    if micro.samples:
-                        more = Totals.of(loss, weight, end - begin, copy=self.compiled is not None)
+                    if micro.num_samples:
+                        more = Totals.from_loss(loss, weight, end - begin, copy=self.compiled is not None)
                         totals = more if totals is None else totals.plus(more)
         return totals
 
     def _held(self) -> int:
         """Samples that are computed at once."""
-        return min(self.limit, self.micro_batch)
+        return min(self.max_pass_samples, self.micro_batch)
 
-    def _nominal(self, portion: Portion) -> float:
-        return power_of_two(portion.samples * getattr(self.replica.task, "units_per_sample", 1))
+    def _nominal(self, portion: StepBatch) -> float:
+        return power_of_two(portion.global_samples * getattr(self.strategy.task, "units_per_sample", 1))
 
     def _vote(self, problem: str | None) -> str | None:
         """The worst that happened to any worker, which then happens to all."""
         worst = int(self.world.all_reduce_max([float(_PROBLEMS.index(problem))])[0])
         return _PROBLEMS[worst]
 
-    def _together(self, totals: Totals | None, portion: Portion, stop: bool) -> Totals:
+    def _together(self, totals: Totals | None, portion: StepBatch, stop: bool) -> Totals:
         """Gradients and sums of all workers."""
         if self.world.size == 1:
             assert totals is not None
-            totals.samples, totals.nominal = portion.samples, self._nominal(portion)
+            totals.samples, totals.nominal_count = portion.global_samples, self._nominal(portion)
             if isinstance(totals.count, int) and totals.count < 1:
                 raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
             return totals
         try:
-            factor = self.replica.all_reduce_gradients()
+            factor = self.strategy.all_reduce_gradients()
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(
@@ -158,9 +160,9 @@ class Stepper:
                 ) from None
             raise
         whole = self._sums(
-            totals, portion.samples, stop, self.replica.squares(), self.replica.exchange_stats()
+            totals, portion.global_samples, stop, self.strategy.squares(), self.strategy.exchange_stats()
         )
-        whole.nominal = self._nominal(portion) * factor
+        whole.nominal_count = self._nominal(portion) * factor
         self.clock.mark("communication")
         return whole
 
@@ -174,7 +176,7 @@ class Stepper:
     def _forward(self, batch: Any, samples: int, last: bool) -> tuple[Loss, float]:
         check_device(batch, self.world.device)
         with self.precision.autocast():
-            loss, weight = as_loss(self.replica.loss(batch, last), samples)
+            loss, weight = as_loss(self.strategy.loss(batch, last), samples)
         check_trainable(loss)
         if len(loss.loads) != self._routed:
             raise UserError(
@@ -195,20 +197,20 @@ class Stepper:
                 "try a smaller model, or a device with more memory"
             ) from None
         if totals.loads:
-            update_balance(self.replica.model, totals.loads)
+            update_balance(self.strategy.model, totals.loads)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
-        gradients = self.replica.local([p.grad for p in self.learner.parameters if p.grad is not None])
+        gradients = self.strategy.local([p.grad for p in self.optimizer.parameters if p.grad is not None])
         count = totals.count.double().clamp(min=1) if isinstance(totals.count, Tensor) else totals.count
-        factor: float | Tensor = totals.nominal / count
+        factor: float | Tensor = totals.nominal_count / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
-        totals.norm = finish_gradients(
-            gradients, self.replica.norm(gradients, totals.squares), factor, self.clip_norm
+        totals.norm = scale_and_clip(
+            gradients, self.strategy.norm(gradients, totals.expert_grad_squares), factor, self.clip_norm
         )
         if self.precision.scale is not None:
             totals.finite = totals.norm.isfinite()
-        self.learner.step(step, totals.finite)
+        self.optimizer.step(step, totals.finite)
         if totals.finite is not None:
             self.precision.update(totals.finite)
 
@@ -225,18 +227,18 @@ class Stepper:
         """What can be done about an error: 'halve', 'uncompile', or nothing. The user's errors are told as such; ours keep
         their traceback."""
         if is_out_of_memory(error):
-            if self.world.size > 1 and not self.replica.votes:
+            if self.world.size > 1 and not self.strategy.votes:
                 raise OutOfMemory(
                     f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self._held()}",
                     self._held(),
                 ) from None
-            return "exhausted" if self.limit == 1 else "halve"
+            return "exhausted" if self.max_pass_samples == 1 else "halve"
         if (
             self.compiled is not None
             and is_compile_error(error)
-            and (self.world.size == 1 or self.replica.votes)
+            and (self.world.size == 1 or self.strategy.votes)
         ):
-            self.tell("compile", status="failed", seconds=0.0, detail=_first_line(error))
+            self.emit("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
         if self.world.size > 1 and is_communication_error(error):
             return None
@@ -247,7 +249,7 @@ class Stepper:
 
     def _recover(self, problem: str, step: int) -> None:
         self._put_statistics_back()
-        self.learner.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.inner.zero_grad(set_to_none=True)
         free_cached(self.world.device)
         if problem == "uncompile":
             assert self.compiled is not None
@@ -259,21 +261,21 @@ class Stepper:
                 f"out of memory at step {step + 1} with a micro-batch of one sample; try --activation-checkpointing on, "
                 "--precision bf16, a smaller --width, or a device with more memory"
             )
-        self.replica.renew()
-        before, self.limit = self.limit, -(-self.limit // 2)
+        self.strategy.renew()
+        before, self.max_pass_samples = self.max_pass_samples, -(-self.max_pass_samples // 2)
         self._good, self._patience = 0, self._patience * 2
-        self.tell(
+        self.emit(
             "oom",
             step=step + 1,
             micro_batch=before,
-            next_micro_batch=self.limit,
+            next_micro_batch=self.max_pass_samples,
             where=str(self.world.device),
         )
 
     def _tell_compiled(self, seconds: float) -> None:
         """Once: the first step is the one that compiled."""
         if self.compiled is not None and not self._compiled_told:
-            self.tell(
+            self.emit(
                 "compile",
                 status="compiled",
                 seconds=seconds,
@@ -284,13 +286,13 @@ class Stepper:
     def _grow_back(self, step: int) -> None:
         """A step out of the ordinary (a long sample, a guest on the GPU) should not make the rest of the run slow."""
         self._good += 1
-        if self.limit < self.micro_batch and self._good >= self._patience:
-            self.limit, self._good = min(self.micro_batch, self.limit * 2), 0
-            self.replica.renew()
-            self.tell(
+        if self.max_pass_samples < self.micro_batch and self._good >= self._patience:
+            self.max_pass_samples, self._good = min(self.micro_batch, self.max_pass_samples * 2), 0
+            self.strategy.renew()
+            self.emit(
                 "warning",
                 kind="memory",
-                message=f"step {step + 1}: memory allows again; micro-batch back to {self.limit}",
+                message=f"step {step + 1}: memory allows again; micro-batch back to {self.max_pass_samples}",
             )
 
 
@@ -331,7 +333,7 @@ def check_trainable(loss: Loss) -> None:
         )
 
 
-def built(task: Task) -> nn.Module:
+def build_checked_model(task: Task) -> nn.Module:
     """The task's model, which must be one."""
     model = task.build_model()
     if not isinstance(model, nn.Module):

@@ -22,18 +22,18 @@ class Totals:
     metrics: dict[str, Tensor]
     loads: tuple[Tensor, ...]
     samples: int
-    nominal: float = 1.0
+    nominal_count: float = 1.0
     norm: Tensor | None = None
     finite: Tensor | None = None
-    stop: Tensor | None = None
+    stop_votes: Tensor | None = None
     """How many workers were asked to stop; None in one process."""
-    squares: Tensor | None = None
+    expert_grad_squares: Tensor | None = None
     """Squared norms of gradients that live on one worker each, over all of them."""
     exchange_stats: Tensor | None = None
     """What the exchange between hosts cost all of them: bytes, rows, seconds."""
 
     @classmethod
-    def of(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
+    def from_loss(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
         """``copy`` where the model's outputs may lie in memory that its next run writes over (compiled graphs)."""
         whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
         metrics = {name: value.detach() for name, value in loss.metrics.items()}
@@ -55,7 +55,7 @@ class Totals:
         )
 
 
-class Sums:
+class TotalsReducer:
     """Adds up what the workers counted: one message a step, in fp64, whole numbers exact in it. What it holds is the same
     for all, also for a worker that had no sample to learn it from."""
 
@@ -82,8 +82,8 @@ class Sums:
         tail = head.new_zeros(self._squares) if squares is None else squares
         vector = self.world.all_reduce(torch.cat([head, tail, self._pack(totals, device)]))
         sums = self._unpack(vector[len(head) + self._squares :])
-        sums.samples, sums.stop, sums.exchange_stats = samples, vector[0], vector[1 : len(head)]
-        sums.squares = vector[len(head) : len(head) + self._squares] if self._squares else None
+        sums.samples, sums.stop_votes, sums.exchange_stats = samples, vector[0], vector[1 : len(head)]
+        sums.expert_grad_squares = vector[len(head) : len(head) + self._squares] if self._squares else None
         return sums
 
     def _pack(self, totals: Totals | None, device: torch.device) -> Tensor:

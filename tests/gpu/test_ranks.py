@@ -22,7 +22,7 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world, recoverable_world
 from orchestrator.train.strategies import data_parallel as replicate
-from orchestrator.train.strategies.data_parallel import synchronize_statistics
+from orchestrator.train.strategies.data_parallel import convert_sync_batchnorm
 from tests.support.ranks import run_ranks
 from tests.support.steppers import (
     DoubleDigits,
@@ -54,23 +54,23 @@ class Normed(DoubleDigits):
     def build_model(self) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).double()
-        return synchronize_statistics(model) if torch.distributed.is_initialized() else model
+        return convert_sync_batchnorm(model) if torch.distributed.is_initialized() else model
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         return Loss(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
 
 def steps(task: Any, whole: int, micro: int, count: int, world: World, **settings: Any) -> dict[str, Any]:
-    replicate.SURVIVE = 3
+    replicate.STEPS_BEFORE_OVERLAP = 3
     stepper, feed = make_stepper(task, micro, whole, world=world, **settings)
     done = run_steps(stepper, feed, count)
-    model = stepper.replica.model
+    model = stepper.strategy.model
     return {
         "losses": [mean_loss(t) for t in done],
         "norms": [float(t.norm) for t in done],  # pyright: ignore[reportArgumentType]
         "gradients": {name: g.cpu() for name, g in gradients(model).items()},
         "weights": {name: w.cpu() for name, w in weights(model).items()},
-        "statistics": [b.cpu() for b in replicate.statistics_of(model)],
+        "statistics": [b.cpu() for b in replicate.running_statistics(model)],
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.expert_state import split_experts, stacked_names
-from orchestrator.train.data import Feed, Portion
+from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step import Stepper
@@ -71,7 +71,7 @@ class Ran:
 
 def ran(case: Case, world: World) -> Ran:
     stepper, feed = case.stepper(world)
-    model, done, biases = stepper.replica.model, [], []
+    model, done, biases = stepper.strategy.model, [], []
     first: dict[str, Tensor] = {}
     for step, portion in enumerate(portions(feed, case.steps)):
         done.append(stepper.run(portion, step))
@@ -92,7 +92,7 @@ def ran(case: Case, world: World) -> Ran:
     )
 
 
-def portions(feed: Feed, steps: int) -> Iterator[Portion]:
+def portions(feed: Feed, steps: int) -> Iterator[StepBatch]:
     whole = (portion for epoch in count() for portion in feed.steps(epoch))
     return (next(whole) for _ in range(steps))
 

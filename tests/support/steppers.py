@@ -13,20 +13,20 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.data import Feed, LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.memory import recompute_blocks
-from orchestrator.train.parts.optim import Learner, build_adamw, warmup_then
+from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.data_parallel import (
-    DdpOptions,
+    DDPOptions,
     DDPStrategy,
     FSDPStrategy,
     Strategy,
-    shard,
-    whole,
+    full_tensor,
+    shard_model,
 )
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.totals import Totals
@@ -70,7 +70,7 @@ def make_stepper(
     tell: Callable[..., None] | None = None,
     world: World | None = None,
     sharding: str = "none",
-    options: DdpOptions | None = None,
+    options: DDPOptions | None = None,
     offload: bool = False,
     host_of: Sequence[Sequence[int]] | None = None,
     chunks: int = 1,
@@ -86,19 +86,19 @@ def make_stepper(
         model.to(world.device)
     replica = Strategy(model, task)
     if sharding != "none":
-        shard(model, world, whole_parameters=sharding == "zero2", offload=offload)
+        shard_model(model, world, whole_parameters=sharding == "zero2", offload=offload)
         replica = FSDPStrategy(model, task, world)
     elif world.size > 1 and host_of is not None:
         place(model, host_of, world.rank)
         replica = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
     elif world.size > 1:
         replica = DDPStrategy(
-            model, task, world, options or DdpOptions(), lambda message: tell("warning", message=message)
+            model, task, world, options or DDPOptions(), lambda message: tell("warning", message=message)
         )
     if recompute:
         recompute_blocks(model, replica.context)
-    learner = Learner(
-        build_adamw(model.parameters(), config.optim, fused=True), warmup_then("constant", 0, 1000)
+    learner = ScheduledOptimizer(
+        build_adamw(model.parameters(), config.optim, fused=True), warmup_schedule("constant", 0, 1000)
     )
     feed = Feed(
         task.train_data(),
@@ -106,11 +106,11 @@ def make_stepper(
         global_batch=global_batch,
         micro_batch=micro_batch,
         seed=0,
-        feeding=Feeding(),
+        feeding=LoaderOptions(),
     )
     precision = Precision("fp32", world.device)
     return Stepper(
-        world, replica, learner, precision, feed.largest_part, 0, clip_norm, PhaseClock(), tell
+        world, replica, learner, precision, feed.largest_micro_batch, 0, clip_norm, PhaseClock(), tell
     ), feed
 
 
@@ -131,11 +131,11 @@ def mean_loss(totals: Totals) -> float:
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole ones, also of a sharded model: every worker must ask."""
-    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def assert_gradients_equal(

@@ -15,19 +15,27 @@ from torch.utils.data import TensorDataset
 
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.tasks.task import TensorData, WindowData
-from orchestrator.train.data import Feed, Feeding, cut_batch, to_device
+from orchestrator.train.data import Feed, LoaderOptions, slice_batch, to_device
 from orchestrator.train.parts.world import World
 
 
 def feed(samples: int, whole: int, micro: int, world: World | None = None, seed: int | None = 0) -> Feed:
     data = TensorData(torch.arange(samples))
     return Feed(
-        data, world or World.single_process(), global_batch=whole, micro_batch=micro, seed=seed, feeding=Feeding()
+        data,
+        world or World.single_process(),
+        global_batch=whole,
+        micro_batch=micro,
+        seed=seed,
+        feeding=LoaderOptions(),
     )
 
 
 def seen(steps: Any) -> list[list[int]]:
-    return [[int(v) for micro in step.micros if micro.samples for v in micro.fetch()[0]] for step in steps]
+    return [
+        [int(v) for micro in step.micro_batches if micro.num_samples for v in micro.fetch()[0]]
+        for step in steps
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,10 +112,13 @@ def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(work
             global_batch=6,
             micro_batch=4,
             seed=1,
-            feeding=Feeding(loader_workers=count),
+            feeding=LoaderOptions(loader_workers=count),
         )
         return [
-            micro.fetch() for epoch in (0, 1) for step in made.steps(epoch, first) for micro in step.micros
+            micro.fetch()
+            for epoch in (0, 1)
+            for step in made.steps(epoch, first)
+            for micro in step.micro_batches
         ]
 
     plain, other = read(0, 0), read(workers, 0)
@@ -125,7 +136,9 @@ def test_an_error_in_the_data_set_is_the_users() -> None:
         def __getitem__(self, index: int) -> Any:
             raise FileNotFoundError("image 7 is gone")
 
-    made = Feed(Broken(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    made = Feed(
+        Broken(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=LoaderOptions()
+    )
     with pytest.raises(TaskFailed, match="image 7 is gone"):
         next(made.steps(0))
 
@@ -139,14 +152,21 @@ def test_what_may_be_data() -> None:
     ):
         assert (
             Feed(
-                data, World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding()
+                data, World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=LoaderOptions()
             ).steps_per_epoch
             == 2
         )
     with pytest.raises(UserError, match="generator"):
-        Feed((x for x in range(3)), World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+        Feed(
+            (x for x in range(3)),
+            World.single_process(),
+            global_batch=2,
+            micro_batch=2,
+            seed=0,
+            feeding=LoaderOptions(),
+        )
     with pytest.raises(UserError, match="empty"):
-        Feed([], World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=Feeding())
+        Feed([], World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=LoaderOptions())
 
 
 def test_windows_cover_the_text_once() -> None:
@@ -162,7 +182,9 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
     random.seed(5)
     expected = random.random()
     random.seed(5)
-    made = Feed(Augmented(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=Feeding())
+    made = Feed(
+        Augmented(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=LoaderOptions()
+    )
     next(made.steps(0))
     assert random.random() == expected
 
@@ -170,7 +192,12 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
 def test_closing_a_feed_ends_its_processes() -> None:
     others = {child.pid for child in multiprocessing.active_children()}
     made = Feed(
-        Augmented(), World.single_process(), global_batch=6, micro_batch=6, seed=1, feeding=Feeding(loader_workers=2)
+        Augmented(),
+        World.single_process(),
+        global_batch=6,
+        micro_batch=6,
+        seed=1,
+        feeding=LoaderOptions(loader_workers=2),
     )
     next(made.steps(0))
     own = {child.pid for child in multiprocessing.active_children()} - others
@@ -181,10 +208,10 @@ def test_closing_a_feed_ends_its_processes() -> None:
 
 def test_lists_of_samples_are_cut_and_lists_of_fields_too() -> None:
     images, targets = [torch.zeros(3, n) for n in (4, 5, 6, 7)], [{"n": n} for n in range(4)]
-    part = cut_batch((images, targets), 2, 4, 4)
+    part = slice_batch((images, targets), 2, 4, 4)
     assert [image.shape[1] for image in part[0]] == [6, 7]
     assert [target["n"] for target in part[1]] == [2, 3]
-    fields = cut_batch([torch.arange(4), torch.arange(8).view(4, 2)], 1, 3, 4)
+    fields = slice_batch([torch.arange(4), torch.arange(8).view(4, 2)], 1, 3, 4)
     assert [field.shape[0] for field in fields] == [2, 2]
 
 
@@ -195,7 +222,7 @@ def test_cutting_a_nested_batch() -> None:
         "pair": (torch.arange(12).view(6, 2), torch.tensor(3.0)),
         "k": 7,
     }
-    part = cut_batch(batch, 2, 5, 6)
+    part = slice_batch(batch, 2, 5, 6)
     assert part["x"].tolist() == [2, 3, 4]
     assert part["names"] == ["c", "d", "e"]
     assert part["pair"][0].shape == (3, 2)

@@ -16,7 +16,7 @@ from orchestrator.errors import OutOfMemory, TaskFailed, UserError
 from orchestrator.train.checkpoint import state
 from orchestrator.train.checkpoint.state import Progress, capture, restore
 from orchestrator.train.checkpoint.store import Contents
-from orchestrator.train.data import Portion, cut_batch
+from orchestrator.train.data import StepBatch, slice_batch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals
@@ -65,18 +65,18 @@ def saved_on_host(
     """A checkpoint in the middle of a run, and the weights at its end."""
     with hosted(rank, size, store, plant) as world:
         stepper, feed = SAVED.stepper(world)
-        model, contents = stepper.replica.model, None
+        model, contents = stepper.strategy.model, None
         for step, portion in enumerate(portions(feed, SAVED.steps)):
             if step == SAVED_AT:
-                contents = capture(model, stepper.learner.optimizer, stepper.precision, Progress(step), world)
+                contents = capture(model, stepper.optimizer.inner, stepper.precision, Progress(step), world)
             stepper.run(portion, step)
         return contents, by_expert(model, dict(model.named_parameters()))
 
 
 def resumed_alone(contents: Contents) -> dict[str, Tensor]:
     stepper, feed = SAVED.stepper(World.single_process())
-    model = stepper.replica.model
-    restore(contents, model, stepper.learner.optimizer, stepper.precision)
+    model = stepper.strategy.model
+    restore(contents, model, stepper.optimizer.inner, stepper.precision)
     for step, portion in enumerate(portions(feed, SAVED.steps)):
         if step >= SAVED_AT:
             stepper.run(portion, step)
@@ -156,7 +156,7 @@ def hurt_on_host(rank: int, size: int, store: str, hosts: bool, plant: Plant | N
                 totals = stepper.run(portion, step)
                 losses.append(mean_loss(totals))
                 counts.append(int(totals.count))
-            limit = stepper.limit
+            limit = stepper.max_pass_samples
     except Exception as caught:
         kind, error = (
             type(caught).__name__,
@@ -169,21 +169,21 @@ def goes_on_with_half(patch: pytest.MonkeyPatch) -> None:
     """The worker that ran out takes half of its samples, and tells nobody."""
     real = Stepper._attempt
 
-    def attempt(self: Stepper, portion: Portion, step: int) -> Totals | None:
+    def attempt(self: Stepper, portion: StepBatch, step: int) -> Totals | None:
         try:
             return real(self, portion, step)
         except torch.OutOfMemoryError:
             half = [
-                replace(m, samples=m.samples // 2, fetch=lambda m=m: _half(m.fetch(), m.samples))
-                for m in portion.micros
+                replace(m, num_samples=m.num_samples // 2, fetch=lambda m=m: _half(m.fetch(), m.num_samples))
+                for m in portion.micro_batches
             ]
-            return real(self, replace(portion, micros=half), step)
+            return real(self, replace(portion, micro_batches=half), step)
 
     patch.setattr(Stepper, "_attempt", attempt)
 
 
 def _half(batch: Any, samples: int) -> Any:
-    return cut_batch(batch, 0, samples // 2, samples)
+    return slice_batch(batch, 0, samples // 2, samples)
 
 
 def halves_alone(patch: pytest.MonkeyPatch) -> None:

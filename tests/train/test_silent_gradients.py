@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.gate import Gate
-from orchestrator.train.parts.optim import norm_of
+from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.strategies.data_parallel import Strategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from tests.support.planted_faults import (
@@ -36,7 +36,7 @@ from tests.support.tiny_model import Tiny
 
 def averages_norms(patch: pytest.MonkeyPatch) -> None:
     def averaged(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
-        return self.world.all_reduce(norm_of(gradients)) / self.world.size
+        return self.world.all_reduce(norm_of_gradients(gradients)) / self.world.size
 
     patch.setattr(ExpertParallelStrategy, "norm", averaged)
 
@@ -56,7 +56,9 @@ def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
 
 
 def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExpertParallelStrategy, "norm", lambda self, gradients, squares: norm_of(gradients))
+    patch.setattr(
+        ExpertParallelStrategy, "norm", lambda self, gradients, squares: norm_of_gradients(gradients)
+    )
 
 
 def dense_weights_stay_together(plant: Plant | None) -> None:
@@ -90,7 +92,7 @@ def counts_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def _dense_norm(replica: ExpertParallelStrategy) -> Tensor:
-    return norm_of([p.grad for p in replica._dense if p.grad is not None])
+    return norm_of_gradients([p.grad for p in replica._dense if p.grad is not None])
 
 
 def clipped_to_the_bound(plant: Plant | None) -> None:
@@ -153,7 +155,7 @@ def gradients_are_slopes(part: str, plant: Plant | None) -> None:
 
 
 def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
-    real = ExpertParallelStrategy.add_up
+    real = ExpertParallelStrategy.all_reduce_gradients
 
     def doubled(self: ExpertParallelStrategy) -> float:
         factor = real(self)

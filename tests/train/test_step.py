@@ -81,9 +81,9 @@ def test_accumulation_is_exact_in_fp64(task: type, micro: int, whole: int) -> No
     for step, (a, b) in enumerate(zip(run_steps(one, feed, 10), run_steps(cut, cut_feed, 10), strict=True)):
         assert mean_loss(b) == pytest.approx(mean_loss(a), rel=1e-12), f"step {step}"
         assert float(b.norm) == pytest.approx(float(a.norm), rel=1e-12)  # pyright: ignore[reportArgumentType]
-    assert_gradients_equal(gradients(cut.replica.model), gradients(one.replica.model), 1e-10, 1e-12)
-    for name, parameter in one.replica.model.named_parameters():
-        torch.testing.assert_close(cut.replica.model.get_parameter(name), parameter, rtol=1e-9, atol=1e-9)
+    assert_gradients_equal(gradients(cut.strategy.model), gradients(one.strategy.model), 1e-10, 1e-12)
+    for name, parameter in one.strategy.model.named_parameters():
+        torch.testing.assert_close(cut.strategy.model.get_parameter(name), parameter, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("task", [Digits, Text])
@@ -95,7 +95,7 @@ def test_accumulation_is_exact_in_fp32(task: type) -> None:
     (a,), (b,) = run_steps(one, feed, 1), run_steps(cut, cut_feed, 1)
     assert mean_loss(b) == pytest.approx(mean_loss(a), rel=1e-6)
     assert float(b.norm) == pytest.approx(float(a.norm), rel=1e-6)  # pyright: ignore[reportArgumentType]
-    assert_gradients_equal(gradients(cut.replica.model), gradients(one.replica.model), 2e-6, 1e-7)
+    assert_gradients_equal(gradients(cut.strategy.model), gradients(one.strategy.model), 2e-6, 1e-7)
     free = CONFIG.but(balance_loss=0.01)
     one, feed = make_stepper(task(free), 64, 64)
     cut, cut_feed = make_stepper(task(free), 16, 64)
@@ -113,7 +113,7 @@ def test_out_of_memory_is_survived_with_the_same_result(after_backward: bool) ->
         assert mean_loss(b) == pytest.approx(mean_loss(a), rel=1e-12)
         assert float(b.norm) == pytest.approx(float(a.norm), rel=1e-12)  # pyright: ignore[reportArgumentType]
         assert [int(x) for x in b.loads[0]] == [int(x) for x in a.loads[0]]
-    assert_gradients_equal(gradients(hurt.replica.model), gradients(plain.replica.model), 1e-10, 1e-12)
+    assert_gradients_equal(gradients(hurt.strategy.model), gradients(plain.strategy.model), 1e-10, 1e-12)
     assert [(e["micro_batch"], e["next_micro_batch"]) for e in events.of("oom")] == [(32, 16), (16, 8)]
 
 
@@ -121,9 +121,9 @@ def test_the_micro_batch_grows_back() -> None:
     events = Events()
     stepper, feed = make_stepper(OutOfMemory(Digits(CONFIG), room=4, calls=range(1, 2)), 8, 8, tell=events)
     run_steps(stepper, feed, GROW_AFTER)
-    assert stepper.limit == 4
+    assert stepper.max_pass_samples == 4
     run_steps(stepper, feed, 2 * GROW_AFTER)
-    assert stepper.limit == 8
+    assert stepper.max_pass_samples == 8
     assert "back to 8" in events.of("warning")[0]["message"]
 
 
@@ -202,7 +202,7 @@ def test_norm_and_clipping_against_torch() -> None:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     assert float(totals.norm) == pytest.approx(float(norm), rel=1e-12)  # pyright: ignore[reportArgumentType]
     assert_gradients_equal(
-        gradients(stepper.replica.model), gradients(model), 1e-4, 1e-12
+        gradients(stepper.strategy.model), gradients(model), 1e-4, 1e-12
     )  # torch adds 1e-6 to the norm
 
 
@@ -234,6 +234,6 @@ def test_batch_on_the_wrong_device_is_named() -> None:
 
     stepper, feed = make_stepper(Elsewhere(CONFIG), 4, 4)
     feed.data = Elsewhere(CONFIG).train_data()
-    micro = next(feed.steps(0)).micros[0]
+    micro = next(feed.steps(0)).micro_batches[0]
     with pytest.raises(UserError, match="is on meta; the model is on cpu"):
-        stepper._forward(TensorData(torch.zeros(4, 3, device="meta")).tensors, micro.samples, last=True)
+        stepper._forward(TensorData(torch.zeros(4, 3, device="meta")).tensors, micro.num_samples, last=True)

@@ -26,9 +26,9 @@ class Compiled:
 
     def __init__(self, model: nn.Module, mode: CompileMode, parts: CompileParts) -> None:
         self.modules = _chosen(model, parts)
-        self.reasons: list[str] = []
+        self.recompile_reasons: list[str] = []
         self._told = False
-        self._handler = _Listening(self.reasons.append)
+        self._handler = _Listening(self.recompile_reasons.append)
         _LOGS.set_logs(recompiles=True)
         _RECOMPILES.propagate = False  # or torch prints them on the screen
         _RECOMPILES.addHandler(self._handler)
@@ -51,12 +51,12 @@ class Compiled:
         _RECOMPILES.propagate = True
         _LOGS.set_logs()
 
-    def complaint(self) -> str | None:
+    def recompile_warning(self) -> str | None:
         """Once, when the same code was compiled over and over: how often, and the last reason."""
-        if self._told or len(self.reasons) < _TOLERATED:
+        if self._told or len(self.recompile_reasons) < _TOLERATED:
             return None
         self._told = True
-        return f"compiled again {len(self.reasons)} times because shapes or values keep changing; the last reason: {self.reasons[-1]}"
+        return f"compiled again {len(self.recompile_reasons)} times because shapes or values keep changing; the last reason: {self.recompile_reasons[-1]}"
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

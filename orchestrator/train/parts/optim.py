@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import OptimSettings, Schedule
 
-LeastShare = 0.1  # of the peak, where the cosine ends
+MIN_LR_FACTOR = 0.1  # of the peak, where the cosine ends
 
 
 def build_adamw(
@@ -25,7 +25,7 @@ def build_adamw(
     )
 
 
-def warmup_then(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
+def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
     """Factor of the learning rate at a step counted from 0: linear warm-up, then constant or cosine to a tenth."""
 
     def factor(step: int) -> float:
@@ -34,12 +34,12 @@ def warmup_then(schedule: Schedule, warmup: int, total: int) -> Callable[[int], 
         if schedule == "constant":
             return 1.0
         done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return LeastShare + (1 - LeastShare) * 0.5 * (1 + math.cos(math.pi * done))
+        return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
     return factor
 
 
-class Learner:
+class ScheduledOptimizer:
     """An optimizer with its schedule. Sets the learning rate by step, so that there is no schedule state to save."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Learner:
         schedule: Schedule | None = None,
     ) -> None:
         """``schedule`` names the configured one; a task's own has no name and is left alone."""
-        self.optimizer, self.factor = optimizer, factor
+        self.inner, self.factor = optimizer, factor
         self._schedule: Schedule | None = schedule
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups]
@@ -57,7 +57,7 @@ class Learner:
 
     def reschedule(self, warmup: int, total: int) -> None:
         if self._schedule is not None:
-            self.factor = warmup_then(self._schedule, warmup, total)
+            self.factor = warmup_schedule(self._schedule, warmup, total)
 
     def learning_rate(self, step: int) -> float:
         return self._peaks[0] * self.factor(step)
@@ -65,29 +65,27 @@ class Learner:
     def step(self, step: int, finite: Tensor | None) -> None:
         """Update the weights, unless ``finite`` says that the gradients are not. A fused optimizer looks on the device."""
         factor = self.factor(step)
-        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         if finite is None:
-            self.optimizer.step()
+            self.inner.step()
         elif self.skips_itself:
-            handle: Any = self.optimizer
+            handle: Any = self.inner
             handle.found_inf = (~finite).float()
             handle.step()
             del handle.found_inf
         elif bool(finite):
-            self.optimizer.step()
+            self.inner.step()
 
 
-def norm_of(gradients: list[Tensor]) -> Tensor:
+def norm_of_gradients(gradients: list[Tensor]) -> Tensor:
     """The norm of several gradients as one, in fp64: each counted once, in their order."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def finish_gradients(
-    gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float
-) -> Tensor:
+def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float) -> Tensor:
     """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, times the
     factor, before clipping."""
     if isinstance(factor, Tensor):

@@ -46,16 +46,16 @@ class Precision:
         self._good_steps = torch.where(grown, 0, self._good_steps)
         self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
 
-    def lost(self) -> bool:
+    def scale_underflowed(self) -> bool:
         """Whether the scale fell so far that no gradient is representable. Reads from the device: at the logging interval."""
         return self.scale is not None and float(self.scale) < _LEAST_SCALE
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         return (
             {} if self.scale is None else {"scale": float(self.scale), "good_steps": float(self._good_steps)}
         )
 
-    def restore(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         if self.scale is not None and "scale" in state:
             self.scale = torch.full_like(self.scale, state["scale"])
             self._good_steps = torch.full_like(self._good_steps, int(state["good_steps"]))

@@ -23,16 +23,18 @@ from experts.model import attach
 from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.parts.memory import block_lists
-from orchestrator.train.parts.optim import norm_of
+from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World
 
-SURVIVE = 20  # steps that a micro-batch must last before reductions begin during the backward pass
+STEPS_BEFORE_OVERLAP = (
+    20  # steps that a micro-batch must last before reductions begin during the backward pass
+)
 _MIB = 2**20
 _BUCKET_MB = 25  # torch's own
 
 
 @dataclass(frozen=True)
-class DdpOptions:
+class DDPOptions:
     """What a user may set of DDP. ``bucket_cap_mb`` None is torch's own."""
 
     bucket_cap_mb: int | None = None
@@ -79,7 +81,7 @@ class Strategy:
     def renew(self) -> None:
         """Another micro-batch size: it has yet to prove itself."""
 
-    def proved(self) -> None:
+    def micro_batch_proven(self) -> None:
         """The micro-batch fits: nothing more is to be waited for."""
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -100,7 +102,7 @@ class Strategy:
 
     def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
         """The norm of the whole gradient, the same on all workers. ``squares`` are those of all of them."""
-        return norm_of(gradients)
+        return norm_of_gradients(gradients)
 
     def exchange_stats(self) -> tuple[float, float, float]:
         """Bytes, rows and seconds that the exchange between hosts cost this one since it was last asked."""
@@ -111,7 +113,7 @@ class DDPStrategy(Strategy):
     """The whole model on each worker."""
 
     def __init__(
-        self, model: nn.Module, task: Task, world: World, options: DdpOptions, warn: Callable[[str], None]
+        self, model: nn.Module, task: Task, world: World, options: DDPOptions, warn: Callable[[str], None]
     ) -> None:
         super().__init__(model, task)
         self.world, self.options, self._warn = world, options, warn
@@ -119,17 +121,17 @@ class DDPStrategy(Strategy):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._survived, self._shared, self._ragged, self._reduced = 0, True, False, False
         self._ddp: DistributedDataParallel | None = None
-        world.broadcast([tensor.detach() for tensor in [*model.parameters(), *shared_buffers(model)]])
+        world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
 
     @property
     def votes(self) -> bool:
-        return self._survived < SURVIVE and not self.lockstep
+        return self._survived < STEPS_BEFORE_OVERLAP and not self.lockstep
 
     def renew(self) -> None:
         self._survived = 0
 
     def proved(self) -> None:
-        self._survived = max(self._survived, SURVIVE)
+        self._survived = max(self._survived, STEPS_BEFORE_OVERLAP)
 
     def begin(self, shared: bool) -> None:
         super().begin(shared)
@@ -137,7 +139,7 @@ class DDPStrategy(Strategy):
         self.world.broadcast(self.options.buffers)
 
     def loss(self, batch: Any, last: bool) -> Any:
-        if not last or not self._shared or self._survived < SURVIVE or self._ragged:
+        if not last or not self._shared or self._survived < STEPS_BEFORE_OVERLAP or self._ragged:
             return super().loss(batch, last)
         if self._ddp is None:
             self._ddp = self._wrapped()
@@ -164,7 +166,7 @@ class DDPStrategy(Strategy):
             self._check_reduced()
             return float(self.world.size)  # DDP has summed, and divided by the number of workers
         self._complete()
-        for bucket in buckets(
+        for bucket in gradient_buckets(
             [p.grad for p in self._parameters if p.grad is not None], self.options.bucket_cap_mb or _BUCKET_MB
         ):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -251,13 +253,13 @@ class FSDPStrategy(Strategy):
         return super().loss(batch, last)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
-        return [part_of(gradient) for gradient in gradients]
+        return [local_part(gradient) for gradient in gradients]
 
     def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        return self.world.all_reduce(norm_of(gradients).square()).sqrt()
+        return self.world.all_reduce(norm_of_gradients(gradients).square()).sqrt()
 
 
-def shard(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:
+def shard_model(model: nn.Module, world: World, whole_parameters: bool, offload: bool) -> None:
     """Cut a model into parts in place; its names stay. ``whole_parameters`` keeps them whole from forward to backward
     (zero2). Gradients are summed, not averaged."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -281,14 +283,14 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "reshard")
 
 
-def back_in_parts(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     """A forward pass without a backward one (an evaluation) may leave parameters whole: let them go."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # pyright: ignore[reportCallIssue]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor with all its parts. Where it is sharded, every worker must ask. (``full_tensor`` crashes over gloo with parts
     on a GPU.)"""
     if not hasattr(tensor, "to_local"):
@@ -305,17 +307,17 @@ def whole(tensor: Tensor) -> Tensor:
     return torch.cat(parts)[: tensor.shape[0]]
 
 
-def part_of(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This worker's part of a tensor, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def put(target: Tensor, source: Tensor) -> None:
+def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor into one that may be in parts."""
-    part_of(target).copy_(part_of(like(source, target)))
+    local_part(target).copy_(local_part(shard_like(source, target)))
 
 
-def like(source: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(source: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor cut as a parameter is cut, on its device."""
     if not hasattr(parameter, "to_local") or source.shape != parameter.shape:
         return source
@@ -330,7 +332,7 @@ def like(source: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
+def gradient_buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
     """Neighbouring gradients of one kind, up to a size: fixed by the list of parameters alone."""
     held: list[Tensor] = []
     for gradient in gradients:
@@ -343,13 +345,13 @@ def buckets(gradients: Sequence[Tensor], cap_mb: int) -> Iterator[list[Tensor]]:
         yield held
 
 
-def shared_buffers(model: nn.Module) -> list[Tensor]:
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """Buffers that belong to the model's state. Others may differ from worker to worker: where experts live, for one."""
     kept = set(model.state_dict())
     return [buffer for name, buffer in model.named_buffers() if name in kept]
 
 
-def statistics_of(model: nn.Module) -> list[Tensor]:
+def running_statistics(model: nn.Module) -> list[Tensor]:
     """Running statistics: what a forward pass changes."""
     return [
         b
@@ -359,7 +361,7 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def synchronize_statistics(model: nn.Module) -> nn.Module:
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     """Batch norm over the micro-batch of all workers."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UserError("--sync-batchnorm: the model has no batch norm; leave it out")

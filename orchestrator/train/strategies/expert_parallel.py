@@ -15,9 +15,14 @@ from experts.context import MoEContext
 from experts.exchange import GroupExchange
 from experts.group import Group, Work
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.optim import norm_of
+from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import Strategy, buckets, shared_buffers, statistics_of
+from orchestrator.train.strategies.data_parallel import (
+    Strategy,
+    gradient_buckets,
+    persistent_buffers,
+    running_statistics,
+)
 
 _BUCKET_MB = 25
 
@@ -44,7 +49,7 @@ class ExpertParallelStrategy(Strategy):
         self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
         expert_ids = {id(p) for bank in self._banks for p in bank.parameters()}
         dense = [p for p in model.parameters() if id(p) not in expert_ids]
-        world.broadcast([tensor.detach() for tensor in [*dense, *shared_buffers(model)]])
+        world.broadcast([tensor.detach() for tensor in [*dense, *persistent_buffers(model)]])
         self._dense = [p for p in dense if p.requires_grad]
         self._learned = {id(p) for p in model.parameters()}
         self._sums = GradientSums(self._dense, world.new_group(), bucket_mb or _BUCKET_MB)
@@ -70,7 +75,7 @@ class ExpertParallelStrategy(Strategy):
     def dummy_pass(self) -> Iterator[None]:
         """What a stand-in leaves in the dense part is taken back: a gradient of zero times something infinite, for one."""
         gradients = [None if p.grad is None else p.grad.clone() for p in self._dense]
-        statistics = [(buffer, buffer.clone()) for buffer in statistics_of(self.model)]
+        statistics = [(buffer, buffer.clone()) for buffer in running_statistics(self.model)]
         yield
         for parameter, gradient in zip(self._dense, gradients, strict=True):
             parameter.grad = gradient
@@ -95,9 +100,9 @@ class ExpertParallelStrategy(Strategy):
         return torch.cat(pieces) if pieces else None
 
     def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        dense = norm_of([p.grad for p in self._dense if p.grad is not None and id(p) in self._learned]).to(
-            self.world.device
-        )
+        dense = norm_of_gradients(
+            [p.grad for p in self._dense if p.grad is not None and id(p) in self._learned]
+        ).to(self.world.device)
         return dense if squares is None else torch.cat([dense.square().reshape(1), squares]).sum().sqrt()
 
     def exchange_stats(self) -> tuple[float, float, float]:
@@ -125,7 +130,7 @@ class GradientSums:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, cap_mb: int) -> None:
         self.armed = False
         self._group = group
-        self._buckets = list(buckets(list(reversed(parameters)), cap_mb))
+        self._buckets = list(gradient_buckets(list(reversed(parameters)), cap_mb))
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
         self._all = [
             torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)

@@ -28,7 +28,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement_file import placement_file
-from orchestrator.train.strategies.shares import Device, measured_devices
+from orchestrator.train.strategies.shares import MeasuredDevice, measure_devices
 
 _STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
 _PASSES = 3  # products of a training step, in multiples of the forward pass
@@ -36,11 +36,11 @@ _FLOPS = 2  # per parameter and row, forward
 
 
 @dataclass(frozen=True)
-class Hosting:
+class PlacementDecision:
     """The placement of each MoE layer, and the hosts it was made for."""
 
     layers: tuple[Placement, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[MeasuredDevice, ...]
     nodes: tuple[str, ...]
 
     @property
@@ -85,18 +85,22 @@ class Hosting:
         }
 
 
-def decide_hosting(
+def decide_placement(
     config: Config,
     plan: Plan,
     facts: ModelFacts,
     world: World,
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
-) -> Hosting:
+) -> PlacementDecision:
     """The placement that this run uses: the one it began with where it fits these hosts, else a new one. The main host decides
     for all. ``loads`` are tokens per expert and layer as last seen, empty for a new run. All hosts must ask."""
     exact = config.run.deterministic  # speeds differ from measurement to measurement
-    devices = [Device(plan.device.value, 1.0)] * world.size if exact else measured_devices(plan, world, known)
+    devices = (
+        [MeasuredDevice(plan.device.value, 1.0)] * world.size
+        if exact
+        else measure_devices(plan, world, known)
+    )
     nodes = [
         world.broadcast_value(f"node/{rank}", platform.node() if rank == world.rank else None)
         for rank in range(world.size)
@@ -114,11 +118,11 @@ def decide_hosting(
         Placement(**{**layer, **{name: tuple(layer[name]) for name in ("host_of", "seconds")}})
         for layer in world.broadcast_value("placement", made)
     ]
-    return Hosting(tuple(layers), tuple(devices), tuple(nodes))
+    return PlacementDecision(tuple(layers), tuple(devices), tuple(nodes))
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictedPlacement:
     """The placement of each layer, as far as it can be told before a run, and what that assumes."""
 
     layers: tuple[Placement, ...]
@@ -128,7 +132,7 @@ class Foreseen:
         return {"assumes": self.assumes, "host_of": [list(layer.host_of) for layer in self.layers]}
 
 
-def foreseen(config: Config, plan: Plan, facts: ModelFacts) -> Foreseen | None:
+def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> PredictedPlacement | None:
     """Where a new run would put its experts, with nothing measured; None where they have no hosts of their own."""
     if plan.strategy.value != "expert_parallel":
         return None
@@ -142,7 +146,7 @@ def foreseen(config: Config, plan: Plan, facts: ModelFacts) -> Foreseen | None:
         assumes = "by the experts' sizes; hosts count as equal with --deterministic"
     else:
         assumes = "by the experts' sizes, on hosts taken to be equally fast; a run measures their speeds first and may place otherwise"
-    return Foreseen(tuple(layers), assumes)
+    return PredictedPlacement(tuple(layers), assumes)
 
 
 def _layers(

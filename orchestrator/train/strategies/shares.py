@@ -22,7 +22,7 @@ _SIZES = {"cuda": 4096, "cpu": 384}
 
 
 @dataclass(frozen=True)
-class Device:
+class MeasuredDevice:
     """What a worker computes on, as measured: alike devices have one speed, the mean of theirs."""
 
     name: str
@@ -30,7 +30,7 @@ class Device:
     """FLOP/s of matrix products in the precision of the run."""
 
 
-def with_shares(
+def assign_shares(
     config: Config, plan: Plan, world: World, known: Mapping[str, Any]
 ) -> tuple[World, dict[str, float]]:
     """The world with its shares, and the speed of each kind of device."""
@@ -40,32 +40,32 @@ def with_shares(
     names = [row[0] for row in world.gather([float(zlib.crc32(device_name(world.device).encode()))])]
     if asked == "auto" and len(set(names)) == 1:
         return world, {}
-    devices = measured_devices(plan, world, known)
-    shares = even_out([device.speed for device in devices])
+    devices = measure_devices(plan, world, known)
+    shares = shares_from_speeds([device.speed for device in devices])
     return (world.with_shares(shares) if len(set(shares)) > 1 else world), {
         device.name: device.speed for device in devices
     }
 
 
-def measured_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[Device]:
+def measure_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[MeasuredDevice]:
     """The devices of all workers, by rank. Speeds that an earlier start of the run measured are taken as they are, so that
     the same workers get the same again. All workers must ask, once in the life of the group."""
     name = device_name(world.device)
-    speed = known.get("device_speeds", {}).get(name) or measured_speed(world.device, plan)
+    speed = known.get("device_speeds", {}).get(name) or measure_speed(world.device, plan)
     names = [
         world.broadcast_value(f"device/{rank}", name if rank == world.rank else None)
         for rank in range(world.size)
     ]
     speeds = [row[0] for row in world.gather([speed])]
     means = {kind: _mean([s for n, s in zip(names, speeds, strict=True) if n == kind]) for kind in set(names)}
-    return [Device(kind, means[kind]) for kind in names]
+    return [MeasuredDevice(kind, means[kind]) for kind in names]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def even_out(speeds: Sequence[float]) -> list[float]:
+def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
     """Shares from speeds: whole percents of the fastest, and none where all are alike."""
     fastest = max(speeds)
     if min(speeds) >= fastest * (1 - _ALIKE):
@@ -77,7 +77,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
 
 
-def measured_speed(device: torch.device, plan: Plan) -> float:
+def measure_speed(device: torch.device, plan: Plan) -> float:
     """FLOP/s of matrix products in the precision of the run."""
     size = _SIZES[device.type]
     a = torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(0))

@@ -24,13 +24,13 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recompilations_are_noticed_and_named_but_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     compiled = Compiled(model, "default", "all")
-    assert compiled.complaint() is None
+    assert compiled.recompile_warning() is None
     for batch in range(1, 12):
         model(torch.zeros(batch, 4))
-    complaint = compiled.complaint()
+    complaint = compiled.recompile_warning()
     assert complaint is not None
     assert "size mismatch at index 0" in complaint
-    assert compiled.complaint() is None  # once
+    assert compiled.recompile_warning() is None  # once
     compiled.undo()
     assert "Recompiling" not in "".join(capfd.readouterr())
 

@@ -82,7 +82,7 @@ def outcome(stepper: Stepper, feed: Any) -> dict[str, Any]:
     }
     found |= {
         "norm": [float(t.norm) for t in totals if t.norm is not None],
-        "gradients": gradients(stepper.replica.model),
+        "gradients": gradients(stepper.strategy.model),
     }
     return found | {"travel": [t.exchange_stats[:2].tolist() for t in totals if t.exchange_stats is not None]}
 
@@ -98,7 +98,7 @@ def trained(case: HostCase, world: World) -> dict[str, Any]:
         chunks=case.chunks,
         recompute=case.recompute,
     )
-    exchange = stepper.replica.context.exchange
+    exchange = stepper.strategy.context.exchange
     if not isinstance(exchange, GroupExchange):
         return outcome(stepper, feed)
     with counted(exchange) as calls:
@@ -125,7 +125,9 @@ def assert_same(plain: Mapping[str, Any], again: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_the_same_in_one_process(name: str) -> None:
     case = HostCase(Tiny((SIZES, SIZES), tokens=3, options=OPTIONS[name]), 1, (), micro=4, whole=10)
-    assert_same(trained(case, World.single_process()), trained(replace(case, recompute=True), World.single_process()))
+    assert_same(
+        trained(case, World.single_process()), trained(replace(case, recompute=True), World.single_process())
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -17,7 +17,7 @@ from orchestrator.tasks.text import Text
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies import data_parallel as replicate
-from orchestrator.train.strategies.data_parallel import DdpOptions, buckets
+from orchestrator.train.strategies.data_parallel import DDPOptions, gradient_buckets
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.steppers import (
     DoubleDigits,
@@ -31,7 +31,7 @@ from tests.support.steppers import (
     weights,
 )
 
-PLAIN = DdpOptions()
+PLAIN = DDPOptions()
 CONFIG = Config.of(
     expert_hidden_size=(8, 16, 8, 24, 16),
     experts=5,
@@ -57,7 +57,7 @@ class Case:
     steps: int = 10
     config: Config = CONFIG
     survive: int = 4
-    options: DdpOptions = PLAIN
+    options: DDPOptions = PLAIN
 
     def make(self) -> Any:
         return _Few(self.task(self.config), self.samples) if self.samples else self.task(self.config)
@@ -91,7 +91,7 @@ class Ran:
 
 def ran(case: Case, world: World | None = None) -> Ran:
     """The steps of a case, on one worker or as one of several."""
-    replicate.SURVIVE = case.survive
+    replicate.STEPS_BEFORE_OVERLAP = case.survive
     events = Events()
     micro = case.micro if world else case.whole
     sharding = case.sharding if world else "none"
@@ -103,15 +103,15 @@ def ran(case: Case, world: World | None = None) -> Ran:
     for step, done in enumerate(_each(stepper, feed, case.steps)):
         totals.append(done)
         if step == 0:
-            first = gradients(stepper.replica.model)
+            first = gradients(stepper.strategy.model)
     return Ran(
         losses=[mean_loss(t) for t in totals],
         norms=[float(t.norm) for t in totals],
         samples=[t.samples for t in totals],
         loads=[[int(x) for layer in t.loads for x in layer] for t in totals],
         first_gradients=first,
-        gradients=gradients(stepper.replica.model),
-        weights=weights(stepper.replica.model),
+        gradients=gradients(stepper.strategy.model),
+        weights=weights(stepper.strategy.model),
         heard=events.heard,
     )
 
@@ -151,7 +151,7 @@ FP64 = [
         8,
         48,
         survive=0,
-        options=DdpOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False),
+        options=DDPOptions(bucket_cap_mb=1, static_graph=True, gradient_as_bucket_view=False),
     ),
 ]
 
@@ -251,7 +251,7 @@ class _PatchyTask(Patchy):
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_parameters_without_a_gradient_on_some_workers(find_unused: bool) -> None:
     """Zero where others have one, none where nobody has: as in one process."""
-    case = Case(_PatchyTask, 3, 2, 12, survive=2, options=DdpOptions(find_unused_parameters=find_unused))
+    case = Case(_PatchyTask, 3, 2, 12, survive=2, options=DDPOptions(find_unused_parameters=find_unused))
     one = ran(case)
     for many in run_ranks(ran_rank, 3, case):
         assert many.losses == pytest.approx(one.losses, rel=1e-12)
@@ -290,7 +290,7 @@ def test_a_parameter_that_is_unused_only_later_is_told_before_anything_is_update
     ):
         run_ranks(ran_rank, 3, Case(LatelyPatchy, 3, 4, 12, survive=2), timeout=60)
     LatelyPatchy.CALLS = 0
-    found = Case(LatelyPatchy, 3, 4, 12, survive=2, options=DdpOptions(find_unused_parameters=True))
+    found = Case(LatelyPatchy, 3, 4, 12, survive=2, options=DDPOptions(find_unused_parameters=True))
     assert len(run_ranks(ran_rank, 3, found)) == 3
 
 
@@ -357,12 +357,12 @@ class Normed(DoubleDigits):
 def _statistics(rank: int, size: int, store: str, broadcast: bool) -> list[float]:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world)
-        replica: Any = stepper.replica
+        replica: Any = stepper.strategy
         if broadcast:
-            replica.options = DdpOptions(buffers=tuple(replicate.statistics_of(replica.model)))
+            replica.options = DDPOptions(buffers=tuple(replicate.running_statistics(replica.model)))
         run_steps(stepper, feed, 3)
-        stepper.replica.begin(shared=True)
-        norm: Any = stepper.replica.model[2]  # pyright: ignore[reportIndexIssue]
+        stepper.strategy.begin(shared=True)
+        norm: Any = stepper.strategy.model[2]  # pyright: ignore[reportIndexIssue]
         return norm.running_mean.tolist()
 
 
@@ -436,12 +436,12 @@ def test_a_users_error_is_theirs_whatever_it_says() -> None:
 
 def test_buckets_are_fixed_by_the_list() -> None:
     sizes = [100, 300_000, 10, 200_000, 5]
-    made = list(buckets([torch.zeros(n) for n in sizes], 1))
+    made = list(gradient_buckets([torch.zeros(n) for n in sizes], 1))
     assert [[len(g) for g in bucket] for bucket in made] == [[100], [300_000], [10, 200_000, 5]]
-    mixed = list(buckets([torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2)], 25))
+    mixed = list(gradient_buckets([torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(2)], 25))
     assert [len(bucket) for bucket in mixed] == [1, 1, 1]
 
 
 def test_sync_batchnorm_needs_batch_norm() -> None:
     with pytest.raises(UserError, match="no batch norm"):
-        replicate.synchronize_statistics(nn.Linear(2, 2))
+        replicate.convert_sync_batchnorm(nn.Linear(2, 2))

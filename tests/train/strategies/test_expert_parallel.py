@@ -17,7 +17,7 @@ from experts.exchange import Transfer
 from experts.expert_state import split_experts, stacked_names
 from experts.model import initialise
 from orchestrator.config.settings import Config
-from orchestrator.train.data import Feed, Feeding
+from orchestrator.train.data import Feed, LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build import build_model, build_parts, build_stepper
@@ -50,7 +50,7 @@ def trained(case: HostCase, world: World, steps: int = STEPS) -> dict[str, Any]:
         recompute=case.recompute and world.size > 1,
     )
     found: dict[str, Any] = {"loss": [], "norm": [], "loads": []}
-    model, epoch = stepper.replica.model, 0
+    model, epoch = stepper.strategy.model, 0
     while len(found["loss"]) < steps:
         for portion in feed.steps(epoch):
             if len(found["loss"]) == steps:
@@ -120,7 +120,9 @@ def check(cases: Sequence[HostCase]) -> None:
     for number, case in enumerate(cases):
         try:
             assert_equal(
-                [answer[number] for answer in answers], trained(case, World.single_process(), steps_of(case)), case
+                [answer[number] for answer in answers],
+                trained(case, World.single_process(), steps_of(case)),
+                case,
             )
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
@@ -198,7 +200,12 @@ def built_and_run(task: Tiny, world: World, host_of: Any) -> dict[str, Any]:
     )
     stepper = build_stepper(prepared.resolved.config, world, parts, 4, Events())
     feed = Feed(
-        task.train_data(), world, global_batch=12, micro_batch=12 // world.size, seed=0, feeding=Feeding()
+        task.train_data(),
+        world,
+        global_batch=12,
+        micro_batch=12 // world.size,
+        seed=0,
+        feeding=LoaderOptions(),
     )
     done = run_steps(stepper, feed, 6)
     model = parts.model

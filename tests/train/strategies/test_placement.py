@@ -13,7 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.planning import plan
 from orchestrator.runtime.cluster import session
-from orchestrator.train.strategies.placement import Foreseen, _in_turn, foreseen
+from orchestrator.train.strategies.placement import PredictedPlacement, _in_turn, predict_placement
 from orchestrator.train.strategies.placement_file import check_placement_file
 from tests.support.inventories import machine, model
 
@@ -21,9 +21,9 @@ SIZES = (100, 100, 400, 200, 200)
 FACTS = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES[::-1]))
 
 
-def told(workers: int = 2, **given: Any) -> Foreseen:
+def told(workers: int = 2, **given: Any) -> PredictedPlacement:
     config = Config.of(parallel_strategy="expert_parallel", workers=workers, **given)
-    found = foreseen(config, plan(config, machine(), FACTS), FACTS)
+    found = predict_placement(config, plan(config, machine(), FACTS), FACTS)
     assert found is not None
     return found
 
@@ -50,7 +50,7 @@ def test_placing_by_cost_says_what_it_assumes() -> None:
 
 def test_without_expert_parallel_nobody_hosts() -> None:
     config = Config.of()
-    assert foreseen(config, plan(config, machine(), FACTS), FACTS) is None
+    assert predict_placement(config, plan(config, machine(), FACTS), FACTS) is None
 
 
 def test_experts_that_fit_nowhere_are_told() -> None:
@@ -58,7 +58,7 @@ def test_experts_that_fit_nowhere_are_told() -> None:
     held = {"parameters": 2 * 10**9, "trainable": 2 * 10**9, "expert_parameters": 2 * 10**9}
     large = model(experts=2, moe_layers=1, expert_weights=((10**9, 10**9),), **held)
     with pytest.raises(ResourceError, match=r"2 experts need 29\.8 GiB"):
-        foreseen(config, plan(config, machine(), large), large)
+        predict_placement(config, plan(config, machine(), large), large)
 
 
 def test_what_a_layer_takes_is_missing_for_the_next() -> None:
