@@ -1,4 +1,4 @@
-"""How the experts are used: counts per layer, summed over a step by whoever runs it, and handed back at its end."""
+"""Load balance of the experts: the counts of a step become the weights of the next step's balance loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from experts.layer import MoELayer
 
 
 def moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
-    """The MoE layers of a model, in the order of its definition."""
+    """Return the MoE layers of a model with their names, in the order of its definition."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
 
 
 @torch.no_grad()
 def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
-    """At the end of an optimizer step: its counts become the ones the next step's balance loss is weighed by, and the gates'
-    biases move towards the experts that had too few tokens."""
+    """Finish an optimizer step: store its counts for the next balance loss, and move the gates' biases.
+
+    ``loads`` are the tokens per expert of each MoE layer, summed over the step. A bias moves up for experts that had
+    fewer tokens than the mean, and down for those that had more."""
     layers = moe_layers(model)
     if len(loads) != len(layers):
         raise ValueError(
@@ -28,6 +30,6 @@ def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
         layer.load_E.copy_(counts_E)
         gate = layer.gate
         if gate.bias_rate:
-            gate.bias_E += gate.bias_rate * torch.sign(counts_E.sum() - counts_E * len(counts_E)).to(
-                gate.bias_E.dtype
-            )
+            # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
+            direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+            gate.bias_E += gate.bias_rate * direction_E.to(gate.bias_E.dtype)

@@ -1,4 +1,5 @@
-"""What the MoE layers of a model share on one host: the way to the other hosts, and what whoever runs the steps tells them."""
+"""Context that the MoE layers of a model share on one host: the exchange with other hosts, the current step, and
+the results that a recomputed forward pass replays."""
 
 from __future__ import annotations
 
@@ -12,28 +13,6 @@ from torch import Tensor
 from experts.exchange import Exchange, LocalExchange
 
 T = TypeVar("T")
-
-
-@dataclass
-class RecomputeCache:
-    """What happened between hosts in a pass that will be repeated: a repeated pass takes it from here, so that nothing
-    travels, and nobody is routed, twice."""
-
-    kept: list[Any] = field(default_factory=list)
-    mode: Literal["write", "read"] = "write"
-    place: int = 0
-
-    @contextmanager
-    def writing(self, hosts: MoEContext) -> Iterator[None]:
-        self.kept, self.mode = [], "write"
-        with _set(hosts, self):
-            yield
-
-    @contextmanager
-    def reading(self, hosts: MoEContext) -> Iterator[None]:
-        self.mode, self.place = "read", 0
-        with _set(hosts, self):
-            yield
 
 
 @dataclass(frozen=True)
@@ -53,6 +32,35 @@ class StepContext:
 
 
 @dataclass
+class RecomputeCache:
+    """Results of a forward pass that activation checkpointing will run again.
+
+    The second pass takes routing decisions and received rows from here, so that nothing is routed or sent twice."""
+
+    values: list[Any] = field(default_factory=list)
+    mode: Literal["record", "replay"] = "record"
+    position: int = 0
+
+    @contextmanager
+    def recording(self, context: MoEContext) -> Iterator[None]:
+        self.values = []
+        self.mode = "record"
+        with context.use_cache(self):
+            yield
+
+    @contextmanager
+    def replaying(self, context: MoEContext) -> Iterator[None]:
+        self.mode = "replay"
+        self.position = 0
+        with context.use_cache(self):
+            yield
+
+    def next_value(self) -> Any:
+        self.position += 1
+        return self.values[self.position - 1]
+
+
+@dataclass
 class MoEContext:
     """Context shared by the MoE layers of a model on one host.
 
@@ -60,7 +68,8 @@ class MoEContext:
     read them from ``step``, which ``use_step`` replaces as a whole."""
 
     exchange: Exchange = field(default_factory=LocalExchange)
-    chunks: int = 1
+    num_chunks: int = 1
+    """Chunks that a layer's tokens are sent in. The experts compute on one while the next is on its way."""
     step: StepContext = field(default_factory=StepContext)
     cache: RecomputeCache | None = None
 
@@ -74,34 +83,33 @@ class MoEContext:
         finally:
             self.step = before
 
-    def replayed(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns, or what it returned when the pass at hand was made the first time."""
-        tape = self.cache
-        if tape is None:
-            return make()
-        if tape.mode == "write":
-            made = make()
-            tape.kept.append(_apart(made))
-            return made
-        tape.place += 1
-        return tape.kept[tape.place - 1]
+    @contextmanager
+    def use_cache(self, cache: RecomputeCache) -> Iterator[None]:
+        before = self.cache
+        self.cache = cache
+        try:
+            yield
+        finally:
+            self.cache = before
+
+    def replayed(self, compute: Callable[[], T]) -> T:
+        """Return the result of ``compute``; in a recomputed pass, the result of the first pass."""
+        if self.cache is None:
+            return compute()
+        if self.replaying:
+            return self.cache.next_value()
+        result = compute()
+        self.cache.values.append(_detached(result))
+        return result
 
     @property
-    def repeating(self) -> bool:
-        return self.cache is not None and self.cache.mode == "read"
+    def replaying(self) -> bool:
+        """Whether this is a recomputed pass."""
+        return self.cache is not None and self.cache.mode == "replay"
 
 
-def _apart(value: Any) -> Any:
-    """The same without its history, which a repeated pass makes anew."""
+def _detached(value: Any) -> Any:
+    """Return the value without its autograd history, which the recomputed pass builds again."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
-    return tuple(map(_apart, value)) if isinstance(value, tuple) else value
-
-
-@contextmanager
-def _set(hosts: MoEContext, tape: RecomputeCache) -> Iterator[None]:
-    before, hosts.cache = hosts.cache, tape
-    try:
-        yield
-    finally:
-        hosts.cache = before
+    return tuple(map(_detached, value)) if isinstance(value, tuple) else value

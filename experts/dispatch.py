@@ -1,5 +1,7 @@
-"""Out to the experts of this host and back: ``dispatch`` sorts rows by expert and leaves a Trip, ``combine`` needs that Trip
-and nothing else. In both directions, forward and backward, sums run in a fixed order, and no row can be lost."""
+"""Copies of tokens for the experts of this host, and the sums of their outputs.
+
+``dispatch`` sorts rows by expert and returns a Trip; ``combine`` needs nothing but that Trip. Forward and
+backward sums run in a fixed order. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -13,97 +15,114 @@ from experts.types import RowMap, Trip
 
 
 def dispatch(
-    x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, slots: int, rows: int | None = None
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    num_slots: int,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Trip]:
-    """Rows for the experts, sorted by slot and, within one, by token. ``slots_TK`` is -1 for a choice that is not for this
-    host; ``rows`` counts the others, None when there are only others."""
-    trip = sorted_by_slot(slots_TK, weights_TK, slots, rows)
-    return spread(x_TD, trip.fan), trip
+    """Return rows for the experts, sorted by local slot and within a slot by token.
 
-
-def sorted_by_slot(slots_TK: Tensor, weights_TK: Tensor, slots: int, rows: int | None) -> Trip:
-    chosen_R = slots_TK.flatten()
-    key_R = chosen_R if rows is None else torch.where(chosen_R < 0, slots, chosen_R)
-    key_R, order_R = key_R.to(_key_type(slots)).sort(stable=True)
-    ids_S = torch.arange(slots, device=key_R.device).to(key_R.dtype)
-    ends_S = torch.searchsorted(key_R, ids_S, right=True)
-    counts_S = torch.diff(ends_S, prepend=ends_S.new_zeros(1))
-    if rows is not None:
-        order_R = order_R[:rows]
-    back_R = torch.full_like(chosen_R, -1).scatter_(
-        0, order_R, torch.arange(len(order_R), device=order_R.device)
-    )
-    fan = RowMap(order_R // slots_TK.shape[1], back_R.view_as(slots_TK), full=rows is None)
-    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), order_R)  # pyright: ignore[reportAssignmentType]
-    return Trip(fan, weights_R, counts_S)
-
-
-def _key_type(slots: int) -> torch.dtype:
-    """The shortest that holds all slots and one more: a GPU sorts by bytes, and takes as long as there are bytes."""
-    return torch.uint8 if slots < 2**8 else torch.int16 if slots < 2**15 else torch.int64
+    ``slots_TK`` is -1 for an absent choice, one that is not for this host. ``num_rows`` counts the other choices; None
+    says that no choice is absent."""
+    trip = sort_by_slot(slots_TK, weights_TK, num_slots, num_rows)
+    return copy_rows(x_TD, trip.row_map), trip
 
 
 def combine(rows_RD: Tensor, trip: Trip) -> Tensor:
-    """The sum of what the experts made of each token, in the order of its choices. The weights are in it already."""
-    return collect(rows_RD, trip.fan)
+    """Return for each token the sum of its experts' outputs, which are weighted already, in the order of its choices."""
+    return sum_rows(rows_RD, trip.row_map)
 
 
-def spread(x_TD: Tensor, fan: RowMap) -> Tensor:
-    """Copies of rows, as the fan says; in the backward pass their gradients are summed."""
+def sort_by_slot(slots_TK: Tensor, weights_TK: Tensor, num_slots: int, num_rows: int | None) -> Trip:
+    slot_R = slots_TK.flatten()
+    # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
+    key_R = slot_R if num_rows is None else torch.where(slot_R < 0, num_slots, slot_R)
+    key_R, order_R = key_R.to(_key_dtype(num_slots)).sort(stable=True)
+    slot_L = torch.arange(num_slots, device=key_R.device).to(key_R.dtype)
+    ends_L = torch.searchsorted(key_R, slot_L, right=True)
+    counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
+    if num_rows is not None:
+        order_R = order_R[:num_rows]
+    row_R = torch.arange(len(order_R), device=order_R.device)
+    row_TK = torch.full_like(slot_R, -1).scatter_(0, order_R, row_R).view_as(slots_TK)
+    row_map = RowMap(order_R // slots_TK.shape[1], row_TK, complete=num_rows is None)
+    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), order_R)  # pyright: ignore[reportAssignmentType]
+    return Trip(row_map, weights_R, counts_L)
+
+
+def _key_dtype(num_slots: int) -> torch.dtype:
+    """Return the shortest type that holds all slots and the key of absent choices, which is ``num_slots``.
+
+    A GPU sorts byte by byte, so a short key saves time."""
+    if num_slots < 2**8:
+        return torch.uint8
+    return torch.int16 if num_slots < 2**15 else torch.int64
+
+
+def copy_rows(x_TD: Tensor, row_map: RowMap) -> Tensor:
+    """Copy tokens to rows. Backward: the sum of the rows' gradients."""
+    token_R, row_TK = row_map.token_R, row_map.row_TK
     if fused.available(x_TD):
-        return fused.gather_rows(x_TD, fan.source_R, fan.back_TK)
-    result: Tensor = _Spread.apply(x_TD, fan.source_R, fan.back_TK, fan.full)  # pyright: ignore[reportAssignmentType]
+        return fused.gather_rows(x_TD, token_R, row_TK)
+    result: Tensor = _CopyRows.apply(x_TD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
     return result
 
 
-def collect(rows_RD: Tensor, fan: RowMap) -> Tensor:
-    """The sum of each row's copies; in the backward pass its gradient is spread."""
+def sum_rows(rows_RD: Tensor, row_map: RowMap) -> Tensor:
+    """Sum the rows of each token. Backward: copies of the token's gradient."""
+    token_R, row_TK = row_map.token_R, row_map.row_TK
     if fused.available(rows_RD):
-        return fused.sum_rows(rows_RD, fan.back_TK, fan.source_R)
-    result: Tensor = _Collect.apply(rows_RD, fan.source_R, fan.back_TK, fan.full)  # pyright: ignore[reportAssignmentType]
+        return fused.sum_rows(rows_RD, row_TK, token_R)
+    result: Tensor = _SumRows.apply(rows_RD, token_R, row_TK, row_map.complete)  # pyright: ignore[reportAssignmentType]
     return result
 
 
-def summed(rows_RD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
-    """For each token the sum of its rows. On a CPU they are added one after another, in their order; elsewhere gathered and
-    summed over K, those named -1 left out (``full``: there are none)."""
-    tokens, top_k = back_TK.shape
+def sum_in_order(rows_RD: Tensor, row_map: RowMap) -> Tensor:
+    """Return the sum of each token's rows, in their order. Not differentiable: for forward and backward functions."""
+    row_TK = row_map.row_TK
+    tokens, top_k = row_TK.shape
+    width = rows_RD.shape[1]
+    # index_add_ on a CPU adds rows one after another, in their order. Short types would be rounded after each row.
     if rows_RD.device.type == "cpu" and rows_RD.dtype in (torch.float32, torch.float64):
-        return rows_RD.new_zeros(tokens, rows_RD.shape[1]).index_add_(0, source_R, rows_RD)
-    if not full:  # a row of zeros for those that are not there
-        rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
-    index_R = back_TK.reshape(-1) if full else (back_TK % len(rows_RD)).reshape(-1)
+        return rows_RD.new_zeros(tokens, width).index_add_(0, row_map.token_R, rows_RD)
+    if row_map.complete:
+        index_R = row_TK.reshape(-1)
+    else:
+        # -1 becomes the index of a row of zeros at the end.
+        rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, width)])
+        index_R = (row_TK % len(rows_RD)).reshape(-1)
     picked = rows_RD.index_select(0, index_R)
-    return picked if top_k == 1 else picked.view(tokens, top_k, rows_RD.shape[1]).sum(1)
+    return picked if top_k == 1 else picked.view(tokens, top_k, width).sum(1)
 
 
-class _Spread(torch.autograd.Function):
+class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
-        ctx.save_for_backward(source_R, back_TK)
-        ctx.full = full
-        return x_TD.index_select(0, source_R)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        source_R, back_TK = ctx.saved_tensors
-        return summed(grads[0], source_R, back_TK, ctx.full), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, back_TK: Tensor, full: bool) -> Tensor:
-        ctx.save_for_backward(source_R)
-        return summed(rows_RD, source_R, back_TK, full)
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+        ctx.save_for_backward(token_R, row_TK)
+        ctx.complete = complete
+        return x_TD.index_select(0, token_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (source_R,) = ctx.saved_tensors
-        return grads[0].index_select(0, source_R), None, None, None
+        token_R, row_TK = ctx.saved_tensors
+        return sum_in_order(grads[0], RowMap(token_R, row_TK, ctx.complete)), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+        ctx.save_for_backward(token_R)
+        return sum_in_order(rows_RD, RowMap(token_R, row_TK, complete))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (token_R,) = ctx.saved_tensors
+        return grads[0].index_select(0, token_R), None, None, None
 
 
 class _Pick(torch.autograd.Function):
-    """Some entries of a vector, each at most once."""
+    """Picks entries of a vector, each at most once."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order_R: Tensor) -> Tensor:
@@ -114,4 +133,5 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (order_R,) = ctx.saved_tensors
+        # index_copy_ and not index_add_: no entry is picked twice, so nothing is summed and the order is free.
         return grads[0].new_zeros(ctx.size).index_copy_(0, order_R, grads[0]), None

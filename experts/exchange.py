@@ -1,9 +1,12 @@
-"""Between hosts: each sends the rows that the others' experts want, and gets what they made of them, with gradients.
+"""The exchange of rows between hosts: tokens go to the hosts of their experts, outputs come back, with gradients.
 
-Counts go first, with a header that says what is about to travel; a host that is out of step, or has another shape in mind,
-is an error on both sides before a row moves. Rows travel in one message each way: a row is a token's features, and on the
-way out the ids and weights of the experts that want it. A journey begins and ends in two functions, so that experts can
-compute on one while the next is under way, in the forward and in the backward pass."""
+Counts are exchanged first, together with a header that describes the rows to come. Hosts that are out of step, or
+expect other shapes, fail on both sides before a row is sent. Rows go in one message each way: a row holds the
+features of a token and, on the way to the experts, the ids and weights of the experts it is for.
+
+Each transfer is split into a function that sends and one that receives, so that experts can compute on one chunk
+while the next is on its way, in the forward and in the backward pass. See ``types`` for the letters of shapes; C counts
+columns of a table."""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.dispatch import summed
-from experts.group import Group, Work
+from experts.dispatch import sum_in_order
+from experts.group import AsyncWork, Group
 from experts.types import RowMap
 
-_COLUMNS = 64  # numbers that tables of counts are filled up to, or a multiple
-_ALIGNED = 8  # bytes that each part of a row begins at a multiple of
+_COUNT_COLUMNS = 64  # the columns of a table of counts are padded to a multiple of this
+_ALIGNMENT_BYTES = 8  # each section of a packed row starts at a multiple of this
 
 
 class Exchange(Protocol):
-    """What hosts do with each other. ``rank`` and ``size`` are this host's place among them."""
+    """All-to-all communication between hosts, seen from the host ``rank`` of ``size``."""
 
     @property
     def rank(self) -> int: ...
@@ -33,65 +36,81 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
-        """Row n goes to host n; the rows that the others sent here. ``agreed`` must be the same on all hosts."""
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+        """Send row n of the table to host n and return the rows received, by host.
+
+        ``header`` must be the same on all hosts."""
         ...
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows: ...
+    def all_to_all_rows(
+        self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
+        """Start sending rows, which are sorted by host."""
+        ...
 
 
 @dataclass
 class Meter:
-    """What the exchange has cost this host since it was last read."""
+    """Cost of the exchange for this host since the last ``take``."""
 
     bytes: int = 0
     rows: int = 0
     seconds: float = 0.0
 
     def take(self) -> tuple[int, int, float]:
-        taken = self.bytes, self.rows, self.seconds
-        self.bytes, self.rows, self.seconds = 0, 0, 0.0
+        """Return bytes, rows and seconds, and start again from zero."""
+        taken = (self.bytes, self.rows, self.seconds)
+        self.bytes = 0
+        self.rows = 0
+        self.seconds = 0.0
         return taken
 
 
 @dataclass
 class PendingRows:
-    """Rows that are on their way here."""
+    """Rows that other hosts are sending to this one."""
 
     received: Tensor
-    work: Work | None
+    work: AsyncWork | None
     meter: Meter
     sent: Tensor | None = None
-    """Kept until it has left."""
+    """The rows that this host sends. The collective reads them until it is done."""
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            begun = perf_counter()
+            start = perf_counter()
             self.work.wait()
-            self.meter.seconds += perf_counter() - begun
-            self.work = self.sent = None
+            self.meter.seconds += perf_counter() - start
+            self.work = None
+            self.sent = None
         return self.received
 
 
 class LocalExchange:
-    """One host: nothing travels."""
+    """The exchange of a single host: nothing is sent."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
-    def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:  # noqa: ARG002
-        return mine_NC.tolist()
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:  # noqa: ARG002
+        return counts_NC.tolist()
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows:  # noqa: ARG002
+    def all_to_all_rows(
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],  # noqa: ARG002
+        receive_counts: Sequence[int],  # noqa: ARG002
+    ) -> PendingRows:
         return PendingRows(rows, None, Meter())
 
 
 @dataclass
 class GroupExchange:
-    """Hosts that talk over a process group."""
+    """The exchange of several hosts, over a process group."""
 
     group: Group
     meter: Meter = field(default_factory=Meter)
-    _number: int = 0
+    _num_exchanges: int = 0
 
     @property
     def rank(self) -> int:
@@ -101,69 +120,93 @@ class GroupExchange:
     def size(self) -> int:
         return self.group.size
 
-    def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
-        self._number += 1
-        header = [self._number, *agreed]
-        sent = torch.cat([mine_NC.new_tensor(header).expand(self.size, -1), mine_NC], dim=1)
-        sent = F.pad(
-            sent, (0, -sent.shape[1] % _COLUMNS)
-        )  # gloo aborts where lengths differ, before a header can be read
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+        self._num_exchanges += 1
+        header = [self._num_exchanges, *header]
+        sent = torch.cat([counts_NC.new_tensor(header).expand(self.size, -1), counts_NC], dim=1)
+        # gloo aborts the process where lengths differ, before any host could compare headers: pad to one length.
+        sent = F.pad(sent, (0, -sent.shape[1] % _COUNT_COLUMNS))
         received = torch.empty_like(sent)
-        begun = perf_counter()
+        start = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
         table = received.tolist()
+        # On a GPU, tolist() has waited for the device, which an abort of the group releases with wrong values.
         self.group.check()
-        self.meter.seconds += perf_counter() - begun
-        for host, row in enumerate(table):
-            if row[: len(header)] != header:
-                raise RuntimeError(
-                    f"host {self.rank} is at exchange {header}, host {host} at {row[: len(header)]}: out of step; nothing was sent"
-                )
-        return [row[len(header) : len(header) + mine_NC.shape[1]] for row in table]
+        self.meter.seconds += perf_counter() - start
+        self._check_headers(header, table)
+        begin = len(header)
+        end = begin + counts_NC.shape[1]
+        return [row[begin:end] for row in table]
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows:
+    def _check_headers(self, header: list[int], table: list[list[int]]) -> None:
+        for host, row in enumerate(table):
+            received = row[: len(header)]
+            if received != header:
+                raise RuntimeError(
+                    f"host {self.rank} is at exchange {header}, host {host} at {received}: out of step; nothing was sent"
+                )
+
+    def all_to_all_rows(
+        self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
         rows = rows.contiguous()
-        if sum(sends) != len(rows):
-            raise RuntimeError(f"{sum(sends)} rows were promised to the others, and there are {len(rows)}")
-        received = rows.new_empty((sum(receives), *rows.shape[1:]))
-        away = len(rows) - sends[self.rank]
-        self.meter.rows += away
-        self.meter.bytes += away * rows.stride(0) * rows.itemsize
-        return PendingRows(received, self.group.all_to_all(received, rows, receives, sends), self.meter, rows)
+        if sum(send_counts) != len(rows):
+            raise RuntimeError(
+                f"{sum(send_counts)} rows were announced to the other hosts; there are {len(rows)} to send"
+            )
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        num_leaving = len(rows) - send_counts[self.rank]
+        self.meter.rows += num_leaving
+        self.meter.bytes += num_leaving * rows.stride(0) * rows.itemsize
+        work = self.group.all_to_all(received, rows, receive_counts, send_counts)
+        return PendingRows(received, work, self.meter, rows)
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Rows that leave together: which tokens, how many to each host, and how many come from each."""
+    """The rows of one chunk: which tokens are sent, how many rows to each host, and how many come from each."""
 
-    fan: RowMap
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
+    row_map: RowMap
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
 
 
 class Transfer:
-    """One crossing, out and, in the backward pass, back again. What has arrived is handed over and not held on to: the graph
-    holds the journey, and would never be freed."""
+    """Rows on their way in the forward pass, and their gradients on the opposite way in the backward pass.
 
-    def __init__(self, exchange: Exchange, load: TransferPlan) -> None:
-        self.exchange, self.load = exchange, load
-        self.out: PendingRows | None = None
-        self.back: PendingRows | None = None
+    Received tensors are handed over and not kept: the autograd graph holds the transfer, so that a reference from the
+    transfer back to the graph would keep both alive for ever."""
 
-    def arrived(self) -> Tensor:
-        under_way, self.out = self.out, None
-        assert under_way is not None, "nothing is under way"
-        return under_way.wait()
+    def __init__(self, exchange: Exchange, plan: TransferPlan) -> None:
+        self.exchange = exchange
+        self.plan = plan
+        self.pending_rows: PendingRows | None = None
+        self.pending_grads: PendingRows | None = None
 
-    def returned(self) -> Tensor:
-        under_way, self.back = self.back, None
-        assert under_way is not None, "nothing is on its way back"
-        return under_way.wait()
+    def wait_for_rows(self) -> Tensor:
+        pending = self.pending_rows
+        assert pending is not None, "no rows were sent"
+        self.pending_rows = None
+        return pending.wait()
+
+    def wait_for_grads(self) -> Tensor:
+        pending = self.pending_grads
+        assert pending is not None, "no gradients were sent"
+        self.pending_grads = None
+        return pending.wait()
+
+    def start(self, rows: Tensor) -> PendingRows:
+        """Send rows to the hosts that the plan names."""
+        return self.exchange.all_to_all_rows(rows, self.plan.send_counts, self.plan.receive_counts)
+
+    def start_reversed(self, rows: Tensor) -> PendingRows:
+        """Send rows to the hosts that the plan receives from."""
+        return self.exchange.all_to_all_rows(rows, self.plan.receive_counts, self.plan.send_counts)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a row lie, in bytes: features, weights, ids."""
+    """Offsets in bytes of the sections of a packed row: features, weights and expert ids; and the row's size."""
 
     features: int
     weights: int
@@ -172,141 +215,162 @@ class Layout:
 
     @classmethod
     def of(cls, x_TD: Tensor, weights_TK: Tensor) -> Layout:
-        features = _aligned(x_TD.shape[1] * x_TD.itemsize)
-        weights = features + _aligned(weights_TK.shape[1] * weights_TK.itemsize)
-        return cls(0, features, weights, weights + _aligned(weights_TK.shape[1] * 4))
+        return cls.of_kinds(_Kinds.of(x_TD, weights_TK))
+
+    @classmethod
+    def of_kinds(cls, kinds: _Kinds) -> Layout:
+        weights = _aligned(kinds.width * kinds.dtype.itemsize)
+        ids = weights + _aligned(kinds.top_k * kinds.weight_dtype.itemsize)
+        return cls(0, weights, ids, ids + _aligned(kinds.top_k * torch.int32.itemsize))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+@dataclass(frozen=True)
+class _Kinds:
+    """Sizes and types of the sections of a packed row."""
+
+    width: int
+    dtype: torch.dtype
+    top_k: int
+    weight_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> _Kinds:
+        return cls(x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)
 
 
-def _rows(count: int, size: int, used: int, device: torch.device) -> Tensor:
-    """Room for packed rows of which so many bytes will be used; where that is not all, the rest is zero."""
-    return (torch.empty if used == size else torch.zeros)(count, size, dtype=torch.uint8, device=device)
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _part(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A part of packed rows, sharing their memory."""
+def _new_packed(num_rows: int, size: int, used: int, device: torch.device) -> Tensor:
+    """Return memory for packed rows of ``size`` bytes. Padding, where only ``used`` bytes are written, is zero."""
+    create = torch.empty if used == size else torch.zeros
+    return create(num_rows, size, dtype=torch.uint8, device=device)
+
+
+def _section(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return a view of a section of packed rows."""
     return packed[:, begin : begin + columns * dtype.itemsize].view(dtype)
 
 
-def send(x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
-    """Send tokens to the hosts of their experts. Returns a ticket, to be handed to ``arrive``. ``anchor`` is any tensor with
-    a gradient: all hosts must come by in the backward pass, also one whose rows need none."""
-    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, journey)  # pyright: ignore[reportAssignmentType]
+def send(x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
+    """Send tokens to the hosts of their experts. Returns a ticket to pass to ``receive``.
+
+    ``anchor`` is any tensor that requires a gradient. Through it the backward pass reaches this exchange on every host,
+    also on one whose rows need no gradient; a host that stayed away would block the others."""
+    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, transfer)  # pyright: ignore[reportAssignmentType]
     return ticket
 
 
 def receive(
-    ticket: Tensor, journey: Transfer, x_TD: Tensor, weights_TK: Tensor
+    ticket: Tensor, transfer: Transfer, x_TD: Tensor, weights_TK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens that other hosts sent: features, weights and ids. The last two arguments say of which kind they are."""
-    return _Receive.apply(ticket, journey, x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)  # pyright: ignore
+    """Return features, weights and expert ids of the tokens received.
+
+    Width and types are those of ``x_TD`` and ``weights_TK``."""
+    return _Receive.apply(ticket, transfer, _Kinds.of(x_TD, weights_TK))  # pyright: ignore
 
 
-def send_back(rows_GD: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
-    """Send what became of the tokens back to where they came from."""
-    ticket: Tensor = _SendBack.apply(rows_GD, anchor, journey)  # pyright: ignore[reportAssignmentType]
+def send_back(rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
+    """Send outputs back to the hosts that the tokens came from. Returns a ticket to pass to ``receive_back``."""
+    ticket: Tensor = _SendBack.apply(rows_GD, anchor, transfer)  # pyright: ignore[reportAssignmentType]
     return ticket
 
 
-def receive_back(ticket: Tensor, journey: Transfer) -> Tensor:
-    """What the hosts made of this host's tokens: a row for each host that a token was sent to."""
-    rows: Tensor = _ReceiveBack.apply(ticket, journey)  # pyright: ignore[reportAssignmentType]
-    return rows
+def receive_back(ticket: Tensor, transfer: Transfer) -> Tensor:
+    """Return the outputs for this host's tokens: a row for each host that a token was sent to."""
+    rows_SD: Tensor = _ReceiveBack.apply(ticket, transfer)  # pyright: ignore[reportAssignmentType]
+    return rows_SD
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, journey: Transfer
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_SK: Tensor, anchor: Tensor, transfer: Transfer
     ) -> Tensor:
-        load, layout = journey.load, Layout.of(x_TD, weights_TK)
-        source_S = load.fan.source_R
-        used = x_TD.shape[1] * x_TD.itemsize + weights_TK.shape[1] * (weights_TK.itemsize + ids_SK.itemsize)
-        packed = _rows(len(source_S), layout.size, used, x_TD.device)
-        torch.index_select(x_TD, 0, source_S, out=_part(packed, layout.features, x_TD.shape[1], x_TD.dtype))
-        torch.index_select(
-            weights_TK, 0, source_S, out=_part(packed, layout.weights, weights_TK.shape[1], weights_TK.dtype)
-        )
-        _part(packed, layout.ids, ids_SK.shape[1], torch.int32).copy_(ids_SK)
-        journey.out = journey.exchange.rows(packed, load.sends, load.receives)
-        ctx.journey, ctx.layout = journey, layout
-        ctx.kinds = x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype
+        kinds = _Kinds.of(x_TD, weights_TK)
+        layout = Layout.of_kinds(kinds)
+        token_S = transfer.plan.row_map.token_R
+        row_bytes = kinds.width * x_TD.itemsize
+        choice_bytes = kinds.top_k * (weights_TK.itemsize + ids_SK.itemsize)
+        packed = _new_packed(len(token_S), layout.size, row_bytes + choice_bytes, x_TD.device)
+        features = _section(packed, layout.features, kinds.width, kinds.dtype)
+        weights = _section(packed, layout.weights, kinds.top_k, kinds.weight_dtype)
+        torch.index_select(x_TD, 0, token_S, out=features)
+        torch.index_select(weights_TK, 0, token_S, out=weights)
+        _section(packed, layout.ids, kinds.top_k, torch.int32).copy_(ids_SK)
+        transfer.pending_rows = transfer.start(packed)
+        ctx.transfer = transfer
+        ctx.layout = layout
+        ctx.kinds = kinds
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
-        journey: Transfer = ctx.journey
-        packed = journey.returned()
-        width, dtype, top_k, weight_dtype = ctx.kinds
-        fan = journey.load.fan
-        grad_TD = summed(_part(packed, 0, width, dtype), fan.source_R, fan.back_TK, fan.full)
-        grad_TK = summed(
-            _part(packed, ctx.layout.weights, top_k, weight_dtype), fan.source_R, fan.back_TK, fan.full
-        )
-        return grad_TD, grad_TK, None, None, None
+        transfer: Transfer = ctx.transfer
+        kinds: _Kinds = ctx.kinds
+        packed = transfer.wait_for_grads()
+        grad_SD = _section(packed, 0, kinds.width, kinds.dtype)
+        grad_SK = _section(packed, ctx.layout.weights, kinds.top_k, kinds.weight_dtype)
+        row_map = transfer.plan.row_map
+        return sum_in_order(grad_SD, row_map), sum_in_order(grad_SK, row_map), None, None, None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        ticket: Tensor,
-        journey: Transfer,
-        width: int,
-        dtype: torch.dtype,
-        top_k: int,
-        weight_dtype: torch.dtype,
-    ) -> Any:
-        packed = journey.arrived()
-        layout = Layout.of(
-            torch.empty(0, width, dtype=dtype, device="meta"),
-            torch.empty(0, top_k, dtype=weight_dtype, device="meta"),
-        )
-        rows_GD = _part(packed, layout.features, width, dtype)
-        weights_GK = _part(packed, layout.weights, top_k, weight_dtype).contiguous()
-        ids_GK = _part(packed, layout.ids, top_k, torch.int32).long()
-        ctx.journey, ctx.layout, ctx.ticket = journey, layout, (ticket.dtype, ticket.device)
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, kinds: _Kinds) -> Any:
+        packed = transfer.wait_for_rows()
+        layout = Layout.of_kinds(kinds)
+        rows_GD = _section(packed, layout.features, kinds.width, kinds.dtype)
+        weights_GK = _section(packed, layout.weights, kinds.top_k, kinds.weight_dtype).contiguous()
+        ids_GK = _section(packed, layout.ids, kinds.top_k, torch.int32).long()
+        ctx.transfer = transfer
+        ctx.layout = layout
+        ctx.ticket = (ticket.dtype, ticket.device)
         ctx.mark_non_differentiable(ids_GK)
         return rows_GD, weights_GK, ids_GK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        journey: Transfer = ctx.journey
+        transfer: Transfer = ctx.transfer
+        layout: Layout = ctx.layout
         grad_GD, grad_GK, _ = grads
         used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
-        packed = _rows(len(grad_GD), ctx.layout.ids, used, grad_GD.device)
-        _part(packed, ctx.layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
-        _part(packed, ctx.layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
-        journey.back = journey.exchange.rows(packed, journey.load.receives, journey.load.sends)
-        dtype, device = ctx.ticket
-        return torch.zeros((), dtype=dtype, device=device), None, None, None, None, None
+        # Ids have no gradient: a packed row ends where they would begin.
+        packed = _new_packed(len(grad_GD), layout.ids, used, grad_GD.device)
+        _section(packed, layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
+        _section(packed, layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
+        transfer.pending_grads = transfer.start_reversed(packed)
+        return _zero_grad_of(ctx.ticket), None, None
 
 
 class _SendBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_GD: Tensor, anchor: Tensor, journey: Transfer) -> Tensor:
-        journey.out = journey.exchange.rows(rows_GD, journey.load.receives, journey.load.sends)
-        ctx.journey = journey
+    def forward(ctx: Any, rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
+        transfer.pending_rows = transfer.start_reversed(rows_GD)
+        ctx.transfer = transfer
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
-        journey: Transfer = ctx.journey
-        return journey.returned(), None, None
+        transfer: Transfer = ctx.transfer
+        return transfer.wait_for_grads(), None, None
 
 
 class _ReceiveBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, journey: Transfer) -> Tensor:
-        ctx.journey, ctx.ticket = journey, (ticket.dtype, ticket.device)
-        return journey.arrived()
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        ctx.ticket = (ticket.dtype, ticket.device)
+        return transfer.wait_for_rows()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: Transfer = ctx.journey
-        journey.back = journey.exchange.rows(grads[0], journey.load.sends, journey.load.receives)
-        dtype, device = ctx.ticket
-        return torch.zeros((), dtype=dtype, device=device), None
+        transfer: Transfer = ctx.transfer
+        transfer.pending_grads = transfer.start(grads[0])
+        return _zero_grad_of(ctx.ticket), None
+
+
+def _zero_grad_of(ticket: tuple[torch.dtype, torch.device]) -> Tensor:
+    dtype, device = ticket
+    return torch.zeros((), dtype=dtype, device=device)

@@ -1,8 +1,9 @@
-"""The hosts as a group that can talk: the only place of this library that knows torch.distributed. It speaks to the process
-group itself, not to torch's global one, so that several groups, and groups of several lives, stand beside each other.
+"""Process groups of hosts. This is the only module of the library that uses torch.distributed.
 
-A group can be left while a collective hangs on a host that is frozen: gloo's own abort does not end the waiting, but whoever waits a
-little at a time can stop at any time. The old group is let go of in a thread of its own, for it waits for what is under way in it."""
+Collectives go to the process group itself and not to torch's global one, so that several groups, of several generations,
+can exist at once. A host can leave a group while a collective waits for a frozen peer: gloo's own abort does not
+end the wait, but a host that waits in short intervals can stop between two of them. The abandoned group is
+destroyed in a thread of its own, because its destructor waits for the collectives under way."""
 
 from __future__ import annotations
 
@@ -19,23 +20,21 @@ from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions
 
 from experts.membership import GroupLeft, GroupMembership
 
-_A_LITTLE = timedelta(milliseconds=100)
-_NEVER = timedelta(days=30)  # who has waited too long is decided from outside
-_TO_CONNECT = timedelta(
-    seconds=60
-)  # for hosts that are all there: after it, what connects in vain is let go of
-_STILL = "Operation timed out"  # what gloo says of work that is still under way
+_POLL_INTERVAL = timedelta(milliseconds=100)
+_NO_TIMEOUT = timedelta(days=30)  # the driver decides when a host has waited too long
+_CONNECT_TIMEOUT = timedelta(seconds=60)  # for hosts that have all arrived; then a futile attempt ends
+_GLOO_TIMEOUT_TEXT = "Operation timed out"  # gloo's error for work that is still under way
 
 
-class Work(Protocol):
-    """Something under way. ``wait`` raises what went wrong."""
+class AsyncWork(Protocol):
+    """A collective under way. ``wait`` raises its error."""
 
     def wait(self) -> Any: ...
 
 
 @dataclass
-class _Waiting:
-    """Work in a group that can be left."""
+class _InterruptibleWork:
+    """Gloo work whose wait ends when the group is left."""
 
     work: Any
     membership: GroupMembership
@@ -43,19 +42,20 @@ class _Waiting:
     def wait(self) -> None:
         self.membership.waiting = True
         try:
-            while not self._done():
+            while not self._completes():
                 pass
         finally:
             self.membership.waiting = False
-        self.membership.answers += 1
+        self.membership.completed_waits += 1
 
-    def _done(self) -> bool:
-        """Whether it was done within a little while."""
+    def _completes(self) -> bool:
+        """Whether the work completes within the poll interval."""
         try:
-            self.work.wait(_A_LITTLE)
+            self.work.wait(_POLL_INTERVAL)
         except RuntimeError as error:
-            self.membership.check()  # before the error: hosts that leave close their connections
-            if _STILL not in str(error):
+            # First of all: peers that leave close their connections, and that error is only a consequence.
+            self.membership.check()
+            if _GLOO_TIMEOUT_TEXT not in str(error):
                 raise
             return False
         return True
@@ -63,7 +63,7 @@ class _Waiting:
 
 @dataclass
 class Group:
-    """A host's place among the hosts. Without a life it is as long as the process."""
+    """A process group of hosts, seen from one of them. Without a membership it cannot be left."""
 
     rank: int
     size: int
@@ -71,121 +71,127 @@ class Group:
     membership: GroupMembership | None = None
 
     def check(self) -> None:
-        """To be called when the host has waited for the device: an abort ends that too, and leaves figures that are none."""
+        """Raise GroupLeft if the group was left.
+
+        Call it after the host has waited for the device: an abort ends that wait too, and leaves wrong values."""
         if self.membership is not None:
             self.membership.check()
 
     def all_to_all(
-        self, received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int]
-    ) -> Work:
-        """Rows to each host and from each, as many as the lists say. Both tensors are contiguous and live until it is done."""
-        return self._begun(
-            self._there.alltoall_base(received, sent, list(receives), list(sends), AllToAllOptions())
-        )
+        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> AsyncWork:
+        """Send rows to each host and receive rows from each; without counts, an even split.
 
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """The sum over all hosts, in place."""
-        return self._begun(self._there.allreduce([tensor], AllreduceOptions()))
+        Both tensors must be contiguous and stay alive until the work is done."""
+        options = AllToAllOptions()
+        work = self._backend.alltoall_base(received, sent, list(receive_counts), list(send_counts), options)
+        return self._interruptible(work)
 
-    def all_reduce_max(self, tensor: Tensor) -> Work:
-        """The largest of each element over all hosts, in place."""
+    def all_reduce(self, tensor: Tensor) -> AsyncWork:
+        """Sum over all hosts, in place."""
+        return self._interruptible(self._backend.allreduce([tensor], AllreduceOptions()))
+
+    def all_reduce_max(self, tensor: Tensor) -> AsyncWork:
+        """Take the maximum of each element over all hosts, in place."""
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
-        return self._begun(self._there.allreduce([tensor], options))
+        return self._interruptible(self._backend.allreduce([tensor], options))
 
-    def broadcast(self, tensor: Tensor) -> Work:
-        """The first host's tensor, to all, in place."""
+    def broadcast(self, tensor: Tensor) -> AsyncWork:
+        """Copy the tensor of rank 0 to all hosts, in place."""
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        return self._begun(self._there.broadcast([tensor], options))
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._interruptible(self._backend.broadcast([tensor], options))
 
     @property
-    def _there(self) -> Any:
+    def _backend(self) -> Any:
         if self.handle is None:
             raise GroupLeft("the group was left")
         return self.handle
 
-    def _begun(self, work: Any) -> Work:
-        """NCCL's work is waited for by the device, which an abort releases; gloo's by the host."""
-        return (
-            _Waiting(work, self.membership)
-            if self.membership is not None and isinstance(self.handle, ProcessGroupGloo)
-            else work
-        )
+    def _interruptible(self, work: Any) -> AsyncWork:
+        """Make gloo's work, which the host waits for, interruptible. For NCCL's work the device waits; an abort ends it."""
+        if self.membership is not None and isinstance(self.handle, ProcessGroupGloo):
+            return _InterruptibleWork(work, self.membership)
+        return work
 
 
 @dataclass
 class GroupFactory:
-    """The groups of one life. They are formed in a thread, for a host may be lost while they form, and end with the life."""
+    """Forms the process groups of one generation, which end with it.
+
+    A group is formed in a thread, because a host may be lost while it forms and the attempt cannot be interrupted."""
 
     store: Store
     name: str
+    """Prefix of the store's keys, unique to the generation."""
     rank: int
     size: int
     membership: GroupMembership
-    _formed: list[Group] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
+    _groups: list[Group] = field(default_factory=list)
+    _closed: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False
-    """Whether the store is in use by a thread that connects, perhaps in vain."""
+    """Whether a thread that forms a group uses the store, perhaps in vain."""
 
     def form(self, backend: str = "gloo") -> Group:
-        """One more group of the same hosts, whose messages do not wait for those of the others. All must ask."""
-        place = PrefixStore(f"{self.name}/{len(self._formed)}", self.store)
-        place.set(f"here/{self.rank}", "")
-        everyone = [f"here/{rank}" for rank in range(self.size)]
-        self.membership.until(
-            lambda: place.check(everyone)
-        )  # what connects cannot be left: nobody begins before all are there
-        found: list[Any] = []
+        """Form one more group of the same hosts, whose collectives are independent of the others. All hosts must call it."""
+        store = PrefixStore(f"{self.name}/{len(self._groups)}", self.store)
+        store.set(f"here/{self.rank}", "")
+        arrivals = [f"here/{rank}" for rank in range(self.size)]
+        # Connecting cannot be interrupted, so that no host begins before all have arrived.
+        self.membership.wait_until(lambda: store.check(arrivals))
+        handle = self._connect(backend, store)
+        group = Group(self.rank, self.size, handle, self.membership)
+        self._groups.append(group)
+        if backend != "gloo":
+            arguments = (handle, self.membership, self._closed)
+            threading.Thread(target=_abort_when_left, args=arguments, name="aborting", daemon=True).start()
+        return group
 
-        def make() -> None:
+    def _connect(self, backend: str, store: Store) -> Backend:
+        outcome: list[Any] = []
+
+        def connect() -> None:
             try:
-                found.append(_made(backend, place, self.rank, self.size))
+                outcome.append(_new_backend(backend, store, self.rank, self.size))
             except Exception as error:
-                found.append(error)
+                outcome.append(error)
             self.connecting = False
 
         self.connecting = True
-        threading.Thread(target=make, name="forming", daemon=True).start()
-        self.membership.until(lambda: bool(found))
-        if isinstance(found[0], Exception):
-            raise found[0]
-        self._formed.append(Group(self.rank, self.size, found[0], self.membership))
-        if backend != "gloo":
-            threading.Thread(
-                target=_abort_in_time,
-                args=(found[0], self.membership, self._over),
-                name="aborting",
-                daemon=True,
-            ).start()
-        return self._formed[-1]
+        threading.Thread(target=connect, name="forming", daemon=True).start()
+        self.membership.wait_until(lambda: bool(outcome))
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
     def close(self) -> None:
-        """Let go of the groups, without waiting for what hangs in them."""
-        handles = [group.handle for group in self._formed]
-        for group in self._formed:
+        """Abandon the groups, without waiting for collectives that hang in them."""
+        handles = [group.handle for group in self._groups]
+        for group in self._groups:
             group.handle = None
-        self._formed = []
-        self._over.set()
-        threading.Thread(target=_let_go, args=(handles,), name="leaving", daemon=True).start()
+        self._groups = []
+        self._closed.set()
+        # The thread drops the last references, and so runs the destructors, which may block.
+        threading.Thread(target=handles.clear, name="leaving", daemon=True).start()
 
 
-def _made(backend: str, store: Store, rank: int, size: int) -> Backend:
+def _new_backend(backend: str, store: Store, rank: int, size: int) -> Backend:
     if backend == "gloo":
-        made = ProcessGroupGloo(store, rank, size, _TO_CONNECT)
-        made._set_default_timeout(_NEVER)
-        return made
+        gloo = ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
+        gloo._set_default_timeout(_NO_TIMEOUT)
+        return gloo
+    # Builds of torch without CUDA have no NCCL.
     from torch.distributed import ProcessGroupNCCL
 
     return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
 
 
-def _let_go(handles: list[Any]) -> None:
-    handles.clear()
+def _abort_when_left(handle: Any, membership: GroupMembership, closed: threading.Event) -> None:
+    """Abort an NCCL group as soon as it is left or closed.
 
-
-def _abort_in_time(handle: Any, life: GroupMembership, over: threading.Event) -> None:
-    """NCCL's kernels wait on the device, and the host for the device: an abort releases both, as soon as the group is left."""
-    while not life.left and not over.wait(_A_LITTLE.total_seconds()):
+    NCCL's kernels wait on the device, and the host waits for the device: an abort ends both waits."""
+    while not membership.left and not closed.wait(_POLL_INTERVAL.total_seconds()):
         pass
     handle.abort()

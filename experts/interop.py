@@ -1,6 +1,8 @@
-"""Experts of a Hugging Face ``transformers`` block into our layer and back: Mixtral, Qwen3-MoE and others that keep a
-router ``gate.weight`` [E, D] and the stacks ``experts.gate_up_proj`` [E, 2H, D] and ``experts.down_proj`` [E, D, H].
-Theirs multiply from the left, ours from the right: each expert is transposed. ``transformers`` is not imported."""
+"""Conversion of MoE blocks of Hugging Face ``transformers`` to our layer and back.
+
+Supported are Mixtral, Qwen3-MoE and other blocks with a router ``gate.weight`` [E, D] and the stacks
+``experts.gate_up_proj`` [E, 2H, D] and ``experts.down_proj`` [E, D, H]. Their matrices multiply from the left, ours from
+the right, so that each expert is transposed. ``transformers`` is not imported. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -17,49 +19,55 @@ _TENSORS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def from_block(block: nn.Module) -> MoELayer:
-    """A layer that computes what the block computes, with copies of its weights, in their types and on their devices.
-    Scores are computed in fp32 on both sides; a block in lower precision rounds the logits before, the layer does not."""
-    found = _read(block)
-    with found.router_ED.device:
-        layer = MoELayer(found.width, [found.hidden] * found.experts, found.top_k, normalise=found.normalise)
-    for ours, theirs in _pairs(layer, found):
+    """Return a layer equivalent to the block, with copies of its weights, in their types and on their devices.
+
+    Both compute scores in fp32; a block in lower precision rounds the logits before, the layer does not."""
+    source = _read(block)
+    sizes = [source.hidden] * source.experts
+    with source.router_ED.device:
+        layer = MoELayer(source.width, sizes, source.top_k, normalise=source.normalise)
+    for ours, theirs in _pairs(layer, source):
         ours.data = theirs.detach().clone(memory_format=torch.contiguous_format)
     return layer
 
 
 @torch.no_grad()
 def into_block(layer: MoELayer, block: nn.Module) -> None:
-    """Copies the layer's weights into the block, in place and in the block's types. Nothing is written when the two differ in
-    anything else."""
-    found, gate, bank = _read(block), layer.gate, layer.bank
-    needed = {
-        "width": (bank.width, found.width),
-        "experts": (len(bank.sizes), found.experts),
-        "hidden sizes": (sorted(set(bank.sizes)), [found.hidden]),
-        "experts held here": (len(bank.held), found.experts),
+    """Copy the layer's weights into the block, in place and in the block's types.
+
+    Raises ValueError, before anything is written, where layer and block differ in anything but weights."""
+    target = _read(block)
+    gate = layer.gate
+    bank = layer.bank
+    settings = {
+        "width": (bank.width, target.width),
+        "experts": (len(bank.sizes), target.experts),
+        "hidden sizes": (sorted(set(bank.sizes)), [target.hidden]),
+        "local experts": (len(bank.held), target.experts),
         "kind": (bank.kind, "swiglu"),
         "scores": (gate.scores, "softmax"),
-        "top_k": (gate.top_k, found.top_k),
-        "normalise": (gate.normalise, found.normalise),
+        "top_k": (gate.top_k, target.top_k),
+        "normalise": (gate.normalise, target.normalise),
         "bias_rate": (gate.bias_rate, 0.0),
         "jitter": (layer.jitter, 0.0),
         "capacity": (layer.capacity, None),
         "shared": (layer.shared is not None, False),
     }
-    wrong = [
+    differences = [
         f"{name} {ours}, where the block needs {theirs}"
-        for name, (ours, theirs) in needed.items()
+        for name, (ours, theirs) in settings.items()
         if ours != theirs
     ]
-    if wrong:
-        raise ValueError(f"the layer does not fit into the {type(block).__name__}: it has {'; '.join(wrong)}")
-    for ours, theirs in _pairs(layer, found):
+    if differences:
+        text = "; ".join(differences)
+        raise ValueError(f"the layer does not fit into the {type(block).__name__}: it has {text}")
+    for ours, theirs in _pairs(layer, target):
         theirs.copy_(ours)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's tensors and what its router does with the scores."""
+    """The tensors of a block, and how its router treats the scores."""
 
     router_ED: Tensor
     up_EHD: Tensor
@@ -80,21 +88,22 @@ class _Block:
         return self.down_EDH.shape[2]
 
 
-def _pairs(layer: MoELayer, found: _Block) -> list[tuple[Tensor, Tensor]]:
-    """Our parameters beside views of theirs in our layout."""
+def _pairs(layer: MoELayer, block: _Block) -> list[tuple[Tensor, Tensor]]:
+    """Return our parameters, each with a view of the block's in our layout."""
     stacks = {role: stack for _, role, stack in layer.bank.stacks()}
     return [
-        (layer.gate.weight_ED, found.router_ED),
-        (stacks["up"], found.up_EHD.transpose(1, 2)),
-        (stacks["down"], found.down_EDH.transpose(1, 2)),
+        (layer.gate.weight_ED, block.router_ED),
+        (stacks["up"], block.up_EHD.transpose(1, 2)),
+        (stacks["down"], block.down_EDH.transpose(1, 2)),
     ]
 
 
 def _read(block: nn.Module) -> _Block:
     state = block.state_dict(keep_vars=True)
     if set(state) != set(_TENSORS):
+        names = ", ".join(sorted(state)) or "nothing"
         raise ValueError(
-            f"{type(block).__name__} holds {', '.join(sorted(state)) or 'nothing'}; needed were {', '.join(_TENSORS)} and nothing else: "
+            f"{type(block).__name__} holds {names}; needed were {', '.join(_TENSORS)} and nothing else: "
             "shared experts and biases have no place in the layer"
         )
     router_ED, up_EHD, down_EDH = (state[name] for name in _TENSORS)
@@ -116,13 +125,15 @@ def _check_shapes(router_ED: Tensor, up_EHD: Tensor, down_EDH: Tensor) -> None:
     for name, (tensor, shape) in needed.items():
         if list(tensor.shape) != shape:
             raise ValueError(
-                f"{name} has the shape {list(tensor.shape)}; {shape} was needed with {experts} experts of width {width} (gate.weight) "
-                f"and hidden size {hidden} (experts.down_proj)"
+                f"{name} has the shape {list(tensor.shape)}; {shape} was needed with {experts} experts of width "
+                f"{width} (gate.weight) and hidden size {hidden} (experts.down_proj)"
             )
 
 
 def _check_form(block: nn.Module) -> None:
-    """What shapes do not tell. ``transformers`` notes the layout of stacks on the experts; Mixtral may add noise in training."""
+    """Check properties that the shapes do not show.
+
+    ``transformers`` notes the layout of stacks on the experts module; Mixtral may add noise in training."""
     experts: Any = block.experts
     if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
         raise ValueError(
@@ -138,14 +149,18 @@ def _check_form(block: nn.Module) -> None:
 
 
 def _normalises(gate: Any) -> bool:
-    """Mixtral's router always does, Qwen's says so. Of others it is not known what they make of the scores."""
-    told = getattr(gate, "norm_topk_prob", True if type(gate).__name__ == "MixtralTopKRouter" else None)
-    if told is None:
+    """Whether a router normalises the weights of a token's experts. Raises ValueError for unknown routers.
+
+    Mixtral's router always does; Qwen's has the setting ``norm_topk_prob``."""
+    default = True if type(gate).__name__ == "MixtralTopKRouter" else None
+    normalises = getattr(gate, "norm_topk_prob", default)
+    if normalises is None:
         raise ValueError(
             f"the router is a {type(gate).__name__}; Mixtral's, or one with norm_topk_prob, was needed"
         )
-    if told and gate.top_k == 1:
+    if normalises and gate.top_k == 1:
         raise ValueError(
-            "the router gives its one expert per token the weight 1, which no layer does: it would cut the gate off from the loss"
+            "the router gives its one expert per token the weight 1; the layer does not, because that would cut the "
+            "gate off from the loss"
         )
-    return bool(told)
+    return bool(normalises)

@@ -1,5 +1,6 @@
-"""A host's membership in a group: whoever waits for the others stops waiting when the group is left. Who leaves is told from outside:
-of hosts that wait for each other none can know which one is to blame."""
+"""A group membership that can be cancelled from outside.
+
+The driver aborts a rank; blocked peers cannot tell which one failed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import threading
 from collections.abc import Callable
 from time import sleep
 
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
 
 class GroupLeft(RuntimeError):
@@ -15,16 +16,18 @@ class GroupLeft(RuntimeError):
 
 
 class GroupMembership:
-    """One life of a group. Beside the wish to leave it holds what an onlooker wants to know: whether this host waits for the others, and
-    how often it has got what it waited for."""
+    """A host's membership in one generation of a process group.
+
+    It also holds what the heartbeat reports: whether this host waits for its peers, and how many waits have
+    succeeded so far."""
 
     def __init__(self) -> None:
         self._left = threading.Event()
         self.waiting = False
-        self.answers = 0
+        self.completed_waits = 0
 
     def leave(self) -> None:
-        """From any thread: nobody here waits any longer."""
+        """End all waiting in this group. May be called from any thread."""
         self._left.set()
 
     @property
@@ -32,16 +35,17 @@ class GroupMembership:
         return self._left.is_set()
 
     def check(self) -> None:
+        """Raise ``GroupLeft`` if the group was left."""
         if self._left.is_set():
             raise GroupLeft("the group was left")
 
-    def until(self, there: Callable[[], bool]) -> None:
-        """Wait until something is there, however long it takes, or until the group is left."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, without a time limit, or until the group is left."""
         self.waiting = True
         try:
-            while not there():
+            while not condition():
                 self.check()
-                sleep(_LOOK_SECONDS)
+                sleep(_POLL_SECONDS)
         finally:
             self.waiting = False
-        self.answers += 1
+        self.completed_waits += 1

@@ -1,5 +1,5 @@
-"""A model with MoE layers as a whole: its initial weights, a function of (seed, name, expert id) that is the same on every
-device, host and placement; and where its experts live."""
+"""Models with MoE layers: initial weights that are a function of (seed, name, expert id), the same on every device, host
+and placement; and the placement of experts on hosts."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from experts.gate import Gate
 
 
 def mix(*parts: object) -> int:
-    """A seed of 63 bits from anything that prints, alike on every machine and Python."""
+    """Hash printable values to a seed of 63 bits, the same on every machine and Python."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def attach(model: nn.Module, context: MoEContext) -> None:
-    """Let the MoE layers of a model know of the step and of the other hosts."""
+    """Share a context among the MoE layers of a model, and number the layers by their names."""
     for name, layer in moe_layers(model):
         layer.context = context
-        layer.number = mix("layer", name) >> 20
+        # 43 bits, so that a seed plus a layer's id stays within int64.
+        layer.layer_id = mix("layer", name) >> 20
 
 
 def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:
-    """Keep the experts that live on this host, layer by layer; ``host_of`` names the host of each expert. To be done before
-    anyone holds on to the parameters."""
+    """Keep only the experts of this host. ``host_of`` is the host of each expert, layer by layer.
+
+    Banks are replaced, so that it must run before an optimizer or a strategy takes the parameters."""
     layers = moe_layers(model)
     if len(host_of) != len(layers):
         raise ValueError(
             f"a placement of {len(host_of)} layers was given; the model has {len(layers)} MoE layers"
         )
-    parts: dict[ExpertBank, tuple[ExpertBank, tuple[int, ...]]] = {}
+    # Layers may share a bank: it is cut once, and its layers need one placement.
+    placed_banks: dict[ExpertBank, tuple[ExpertBank, tuple[int, ...]]] = {}
     for (name, layer), hosts in zip(layers, host_of, strict=True):
         if len(hosts) != len(layer.load_E):
             raise ValueError(f"{name}: {len(hosts)} experts were placed; the layer has {len(layer.load_E)}")
         layer.host_E = torch.tensor(list(hosts), dtype=torch.int64, device=layer.host_E.device)
-        if layer.bank not in parts:
-            parts[layer.bank] = (
-                layer.bank.part([expert for expert, host in enumerate(hosts) if host == rank]),
-                tuple(hosts),
-            )
-        kept, where = parts[layer.bank]
-        if where != tuple(hosts):
+        if layer.bank not in placed_banks:
+            local_experts = [expert for expert, host in enumerate(hosts) if host == rank]
+            placed_banks[layer.bank] = (layer.bank.part(local_experts), tuple(hosts))
+        local_bank, placement = placed_banks[layer.bank]
+        if placement != tuple(hosts):
             raise ValueError(f"{name} shares its experts with another layer; they cannot live in two places")
-        layer.bank = kept
+        layer.bank = local_bank
 
 
 @torch.no_grad()
@@ -60,7 +61,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         if isinstance(module, ExpertBank):
             for group, role, stack in module.stacks():
                 for expert, weight in zip(group.ids, stack.unbind(), strict=True):
-                    _normal(weight, weight.shape[0] ** -0.5, mix(seed, prefix, expert, role))
+                    _fill_normal(weight, weight.shape[0] ** -0.5, mix(seed, prefix, expert, role))
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 _fill(module, name, parameter, mix(seed, prefix, name))
@@ -70,14 +71,14 @@ def _fill(module: nn.Module, name: str, parameter: Tensor, seed: int) -> None:
     if parameter.ndim < 2:
         parameter.fill_(0.0 if name == "bias" else 1.0)
     elif isinstance(module, nn.Embedding | Gate):
-        _normal(parameter, 0.02, seed)
+        _fill_normal(parameter, 0.02, seed)
     else:
-        _normal(parameter, parameter[0].numel() ** -0.5, seed)
+        _fill_normal(parameter, parameter[0].numel() ** -0.5, seed)
 
 
-def _normal(target: Tensor, std: float, seed: int) -> None:
-    """Drawn on the CPU, so that a GPU run begins with the same weights."""
-    if target.device.type == "meta" or isinstance(target, FakeTensor):  # there is nothing to fill
+def _fill_normal(target: Tensor, std: float, seed: int) -> None:
+    """Fill with numbers drawn on the CPU, so that a run on GPUs starts from the same weights."""
+    if target.device.type == "meta" or isinstance(target, FakeTensor):  # there is no memory to fill
         return
     generator = torch.Generator().manual_seed(seed)
     target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))

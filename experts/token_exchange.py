@@ -1,188 +1,230 @@
-"""A layer's tokens on their way to the hosts of their experts and back, in one part or in several.
+"""The tokens of a layer on their way to the hosts of their experts and back, in one chunk or in several.
 
-A token travels once to each host that has experts for it, with their ids and weights; it comes back once from each, as the
-weighted sum of what they made of it; the sums are added in the order of the hosts."""
+A token is sent once to each host that has experts for it, with their ids and weights. It comes back once from each
+such host, as the weighted sum of the experts' outputs; these sums are added in the order of hosts. See ``types`` for
+the letters of shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from experts.context import MoEContext
-from experts.dispatch import collect
+from experts.dispatch import sum_rows
 from experts.exchange import Layout, Transfer, TransferPlan, receive, receive_back, send, send_back
 from experts.types import Routing, RowMap
 
 
 @dataclass
 class ExchangeChunk:
-    """Some of the tokens: those that leave this host, and in turn those that come here."""
+    """A chunk of tokens: those that this host sends to others, and those that it receives in turn."""
 
     x_TD: Tensor
     weights_TK: Tensor
     ids_SK: Tensor
-    out: Transfer
-    back: Transfer
-    pairs: int
-    """Rows for this host's experts among what arrives."""
+    """Experts that each sent row is for, -1 for experts of other hosts."""
+    outbound: Transfer
+    """Tokens to the hosts of their experts."""
+    inbound: Transfer
+    """Outputs back to the hosts of the tokens."""
+    num_rows: int
+    """Rows for this host's experts among the received tokens: a token counts once for each of them."""
     anchor: Tensor
-    hosts: MoEContext
+    context: MoEContext
     _ticket: Tensor | None = None
 
-    def set_out(self) -> None:
-        if not self.hosts.repeating:
-            self._ticket = send(self.x_TD, self.weights_TK, self.ids_SK, self.anchor, self.out)
+    def send(self) -> None:
+        if not self.context.replaying:
+            self._ticket = send(self.x_TD, self.weights_TK, self.ids_SK, self.anchor, self.outbound)
 
-    def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
-        def travelled() -> tuple[Tensor, Tensor, Tensor]:
-            assert self._ticket is not None
-            return receive(self._ticket, self.out, self.x_TD, self.weights_TK)
+    def receive(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features, weights and expert ids of the tokens that other hosts sent."""
 
-        return self.hosts.replayed(travelled)
+        def received() -> tuple[Tensor, Tensor, Tensor]:
+            assert self._ticket is not None, "receive before send"
+            return receive(self._ticket, self.outbound, self.x_TD, self.weights_TK)
 
-    def set_out_back(self, made_GD: Tensor) -> None:
-        if not self.hosts.repeating:
-            self._ticket = send_back(made_GD, self.anchor, self.back)
+        return self.context.replayed(received)
 
-    def back_home(self) -> Tensor:
-        def travelled() -> Tensor:
-            assert self._ticket is not None
-            return receive_back(self._ticket, self.back)
+    def send_back(self, output_GD: Tensor) -> None:
+        if not self.context.replaying:
+            self._ticket = send_back(output_GD, self.anchor, self.inbound)
 
-        return collect(self.hosts.replayed(travelled), self.out.load.fan)
+    def receive_back(self) -> Tensor:
+        """Return the outputs for this host's tokens."""
+
+        def received() -> Tensor:
+            assert self._ticket is not None, "receive_back before send_back"
+            return receive_back(self._ticket, self.inbound)
+
+        rows_SD = self.context.replayed(received)
+        return sum_rows(rows_SD, self.outbound.plan.row_map)
 
 
 @dataclass
 class TokenExchange:
-    parts: list[ExchangeChunk] = field(default_factory=list)
+    """All chunks of a layer's tokens."""
+
+    chunks: list[ExchangeChunk]
 
     @classmethod
-    def of(
+    def plan(
         cls,
         x_TD: Tensor,
         routing: Routing,
         host_E: Tensor,
         kept_TK: Tensor | None,
-        hosts: MoEContext,
-        layer: int = 0,
+        context: MoEContext,
+        layer_id: int = 0,
     ) -> TokenExchange:
-        """Who goes where. All hosts must call it: they tell each other how many rows will come. ``layer`` is its number, which
-        must be the same on all."""
+        """Decide the rows to send, and exchange their counts with all hosts, which must all call this.
+
+        ``kept_TK`` is False for choices that are dropped. ``layer_id`` must be the same on all hosts."""
+        exchange = context.exchange
         host_TK = host_E[routing.experts_TK]
-        if hosts.step.dummy:
+        if context.step.dummy:
             host_TK = torch.full_like(host_TK, -1)
         elif kept_TK is not None:
             host_TK = torch.where(kept_TK, host_TK, -1)
-        slices = _cut(len(x_TD), hosts.chunks)
-        exchange, layout = hosts.exchange, Layout.of(x_TD, routing.weights_TK)
-        fans = [_fan(host_TK[s], exchange.size) for s in slices]
-        mine_NC = torch.stack([count_N for fan in fans for count_N in (fan.rows_N, fan.pairs_N)], dim=1)
+        slices = _chunk_slices(len(x_TD), context.num_chunks)
+        destinations = [_Destinations.of(host_TK[part], exchange.size) for part in slices]
+        # Two columns per chunk: rows sent to a host, and rows for its experts.
+        columns = [counts_N for each in destinations for counts_N in (each.rows_N, each.expert_rows_N)]
+        counts_NC = torch.stack(columns, dim=1)
 
-        def told() -> tuple[list[list[int]], list[list[int]]]:
-            received = exchange.counts(mine_NC, (layer, len(host_E), layout.size, len(slices)))
-            return mine_NC.tolist(), received
+        def exchanged() -> tuple[list[list[int]], list[list[int]]]:
+            header = (layer_id, len(host_E), Layout.of(x_TD, routing.weights_TK).size, len(slices))
+            received = exchange.all_to_all_counts(counts_NC, header)
+            return counts_NC.tolist(), received
 
-        sent, received = hosts.replayed(told)
+        sent, received = context.replayed(exchanged)
         anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
-        crossing = cls()
-        for number, (part, fan) in enumerate(zip(slices, fans, strict=True)):
-            x_PD, weights_PK = (
-                (x_TD, routing.weights_TK) if len(slices) == 1 else (x_TD[part], routing.weights_TK[part])
+        chunks: list[ExchangeChunk] = []
+        for number, (part, destination) in enumerate(zip(slices, destinations, strict=True)):
+            plan = destination.transfer_plan(_column(sent, 2 * number), _column(received, 2 * number))
+            # Slicing a single chunk would add nodes to the autograd graph.
+            whole = len(slices) == 1
+            chunk = ExchangeChunk(
+                x_TD=x_TD if whole else x_TD[part],
+                weights_TK=routing.weights_TK if whole else routing.weights_TK[part],
+                ids_SK=destination.expert_ids(routing.experts_TK[part], plan),
+                outbound=Transfer(exchange, plan),
+                inbound=Transfer(exchange, plan),
+                num_rows=sum(_column(received, 2 * number + 1)),
+                anchor=anchor,
+                context=context,
             )
-            load = TransferPlan(
-                fan.fan(sum(row[2 * number] for row in sent)),
-                *(tuple(row[2 * number] for row in t) for t in (sent, received)),
-            )
-            ids_SK = fan.ids(routing.experts_TK[part], load)
-            pairs = sum(row[2 * number + 1] for row in received)
-            journeys = Transfer(exchange, load), Transfer(exchange, load)
-            crossing.parts.append(ExchangeChunk(x_PD, weights_PK, ids_SK, *journeys, pairs, anchor, hosts))
-        return crossing
+            chunks.append(chunk)
+        return cls(chunks)
 
-    def set_out(self) -> None:
-        for part in self.parts:
-            part.set_out()
+    def send(self) -> None:
+        for chunk in self.chunks:
+            chunk.send()
 
-    def back_home(self) -> Tensor:
-        made = [part.back_home() for part in self.parts]
-        return made[0] if len(made) == 1 else torch.cat(made)
+    def receive_back(self) -> Tensor:
+        outputs = [chunk.receive_back() for chunk in self.chunks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Which hosts want which tokens."""
+class _Destinations:
+    """The hosts that a chunk's tokens are sent to."""
 
     host_TK: Tensor
-    wanted_NT: Tensor
+    """Host of each choice, -1 for a dropped one."""
+    sent_NT: Tensor
+    """Whether a token is sent to a host."""
     rows_N: Tensor
-    pairs_N: Tensor
+    """Rows sent to each host."""
+    expert_rows_N: Tensor
+    """Rows for the experts of each host: a token counts once for each of its experts there."""
 
-    def fan(self, rows: int) -> RowMap:
-        """A copy of a token for each host, sorted by host and then by token; the same again by token, -1 for none."""
-        flat = self.wanted_NT.reshape(-1)
-        tokens = self.wanted_NT.shape[1]
-        place_NT = (flat.cumsum(0) - 1).view_as(self.wanted_NT)
-        back_TN = torch.where(self.wanted_NT, place_NT, -1).t().contiguous()
-        source_S = torch.nonzero_static(flat, size=rows).squeeze(1) % max(1, tokens)
-        return RowMap(source_S, back_TN, full=False)
+    @classmethod
+    def of(cls, host_TK: Tensor, num_hosts: int) -> _Destinations:
+        device = host_TK.device
+        tokens = len(host_TK)
+        # Dropped choices go to a host of their own after the last, which is cut off again: no data-dependent shapes.
+        chosen_TK = torch.where(host_TK < 0, num_hosts, host_TK)
+        sent_NT = torch.zeros(num_hosts + 1, tokens, dtype=torch.bool, device=device)
+        for chosen_T in chosen_TK.unbind(1):
+            sent_NT[chosen_T, torch.arange(tokens, device=device)] = True
+        chosen_R = chosen_TK.reshape(-1)
+        expert_rows_N = torch.zeros(num_hosts + 1, dtype=torch.int64, device=device)
+        expert_rows_N = expert_rows_N.scatter_add_(0, chosen_R, torch.ones_like(chosen_R))[:num_hosts]
+        sent_NT = sent_NT[:num_hosts]
+        return cls(host_TK, sent_NT, sent_NT.sum(1), expert_rows_N)
 
-    def ids(self, experts_TK: Tensor, load: TransferPlan) -> Tensor:
-        """The experts that want each row that leaves, -1 for those on other hosts."""
-        source_S = load.fan.source_R
-        hosts_S = torch.repeat_interleave(
-            torch.arange(len(load.sends), device=source_S.device),
-            torch.tensor(load.sends, device=source_S.device),
-            output_size=len(source_S),
+    def transfer_plan(self, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> TransferPlan:
+        """Return the rows to send, sorted by host and then by token."""
+        # nonzero_static: the counts say how many there are, so that the host need not wait for the device again.
+        sent_flat = self.sent_NT.reshape(-1)
+        index_S = torch.nonzero_static(sent_flat, size=sum(send_counts)).squeeze(1)
+        tokens = self.sent_NT.shape[1]
+        row_NT = (sent_flat.cumsum(0) - 1).view_as(self.sent_NT)
+        row_TN = torch.where(self.sent_NT, row_NT, -1).t().contiguous()
+        row_map = RowMap(index_S % max(1, tokens), row_TN, complete=False)
+        return TransferPlan(row_map, send_counts, receive_counts)
+
+    def expert_ids(self, experts_TK: Tensor, plan: TransferPlan) -> Tensor:
+        """Return the experts that each sent row is for, -1 for experts of other hosts."""
+        token_S = plan.row_map.token_R
+        host_S = torch.repeat_interleave(
+            torch.arange(len(plan.send_counts), device=token_S.device),
+            torch.tensor(plan.send_counts, device=token_S.device),
+            output_size=len(token_S),
         )
-        there_SK = self.host_TK.index_select(0, source_S) == hosts_S.unsqueeze(1)
-        return torch.where(there_SK, experts_TK.index_select(0, source_S), -1).to(torch.int32)
+        on_host_SK = self.host_TK.index_select(0, token_S) == host_S.unsqueeze(1)
+        return torch.where(on_host_SK, experts_TK.index_select(0, token_S), -1).to(torch.int32)
 
 
-def _fan(host_TK: Tensor, hosts: int) -> _Wanted:
-    tokens = len(host_TK)
-    chosen_TK = torch.where(host_TK < 0, hosts, host_TK)
-    wanted_NT = torch.zeros(hosts + 1, tokens, dtype=torch.bool, device=host_TK.device)
-    for chosen_T in chosen_TK.unbind(1):
-        wanted_NT[chosen_T, torch.arange(tokens, device=host_TK.device)] = True
-    pairs_N = torch.zeros(hosts + 1, dtype=torch.int64, device=host_TK.device)
-    pairs_N = pairs_N.scatter_add_(0, chosen_TK.reshape(-1), torch.ones_like(chosen_TK.reshape(-1)))[:hosts]
-    wanted_NT = wanted_NT[:hosts]
-    return _Wanted(host_TK, wanted_NT, wanted_NT.sum(1), pairs_N)
+def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
+    return tuple(row[index] for row in table)
 
 
-def _cut(tokens: int, parts: int) -> Sequence[slice]:
-    """As many parts on every host, however many tokens it has: all must meet as often."""
-    bounds = [tokens * part // parts for part in range(parts + 1)]
+def _chunk_slices(tokens: int, num_chunks: int) -> Sequence[slice]:
+    """Cut tokens into chunks, as many on every host however few tokens it has: each chunk is a collective."""
+    bounds = [tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def kept_choices(experts_TK: Tensor, experts: int, capacity: float, hosts: MoEContext) -> Tensor:
-    """Which choices an expert has room for: ``capacity`` times its even share of the micro-batch, over all hosts. First choices
-    go before second ones, and among them earlier tokens before later ones; hosts hold tokens in the order of their ranks."""
-    tokens, top_k = experts_TK.shape
-    flat_R = experts_TK.t().reshape(-1)
-    counts_KE = torch.zeros(top_k, experts, dtype=torch.int64, device=flat_R.device)
-    counts_KE = counts_KE.scatter_add_(1, experts_TK.t(), torch.ones_like(experts_TK.t()))
-    if hosts.step.dummy:
+def capacity_mask(experts_TK: Tensor, num_experts: int, capacity: float, context: MoEContext) -> Tensor:
+    """Return which choices are kept: True where the expert has capacity left.
+
+    The capacity of an expert is ``capacity`` times its even share of the micro-batch over all hosts. First choices are
+    kept before second ones, and among equal choices earlier tokens before later ones; hosts hold tokens in the order
+    of their ranks. All hosts must call this."""
+    exchange = context.exchange
+    top_k = experts_TK.shape[1]
+    experts_KT = experts_TK.t()
+    counts_KE = torch.zeros(top_k, num_experts, dtype=torch.int64, device=experts_TK.device)
+    counts_KE = counts_KE.scatter_add_(1, experts_KT, torch.ones_like(experts_KT))
+    if context.step.dummy:
         counts_KE = torch.zeros_like(counts_KE)
-    exchange = hosts.exchange
-    told = exchange.counts(counts_KE.reshape(1, -1).expand(exchange.size, -1).contiguous(), (experts, top_k))
-    counts_NKE = counts_KE.new_tensor(told).view(exchange.size, top_k, experts)
-    room = math.ceil(capacity * int(counts_NKE.sum()) / experts)
-    whole_KE = counts_NKE.sum(0)
-    before_KE = whole_KE.cumsum(0) - whole_KE + counts_NKE[: exchange.rank].sum(0)
-    place_KT = torch.arange(tokens * top_k, device=flat_R.device).view(top_k, tokens)
-    order_R = torch.argsort(
-        flat_R + experts * (place_KT // max(1, tokens)).reshape(-1), stable=True
-    )  # by choice, expert, token
-    begins_KE = (counts_KE.reshape(-1).cumsum(0) - counts_KE.reshape(-1)).view_as(counts_KE)
-    rank_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    ahead_KT = (
-        rank_R.view(top_k, tokens) - begins_KE.gather(1, experts_TK.t()) + before_KE.gather(1, experts_TK.t())
-    )
-    return (ahead_KT < room).t()
+    table_NC = counts_KE.reshape(1, -1).expand(exchange.size, -1).contiguous()
+    received = exchange.all_to_all_counts(table_NC, (num_experts, top_k))
+    counts_NKE = counts_KE.new_tensor(received).view(exchange.size, top_k, num_experts)
+    limit = math.ceil(capacity * int(counts_NKE.sum()) / num_experts)
+    total_KE = counts_NKE.sum(0)
+    # Choices of other tokens that come first: earlier choices of all hosts, and equal choices of lower ranks.
+    before_KE = total_KE.cumsum(0) - total_KE + counts_NKE[: exchange.rank].sum(0)
+    rank_KT = _rank_within_expert(experts_KT, counts_KE) + before_KE.gather(1, experts_KT)
+    return (rank_KT < limit).t()
+
+
+def _rank_within_expert(experts_KT: Tensor, counts_KE: Tensor) -> Tensor:
+    """Return how many earlier tokens of this host made the same choice: the k-th, for the same expert."""
+    top_k, tokens = experts_KT.shape
+    num_experts = counts_KE.shape[1]
+    device = experts_KT.device
+    index_R = torch.arange(top_k * tokens, device=device)
+    choice_R = index_R // max(1, tokens)
+    order_R = torch.argsort(experts_KT.reshape(-1) + num_experts * choice_R, stable=True)
+    position_R = torch.empty_like(order_R).scatter_(0, order_R, index_R)
+    counts_R = counts_KE.reshape(-1)
+    begin_KE = (counts_R.cumsum(0) - counts_R).view_as(counts_KE)
+    return position_R.view(top_k, tokens) - begin_KE.gather(1, experts_KT)

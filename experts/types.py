@@ -1,5 +1,13 @@
-"""Values of the MoE layer. Letters of shapes: T tokens, D width, H hidden size, E experts, K experts per token, R rows (a row
-is one token on its way to one expert), S rows that leave for other hosts, G rows that came from them, N hosts."""
+"""Value types of the MoE layer.
+
+Letters of tensor shapes, in all of ``experts``:
+
+- T tokens, D width of a token, H hidden size of an expert
+- E experts of a layer, K experts per token, N hosts
+- L local slots: the places of a host's experts in its bank
+- R rows: a row is one token on its way to one expert
+- S rows sent to hosts, G rows received from them: one token on its way to one host
+"""
 
 from __future__ import annotations
 
@@ -16,32 +24,36 @@ Kernel = Literal["auto", "loop", "grouped"]
 
 @dataclass(frozen=True)
 class Routing:
-    """What a gate decided for a batch of tokens, and what that costs. Losses are sums over the tokens, so that they add
-    up over micro-batches and hosts."""
+    """The decision of a gate for a batch of tokens, and its losses.
+
+    Losses are sums over the tokens, so that they add up over micro-batches and hosts."""
 
     experts_TK: Tensor
     weights_TK: Tensor
     counts_E: Tensor
+    """Tokens per expert."""
     balance: Tensor
     z: Tensor
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """Rows that are copies of others: row r copies row ``source_R[r]``, and ``back_TK`` names the copies of each row, -1
-    for none. What is spread out by it is summed up by it again, in the order of K."""
+    """Rows that are copies of tokens: the index to copy by, and its inverse to sum by."""
 
-    source_R: Tensor
-    back_TK: Tensor
-    full: bool
-    """Whether there is no -1."""
+    token_R: Tensor
+    """The token that each row copies."""
+    row_TK: Tensor
+    """The rows that copy each token, in the order in which they are summed; -1 for none."""
+    complete: bool
+    """Whether ``row_TK`` has no -1."""
 
 
 @dataclass(frozen=True)
 class Trip:
-    """The record ``dispatch`` leaves for ``combine``: which rows the experts got, sorted by slot, the order in which a bank
-    keeps its experts, and the weight of each."""
+    """The record that ``dispatch`` leaves for ``combine``."""
 
-    fan: RowMap
+    row_map: RowMap
+    """Rows of this host's experts, sorted by local slot."""
     weights_R: Tensor
-    counts_S: Tensor
+    counts_L: Tensor
+    """Rows per local slot."""

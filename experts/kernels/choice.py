@@ -1,4 +1,5 @@
-"""Which kernel computes the experts: what was measured to be faster, where both work (``benchmarks/expert_kernels.py``)."""
+"""Choice of the kernel that computes the experts: the one measured faster (``benchmarks/expert_kernels.py``) where
+both work."""
 
 from __future__ import annotations
 
@@ -8,24 +9,25 @@ from experts.kernels.grouped import grouped_works
 from experts.types import Kernel
 
 
-def choose_kernel(asked: Kernel, device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> Kernel:
-    """``loop`` or ``grouped``. ``asked`` forces one; a grouped product that cannot be had is an error then."""
+def choose_kernel(
+    requested: Kernel, device: torch.device, dtype: torch.dtype, width: int, hidden: int
+) -> Kernel:
+    """Return ``loop`` or ``grouped``. Raises ValueError where ``grouped`` is requested and does not work."""
     works = grouped_works(device, dtype, width, hidden)
-    if asked == "grouped" and not works:
+    if requested == "grouped" and not works:
         raise ValueError(
-            f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on {device.type}; it needs fp32, bf16 or fp16 "
-            "and sizes in multiples of 16 bytes: use --expert-kernel auto"
+            f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on {device.type}; it needs "
+            "fp32, bf16 or fp16 and sizes in multiples of 16 bytes: use --expert-kernel auto"
         )
-    if asked != "auto":
-        return asked
-    pays = dtype == torch.float32 if device.type == "cpu" else is_fused(device, dtype)
-    return "grouped" if works and pays else "loop"
+    if requested != "auto":
+        return requested
+    # On a GPU only the fused kernel is faster; on a CPU the operator is faster in fp32.
+    faster = dtype == torch.float32 if device.type == "cpu" else is_fused(device, dtype)
+    return "grouped" if works and faster else "loop"
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has one kernel for all groups. Elsewhere the operator is a loop of its own, with a host synchronization."""
-    return (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    """Whether torch computes all groups in one kernel. Elsewhere it loops over them and synchronizes the host."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

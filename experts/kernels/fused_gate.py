@@ -1,5 +1,5 @@
-"""The gate's work in fused kernels: its logits, and from them the choice of experts with its weights and losses. Like those of
-``fused``, which says when they can be had."""
+"""Fused kernels of the gate: its logits, and the choice of experts with weights and losses. ``fused`` tells when they
+are available. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experts.kernels.fused import Tile, launch, like, parts, register, tile
+from experts.kernels.fused import Tile, launch, num_blocks, register, tile
 
 if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -17,8 +17,10 @@ else:
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``F.linear(x_TD.float(), weight_ED.float())`` for two tensors in bf16, without fp32 copies: products of bf16 are exact
-    in fp32, where they are summed. Backward: the incoming gradient goes as two bf16 parts, together 16 bits of it."""
+    """Return ``F.linear(x_TD.float(), weight_ED.float())`` for two bf16 tensors, without copies in fp32.
+
+    Products of bf16 numbers are exact in fp32, where they are summed. In the backward pass the incoming gradient is
+    split into two bf16 parts, which together hold 16 bits of it."""
     if x_TD.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
         raise TypeError(
             f"tokens are {x_TD.dtype}, the gate's weights {weight_ED.dtype}; bf16 was needed for both"
@@ -30,10 +32,12 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def choose(
     logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights and experts of each token, the largest first, the balance and the z loss: with
-    ``probabilities_TE = logits_TE.softmax(-1)``
+    """Return weights and experts of each token, the largest first, the balance loss and the z loss.
 
-    - ``weights_TK, experts_TK = probabilities_TE.topk(top_k)``; to ``normalise`` is ``weights_TK / weights_TK.sum(-1, keepdim=True)``
+    With ``probabilities_TE = logits_TE.softmax(-1)`` they are:
+
+    - ``weights_TK, experts_TK = probabilities_TE.topk(top_k)``, and with ``normalise`` then
+      ``weights_TK / weights_TK.sum(-1, keepdim=True)``
     - ``(probabilities_TE * share_E).sum()`` and ``logits_TE.logsumexp(-1).square().sum()``
 
     Only the logits and the choice are kept for the backward pass. ``share_E`` gets no gradient."""
@@ -66,7 +70,9 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ops.choose_backward(grads[0], grads[2], *ctx.saved_tensors, ctx.normalise), None, None, None
+        d_weights_TK, _, d_losses = grads
+        d_logits_TE = _ops.choose_backward(d_weights_TK, d_losses, *ctx.saved_tensors, ctx.normalise)
+        return d_logits_TE, None, None, None
 
 
 def _logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -84,14 +90,18 @@ def _logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[
 
 
 def _choose(logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    logits_TE, share_E = logits_TE.contiguous(), share_E.contiguous()
-    (tokens, experts), shape = logits_TE.shape, _tile_of_experts(logits_TE)
+    logits_TE = logits_TE.contiguous()
+    share_E = share_E.contiguous()
+    tokens, experts = logits_TE.shape
+    shape = _row_tile(experts)
     weights_TK = logits_TE.new_empty(tokens, top_k)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int64)
     losses_2T = logits_TE.new_empty(2, tokens)
-    outputs = (weights_TK, experts_TK, losses_2T, tokens)
+    tensors = (logits_TE, share_E, weights_TK, experts_TK, losses_2T)
+    # Triton's blocks have sizes in powers of two.
     constants = {"E": experts, "K": top_k, "CHOICES": 1 << (top_k - 1).bit_length(), "NORMALISE": normalise}
-    launch(_choose_kernel, shape, (parts(tokens, shape.rows), 1), logits_TE, share_E, *outputs, **constants)
+    grid = (num_blocks(tokens, shape.rows), 1)
+    launch(_choose_kernel, shape, grid, *tensors, tokens, **constants)
     return weights_TK, experts_TK, losses_2T.sum(1)
 
 
@@ -103,26 +113,19 @@ def _choose_backward(
     experts_TK: Tensor,
     normalise: bool,
 ) -> Tensor:
-    given = [part.contiguous() for part in (d_weights_TK, d_losses, logits_TE, share_E, experts_TK)]
-    (tokens, experts), shape = logits_TE.shape, _tile_of_experts(logits_TE)
-    d_logits_TE = torch.empty_like(given[2])
+    inputs = [tensor.contiguous() for tensor in (d_weights_TK, d_losses, logits_TE, share_E, experts_TK)]
+    tokens, experts = logits_TE.shape
+    shape = _row_tile(experts)
+    d_logits_TE = logits_TE.new_empty(tokens, experts)
     constants = {"E": experts, "K": experts_TK.shape[1], "NORMALISE": normalise}
-    launch(
-        _choose_backward_kernel,
-        shape,
-        (parts(tokens, shape.rows), 1),
-        *given,
-        d_logits_TE,
-        tokens,
-        **constants,
-    )
+    grid = (num_blocks(tokens, shape.rows), 1)
+    launch(_choose_backward_kernel, shape, grid, *inputs, d_logits_TE, tokens, **constants)
     return d_logits_TE
 
 
-def _tile_of_experts(logits_TE: Tensor) -> Tile:
-    return tile(
-        logits_TE.shape[1], 1 << 16
-    )  # a token's experts are compared with each other: all in one program
+def _row_tile(experts: int) -> Tile:
+    """Return a tile with all experts of a token, which are compared with each other."""
+    return tile(experts, 1 << 16)
 
 
 def _choose_kernel(
@@ -139,39 +142,40 @@ def _choose_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Takes the largest K times. What is no number counts as larger than all, as in torch; ties go to the first expert."""
+    """Take the largest probability K times. NaN counts as the largest, as in torch; ties go to the first expert."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)
     choice = tl.arange(0, CHOICES)
-    there, real = token < tokens, (expert < E)[None, :]
+    in_batch, is_expert = token < tokens, (expert < E)[None, :]
     logit = tl.load(
-        logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf")
+        logits + token[:, None] * E + expert[None, :], mask=in_batch[:, None] & is_expert, other=float("-inf")
     )
-    logit = tl.where(there[:, None], logit, 0.0)
+    logit = tl.where(in_batch[:, None], logit, 0.0)
     peak = tl.max(logit, axis=1)
-    power = tl.where(real, tl.exp(logit - peak[:, None]), 0.0)
+    power = tl.where(is_expert, tl.exp(logit - peak[:, None]), 0.0)
     total = tl.sum(power, axis=1)
     probability = power / total[:, None]
-    left = tl.where(real, tl.where(probability == probability, probability, 2.0), -2.0)
+    # Candidates: NaN is 2, above any probability; an expert that was taken is -1, a column without expert -2.
+    left = tl.where(is_expert, tl.where(probability == probability, probability, 2.0), -2.0)
     weight = tl.zeros((ROWS, CHOICES), dtype=tl.float32)
     index = tl.zeros((ROWS, CHOICES), dtype=tl.int64)
     for k in tl.static_range(K):
         best = tl.argmax(left, axis=1)
         taken = expert[None, :] == best[:, None]
-        here = (choice == k)[None, :]
-        weight = tl.where(here, tl.sum(tl.where(taken, probability, 0.0), axis=1)[:, None], weight)
-        index = tl.where(here, best[:, None].to(tl.int64), index)
+        is_kth = (choice == k)[None, :]
+        weight = tl.where(is_kth, tl.sum(tl.where(taken, probability, 0.0), axis=1)[:, None], weight)
+        index = tl.where(is_kth, best[:, None].to(tl.int64), index)
         left = tl.where(taken, -1.0, left)
     if NORMALISE:
         weight = weight / tl.sum(weight, axis=1)[:, None]
-    place = token[:, None] * K + choice[None, :]
-    within = there[:, None] & (choice < K)[None, :]
-    tl.store(weights + place, weight, mask=within)
-    tl.store(chosen + place, index, mask=within)
+    offset = token[:, None] * K + choice[None, :]
+    inside = in_batch[:, None] & (choice < K)[None, :]
+    tl.store(weights + offset, weight, mask=inside)
+    tl.store(chosen + offset, index, mask=inside)
     used = tl.load(share + expert, mask=expert < E, other=0.0).to(tl.float32)
-    tl.store(losses + token, tl.sum(probability * used[None, :], axis=1), mask=there)
+    tl.store(losses + token, tl.sum(probability * used[None, :], axis=1), mask=in_batch)
     level = peak + tl.log(total)
-    tl.store(losses + tokens + token, level * level, mask=there)
+    tl.store(losses + tokens + token, level * level, mask=in_batch)
 
 
 def _choose_backward_kernel(
@@ -190,20 +194,22 @@ def _choose_backward_kernel(
 ) -> None:
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)
-    there, real = token < tokens, (expert < E)[None, :]
+    in_batch, is_expert = token < tokens, (expert < E)[None, :]
     logit = tl.load(
-        logits + token[:, None] * E + expert[None, :], mask=there[:, None] & real, other=float("-inf")
+        logits + token[:, None] * E + expert[None, :], mask=in_batch[:, None] & is_expert, other=float("-inf")
     )
-    logit = tl.where(there[:, None], logit, 0.0)
+    logit = tl.where(in_batch[:, None], logit, 0.0)
     peak = tl.max(logit, axis=1)
-    power = tl.where(real, tl.exp(logit - peak[:, None]), 0.0)
+    power = tl.where(is_expert, tl.exp(logit - peak[:, None]), 0.0)
     total = tl.sum(power, axis=1)
     probability = power / total[:, None]
-    picked = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # gradients of the weights, where their experts are
-    taken = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # probabilities of the chosen, zero elsewhere
+    picked = tl.zeros(
+        (ROWS, COLUMNS), dtype=tl.float32
+    )  # gradients of the weights, in their experts' columns
+    taken = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # probabilities of the chosen experts, zero elsewhere
     for k in tl.static_range(K):
-        best = tl.load(chosen + token * K + k, mask=there, other=0)
-        grad = tl.load(d_weights + token * K + k, mask=there, other=0.0)
+        best = tl.load(chosen + token * K + k, mask=in_batch, other=0)
+        grad = tl.load(d_weights + token * K + k, mask=in_batch, other=0.0)
         same = expert[None, :] == best[:, None]
         picked = tl.where(same, grad[:, None], picked)
         taken = tl.where(same, probability, taken)
@@ -217,13 +223,13 @@ def _choose_backward_kernel(
     d_level = 2.0 * level * tl.load(d_losses + 1)
     inner = tl.sum(probability * d_probability, axis=1)
     d_logit = probability * (d_probability - inner[:, None] + d_level[:, None])
-    tl.store(d_logits + token[:, None] * E + expert[None, :], d_logit, mask=there[:, None] & real)
+    tl.store(d_logits + token[:, None] * E + expert[None, :], d_logit, mask=in_batch[:, None] & is_expert)
 
 
 register(
     "logits(Tensor x_TD, Tensor weight_ED) -> Tensor",
     _logits,
-    lambda x, weight: like((x.shape[0], weight.shape[0]), x, torch.float32),
+    lambda x, weight: x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32),
 )
 register(
     "logits_backward(Tensor grad_TE, Tensor x_TD, Tensor weight_ED) -> (Tensor, Tensor)",
@@ -233,10 +239,16 @@ register(
 register(
     "choose(Tensor logits_TE, Tensor share_E, int top_k, bool normalise) -> (Tensor, Tensor, Tensor)",
     _choose,
-    lambda x, _, k, __: (like((x.shape[0], k), x), like((x.shape[0], k), x, torch.int64), like((2,), x)),
+    lambda logits, _, top_k, __: (
+        logits.new_empty((logits.shape[0], top_k)),
+        logits.new_empty((logits.shape[0], top_k), dtype=torch.int64),
+        logits.new_empty((2,)),
+    ),
 )
 register(
-    "choose_backward(Tensor d_TK, Tensor d_losses, Tensor logits_TE, Tensor share_E, Tensor experts_TK, bool normalise) -> Tensor",
+    "choose_backward("
+    "Tensor d_weights_TK, Tensor d_losses, Tensor logits_TE, Tensor share_E, Tensor experts_TK, bool normalise"
+    ") -> Tensor",
     _choose_backward,
     lambda _, __, logits, *___: torch.empty_like(logits),
 )

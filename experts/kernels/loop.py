@@ -1,4 +1,5 @@
-"""Experts one after another: right on every device and in every precision, and the form all others are held against."""
+"""Experts computed one after another: correct on every device and in every precision, and the reference for other
+kernels. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -14,21 +15,23 @@ from experts.types import Kind
 def experts_loop(
     rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
 ) -> Tensor:
-    """Experts over rows sorted by expert, each row times its weight. An expert without rows multiplies an empty matrix, so
-    that its gradient is zero and not absent."""
+    """Compute experts over rows sorted by expert, each row times its weight.
+
+    An expert without rows multiplies an empty matrix, so that its gradient is zero and not absent."""
     sizes = row_counts(counts_E, rows_RD.shape[0])
-    made = [
+    outputs = [
         activate(rows @ up, weights, kind) @ down
         for rows, up, down, weights in zip(
             rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
         )
     ]
-    return torch.cat(made)
+    return torch.cat(outputs)
 
 
 def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
-    """What lies between an expert's two products. A row's weight is applied here: it is the same as applying it to what
-    comes out, and neither that nor its gradient need be kept."""
+    """Apply the activation between an expert's two products, and the weight of each row.
+
+    Weighting here equals weighting the expert's output, and neither that output nor its gradient need be kept."""
     if kind == "swiglu" and fused.available(hidden):
         return fused.weighted_swiglu(hidden, weights_R)
     scale_R1 = weights_R.to(hidden.dtype).unsqueeze(1)
@@ -38,12 +41,12 @@ def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
     return F.silu(gate) * value * scale_R1
 
 
-def row_counts(counts_E: Tensor, rows: int) -> list[int]:
-    """Rows per expert on the host. Where a model is only traced there are no numbers: an even split."""
+def row_counts(counts_E: Tensor, num_rows: int) -> list[int]:
+    """Return the rows of each expert as Python integers. A traced model has no numbers: an even split."""
     if counts_E.device.type == "meta" or isinstance(counts_E, FakeTensor):
-        base, extra = divmod(rows, len(counts_E))
+        base, extra = divmod(num_rows, len(counts_E))
         return [base + (index < extra) for index in range(len(counts_E))]
     sizes = counts_E.long().tolist()
-    if sum(sizes) != rows:
-        raise RuntimeError(f"the experts were promised {sum(sizes)} rows and got {rows}")
+    if sum(sizes) != num_rows:
+        raise RuntimeError(f"the counts of the experts sum to {sum(sizes)} rows; there are {num_rows}")
     return sizes

@@ -115,16 +115,18 @@ class _RecordingExchange:
     def __init__(self, size: int, recorder: Recorder) -> None:
         self.size, self.recorder = size, recorder
 
-    def counts(self, mine_NC: Tensor, agreed: Sequence[int]) -> list[list[int]]:
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
         self.recorder.wait()
         self.recorder.message(
-            "counts", 8 * (self.size - 1) * -(-(mine_NC.shape[1] + len(agreed) + 1) // 64) * 64
+            "counts", 8 * (self.size - 1) * -(-(counts_NC.shape[1] + len(header) + 1) // 64) * 64
         )
         return []
 
-    def rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> PendingRows:
-        received = rows.new_empty((sum(receives), *rows.shape[1:]))
-        self.recorder.message("rows", (len(rows) - sends[0]) * rows.stride(0) * rows.itemsize)
+    def all_to_all_rows(
+        self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        self.recorder.message("rows", (len(rows) - send_counts[0]) * rows.stride(0) * rows.itemsize)
         return PendingRows(received, None, Meter())
 
 
@@ -138,11 +140,11 @@ class _EvenlySpreadContext(MoEContext):
     def enter(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(layer, MoELayer)
         tokens = arguments[0].numel() // arguments[0].shape[-1]
-        self._even = even_rows(tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.chunks)
+        self._even = even_rows(tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.num_chunks)
 
-    def replayed(self, make: Any) -> Any:
+    def replayed(self, compute: Any) -> Any:
         try:
-            return super().replayed(make)
+            return super().replayed(compute)
         except DataDependentOutputException:
             return self._even
 

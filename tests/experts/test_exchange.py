@@ -1,16 +1,15 @@
-"""The layer on several hosts, real processes over gloo, against the same layer in one process: outputs, losses and every
-gradient in fp64, with hosts that hold no expert, hosts that have no token, and parts that are empty."""
+"""The exchange between real processes: hosts that are out of step, wrong numbers of rows, and the meter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from experts.context import MoEContext, StepContext
+from experts.context import MoEContext
 from experts.exchange import GroupExchange
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
@@ -18,113 +17,149 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from tests.support.ranks import run_ranks
 
-
-@dataclass(frozen=True)
-class Case:
-    sizes: tuple[int, ...]
-    top_k: int
-    host_of: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Of each host."""
-    chunks: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
-    silent: tuple[int, ...] = ()
-
-    @property
-    def hosts(self) -> int:
-        return len(self.tokens)
-
-
 WIDTH = 6
-CASES = {
-    "even": Case((4, 4), 1, (0, 1), (5, 5)),
-    "uneven": Case((3, 9, 3, 5, 9, 2, 4), 2, (0, 1, 1, 2, 1, 0, 1), (7, 2, 11)),
-    "host without experts": Case((4, 4, 5), 2, (2, 2, 2), (3, 4, 5)),
-    "host without tokens": Case((4, 4, 5), 2, (0, 1, 2), (6, 0, 5)),
-    "in parts": Case((3, 9, 3, 5), 3, (0, 1, 0, 1), (9, 4), chunks=3),
-    "parts without tokens": Case((3, 9, 3, 5), 2, (0, 1, 0, 1), (9, 1), chunks=4),
-    "all to all": Case((4,) * 9, 9, (0, 1, 2, 0, 1, 2, 0, 1, 2), (3, 3, 3)),
-    "ffn, sigmoid, not normalised": Case(
-        (4, 6, 4),
-        2,
-        (1, 0, 1),
-        (5, 8),
-        options=(("kind", "ffn"), ("scores", "sigmoid"), ("normalise", False)),
-    ),
-    "shared expert": Case((4, 6, 4), 2, (1, 0, 1), (5, 8), chunks=2, options=(("shared", 5),)),
-    "capacity": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("capacity", 0.6),)),
-    "jitter": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("jitter", 0.3),)),
-    "silent host": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("capacity", 0.7),), silent=(1,)),
-    "four hosts": Case(tuple(range(2, 15)), 4, (3, 1, 0, 0, 2, 2, 3, 1, 1, 1, 0, 3, 3), (2, 9, 4, 1)),
-}
 
 
-def make(case: Case) -> MoELayer:
-    layer = MoELayer(WIDTH, case.sizes, case.top_k, **dict(case.options)).double()
+def on_host(rank: int, size: int, store: str, act: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``act(exchange, *arguments)`` on one of several hosts."""
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+        assert world.group is not None
+        return act(GroupExchange(world.group), *arguments)
+
+
+def make_layer(
+    exchange: GroupExchange,
+    host_of: Sequence[int],
+    top_k: int = 2,
+    num_chunks: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> MoELayer:
+    layer = MoELayer(WIDTH, [4] * len(host_of), top_k).to(dtype)
     initialise(layer, 3)
-    with torch.no_grad():
-        layer.gate.weight_ED.mul_(40)  # decided gates: no ties, and uneven loads
-        layer.load_E.copy_(torch.arange(1, len(case.sizes) + 1))
+    attach(layer, MoEContext(exchange, num_chunks))
+    place(layer, [host_of], exchange.rank)
     return layer
 
 
-def tokens_of(case: Case) -> Tensor:
-    return torch.randn(
-        sum(case.tokens), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+def make_tokens(rank: int, tokens: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(tokens, WIDTH, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def passed(layer: MoELayer, case: Case, places_T: Tensor) -> dict[str, Tensor]:
-    """Output, counts and gradients of one pass over the tokens of these places."""
-    x_TD = tokens_of(case)[places_T].requires_grad_()
+# --- headers and counts
+
+
+def forward_with(exchange: GroupExchange, options: Sequence[dict[str, Any]]) -> tuple[str, int, int]:
+    """The error of a forward pass whose options differ between hosts, with the rows and bytes sent."""
+    own_options = options[exchange.rank]
+    layer = make_layer(exchange, (0, 1, 0), **own_options)
+    x_TD = make_tokens(exchange.rank, 5, own_options.get("dtype", torch.float64))
+    with pytest.raises(RuntimeError) as caught:
+        layer(x_TD)
+    return str(caught.value), exchange.meter.rows, exchange.meter.bytes
+
+
+@pytest.mark.parametrize(
+    "differing",
+    [{"dtype": torch.float32}, {"top_k": 3}, {"num_chunks": 2}],
+    ids=["type", "top-k", "chunks"],
+)
+def test_hosts_with_different_settings_both_fail_and_nothing_is_sent(differing: dict[str, Any]) -> None:
+    errors = run_ranks(on_host, 2, forward_with, [{}, differing])
+    for rank, (text, rows, num_bytes) in enumerate(errors):
+        assert text.startswith(f"host {rank} is at exchange [1, ")
+        assert f"host {1 - rank} at [1, " in text
+        assert text.endswith("out of step; nothing was sent")
+        assert (rows, num_bytes) == (0, 0)
+
+
+def counts_out_of_step(exchange: GroupExchange) -> str:
+    """The error of an exchange of counts in which the last host has another sequence number."""
+    exchange._num_exchanges += exchange.rank // 2
+    with pytest.raises(RuntimeError) as caught:
+        exchange.all_to_all_counts(torch.zeros(exchange.size, 2, dtype=torch.int64), (5,))
+    return str(caught.value)
+
+
+def test_every_host_names_the_one_that_is_out_of_step() -> None:
+    first, second, third = run_ranks(on_host, 3, counts_out_of_step)
+    assert first == "host 0 is at exchange [1, 5], host 2 at [2, 5]: out of step; nothing was sent"
+    assert second == "host 1 is at exchange [1, 5], host 2 at [2, 5]: out of step; nothing was sent"
+    assert third == "host 2 is at exchange [2, 5], host 0 at [1, 5]: out of step; nothing was sent"
+
+
+def send_other_number(exchange: GroupExchange, announced: int) -> tuple[str, int]:
+    with pytest.raises(RuntimeError) as caught:
+        exchange.all_to_all_rows(torch.zeros(3, 4), [announced, 0], [1, 1])
+    return str(caught.value), exchange.meter.rows
+
+
+@pytest.mark.parametrize("announced", [2, 4])
+def test_rows_other_than_announced_are_not_sent(announced: int) -> None:
+    errors = run_ranks(on_host, 2, send_other_number, announced)
+    message = f"{announced} rows were announced to the other hosts; there are 3 to send"
+    assert errors == [(message, 0)] * 2
+
+
+# --- the meter
+
+
+def metered_pass(
+    exchange: GroupExchange, host_of: Sequence[int], tokens: Sequence[int], num_chunks: int
+) -> list[Any]:
+    """The gate's choices, and the meter after the forward and after the backward pass."""
+    layer = make_layer(exchange, host_of, num_chunks=num_chunks)
+    x_TD = make_tokens(exchange.rank, tokens[exchange.rank]).requires_grad_()
     y_TD, routing = layer(x_TD)
-    upstream_TD = torch.sin(places_T.double()).unsqueeze(1) * torch.linspace(
-        -1, 1, WIDTH, dtype=torch.float64
-    )
-    ((y_TD * upstream_TD).sum() + 0.3 * routing.balance + 0.1 * routing.z).backward()
-    assert x_TD.grad is not None
-    found = {"y": y_TD.detach(), "x": x_TD.grad, "counts": routing.counts_E}
-    for group, role, stack in layer.bank.stacks():
-        assert stack.grad is not None
-        found |= {f"{expert}.{role}": stack.grad[slot] for slot, expert in enumerate(group.ids)}
-    dense = [layer.gate.weight_ED, *(layer.shared.parameters() if layer.shared else ())]
-    return found | {f"dense.{number}": p.grad for number, p in enumerate(dense) if p.grad is not None}
+    forward = exchange.meter.take()
+    (y_TD * y_TD).sum().backward()
+    backward = exchange.meter.take()
+    assert exchange.meter.take() == (0, 0, 0.0)
+    return [routing.experts_TK.tolist(), forward, backward]
 
 
-def on_host(rank: int, size: int, store: str, case: Case) -> dict[str, Tensor]:
-    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        assert world.group is not None
-        layer = make(case)
-        first_token = sum(case.tokens[r] for r in range(rank) if r not in case.silent)
-        step = StepContext(first_sample=first_token, dummy=rank in case.silent)
-        attach(layer, MoEContext(GroupExchange(world.group), chunks=case.chunks, step=step))
-        place(layer, [case.host_of], rank)
-        return passed(layer, case, places(case)[rank])
-
-
-def places(case: Case) -> list[Tensor]:
-    """The places of each host's tokens among all of them."""
-    return list(torch.arange(sum(case.tokens)).split(list(case.tokens)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_hosts_equal_one_process(name: str) -> None:
-    case = CASES[name]
-    heard = [host for host in range(case.hosts) if host not in case.silent]
-    layer = make(case)
-    attach(layer, MoEContext())
-    alone = passed(layer, case, torch.cat([places(case)[host] for host in heard]))
-    found = run_ranks(on_host, case.hosts, case)
-    for key in ("y", "x"):
-        torch.testing.assert_close(
-            torch.cat([found[host][key] for host in heard]), alone[key], rtol=1e-11, atol=1e-12
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize(
+    ("host_of", "tokens"),
+    [((0, 1, 1, 0, 1), (9, 4)), ((0, 0, 0), (7, 5)), ((1, 2, 2, 0), (3, 0, 8))],
+    ids=["two hosts", "one without experts", "three hosts"],
+)
+def test_the_meter_counts_rows_that_leave_the_host(
+    host_of: Sequence[int], tokens: Sequence[int], num_chunks: int
+) -> None:
+    """A row for each token and each other host with experts for it, however many; none for rows that stay."""
+    results = run_ranks(on_host, len(tokens), metered_pass, host_of, tokens, num_chunks)
+    num_hosts = len(tokens)
+    sent = [[0] * num_hosts for _ in range(num_hosts)]  # by sender and receiver
+    for sender, (choices, _, _) in enumerate(results):
+        for chosen in choices:
+            for receiver in {host_of[expert] for expert in chosen}:
+                sent[sender][receiver] += 1
+    features, weights, ids = WIDTH * 8, 2 * 8, 2 * 4
+    for rank, (_, forward, backward) in enumerate(results):
+        outgoing = sum(sent[rank]) - sent[rank][rank]
+        incoming = sum(row[rank] for row in sent) - sent[rank][rank]
+        assert forward[:2] == (
+            outgoing * (features + weights + ids) + incoming * features,
+            outgoing + incoming,
         )
-    assert torch.stack([found[host]["counts"] for host in heard]).sum(0).tolist() == alone["counts"].tolist()
-    experts = {key: value for answer in found for key, value in answer.items() if key[0].isdigit()}
-    assert experts.keys() == {key for key in alone if key[0].isdigit()}
-    for key, value in experts.items():
-        torch.testing.assert_close(value, alone[key], rtol=1e-11, atol=1e-12)
-    for key in [key for key in alone if key.startswith("dense")]:
-        torch.testing.assert_close(
-            torch.stack([found[host][key] for host in heard]).sum(0), alone[key], rtol=1e-11, atol=1e-12
+        assert backward[:2] == (
+            outgoing * features + incoming * (features + weights),
+            outgoing + incoming,
         )
+        assert forward[2] > 0
+    assert any(row[rank] for rank, row in enumerate(sent)), "some rows stay"
+
+
+def pass_with_local_experts(exchange: GroupExchange) -> tuple[int, int, float]:
+    layer = make_layer(exchange, (exchange.rank,) * 3)
+    y_TD, _ = layer(make_tokens(exchange.rank, 8))
+    y_TD.sum().backward()
+    return exchange.meter.take()
+
+
+def test_rows_that_stay_on_a_host_are_not_metered() -> None:
+    """Each host believes that it has all experts."""
+    for num_bytes, rows, seconds in run_ranks(on_host, 2, pass_with_local_experts):
+        assert (num_bytes, rows) == (0, 0)
+        assert seconds > 0, "counts are exchanged all the same"

@@ -240,7 +240,7 @@ def test_what_formed_in_vain_is_let_go_of() -> None:
 
 def waits_for_long(rank: int, size: int, _: str, place: Place) -> list[float]:
     """Longer than the hosts have to connect."""
-    module._TO_CONNECT = timedelta(seconds=1)
+    module._CONNECT_TIMEOUT = timedelta(seconds=1)
     host = Host(place, rank)
     lines = host.join("only", rank, size)
     group = lines.form()
@@ -381,7 +381,7 @@ def alone(rank: int, size: int, _: str, place: Place) -> list[Any]:
     host = Host(place, rank)
     lines = host.join("alone", rank, size)
     found = summed(lines.form())
-    found.append(float(host.life.answers))
+    found.append(float(host.life.completed_waits))
     lines.close()
     return [*found, host.life.waiting]
 
@@ -404,29 +404,29 @@ def test_who_has_left_does_not_wait() -> None:
     with pytest.raises(GroupLeft):
         life.check()
     with pytest.raises(GroupLeft):
-        life.until(lambda: False)
+        life.wait_until(lambda: False)
 
 
 def test_what_is_there_already_is_taken_by_who_has_left() -> None:
     life = GroupMembership()
     life.leave()
-    life.until(lambda: True)
-    assert (life.answers, life.waiting) == (1, False)
+    life.wait_until(lambda: True)
+    assert (life.completed_waits, life.waiting) == (1, False)
 
 
 def test_an_onlooker_sees_who_waits() -> None:
     life, there, waited = GroupMembership(), threading.Event(), []
     thread = threading.Thread(
-        target=lambda: life.until(lambda: bool(waited.append(life.waiting)) or there.is_set())
+        target=lambda: life.wait_until(lambda: bool(waited.append(life.waiting)) or there.is_set())
     )
     thread.start()
     while not waited:
         time.sleep(0.001)
     assert life.waiting
-    assert life.answers == 0
+    assert life.completed_waits == 0
     there.set()
     thread.join()
-    assert (life.waiting, life.answers) == (False, 1)
+    assert (life.waiting, life.completed_waits) == (False, 1)
 
 
 def test_from_another_thread_it_is_left_at_once() -> None:
@@ -434,7 +434,7 @@ def test_from_another_thread_it_is_left_at_once() -> None:
 
     def wait() -> None:
         try:
-            life.until(lambda: False)
+            life.wait_until(lambda: False)
         except GroupLeft as error:
             caught.append(error)
 
@@ -449,7 +449,7 @@ def test_from_another_thread_it_is_left_at_once() -> None:
 def test_what_a_device_waits_for_is_aborted_when_the_group_is_left_or_closed(left: bool) -> None:
     life, over, aborted = GroupMembership(), threading.Event(), threading.Event()
     handle = SimpleNamespace(abort=aborted.set)
-    thread = threading.Thread(target=module._abort_in_time, args=(handle, life, over))
+    thread = threading.Thread(target=module._abort_when_left, args=(handle, life, over))
     thread.start()
     assert not aborted.wait(0.3)
     if left:

@@ -228,7 +228,7 @@ def test_blocks_that_are_no_such_layer_are_refused(make: Callable[[], nn.Module]
         (MoELayer(8, [HIDDEN] * 5, 2), "width 8, where the block needs 10"),
         (
             MoELayer(WIDTH, [HIDDEN] * 4, 2),
-            "experts 4, where the block needs 5; experts held here 4, where the block needs 5",
+            "experts 4, where the block needs 5; local experts 4, where the block needs 5",
         ),
         (
             MoELayer(WIDTH, [HIDDEN, 6, HIDDEN, 6, 6], 2),
@@ -260,5 +260,5 @@ def test_a_host_that_holds_some_of_the_experts_is_refused() -> None:
     block = mixtral()
     layer = from_block(block)
     layer.bank = layer.bank.part([0, 3])
-    with pytest.raises(ValueError, match="it has experts held here 2, where the block needs 5"):
+    with pytest.raises(ValueError, match="it has local experts 2, where the block needs 5"):
         into_block(layer, block)

@@ -61,7 +61,7 @@ def tokens_of(*shape: int) -> Tensor:
 
 
 def noise_of(layer: MoELayer, positions: Tensor) -> Tensor | None:
-    seed, width = layer.context.step.seed + layer.number, layer.gate.weight_ED.shape[1]
+    seed, width = layer.context.step.seed + layer.layer_id, layer.gate.weight_ED.shape[1]
     return noise(seed, positions, width, layer.jitter, torch.float64) if layer.jitter else None
 
 

@@ -45,7 +45,7 @@ class Worker:
     def advance(self, segment: tuple[str, int]) -> Any:
         what, number = segment
         if what == "wait":
-            self.side.membership.until(lambda: False)
+            self.side.membership.wait_until(lambda: False)
         if what == "fail":
             raise ValueError("of the work")
         if what == "put":

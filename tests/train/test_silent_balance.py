@@ -62,7 +62,7 @@ def counts_both_passes(patch: pytest.MonkeyPatch) -> None:
 
     def route(self: MoELayer, x_TD: Tensor, samples: int) -> Any:
         routing = real(self, x_TD, samples)
-        if self.context.repeating:
+        if self.context.replaying:
             counted[self].add_(routing.counts_E)
         else:
             counted[self] = routing.counts_E

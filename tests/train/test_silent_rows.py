@@ -127,19 +127,19 @@ def takes_any_counts(patch: pytest.MonkeyPatch) -> None:
         self.group.all_to_all(received, mine_NC.contiguous(), [], []).wait()
         return received.tolist()
 
-    patch.setattr(GroupExchange, "counts", unchecked)
+    patch.setattr(GroupExchange, "all_to_all_counts", unchecked)
 
 
 def out_of_step(rank: int, size: int, store: str, ahead: int, plant: Plant | None) -> str:
     """Each sends the other a row; the second host is some exchanges ahead, and tells of the rows of the one it is at."""
     with hosted(rank, size, store, plant) as world:
         exchange = GroupExchange(Group(rank, size, world.process_group))
-        exchange._number = ahead * rank
+        exchange._num_exchanges = ahead * rank
         told_NC = torch.tensor([[1 + 2 * ahead * rank], [1]])
 
         def exchanged() -> int:
-            receives = [row[0] for row in exchange.counts(told_NC, (8,))]
-            return len(exchange.rows(torch.ones(2, 3), [1, 1], receives).wait())
+            receives = [row[0] for row in exchange.all_to_all_counts(told_NC, (8,))]
+            return len(exchange.all_to_all_rows(torch.ones(2, 3), [1, 1], receives).wait())
 
         return refusal(exchanged)
 

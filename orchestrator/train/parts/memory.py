@@ -102,7 +102,7 @@ def recompute_blocks(model: nn.Module, hosts: MoEContext | None) -> int:
 
 def _taped(hosts: MoEContext) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     tape = RecomputeCache()
-    return tape.writing(hosts), tape.reading(hosts)
+    return tape.recording(hosts), tape.replaying(hosts)
 
 
 def block_lists(model: nn.Module) -> list[list[nn.Module]]:

@@ -13,7 +13,7 @@ from experts.balance import moe_layers
 from experts.bank import SizeClass
 from experts.context import MoEContext
 from experts.exchange import GroupExchange
-from experts.group import Group, Work
+from experts.group import AsyncWork, Group
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World
@@ -137,7 +137,7 @@ class GradientSums:
             for bucket in self._buckets
         ]
         self._left: list[int] = []
-        self._sent: list[tuple[Tensor, Work]] = []
+        self._sent: list[tuple[Tensor, AsyncWork]] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._hook())
 

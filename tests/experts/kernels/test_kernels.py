@@ -168,13 +168,13 @@ def test_counts_that_do_not_cover_the_rows_are_refused(counts: list[int]) -> Non
 
 def test_the_loop_refuses_counts_that_do_not_cover_the_rows() -> None:
     rows, weights, scale = torch.randn(6, 8), weights_of(2, 8, 4, "ffn"), torch.ones(6)
-    with pytest.raises(RuntimeError, match="the experts were promised 5 rows and got 6"):
+    with pytest.raises(RuntimeError, match="the counts of the experts sum to 5 rows; there are 6"):
         experts_loop(rows, *weights, torch.tensor([3, 2]), scale, "ffn")
 
 
-def test_no_rows_where_some_were_promised_are_refused() -> None:
+def test_no_rows_with_nonzero_counts_are_refused() -> None:
     weights = weights_of(2, 8, 4, "ffn")
-    with pytest.raises(RuntimeError, match="the experts were promised 3 rows and got 0"):
+    with pytest.raises(RuntimeError, match="the counts of the experts sum to 3 rows; there are 0"):
         experts_loop(torch.randn(0, 8), *weights, torch.tensor([1, 2]), torch.ones(0), "ffn")
 
 

@@ -69,8 +69,8 @@ def counted(exchange: GroupExchange) -> Iterator[Counter[str]]:
 
         return call
 
-    exchange.counts = watched("counts", exchange.counts)
-    exchange.rows = watched("rows", exchange.rows)
+    exchange.all_to_all_counts = watched("counts", exchange.all_to_all_counts)
+    exchange.all_to_all_rows = watched("rows", exchange.all_to_all_rows)
     yield calls
 
 
@@ -225,12 +225,12 @@ def test_what_was_made_once_is_handed_out_again_in_order() -> None:
         return made[-1]
 
     assert [hosts.replayed(make), hosts.replayed(make)] == [0, 1], "without a tape, each time anew"
-    with tape.writing(hosts):
-        assert not hosts.repeating
+    with tape.recording(hosts):
+        assert not hosts.replaying
         assert [hosts.replayed(make), hosts.replayed(make)] == [2, 3]
     for _ in range(2):
-        with tape.reading(hosts):
-            assert hosts.repeating
+        with tape.replaying(hosts):
+            assert hosts.replaying
             assert [hosts.replayed(make), hosts.replayed(make)] == [2, 3]
     assert made == [0, 1, 2, 3]
     assert hosts.cache is None
@@ -239,9 +239,9 @@ def test_what_was_made_once_is_handed_out_again_in_order() -> None:
 def test_a_tape_keeps_values_without_their_history() -> None:
     hosts, tape = MoEContext(), RecomputeCache()
     leaf = torch.ones(3, requires_grad=True)
-    with tape.writing(hosts):
+    with tape.recording(hosts):
         made = hosts.replayed(lambda: (leaf * 2, torch.arange(2)))
-    with tape.reading(hosts):
+    with tape.replaying(hosts):
         again = hosts.replayed(lambda: made)
     assert made[0].grad_fn is not None
     assert again[0].grad_fn is None
@@ -252,8 +252,8 @@ def test_a_tape_keeps_values_without_their_history() -> None:
 
 def test_a_pass_that_fails_leaves_no_tape_behind() -> None:
     hosts, outer = MoEContext(), RecomputeCache()
-    with outer.writing(hosts):
-        with pytest.raises(ZeroDivisionError), RecomputeCache().writing(hosts):
+    with outer.recording(hosts):
+        with pytest.raises(ZeroDivisionError), RecomputeCache().recording(hosts):
             raise ZeroDivisionError
         assert hosts.cache is outer
     assert hosts.cache is None
