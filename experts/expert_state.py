@@ -25,7 +25,7 @@ def stacked_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def names_elsewhere(model: nn.Module) -> set[str]:
+def remote_expert_names(model: nn.Module) -> set[str]:
     """Return the names of the entries of experts on other hosts."""
     names: set[str] = set()
     for prefix, module in model.named_modules():
@@ -35,7 +35,7 @@ def names_elsewhere(model: nn.Module) -> set[str]:
     return names
 
 
-def lives_on_hosts(model: nn.Module) -> bool:
+def is_expert_parallel(model: nn.Module) -> bool:
     """Whether the model's experts are distributed over several hosts."""
     return any(layer.context.exchange.size > 1 for _, layer in moe_layers(model))
 

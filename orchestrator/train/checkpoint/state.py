@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experts.expert_state import join_experts, lives_on_hosts, names_elsewhere, split_experts, stacked_names
+from experts.expert_state import join_experts, is_expert_parallel, remote_expert_names, split_experts, stacked_names
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
@@ -60,7 +60,7 @@ def capture(
 ) -> Contents | None:
     """A copy in the main worker's host memory of all that a run needs to go on; None on the others. Where the model is
     sharded, or its experts live on several hosts, every worker must call it."""
-    lodged = lives_on_hosts(model)
+    lodged = is_expert_parallel(model)
     if not world.is_main and not is_sharded(model) and not lodged:
         return None
     reshard_all(model)
@@ -249,7 +249,7 @@ def _restore_optimizer(contents: Contents, model: nn.Module, optimizer: torch.op
     for key, tensor in contents.tensors["optimizer"].items():
         slot, _, name = key.partition("/")
         slots.setdefault(slot, {})[name] = tensor
-    parameters, elsewhere = dict(model.named_parameters()), names_elsewhere(model)
+    parameters, elsewhere = dict(model.named_parameters()), remote_expert_names(model)
     for slot, tensors in slots.items():
         held = {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         for name, tensor in _joined_slot(held, model).items():

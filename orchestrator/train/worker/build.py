@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.bank import without_memory
-from experts.expert_state import lives_on_hosts, names_elsewhere
+from experts.expert_state import is_expert_parallel, remote_expert_names
 from experts.model import mix, place
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
@@ -178,7 +178,7 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
     own = getattr(task, "build_optimizer", None)
     trained = [p for p in model.parameters() if p.requires_grad]
     if (
-        lives_on_hosts(model) and not trained
+        is_expert_parallel(model) and not trained
     ):  # all that is trained lives elsewhere, and optimizers want something
         trained = [nn.Parameter(torch.zeros(0, device=next(model.parameters()).device))]
     with user_code("building the optimizer"):
@@ -349,7 +349,7 @@ def check_start_checkpoint(config: Config) -> None:
 
 def restore_snapshots(copies: HostSnapshots, parts: ModelParts, world: World, log: Log) -> Progress:
     """Where the run begins again: where the hosts' copies of their state were taken."""
-    contents = merge_snapshots(copies, world.rank, names_elsewhere(parts.model))
+    contents = merge_snapshots(copies, world.rank, remote_expert_names(parts.model))
     progress = restore(contents, parts.model, parts.optimizer.inner, parts.precision)
     log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
     return progress
@@ -368,14 +368,14 @@ def restore_checkpoint(
     ):
         settings = replace(settings, resume="auto", init_from=None)
     if settings.init_from is not None:
-        path, contents, _ = _chosen(str(settings.init_from), store, world, names_elsewhere(parts.model))
+        path, contents, _ = _chosen(str(settings.init_from), store, world, remote_expert_names(parts.model))
         assert contents is not None
         restore_model(contents, parts.model)
         log.write("resume", step=0, path=str(path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()
-    path, contents, skipped = _chosen(settings.resume, store, world, names_elsewhere(parts.model))
+    path, contents, skipped = _chosen(settings.resume, store, world, remote_expert_names(parts.model))
     progress = (
         Progress()
         if contents is None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import orchestrator.train.checkpoint.snapshots as snapshots_module
 from experts.actor_host import Outbox
-from experts.expert_state import names_elsewhere
+from experts.expert_state import remote_expert_names
 from experts.membership import GroupLeft, GroupMembership
 from experts.model import place
 from orchestrator.config.settings import Config
@@ -199,7 +199,7 @@ def test_one_process_goes_on_from_the_copies_of_three(three: tuple[HostSnapshots
     copies, contents = three
     model, optimizer, precision = alone()
     assert (
-        restore(merge_snapshots(copies, 0, names_elsewhere(model)), model, optimizer, precision) == PROGRESS
+        restore(merge_snapshots(copies, 0, remote_expert_names(model)), model, optimizer, precision) == PROGRESS
     )
     again = capture(model, optimizer, precision, PROGRESS, World.single_process())
     assert again is not None
@@ -213,7 +213,7 @@ def regrouped(
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
         model, optimizer = stepper.strategy.model, stepper.optimizer.inner
         progress = restore(
-            merge_snapshots(copies, rank, names_elsewhere(model)), model, optimizer, stepper.precision
+            merge_snapshots(copies, rank, remote_expert_names(model)), model, optimizer, stepper.precision
         )
         return capture(model, optimizer, stepper.precision, progress, world), progress
 
