@@ -17,7 +17,8 @@ from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.step import NO_LIMIT, as_loss, check_device
-from orchestrator.train.strategies.data_parallel import Strategy, persistent_buffers
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.totals import Totals, TotalsReducer
 
 _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memory

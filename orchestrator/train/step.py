@@ -27,7 +27,8 @@ from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import Strategy, running_statistics
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.totals import Totals, TotalsReducer
 
 Emit = Callable[..., None]
@@ -65,7 +66,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.max_pass_samples = NO_LIMIT if self.strategy.lockstep else self.micro_batch
         self._sums = TotalsReducer(self.world, "step", self.strategy.num_expert_grads)
-        self.strategy.learns(self.optimizer.parameters)
+        self.strategy.set_trained(self.optimizer.parameters)
         self._routed = len(moe_layers(self.strategy.model))
         self._statistics = [(b.detach().clone(), b) for b in running_statistics(self.strategy.model)]
 
@@ -81,7 +82,7 @@ class Stepper:
                 problem = self._recoverable(error, step)
                 if problem is None:
                     raise
-            if self.strategy.votes:
+            if self.strategy.needs_vote:
                 problem = self._vote(problem)
             if problem is None:
                 break
@@ -100,7 +101,7 @@ class Stepper:
         self._keep_statistics()
         seed_everything(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.optimizer.inner.zero_grad(set_to_none=True)
-        self.strategy.begin(portion.all_have_samples)
+        self.strategy.begin_step(portion.all_have_samples)
         noise_seed = mix(self.seed, "noise", step) >> 20
         nominal = self._nominal(portion)
         totals: Totals | None = None
@@ -160,7 +161,11 @@ class Stepper:
                 ) from None
             raise
         whole = self._sums(
-            totals, portion.global_samples, stop, self.strategy.squares(), self.strategy.exchange_stats()
+            totals,
+            portion.global_samples,
+            stop,
+            self.strategy.expert_grad_squares(),
+            self.strategy.exchange_stats(),
         )
         whole.nominal_count = self._nominal(portion) * factor
         self.clock.mark("communication")
@@ -200,13 +205,18 @@ class Stepper:
             update_balance(self.strategy.model, totals.loads)
 
     def _divide_clip_and_step(self, totals: Totals, step: int) -> None:
-        gradients = self.strategy.local([p.grad for p in self.optimizer.parameters if p.grad is not None])
+        gradients = self.strategy.local_parts(
+            [p.grad for p in self.optimizer.parameters if p.grad is not None]
+        )
         count = totals.count.double().clamp(min=1) if isinstance(totals.count, Tensor) else totals.count
         factor: float | Tensor = totals.nominal_count / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()
         totals.norm = scale_and_clip(
-            gradients, self.strategy.norm(gradients, totals.expert_grad_squares), factor, self.clip_norm
+            gradients,
+            self.strategy.gradient_norm(gradients, totals.expert_grad_squares),
+            factor,
+            self.clip_norm,
         )
         if self.precision.scale is not None:
             totals.finite = totals.norm.isfinite()
@@ -227,7 +237,7 @@ class Stepper:
         """What can be done about an error: 'halve', 'uncompile', or nothing. The user's errors are told as such; ours keep
         their traceback."""
         if is_out_of_memory(error):
-            if self.world.size > 1 and not self.strategy.votes:
+            if self.world.size > 1 and not self.strategy.needs_vote:
                 raise OutOfMemory(
                     f"worker {self.world.rank} ran out of memory at step {step + 1} with a micro-batch of {self._held()}",
                     self._held(),
@@ -236,7 +246,7 @@ class Stepper:
         if (
             self.compiled is not None
             and is_compile_error(error)
-            and (self.world.size == 1 or self.strategy.votes)
+            and (self.world.size == 1 or self.strategy.needs_vote)
         ):
             self.emit("compile", status="failed", seconds=0.0, detail=_first_line(error))
             return "uncompile"
@@ -261,7 +271,7 @@ class Stepper:
                 f"out of memory at step {step + 1} with a micro-batch of one sample; try --activation-checkpointing on, "
                 "--precision bf16, a smaller --width, or a device with more memory"
             )
-        self.strategy.renew()
+        self.strategy.micro_batch_changed()
         before, self.max_pass_samples = self.max_pass_samples, -(-self.max_pass_samples // 2)
         self._good, self._patience = 0, self._patience * 2
         self.emit(
@@ -288,7 +298,7 @@ class Stepper:
         self._good += 1
         if self.max_pass_samples < self.micro_batch and self._good >= self._patience:
             self.max_pass_samples, self._good = min(self.micro_batch, self.max_pass_samples * 2), 0
-            self.strategy.renew()
+            self.strategy.micro_batch_changed()
             self.emit(
                 "warning",
                 kind="memory",

@@ -21,8 +21,8 @@ from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world, recoverable_world
-from orchestrator.train.strategies import data_parallel as replicate
-from orchestrator.train.strategies.data_parallel import convert_sync_batchnorm
+from orchestrator.train.strategies import ddp as replicate
+from orchestrator.train.strategies.buffers import convert_sync_batchnorm, running_statistics
 from tests.support.ranks import run_ranks
 from tests.support.steppers import (
     DoubleDigits,
@@ -70,7 +70,7 @@ def steps(task: Any, whole: int, micro: int, count: int, world: World, **setting
         "norms": [float(t.norm) for t in done],  # pyright: ignore[reportArgumentType]
         "gradients": {name: g.cpu() for name, g in gradients(model).items()},
         "weights": {name: w.cpu() for name, w in weights(model).items()},
-        "statistics": [b.cpu() for b in replicate.running_statistics(model)],
+        "statistics": [b.cpu() for b in running_statistics(model)],
     }
 
 

@@ -20,15 +20,10 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warm
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
-from orchestrator.train.strategies.data_parallel import (
-    DDPOptions,
-    DDPStrategy,
-    FSDPStrategy,
-    Strategy,
-    full_tensor,
-    shard_model,
-)
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
 from orchestrator.train.totals import Totals
 
 
@@ -86,7 +81,7 @@ def make_stepper(
         model.to(world.device)
     replica = Strategy(model, task)
     if sharding != "none":
-        shard_model(model, world, whole_parameters=sharding == "zero2", offload=offload)
+        shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
         replica = FSDPStrategy(model, task, world)
     elif world.size > 1 and host_of is not None:
         place(model, host_of, world.rank)

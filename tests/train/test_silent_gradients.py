@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from experts.gate import Gate
 from orchestrator.train.parts.optim import norm_of_gradients
-from orchestrator.train.strategies.data_parallel import Strategy
+from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from tests.support.planted_faults import (
     HOSTS,
@@ -38,7 +38,7 @@ def averages_norms(patch: pytest.MonkeyPatch) -> None:
     def averaged(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
         return self.world.all_reduce(norm_of_gradients(gradients)) / self.world.size
 
-    patch.setattr(ExpertParallelStrategy, "norm", averaged)
+    patch.setattr(ExpertParallelStrategy, "gradient_norm", averaged)
 
 
 def norms_equal_one_process(plant: Plant | None) -> None:
@@ -57,7 +57,7 @@ def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
 
 def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        ExpertParallelStrategy, "norm", lambda self, gradients, squares: norm_of_gradients(gradients)
+        ExpertParallelStrategy, "gradient_norm", lambda self, gradients, squares: norm_of_gradients(gradients)
     )
 
 
@@ -81,14 +81,14 @@ def test_each_expert_group_clips_by_its_own_norm() -> None:
 
 
 def leaves_experts_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExpertParallelStrategy, "norm", lambda self, gradients, squares: _dense_norm(self))
+    patch.setattr(ExpertParallelStrategy, "gradient_norm", lambda self, gradients, squares: _dense_norm(self))
 
 
 def counts_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
     def counted(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor) -> Tensor:
         return (_dense_norm(self).square() * self.world.size + squares.sum()).sqrt()
 
-    patch.setattr(ExpertParallelStrategy, "norm", counted)
+    patch.setattr(ExpertParallelStrategy, "gradient_norm", counted)
 
 
 def _dense_norm(replica: ExpertParallelStrategy) -> Tensor:

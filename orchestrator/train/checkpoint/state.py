@@ -18,20 +18,11 @@ from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
 from orchestrator.train.checkpoint.store import Contents
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import (
-    copy_into,
-    full_tensor,
-    is_sharded,
-    reshard_all,
-    shard_like,
-)
 
 
-@dataclass
-class Progress:
-    """How far a run has come. ``step`` counts finished optimizer steps; the next one begins at sample ``position`` of
-    ``epoch``'s order, so that another batch size can go on from here and still see each sample once."""
+@dataclass(frozen=True)
+class TrainState:
+    """The parts of a run that hold state.
 
     step: int = 0
     epoch: int = 0

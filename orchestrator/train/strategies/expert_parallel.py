@@ -1,34 +1,33 @@
-"""A model on expert hosts: each has the dense part and some of the experts. Tokens travel to the experts, so an expert's
-gradient is complete where it lives; gradients of the dense part are summed over the hosts while the backward pass runs."""
+"""Expert parallel: each host has the dense part of the model and some of the experts.
+
+Tokens are sent to the experts' hosts, so an expert's gradient is complete where the expert lives. Gradients of the dense
+part are all-reduced over the hosts while the backward pass runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.bank import SizeClass
 from experts.context import MoEContext
 from experts.exchange import GroupExchange
 from experts.group import AsyncWork, Group
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.data_parallel import (
-    Strategy,
-    gradient_buckets,
-    persistent_buffers,
-    running_statistics,
-)
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
+from orchestrator.train.strategies.buffers import persistent_buffers, running_statistics
 
-_BUCKET_MB = 25
+_ROLES = ("up", "down")  # the two weights of an expert, in the order in which their norms are summed
 
 
 class ExpertParallelStrategy(Strategy):
-    """The dense part of a model, with this host's experts."""
+    """The dense part of a model on every host, and each host's own experts."""
 
     lockstep = True
 
@@ -41,9 +40,10 @@ class ExpertParallelStrategy(Strategy):
         bucket_mb: int | None = None,
         buffers: Sequence[Tensor] = (),
     ) -> None:
-        """The model's experts have been placed already. ``buffers`` are the main host's at the beginning of each step."""
-        self.world, self._buffers = world, tuple(buffers)
+        """The model's experts are placed already. The main host broadcasts ``buffers`` at the start of each step."""
         assert world.group is not None, "one process has no hosts"
+        self.world = world
+        self._buffers = tuple(buffers)
         self._exchange = GroupExchange(world.group)
         super().__init__(model, task, MoEContext(self._exchange, chunks))
         self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
@@ -51,29 +51,29 @@ class ExpertParallelStrategy(Strategy):
         dense = [p for p in model.parameters() if id(p) not in expert_ids]
         world.broadcast([tensor.detach() for tensor in [*dense, *persistent_buffers(model)]])
         self._dense = [p for p in dense if p.requires_grad]
-        self._learned = {id(p) for p in model.parameters()}
-        self._sums = GradientSums(self._dense, world.new_group(), bucket_mb or _BUCKET_MB)
-        self.num_expert_grads = sum(2 * len(bank.sizes) for bank in self._banks)
+        self._trained_ids = {id(p) for p in model.parameters()}
+        self._all_reduce = GradientAllReduce(self._dense, world.new_group(), bucket_mb or BUCKET_MB)
+        self.num_expert_grads = sum(len(_ROLES) * len(bank.sizes) for bank in self._banks)
 
-    def learns(self, parameters: Sequence[Tensor]) -> None:
-        self._learned = {id(p) for p in parameters}
+    def set_trained(self, parameters: Sequence[Tensor]) -> None:
+        self._trained_ids = {id(p) for p in parameters}
 
     def loss(self, batch: object, last: bool) -> object:
-        self._sums.armed = last and not self.context.step.dummy
+        # Gradients of a dummy pass are discarded when it ends, so they must not be sent while it runs.
+        self._all_reduce.armed = last and not self.context.step.dummy
         return super().loss(batch, last)
 
-    def begin(self, shared: bool) -> None:
-        super().begin(shared)
-        self.model.zero_grad(
-            set_to_none=True
-        )  # an optimizer clears what it has, and sums are of all that is trained
+    def begin_step(self, all_have_samples: bool) -> None:
+        super().begin_step(all_have_samples)
+        # An optimizer clears only its own parameters, and the all-reduce covers every one that requires a gradient.
+        self.model.zero_grad(set_to_none=True)
         self.world.broadcast(self._buffers)
-        self._exchange.meter.take()  # what an evaluation cost
-        self._sums.begin()
+        self._exchange.meter.take()  # drop the costs of an evaluation
+        self._all_reduce.begin_step()
 
     @contextmanager
     def dummy_pass(self) -> Iterator[None]:
-        """What a stand-in leaves in the dense part is taken back: a gradient of zero times something infinite, for one."""
+        """Restore the dense part afterwards: zero times an infinite value, for one, leaves a NaN gradient."""
         gradients = [None if p.grad is None else p.grad.clone() for p in self._dense]
         statistics = [(buffer, buffer.clone()) for buffer in running_statistics(self.model)]
         yield
@@ -83,96 +83,89 @@ class ExpertParallelStrategy(Strategy):
             buffer.copy_(before)
 
     def all_reduce_gradients(self) -> float:
-        self._sums.finish()
+        self._all_reduce.finish()
         return 1.0
 
-    def squares(self) -> Tensor | None:
-        """Each expert's two gradients have a place of their own, in the order of layers and ids, whoever holds them."""
-        pieces: list[Tensor] = []
+    def expert_grad_squares(self) -> Tensor | None:
+        """Each weight of each expert has one position, by layer, role and id, on whichever host the expert lives."""
+        layers: list[Tensor] = []
         for bank in self._banks:
-            places = torch.zeros(2, len(bank.sizes), dtype=torch.float64, device=self.world.device)
-            for group, role, stack in bank.stacks():
-                if stack.grad is not None and id(stack) in self._learned:
-                    places[_ROLES.index(role)].index_copy_(
-                        0, _ids(group, places.device), _squares(stack.grad)
-                    )
-            pieces.append(places.reshape(-1))
-        return torch.cat(pieces) if pieces else None
+            squares = torch.zeros(2, len(bank.sizes), dtype=torch.float64, device=self.world.device)
+            for size_class, role, stack in bank.stacks():
+                if stack.grad is not None and id(stack) in self._trained_ids:
+                    expert_ids = torch.tensor(size_class.ids, device=squares.device)
+                    norms = torch.linalg.vector_norm(stack.grad.flatten(1), dim=1)
+                    squares[_ROLES.index(role)].index_copy_(0, expert_ids, norms.double().square())
+            layers.append(squares.reshape(-1))
+        return torch.cat(layers) if layers else None
 
-    def norm(self, gradients: list[Tensor], squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        dense = norm_of_gradients(
-            [p.grad for p in self._dense if p.grad is not None and id(p) in self._learned]
-        ).to(self.world.device)
-        return dense if squares is None else torch.cat([dense.square().reshape(1), squares]).sum().sqrt()
+    def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
+        trained = [p.grad for p in self._dense if p.grad is not None and id(p) in self._trained_ids]
+        dense = norm_of_gradients(trained).to(self.world.device)
+        if expert_squares is None:
+            return dense
+        return torch.cat([dense.square().reshape(1), expert_squares]).sum().sqrt()
 
     def exchange_stats(self) -> tuple[float, float, float]:
         sent, rows, seconds = self._exchange.meter.take()
         return float(sent), float(rows), seconds
 
 
-_ROLES = ("up", "down")
+class GradientAllReduce:
+    """Sums gradients over the hosts in buckets, each as soon as its gradients are complete.
 
-
-def _ids(group: SizeClass, device: torch.device) -> Tensor:
-    return torch.tensor(group.ids, device=device)
-
-
-def _squares(stack: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(stack.flatten(1), dim=1).double().square()
-
-
-class GradientSums:
-    """Sums gradients over the hosts in buckets that are fixed by the list of parameters, the last parameters first, each as
-    soon as it is complete. Buckets leave in their order, in a group of their own: what is summed does not depend on when
-    a host was ready, and never gets in the way of the exchange. With each gradient travels whether there is one: a parameter
-    that no host used stays without, as in one process."""
+    The list of parameters fixes the buckets, the last parameters first, and buckets are sent in that order. So the sums
+    do not depend on which host was ready when. The group is their own, so that they never block the token exchange.
+    Each gradient carries a flag that it exists: a parameter that no host used stays without one, as in one process.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, cap_mb: int) -> None:
         self.armed = False
+        """Whether gradients that become complete are sent at once: true in the last backward pass of a step."""
         self._group = group
         self._buckets = list(gradient_buckets(list(reversed(parameters)), cap_mb))
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
-        self._all = [
+        # The flags of a bucket whose gradients all exist, made once: new ones cost a copy to the device per step.
+        self._all_exist = [
             torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)
             for bucket in self._buckets
         ]
-        self._left: list[int] = []
+        self._num_missing: list[int] = []
         self._sent: list[tuple[Tensor, AsyncWork]] = []
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._hook())
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _hook(self) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            if self.armed:
-                self._left[self._bucket_of[id(parameter)]] -= 1
-                self._send(whatever=False)
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self.armed:
+            self._num_missing[self._bucket_of[id(parameter)]] -= 1
+            self._send_buckets(incomplete=False)
 
-        return ready
-
-    def begin(self) -> None:
-        """Before a step."""
+    def begin_step(self) -> None:
         self.armed = False
-        self._left = [len(bucket) for bucket in self._buckets]
+        self._num_missing = [len(bucket) for bucket in self._buckets]
         self._sent = []
 
-    def _send(self, whatever: bool) -> None:
-        while len(self._sent) < len(self._buckets) and (whatever or self._left[len(self._sent)] <= 0):
-            bucket = self._buckets[len(self._sent)]
-            there = self._all[len(self._sent)]
+    def _send_buckets(self, incomplete: bool) -> None:
+        """Start the all-reduce of the next buckets in order, up to the first incomplete one unless it is allowed."""
+        while len(self._sent) < len(self._buckets):
+            number = len(self._sent)
+            if self._num_missing[number] > 0 and not incomplete:
+                return
+            bucket = self._buckets[number]
+            exists = self._all_exist[number]
             if any(p.grad is None for p in bucket):
-                there = there.new_tensor([float(p.grad is not None) for p in bucket])
-            flat = torch.cat(
-                [*(p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket), there]
-            )
+                exists = exists.new_tensor([float(p.grad is not None) for p in bucket])
+            gradients = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
+            flat = torch.cat([*gradients, exists])
             self._sent.append((flat, self._group.all_reduce(flat)))
 
     def finish(self) -> None:
-        """After the backward pass of a step: send what is left, and put the sums in place."""
-        self._send(whatever=True)
+        """Send the remaining buckets after the last backward pass, and put the sums into the gradients."""
+        self._send_buckets(incomplete=True)
         for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
             work.wait()
-            *parts, there = flat.split([*(p.numel() for p in bucket), len(bucket)])
-            for place, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
-                if parameter.grad is not None or float(there[place]):
-                    parameter.grad = part.view_as(parameter)
+            *sums, exists = flat.split([*(p.numel() for p in bucket), len(bucket)])
+            for position, (parameter, total) in enumerate(zip(bucket, sums, strict=True)):
+                if parameter.grad is not None or float(exists[position]):
+                    parameter.grad = total.view_as(parameter)
         self._sent = []

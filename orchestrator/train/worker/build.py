@@ -36,19 +36,9 @@ from orchestrator.train.parts.memory import limit_memory, recompute_blocks
 from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Stepper, build_checked_model
-from orchestrator.train.strategies.data_parallel import (
-    DDPOptions,
-    DDPStrategy,
-    FSDPStrategy,
-    Strategy,
-    convert_sync_batchnorm,
-    persistent_buffers,
-    running_statistics,
-    shard_model,
-)
-from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
-from orchestrator.train.worker.resume import ResumeFrom
+from orchestrator.train.training import Cadence, Training
+from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.resume import ResumeFrom, restore_checkpoint, restore_snapshots
 from orchestrator.train.worker.run_dir import PreparedRun
 
 

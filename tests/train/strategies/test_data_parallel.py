@@ -16,8 +16,10 @@ from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.strategies import data_parallel as replicate
-from orchestrator.train.strategies.data_parallel import DDPOptions, gradient_buckets
+from orchestrator.train.strategies import ddp as replicate
+from orchestrator.train.strategies.buckets import gradient_buckets
+from orchestrator.train.strategies.buffers import convert_sync_batchnorm, running_statistics
+from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.steppers import (
     DoubleDigits,
@@ -359,9 +361,9 @@ def _statistics(rank: int, size: int, store: str, broadcast: bool) -> list[float
         stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world)
         replica: Any = stepper.strategy
         if broadcast:
-            replica.options = DDPOptions(buffers=tuple(replicate.running_statistics(replica.model)))
+            replica.options = DDPOptions(buffers=tuple(running_statistics(replica.model)))
         run_steps(stepper, feed, 3)
-        stepper.strategy.begin(shared=True)
+        stepper.strategy.begin_step(all_have_samples=True)
         norm: Any = stepper.strategy.model[2]  # pyright: ignore[reportIndexIssue]
         return norm.running_mean.tolist()
 
@@ -444,4 +446,4 @@ def test_buckets_are_fixed_by_the_list() -> None:
 
 def test_sync_batchnorm_needs_batch_norm() -> None:
     with pytest.raises(UserError, match="no batch norm"):
-        replicate.convert_sync_batchnorm(nn.Linear(2, 2))
+        convert_sync_batchnorm(nn.Linear(2, 2))

@@ -1,0 +1,118 @@
+"""Sharded data parallel (FSDP2): each worker keeps a shard of the state, and gradients are reduce-scattered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.tasks.task import Task
+from orchestrator.train.parts.memory import block_lists
+from orchestrator.train.parts.optim import norm_of_gradients
+from orchestrator.train.parts.world import World
+from orchestrator.train.strategies.base import Strategy
+
+
+class FSDPStrategy(Strategy):
+    """Gradients and optimizer state, or parameters too, in shards on the workers."""
+
+    lockstep = True
+
+    def __init__(self, model: nn.Module, task: Task, world: World) -> None:
+        super().__init__(model, task)
+        self.world = world
+
+    def loss(self, batch: Any, last: bool) -> Any:
+        root: Any = self.model
+        root.set_requires_gradient_sync(last)
+        return super().loss(batch, last)
+
+    def local_parts(self, gradients: list[Tensor]) -> list[Tensor]:
+        return [local_part(gradient) for gradient in gradients]
+
+    def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
+        return self.world.all_reduce(norm_of_gradients(gradients).square()).sqrt()
+
+
+def shard_model(model: nn.Module, world: World, keep_parameters: bool, offload: bool) -> None:
+    """Shard a model in place, block by block; its parameter names stay. Gradients are summed, not averaged.
+
+    ``keep_parameters`` leaves gathered parameters in memory from the forward to the backward pass (ZeRO-2).
+    """
+    # FSDP2's modules take a second to import, so runs without sharding do not import them.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    blocks = [block for alike in block_lists(model) for block in alike]
+    for module in [*blocks, model]:
+        sharded: Any = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=not keep_parameters and module is not model,
+            offload_policy=policy,
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded a module, judged by its methods: its class is slow to import."""
+    return hasattr(model, "reshard")
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free gathered parameters. A forward pass without a backward pass (an evaluation) may have left some."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # pyright: ignore[reportCallIssue]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its shards. Every worker must call if it is sharded.
+
+    ``DTensor.full_tensor`` crashes over gloo with shards on a GPU.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    sharded: Any = tensor
+    local = sharded.to_local()
+    size = sharded.device_mesh.size()
+    if not sharded.placements[0].is_shard(0):
+        return local
+    rows = -(-tensor.shape[0] // size)  # of every shard but the last ones, which may be shorter
+    padded = local.new_zeros((rows, *tensor.shape[1:]))
+    padded[: len(local)] = local
+    shards = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(shards, padded)
+    return torch.cat(shards)[: tensor.shape[0]]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this worker's shard of a tensor; the memory is shared."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy a full tensor into one that may be sharded."""
+    local_part(target).copy_(local_part(shard_like(source, target)))
+
+
+def shard_like(source: Tensor, parameter: Tensor) -> Tensor:
+    """Return a full tensor sharded as a parameter is, on the parameter's device."""
+    if not hasattr(parameter, "to_local") or source.shape != parameter.shape:
+        return source
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sharded: Any = parameter
+    mesh = sharded.device_mesh
+    placements = sharded.placements
+    # Every worker has the full tensor, so no rank needs to send its data (src_data_rank=None).
+    shard = distribute_tensor(source.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+    local = shard.to(sharded.to_local().device, copy=True)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
