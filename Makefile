@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := -$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages
 
-.PHONY: train test check slow gpu soak mutants clean
+.PHONY: train test check slow gpu soak mutants docs-settings clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -30,6 +30,10 @@ soak: $(VENV)/.installed-dev
 # mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/gate.py'
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutation.run $(ARGS)
+
+# docs/settings.md, from the settings of the code
+docs-settings: $(VENV)/.installed-dev
+	$(BIN)/python docs/generate_settings.py
 
 gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)

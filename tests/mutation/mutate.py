@@ -197,8 +197,7 @@ def _of_unary(node: ast.UnaryOp) -> Iterator[_Change]:
     if isinstance(node.op, ast.Not):
         yield _Change("logic", node, _in_parentheses(node.operand))
     elif _is_negative_number(node):
-        assert isinstance(node.operand, ast.Constant)
-        yield _Change("constant", node, repr(1 - node.operand.value))
+        yield _Change("constant", node, repr(1 + ast.literal_eval(node)))
     elif isinstance(node.op, ast.USub):
         yield _Change("sign", node, _in_parentheses(node.operand))
 

@@ -1,0 +1,236 @@
+"""The documentation is true: commands and Python of README.md and docs/*.md run, flags and links exist.
+
+A block ```` ```bash ```` runs, line by line, in one folder per page. A block ```` ```bash no-run ```` needs a cluster, a
+GPU or minutes: it is counted, and its commands are parsed. Every ```` ```python ```` block runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from orchestrator.config.flags import read_flags, read_options
+from orchestrator.config.settings import flat_names
+from tests.support.cluster import Cluster
+from tests.support.documents import PAGES, ROOT, Block, blocks, broken_links, page_name
+from tests.support.ranks import run_ranks
+
+BLOCKS = blocks()
+NOT_RUN = {
+    "README.md": 4,
+    "docs/cost-model.md": 1,
+    "docs/development.md": 1,
+    "docs/expert-parallelism.md": 1,
+    "docs/recovery.md": 1,
+    "docs/security.md": 1,
+    "docs/sweeps.md": 1,
+    "docs/training.md": 2,
+}
+TESTED_ELSEWHERE = ("orchestrator check",)  # tests/cli: it tries every precision and compiles
+# Flags of every program, of ray and tensorboard, and of the benchmarks and tools
+FLAGS_OF_OTHERS = frozenset(
+    {
+        "--address",
+        "--count",
+        "--dashboard-port",
+        "--every",
+        "--generate",
+        "--head",
+        "--help",
+        "--list",
+        "--logdir",
+        "--minutes",
+        "--out",
+        "--runtime-env-json",
+        "--seed",
+        "--working-dir",
+    }
+)
+
+
+@cache
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_settings", ROOT / "docs" / "generate_settings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def known_flags() -> set[str]:
+    """Return the flags of all settings and of all verbs."""
+    names = set(flat_names())
+    for kind in load_generator().option_types().values():
+        names |= set(kind.__dataclass_fields__)
+    flags = {f"--{name.replace('_', '-')}" for name in names}
+    return flags | {f"--no-{flag[2:]}" for flag in flags}
+
+
+# --- the text
+
+
+def test_the_readme_shows_a_command_within_twenty_lines() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("make train") for line in lines[:20])
+    assert len(lines) < 220, "the details belong into docs/"
+
+
+def test_the_settings_page_is_what_the_code_says() -> None:
+    generated = load_generator().generate()
+    committed = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert committed == generated, "run 'make docs-settings' and commit docs/settings.md"
+
+
+def test_every_setting_has_a_row_with_its_meaning_and_readers() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| (.+) \| (.+) \| (.+) \| (.+) \|$", text, flags=re.MULTILINE)
+    documented = {row[0].replace("-", "_") for row in rows}
+    assert set(flat_names()) <= documented
+    assert all(all(cell.strip() for cell in row) for row in rows)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_no_unknown_flag_is_mentioned(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text))
+    assert mentioned <= known_flags() | FLAGS_OF_OTHERS
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_files_and_make_targets_that_are_named_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    files = re.findall(r"(?<![\w/])((?:orchestrator|experts|tests|benchmarks|docs)/[\w/*.-]+\.\w+)", text)
+    missing = [name for name in files if "NAME" not in name and not list(ROOT.glob(name))]
+    targets = set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
+    mentioned = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+    assert missing == []
+    assert mentioned <= targets
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    counted = Counter(block.page for block in BLOCKS if block.language == "bash" and not block.runs)
+    assert counted == NOT_RUN
+    assert {block.language for block in BLOCKS} <= {"bash", "python", "json", "text"}
+
+
+# --- commands
+
+COMMANDS = [
+    pytest.param(command, id=f"{block.name} {command}")
+    for block in BLOCKS
+    if block.language == "bash"
+    for command in block.commands("orchestrator")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command: str) -> None:
+    """Names and values of the flags are known to the verb, whether the command runs here or not."""
+    _, verb, *arguments = shlex.split(command)
+    kind = load_generator().option_types()[verb]
+    if "settings" in kind.__dataclass_fields__:
+        # the file may be one that an earlier command writes
+        while "--config" in arguments:
+            at = arguments.index("--config")
+            del arguments[at : at + 2]
+        read_flags(kind, arguments, f"orchestrator {verb}")
+    else:
+        read_options(kind, arguments, f"orchestrator {verb}", positional=_positional(verb))
+
+
+def _positional(verb: str) -> str | None:
+    return {"report": "folder", "init": "path"}.get(verb)
+
+
+def needs_ray(command: str) -> bool:
+    words = shlex.split(command)
+    return words[1] == "sweep" or (words[1] == "train" and "--workers" in words)
+
+
+PAGES_THAT_RUN = sorted({block.page for block in BLOCKS if block.runs and block.commands("orchestrator")})
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES_THAT_RUN)
+def test_commands_run(page: str, tmp_path: Path, shared_cluster: Cluster) -> None:
+    """In order, in one folder, as a reader would. Workers are started on the cluster of the tests."""
+    for block in BLOCKS:
+        if block.page == page and block.language == "bash" and block.runs:
+            for command in block.commands("orchestrator"):
+                if command not in TESTED_ELSEWHERE:
+                    cluster = shared_cluster if needs_ray(command) else None
+                    (outcome,) = run_ranks(
+                        run_command, 1, command, str(tmp_path), _environment(cluster), timeout=300
+                    )
+                    code, output = outcome
+                    assert code == 0, f"{command}\n{output}"
+
+
+def _environment(cluster: Cluster | None) -> dict[str, str]:
+    if cluster is None:
+        return {}
+    changed = {name: value for name, value in cluster.environment.items() if os.environ.get(name) != value}
+    return changed | {"RAY_ADDRESS": cluster.address}
+
+
+def run_command(
+    _rank: int, _size: int, _store: str, command: str, folder: str, environment: dict[str, str]
+) -> tuple[int, str]:
+    """Run a command line in this process, which has torch loaded already. Returns exit code and output."""
+    from orchestrator.cli.main import main
+
+    log = _enter(folder, environment)
+    return main(shlex.split(command)[1:]), log.read_text(encoding="utf-8", errors="replace")
+
+
+def _enter(folder: str, environment: dict[str, str]) -> Path:
+    """Work in a folder, with all output in a file next to it. Returns the file."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    log = Path(folder).with_suffix(".log")
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    return log
+
+
+# --- Python
+
+PYTHON = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_runs(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
+    if "class MyTask" in block.text:
+        command = "orchestrator train --task example:MyTask --max-steps 5"
+        (outcome,) = run_ranks(run_command, 1, command, str(tmp_path), {})
+        assert outcome[0] == 0, outcome[1]
+        assert (tmp_path / "results").is_dir()
+    else:
+        run_ranks(run_script, 1, str(tmp_path))
+
+
+def run_script(_rank: int, _size: int, _store: str, folder: str) -> None:
+    _enter(folder, {})
+    runpy.run_path("example.py", run_name="__main__")
