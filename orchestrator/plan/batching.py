@@ -1,4 +1,5 @@
-"""How many samples meet in a step, and in which portions. Pure."""
+"""Sizes of a step: the global batch, the micro-batches it is cut into, and whether activations are
+recomputed. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from orchestrator.plan.estimate import (
     estimate_memory,
     largest_fitting,
 )
-from orchestrator.plan.workers import PLAIN
+from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import Choice, Rejected, bytes_text
 
-# GPU memory from which a class begins, batch and accumulation to start from: about 64 samples per device and step
+# Rows of (lowest GPU memory in GB, batch, accumulation): about 64 samples per device and step.
 MEMORY_CLASSES = ((20, 16, 4), (14, 12, 5), (10, 8, 8), (6, 4, 16), (0, 2, 32))
-_GB = 10**9  # as memory is sold: a card of "10 GB" shows torch some 9.8 GiB
+_GB = 10**9  # decimal, as memory is sold: torch reports some 9.8 GiB for a card of "10 GB"
 _CPU_START = (64, 1)
 _DEBUG_BATCH = 4
 _PLAIN_BATCH = 32
@@ -27,7 +28,7 @@ _PLAIN_BATCH = 32
 
 @dataclass(frozen=True)
 class Batching:
-    """The sizes of a step, decided."""
+    """The chosen sizes of a step."""
 
     starting: Choice[str]
     batch_size: Choice[int]
@@ -39,31 +40,34 @@ class Batching:
 
 @dataclass(frozen=True)
 class _MemoryBudget:
-    """What the model's state leaves for a micro-batch on each worker's device."""
+    """The memory of each worker's device, and the model that must fit in it."""
 
     facts: ModelFacts
-    limit: float
-    spread: ModelSharding
+    limit_bytes: float
+    sharding: ModelSharding
 
-    def need(self, micro_batch: int, recompute: bool) -> MemoryEstimate:
-        return estimate_memory(self.facts, micro_batch, recompute, self.limit, self.spread)
+    def needed(self, micro_batch: int, recompute: bool) -> MemoryEstimate:
+        return estimate_memory(self.facts, micro_batch, recompute, self.limit_bytes, self.sharding)
 
-    def largest(self, most: int, recompute: bool) -> int:
-        return largest_fitting(self.facts, most, recompute, self.limit, self.spread)
+    def largest(self, max_micro_batch: int, recompute: bool) -> int:
+        return largest_fitting(self.facts, max_micro_batch, recompute, self.limit_bytes, self.sharding)
 
 
 @dataclass(frozen=True)
 class _StepSamples:
-    """The samples of a step before they are cut, and what fixes their number: a flag, the run's beginning, or nothing.
-    ``workers`` are those that hold a share of them."""
+    """The samples of a step before they are cut into micro-batches.
+
+    ``workers`` are the data ranks. ``fixed_by`` is the reason for a number that the plan may not
+    change; None if the plan is free to change it.
+    """
 
     samples: int
     workers: int
-    fixed: str | None
+    fixed_by: str | None
 
     @property
     def share(self) -> int:
-        """Samples that one worker has in a step."""
+        """Samples of one worker in a step."""
         return -(-self.samples // self.workers)
 
 
@@ -71,201 +75,216 @@ def plan_batches(
     config: Config,
     facts: ModelFacts,
     gpu_memory: int | None,
-    limit: float,
+    limit_bytes: float,
     measured: Mapping[str, int] | None,
-    spread: ModelSharding | None = None,
+    sharding: ModelSharding | None = None,
 ) -> Batching:
-    """Start from the memory class's table for each worker that holds a share, then let the estimate (or a measurement) cut the
-    same effective batch into the largest portions that fit. ``limit`` is that of one worker. The global batch need not
-    divide evenly."""
-    known, spread = measured or {}, spread or ModelSharding()
-    workers = spread.data_ranks
+    """Choose the sizes of a step.
+
+    The table of memory classes gives the samples per data rank. The estimate, or a measurement,
+    then cuts the same number into the largest micro-batches that fit ``limit_bytes``, the memory
+    of one worker. The global batch need not divide evenly.
+    """
+    known = measured or {}
+    sharding = sharding or ModelSharding()
+    workers = sharding.data_ranks
     starting, per_device = _starting(gpu_memory)
-    whole = _effective(config, facts, per_device, workers, known)
-    room = _MemoryBudget(facts, limit, spread)
-    recompute = _recompute(config, room)
-    batch = _batch_size(config, room, whole, recompute.value, known)
-    global_batch, accumulation = _product(config, facts, batch.value, whole)
+    step = _step_samples(config, facts, per_device, workers, known)
+    budget = _MemoryBudget(facts, limit_bytes, sharding)
+    recompute = _recompute(config, budget)
+    batch = _batch_size(config, budget, step, recompute.value, known)
+    global_batch = _global_batch(config, facts, batch.value, step)
     if global_batch.value < workers:
-        raise UserError(
-            f"{workers} workers need a global batch of {workers} samples at least; it has {global_batch.value} ({global_batch.reason}). "
-            f"Lower --workers" + (", or raise --global-batch-size" if facts.samples >= workers else "")
-        )
+        raise UserError(_too_few_samples(workers, global_batch, facts))
     return Batching(
         starting,
         batch,
-        accumulation,
+        _accumulation(config, batch.value, global_batch.value, workers),
         global_batch,
         _evaluation(config, facts, batch.value, workers),
         recompute,
     )
 
 
+def _too_few_samples(workers: int, global_batch: Choice[int], facts: ModelFacts) -> str:
+    instead = ", or raise --global-batch-size" if facts.samples >= workers else ""
+    return (
+        f"{workers} workers need a global batch of at least {workers} samples; it has {global_batch.value} "
+        f"({global_batch.reason}). Lower --workers{instead}"
+    )
+
+
 def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
+    """Return the starting batch and accumulation as a choice, and their product: samples per
+    device and step."""
     if gpu_memory is None:
         batch, accumulation = _CPU_START
         return Choice(f"{batch} × {accumulation}", "starting value for a CPU"), batch * accumulation
-    floor, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory >= row[0] * _GB)
-    reason = (
-        f"starting value for GPUs of {floor} GB and more" if floor else "starting value for GPUs below 6 GB"
-    )
+    lowest_gb, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory >= row[0] * _GB)
+    if lowest_gb:
+        reason = f"starting value for GPUs of {lowest_gb} GB and more"
+    else:
+        reason = "starting value for GPUs below 6 GB"
     return Choice(f"{batch} × {accumulation}", reason), batch * accumulation
 
 
-def _effective(
+def _step_samples(
     config: Config, facts: ModelFacts, per_device: int, workers: int, known: Mapping[str, int]
 ) -> _StepSamples:
-    """Samples per step that were asked for, in one way or another."""
-    settings, parts = config.batch, config.batch.accumulation_steps or 1
-    fixed: str | None = None
+    """Return the samples of a step: set by a flag, by the run that is resumed, or by the starting
+    values."""
+    settings = config.batch
+    accumulation = settings.accumulation_steps or 1
+    fixed_by: str | None = None
     if settings.global_batch_size and not config.run.debug:
-        samples, fixed = (
-            settings.global_batch_size,
-            f"asked for by --global-batch-size {settings.global_batch_size}",
-        )
+        samples = settings.global_batch_size
+        fixed_by = f"set by --global-batch-size {settings.global_batch_size}"
     elif "global_batch_size" in known:
-        samples, fixed = known["global_batch_size"], "the run began with it"
+        samples = known["global_batch_size"]
+        fixed_by = "the run was started with it"
     elif config.run.debug:
-        samples, fixed = _DEBUG_BATCH * workers, "--debug"
+        samples = _DEBUG_BATCH * workers
+        fixed_by = "set by --debug"
     elif isinstance(settings.batch_size, int):
-        samples = settings.batch_size * parts * workers
+        samples = settings.batch_size * accumulation * workers
+    elif config.run.auto:
+        samples = per_device * workers
     else:
-        samples = (per_device if config.run.auto else _PLAIN_BATCH * parts) * workers
-    return _StepSamples(min(samples, facts.samples), workers, fixed and fixed + _capped(samples, facts))
+        samples = _PLAIN_BATCH * accumulation * workers
+    if fixed_by:
+        fixed_by += _capped(samples, facts)
+    return _StepSamples(min(samples, facts.samples), workers, fixed_by)
 
 
-def _recompute(config: Config, room: _MemoryBudget) -> Choice[bool]:
-    asked = config.device.activation_checkpointing
-    if asked != "auto":
-        return Choice(asked == "on", f"asked for by --activation-checkpointing {asked}")
+def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:
+    """Choose recomputation only if one sample does not fit without it."""
+    setting = config.device.activation_checkpointing
+    if setting != "auto":
+        return Choice(setting == "on", f"set by --activation-checkpointing {setting}")
     if not config.run.auto:
-        return Choice(False, PLAIN)
-    if not room.facts.blocks:
+        return Choice(False, NO_AUTO)
+    if not budget.facts.blocks:
         return Choice(False, "the model has no blocks that could be recomputed")
-    one = room.need(1, recompute=False)
-    if one.fits:
-        return Choice(False, "activations fit without it", (Rejected("on", "a third more compute"),))
-    need = f"one sample needs {bytes_text(one.total)} and {bytes_text(room.limit)} may be used"
-    if room.need(1, recompute=True).total >= one.total:
-        return Choice(False, f"{need}, but recomputing would not lessen it")
-    return Choice(True, need)
+    one_sample = budget.needed(1, recompute=False)
+    if one_sample.fits:
+        return Choice(
+            False, "the activations fit without it", (Rejected("on", "costs a third more compute"),)
+        )
+    reason = f"one sample needs {bytes_text(one_sample.total)}; {bytes_text(budget.limit_bytes)} is usable"
+    if budget.needed(1, recompute=True).total >= one_sample.total:
+        return Choice(False, f"{reason}, but recomputation would not reduce it")
+    return Choice(True, reason)
 
 
 def _batch_size(
-    config: Config, room: _MemoryBudget, whole: _StepSamples, recompute: bool, known: Mapping[str, int]
+    config: Config, budget: _MemoryBudget, step: _StepSamples, recompute: bool, known: Mapping[str, int]
 ) -> Choice[int]:
-    asked, parts = config.batch.batch_size, config.batch.accumulation_steps
+    """Choose the samples of a micro-batch on one worker."""
+    setting = config.batch.batch_size
+    accumulation = config.batch.accumulation_steps
     if "batch_size" in known:
-        most = whole.share if whole.fixed else room.facts.samples
+        most = step.share if step.fixed_by else budget.facts.samples
         return Choice(min(known["batch_size"], most), "measured (--batch-size auto)")
     if config.run.debug:
-        return Choice(min(_DEBUG_BATCH, whole.share), "--debug")
-    if isinstance(asked, int):
-        return Choice(
-            min(asked, whole.share),
-            f"asked for by --batch-size {asked}" + _cut_to_share(asked, whole, room.facts),
-        )
-    share = -(-whole.share // parts) if parts else whole.share
-    if parts and config.batch.global_batch_size:
-        among = f" on each of {whole.workers} workers" if whole.workers > 1 else ""
-        return Choice(
-            share, f"{whole.samples} samples per step in {parts} micro-batches{among}, as asked for"
-        )
-    if not config.run.auto:
-        return Choice(min(_PLAIN_BATCH, whole.share), PLAIN)
-    if asked == "auto":
-        largest = room.largest(max(1, room.facts.samples), recompute)
-        return Choice(
-            max(1, min(share, largest)), f"to be measured; by the estimate up to {largest} samples fit"
-        )
-    return _by_estimate(room, share, recompute)
-
-
-def _capped(asked: int, facts: ModelFacts) -> str:
-    return f", cut to the {facts.samples} samples there are" if asked > facts.samples else ""
-
-
-def _cut_to_share(asked: int, whole: _StepSamples, facts: ModelFacts) -> str:
-    if asked <= whole.share or whole.workers == 1:
-        return _capped(asked, facts)
-    return f", cut to {whole.share}: a worker's share of {whole.samples} samples"
-
-
-def _by_estimate(room: _MemoryBudget, share: int, recompute: bool) -> Choice[int]:
-    """All samples of a worker at once where they fit, else in the largest equal portions that do."""
-    fitting = max(1, room.largest(share, recompute))
-    size = next(
-        share // parts for parts in range(1, share + 1) if share % parts == 0 and share // parts <= fitting
-    )
-    if 2 * size <= fitting:  # no equal portions of a decent size: nearly equal ones
-        size = -(-share // -(-share // fitting))
-    need, may = room.need(size, recompute), bytes_text(room.limit)
-    if not need.fits:
-        return Choice(
-            size,
-            f"one sample needs {bytes_text(need.total)}, more than the {may} that may be used, by the estimate",
-        )
-    reason = f"needs {bytes_text(need.total)} of the {may} that may be used, by the estimate"
-    if size == share:
-        return Choice(size, f"all {share} samples at once: {reason}")
-    more = min(share, size * 2)
-    return Choice(
-        size, reason, (Rejected(str(more), f"would need {bytes_text(room.need(more, recompute).total)}"),)
-    )
-
-
-def _product(
-    config: Config, facts: ModelFacts, batch: int, whole: _StepSamples
-) -> tuple[Choice[int], Choice[int]]:
-    """The global batch and the micro-batches it takes."""
-    samples = _global_batch(config, facts, batch, whole)
-    parts, asked = -(-samples.value // (batch * whole.workers)), config.batch.accumulation_steps
-    each = f"{batch}" if whole.workers == 1 else f"{batch} × {whole.workers} workers"
-    reason = (
-        "one micro-batch holds them all"
-        if parts == 1
-        else f"{samples.value} samples in micro-batches of {each}"
-    )
-    if asked:
+        return Choice(min(_DEBUG_BATCH, step.share), "set by --debug")
+    if isinstance(setting, int):
+        reason = f"set by --batch-size {setting}" + _cut_to_share(setting, step, budget.facts)
+        return Choice(min(setting, step.share), reason)
+    share = -(-step.share // accumulation) if accumulation else step.share
+    if accumulation and config.batch.global_batch_size:
+        among = f" on each of {step.workers} workers" if step.workers > 1 else ""
         reason = (
-            f"asked for by --accumulation-steps {asked}"
-            if parts == asked
-            else f"{reason}, in place of --accumulation-steps {asked}"
+            f"--global-batch-size and --accumulation-steps cut {step.samples} samples "
+            f"into {accumulation} micro-batches{among}"
         )
-    return samples, Choice(parts, reason)
+        return Choice(share, reason)
+    if not config.run.auto:
+        return Choice(min(_PLAIN_BATCH, step.share), NO_AUTO)
+    if setting == "auto":
+        largest = budget.largest(max(1, budget.facts.samples), recompute)
+        reason = f"will be measured; the estimate says that up to {largest} samples fit"
+        return Choice(max(1, min(share, largest)), reason)
+    return _estimated_batch(budget, share, recompute)
 
 
-def _global_batch(config: Config, facts: ModelFacts, batch: int, whole: _StepSamples) -> Choice[int]:
-    settings, workers = config.batch, whole.workers
-    if whole.fixed:
-        return Choice(whole.samples, whole.fixed)
-    among = f" × {workers} workers" if workers > 1 else ""
-    if settings.accumulation_steps:
-        product = batch * settings.accumulation_steps * workers
-        reason = f"batch {batch} × accumulation {settings.accumulation_steps}{among}"
-        return Choice(min(product, facts.samples), reason + _capped(product, facts))
-    if settings.batch_size == "auto":
-        return Choice(
-            min(batch * workers, facts.samples),
-            f"one measured batch{among}" + _capped(batch * workers, facts),
+def _capped(samples: int, facts: ModelFacts) -> str:
+    return f", cut to the {facts.samples} samples of the data" if samples > facts.samples else ""
+
+
+def _cut_to_share(batch_size: int, step: _StepSamples, facts: ModelFacts) -> str:
+    if batch_size <= step.share or step.workers == 1:
+        return _capped(batch_size, facts)
+    return f", cut to {step.share}: a worker's share of {step.samples} samples"
+
+
+def _estimated_batch(budget: _MemoryBudget, share: int, recompute: bool) -> Choice[int]:
+    """Choose all of a worker's samples if they fit, or else the largest equal micro-batches that
+    fit."""
+    fitting = max(1, budget.largest(share, recompute))
+    divisors = (parts for parts in range(1, share + 1) if share % parts == 0)
+    size = next(share // parts for parts in divisors if share // parts <= fitting)
+    if 2 * size <= fitting:  # equal micro-batches would be less than half of what fits: cut unevenly
+        size = -(-share // -(-share // fitting))
+    needed = budget.needed(size, recompute)
+    usable = bytes_text(budget.limit_bytes)
+    if not needed.fits:
+        reason = (
+            f"one sample needs {bytes_text(needed.total)}, more than the usable {usable}, by the estimate"
         )
-    return Choice(
-        whole.samples, "samples per optimizer step" + (f", over {workers} workers" if workers > 1 else "")
-    )
+        return Choice(size, reason)
+    reason = f"it needs {bytes_text(needed.total)} of the usable {usable}, by the estimate"
+    if size == share:
+        return Choice(size, f"all {share} samples in one micro-batch: {reason}")
+    twice = min(share, size * 2)
+    too_much = bytes_text(budget.needed(twice, recompute).total)
+    return Choice(size, reason, (Rejected(str(twice), f"would need {too_much}"),))
+
+
+def _accumulation(config: Config, batch: int, global_batch: int, workers: int) -> Choice[int]:
+    """Return the number of micro-batches that the global batch takes."""
+    micro_batches = -(-global_batch // (batch * workers))
+    size = f"{batch}" if workers == 1 else f"{batch} × {workers} workers"
+    if micro_batches == 1:
+        reason = "one micro-batch holds all samples"
+    else:
+        reason = f"{global_batch} samples in micro-batches of {size}"
+    setting = config.batch.accumulation_steps
+    if setting == micro_batches:
+        reason = f"set by --accumulation-steps {setting}"
+    elif setting:
+        reason = f"{reason}, instead of --accumulation-steps {setting}"
+    return Choice(micro_batches, reason)
+
+
+def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamples) -> Choice[int]:
+    if step.fixed_by:
+        return Choice(step.samples, step.fixed_by)
+    workers = step.workers
+    times_workers = f" × {workers} workers" if workers > 1 else ""
+    accumulation = config.batch.accumulation_steps
+    if accumulation:
+        samples = batch * accumulation * workers
+        reason = f"batch {batch} × accumulation {accumulation}{times_workers}"
+        return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
+    if config.batch.batch_size == "auto":
+        samples = batch * workers
+        reason = f"one measured batch{times_workers}"
+        return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
+    over_workers = f", over {workers} workers" if workers > 1 else ""
+    return Choice(step.samples, f"samples per optimizer step{over_workers}")
 
 
 def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> Choice[int]:
     if config.batch.eval_batch_size is not None:
-        return Choice(config.batch.eval_batch_size, "asked for by --eval-batch-size")
+        return Choice(config.batch.eval_batch_size, "set by --eval-batch-size")
     if config.run.debug or not config.run.auto:
-        return Choice(batch, "as in training")
+        return Choice(batch, "same as in training")
     if not facts.validation_samples:
         return Choice(1, "not used: there are no validation samples")
-    share, twice = -(-facts.validation_samples // workers), 2 * batch
+    share = -(-facts.validation_samples // workers)
+    twice = 2 * batch
     if share > twice:
-        return Choice(twice, "twice the training batch: nothing is kept for a backward pass")
+        return Choice(twice, "twice the training batch: evaluation saves no activations for a backward pass")
     among = f", a worker's share of {facts.validation_samples}" if workers > 1 else ""
-    return Choice(
-        share,
-        f"all validation samples at once{among}: nothing is kept for a backward pass, so twice {batch} would fit",
-    )
+    reason = f"all validation samples in one batch{among}: without a backward pass twice {batch} would fit"
+    return Choice(share, reason)

@@ -1,21 +1,27 @@
-"""What a model needs, before it runs: memory and arithmetic from a handful of facts. Pure."""
+"""Memory and arithmetic of a training step, estimated from a handful of facts before the model
+runs. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-_FP32 = 4
-_ADAM_SLOTS = 2
-_BACKWARD_ROOM = 1.5
-_EXCHANGE_ROOM = (
-    2.0  # a layer's rows on their way out and back, each about as large as the largest activation
-)
+ShardingForm = Literal["none", "zero2", "zero3", "experts"]
+
+_FP32_BYTES = 4
+_ADAM_MOMENTS = 2
+# The backward pass needs the gradient of the largest activation, and half as much again for a copy
+# of it in another precision.
+_BACKWARD_FACTOR = 1.5
+# The token exchange holds a layer's rows to send and to receive, each about as large as the
+# largest activation.
+_EXCHANGE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a task's model and data, measured by tracing it without computing anything."""
+    """Facts about a task's model and data, found by tracing the model without computing
+    anything."""
 
     parameters: int
     trainable: int
@@ -25,23 +31,26 @@ class ModelFacts:
     moe_layers: int
     blocks: int
     flops_per_sample: float
-    """Of one forward pass."""
+    """FLOP of one forward pass."""
     activation_bytes: float
-    """Kept for the backward pass, per sample."""
+    """Bytes per sample that are saved for the backward pass."""
     activation_base: float
-    """Kept for the backward pass whatever the batch (low-precision copies of weights, for one)."""
+    """Bytes saved for the backward pass whatever the batch size, such as low-precision copies of
+    weights."""
     block_bytes: float
-    """Of the activations per sample, those inside repeated blocks."""
+    """The part of ``activation_bytes`` inside repeated blocks."""
     block_input_bytes: float
-    """What remains of these per sample when blocks are recomputed: their inputs."""
+    """Bytes per sample that remain of ``block_bytes`` when blocks are recomputed: the blocks'
+    inputs."""
     largest_bytes: float
-    """The largest single activation per sample."""
+    """Bytes per sample of the largest single activation."""
     samples: int
     validation_samples: int
     unit: str
     units_per_sample: int
     gathered_bytes: int | None
-    """Size of the training data when it is handed out batch by batch from memory; None when read sample by sample."""
+    """Size of the training data if it is gathered from memory by the batch; None if it is read by
+    the sample."""
     own_optimizer: bool
     method: str
     """How the facts were found, for people."""
@@ -51,7 +60,8 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """An estimate of the memory of a training step, split by what it is for."""
+    """Estimated bytes of a training step on one device, by purpose. ``limit`` is the number that
+    may be used."""
 
     parameters: float
     gradients: float
@@ -72,14 +82,15 @@ class MemoryEstimate:
         return asdict(self) | {"total": self.total}
 
 
-ShardingForm = Literal["none", "zero2", "zero3", "experts"]
-
-
 @dataclass(frozen=True)
 class ModelSharding:
-    """How a model's state lies on the workers' devices: whole on each (none), gradients and moments divided (zero2), parameters
-    too (zero3), or the experts shared out and the rest whole (experts). ``offload`` keeps shards in host memory; ``primary``
-    leaves the whole batch to the first worker."""
+    """How the workers' devices divide a model's state.
+
+    ``none``: a whole copy on each. ``zero2``: gradients and moments are sharded. ``zero3``:
+    parameters too. ``experts``: each device has its own experts and a copy of the rest.
+    ``offload`` keeps the shards in host memory. ``primary`` gives the whole batch to the first
+    worker.
+    """
 
     workers: int = 1
     form: ShardingForm = "none"
@@ -96,80 +107,105 @@ def estimate_memory(
     facts: ModelFacts,
     micro_batch: int,
     recompute: bool,
-    limit: float | None,
-    spread: ModelSharding | None = None,
+    limit_bytes: float | None,
+    sharding: ModelSharding | None = None,
 ) -> MemoryEstimate:
-    """What a step needs on each worker's device: fp32 weights and gradients, two Adam moments, and the activations of a
-    micro-batch, with room for the gradient of the largest one and a copy of it in another precision. Recomputed blocks keep
-    their inputs, and all of one block at a time. ``spread`` says what of this each worker has; without it, everything."""
-    spread = spread or ModelSharding()
-    per_sample, base = facts.activation_bytes + _BACKWARD_ROOM * facts.largest_bytes, facts.activation_base
+    """Return the memory that a step needs on each worker's device.
+
+    It holds fp32 weights and gradients, two Adam moments, and the activations of a micro-batch.
+    Recomputed blocks keep their inputs, and the activations of one block at a time. Without
+    ``sharding`` the device holds everything.
+    """
+    sharding = sharding or ModelSharding()
+    per_sample = facts.activation_bytes + _BACKWARD_FACTOR * facts.largest_bytes
+    base = facts.activation_base
     if recompute and facts.blocks:
         per_sample += facts.block_input_bytes + facts.block_bytes * (1 / facts.blocks - 1)
         base /= facts.blocks
-    if spread.form == "experts" and spread.workers > 1:
-        per_sample += _EXCHANGE_ROOM * facts.largest_bytes
-    gate_trained = min(facts.trainable, facts.gate_parameters)
-    held = _StateShares.of(spread, facts.blocks)
-    present, trained = _here(
-        facts, spread, facts.parameters - facts.gate_parameters, facts.trainable - gate_trained
+    if sharding.form == "experts" and sharding.workers > 1:
+        per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
+    gate_trainable = min(facts.trainable, facts.gate_parameters)
+    shares = _StateShares.of(sharding, facts.blocks)
+    parameters, trainable = _local_parameters(
+        facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate = facts.gate_parameters * held.parameters + gate_trained * (
-        held.gradients + _ADAM_SLOTS * held.moments
+    gate = facts.gate_parameters * shares.parameters + gate_trainable * (
+        shares.gradients + _ADAM_MOMENTS * shares.moments
     )
     return MemoryEstimate(
-        parameters=present * _FP32 * held.parameters,
-        gradients=trained * _FP32 * held.gradients,
-        optimizer=trained * _FP32 * _ADAM_SLOTS * held.moments,
+        parameters=parameters * _FP32_BYTES * shares.parameters,
+        gradients=trainable * _FP32_BYTES * shares.gradients,
+        optimizer=trainable * _FP32_BYTES * _ADAM_MOMENTS * shares.moments,
         activations=base + per_sample * micro_batch,
-        gate=gate * _FP32,
-        limit=limit,
+        gate=gate * _FP32_BYTES,
+        limit=limit_bytes,
     )
 
 
-def _here(facts: ModelFacts, spread: ModelSharding, parameters: int, trained: int) -> tuple[float, float]:
-    """Parameters, and those of them that are trained, of which a worker's device has anything: all but the experts that live
-    elsewhere. The host with the most experts sets the measure; frozen ones are taken to be among the experts."""
-    if spread.form != "experts" or not facts.experts:
-        return parameters, trained
-    experts = min(facts.expert_parameters, parameters)
-    dense = parameters - experts
-    share = -(-facts.experts // spread.workers) / facts.experts
-    return dense + experts * share, min(trained, dense) + max(0, trained - dense) * share
+def _local_parameters(
+    facts: ModelFacts, sharding: ModelSharding, parameters: int, trainable: int
+) -> tuple[float, float]:
+    """Return the parameters, and the trainable ones, that a device holds a part of: all but remote
+    experts.
+
+    The host with the most experts sets the number. Frozen parameters are counted as expert
+    parameters, which is the higher estimate: the trainable ones then count as replicated first.
+    """
+    if sharding.form != "experts" or not facts.experts:
+        return parameters, trainable
+    expert_parameters = min(facts.expert_parameters, parameters)
+    dense_parameters = parameters - expert_parameters
+    share = -(-facts.experts // sharding.workers) / facts.experts
+    trainable_dense = min(trainable, dense_parameters)
+    trainable_experts = max(0, trainable - dense_parameters)
+    return dense_parameters + expert_parameters * share, trainable_dense + trainable_experts * share
 
 
 @dataclass(frozen=True)
 class _StateShares:
-    """How many times over a worker's device holds the parameters, their gradients and each moment."""
+    """Fractions of the parameters, the gradients and each moment that a worker's device holds."""
 
     parameters: float
     gradients: float
     moments: float
 
     @classmethod
-    def of(cls, spread: ModelSharding, blocks: int) -> _StateShares:
-        """Sharded, what a worker computes with is gathered beside its own shard: everything until the backward pass is over
-        (zero2), or a block at a time (zero3); and a block's gradients are whole until they are handed to their keepers."""
-        if spread.form in ("none", "experts"):
+    def of(cls, sharding: ModelSharding, blocks: int) -> _StateShares:
+        """Return the shares under a sharding of a model of so many blocks.
+
+        A sharded worker gathers the parameters it computes with in addition to its own shard: all
+        of them until the backward pass is over (zero2), or a block at a time (zero3). A block's
+        gradients are whole until they are reduced and scattered.
+        """
+        if sharding.form in ("none", "experts"):
             return cls(1.0, 1.0, 1.0)
-        shard, block = 0.0 if spread.offload else 1 / spread.workers, 1 / max(1, blocks)
-        return cls(shard + (1.0 if spread.form == "zero2" else block), shard + block, shard)
+        shard = 0.0 if sharding.offload else 1 / sharding.workers
+        block = 1 / max(1, blocks)
+        gathered = 1.0 if sharding.form == "zero2" else block
+        return cls(shard + gathered, shard + block, shard)
 
 
 def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> float:
-    """A backward pass costs two forward passes; recomputation one more."""
+    """Return the FLOP of a step: a backward pass costs two forward passes, recomputation costs one
+    more."""
     return facts.flops_per_sample * global_batch * (4 if recompute else 3)
 
 
 def largest_fitting(
-    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: ModelSharding | None = None
+    facts: ModelFacts,
+    max_micro_batch: int,
+    recompute: bool,
+    limit_bytes: float | None,
+    sharding: ModelSharding | None = None,
 ) -> int:
-    """The largest micro-batch up to ``most`` whose estimate fits; 0 when not even one sample does."""
-    fitting, refused = 0, most + 1
-    while refused - fitting > 1:
-        middle = (fitting + refused) // 2
-        if estimate_memory(facts, middle, recompute, limit, spread).fits:
-            fitting = middle
+    """Return the largest micro-batch up to ``max_micro_batch`` whose estimate fits; 0 if one
+    sample does not."""
+    fits = 0
+    too_large = max_micro_batch + 1
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        if estimate_memory(facts, middle, recompute, limit_bytes, sharding).fits:
+            fits = middle
         else:
-            refused = middle
-    return fitting
+            too_large = middle
+    return fits

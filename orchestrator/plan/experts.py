@@ -1,101 +1,110 @@
-"""Experts on several hosts: whether they are shared out, who runs the gate, how tokens travel, what computes them. Pure."""
+"""Choices for models with experts: expert parallelism, gate, placement, token exchange, kernel.
+Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config.cross_checks import needs_whole_models
+from orchestrator.config.cross_checks import needs_data_parallel
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding
-from orchestrator.plan.workers import PLAIN, one_sample_memory
+from orchestrator.plan.reasons import NO_AUTO
+from orchestrator.plan.workers import one_sample_memory
 from orchestrator.types import Choice, Rejected, StrategyName, bytes_text, count_text
 
-_FUSED_FROM = (9, 0)
-_CHUNKS_FROM = 4096  # tokens of a host and micro-batch: below, half of them are taken to be too few for a GPU
+_GROUPED_CAPABILITY = (9, 0)  # from which on torch fuses grouped products
+_CHUNKS_FROM_TOKENS = 4096  # of a host and micro-batch; half of fewer tokens would not fill a GPU
 
 
 def settle_strategy(
-    config: Config, facts: ModelFacts, found: Choice[StrategyName], workers: int, limit: float, on_gpu: bool
+    config: Config,
+    facts: ModelFacts,
+    strategy: Choice[StrategyName],
+    workers: int,
+    limit_bytes: float,
+    on_gpu: bool,
 ) -> Choice[StrategyName]:
-    """What several workers do, now that the model is known: whole copies where they fit, as no token has to travel then; experts
-    shared out where they do not, and that helps more than sharding would."""
-    if found.value == "expert_parallel" and not facts.experts:
+    """Decide between data-parallel and expert-parallel workers, now that the model is known.
+
+    Replicas are preferred if they fit, because they exchange no tokens. Otherwise the experts are
+    divided, if that helps more than sharding would.
+    """
+    if strategy.value == "expert_parallel" and not facts.experts:
         raise UserError(
-            f"--parallel-strategy expert_parallel shares out the experts of a model, and this one has none: all of its "
-            f"{count_text(facts.parameters)} parameters are dense. Use --parallel-strategy data_parallel, or give it experts: --experts N "
-            "for the built-in tasks, MoELayer (experts/layer.py) in a model of your own"
+            f"--parallel-strategy expert_parallel divides the experts of a model, and this model has none: all "
+            f"of its {count_text(facts.parameters)} parameters are dense. Use --parallel-strategy data_parallel, "
+            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in your own model"
         )
-    if found.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
-        return found
-    against = _against(config, facts, workers, limit, on_gpu)
-    if against:
-        return replace(found, rejected=(*found.rejected, Rejected("expert_parallel", against)))
-    whole, shared = (
-        one_sample_memory(config, facts, limit, spread)
-        for spread in (ModelSharding(workers), ModelSharding(workers, "experts"))
+    if strategy.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
+        return strategy
+    why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, on_gpu)
+    if why_not:
+        return replace(strategy, rejected=(*strategy.rejected, Rejected("expert_parallel", why_not)))
+    replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
+    divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
+    reason = (
+        f"{strategy.reason}; with divided experts one sample needs {bytes_text(divided.total)} "
+        f"of the usable {bytes_text(limit_bytes)}"
     )
-    need, may = bytes_text(shared.total), bytes_text(limit)
-    return Choice(
-        "expert_parallel",
-        f"{found.reason}; with the experts shared out one sample needs {need}, and {may} may be used",
-        (
-            Rejected(
-                "data_parallel", f"a whole copy on each, one sample would need {bytes_text(whole.total)}"
-            ),
-            *found.rejected,
-        ),
+    data_parallel = Rejected(
+        "data_parallel", f"with a copy on every worker one sample would need {bytes_text(replica.total)}"
     )
+    return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
 
 
-def _against(config: Config, facts: ModelFacts, workers: int, limit: float, on_gpu: bool) -> str | None:
-    """Why experts are not shared out by themselves; None where they are."""
+def _why_not_expert_parallel(
+    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool
+) -> str | None:
+    """Return why the plan does not divide the experts by itself; None if it does."""
     if not facts.experts:
         return "the model has no experts"
     if workers == 1:
-        return "one worker would host them all"
+        return "one worker would host all experts"
     if not config.run.auto:
-        return "not by itself with --no-auto: ask for it with --parallel-strategy expert_parallel"
-    unfit = needs_whole_models(config.parallel, config.batch)
-    if unfit:
-        return f"{unfit[0]} works with data_parallel only"
-    whole = one_sample_memory(config, facts, limit, ModelSharding(workers))
-    if whole.fits:
-        return f"whole copies fit, and no token has to travel: one sample needs {bytes_text(whole.total)} of {bytes_text(limit)}"
-    shared = one_sample_memory(config, facts, limit, ModelSharding(workers, "experts"))
-    may_shard = on_gpu and config.parallel.sharding == "auto"
-    instead = one_sample_memory(config, facts, limit, ModelSharding(workers, "zero3")) if may_shard else whole
-    if not shared.fits and (instead.fits or instead.total <= shared.total):
-        return f"one sample would need {bytes_text(shared.total)}, most of it outside the experts, and {bytes_text(limit)} may be used"
+        return "--no-auto does not choose it: set it with --parallel-strategy expert_parallel"
+    conflicts = needs_data_parallel(config.parallel, config.batch)
+    if conflicts:
+        return f"{conflicts[0]} works with data_parallel only"
+    usable = bytes_text(limit_bytes)
+    replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
+    if replica.fits:
+        total = bytes_text(replica.total)
+        return f"a copy on every worker fits, without a token exchange: one sample needs {total} of the usable {usable}"
+    divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
+    alternative = replica
+    if on_gpu and config.parallel.sharding == "auto":
+        alternative = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "zero3"))
+    if not divided.fits and (alternative.fits or alternative.total <= divided.total):
+        total = bytes_text(divided.total)
+        return f"one sample would need {total} of the usable {usable}, most of it outside the experts"
     return None
 
 
 def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:
-    """Why settings of expert parallel mean nothing in this run; None where they do."""
+    """Return why the settings of expert parallelism have no effect in this run; None if they have
+    one."""
     if strategy == "expert_parallel":
         return None
     if not facts.experts:
         return "not used: the model has no experts"
-    return (
-        "not used: one process has all experts"
-        if strategy == "single"
-        else "not used: every worker has all experts"
-    )
+    if strategy == "single":
+        return "not used: one process has all experts"
+    return "not used: every worker has all experts"
 
 
 def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -> str | None:
-    """The settings of expert parallel that were given for a run in which they mean nothing, for the screen; None where there are none."""
-    parallel, unused = config.parallel, why_unused(strategy, facts)
-    given = [
-        f"--{name.replace('_', '-')} {value}"
-        for name, value, default in (
-            ("gate", parallel.gate, "replicated"),
-            ("placement", parallel.placement, "auto"),
-            ("exchange_chunks", parallel.exchange_chunks, None),
-            ("spares", parallel.spares, 0),
-        )
-        if value != default
-    ]
+    """Return a message about given settings of expert parallelism that have no effect; None if
+    there are none."""
+    parallel = config.parallel
+    unused = why_unused(strategy, facts)
+    settings = (
+        ("--gate", parallel.gate, "replicated"),
+        ("--placement", parallel.placement, "auto"),
+        ("--exchange-chunks", parallel.exchange_chunks, None),
+        ("--spares", parallel.spares, 0),
+    )
+    given = [f"{flag} {value}" for flag, value, default in settings if value != default]
     if not given or unused is None:
         return None
     instead = "; for several hosts add --parallel-strategy expert_parallel" if facts.experts else ""
@@ -103,85 +112,78 @@ def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -
 
 
 def choose_gate(config: Config, unused: str | None) -> Choice[str]:
-    asked = config.parallel.gate
+    gate = config.parallel.gate
     if unused:
-        return Choice(
-            "replicated", unused + (f", in place of --gate {asked}" if asked != "replicated" else "")
-        )
-    if asked == "primary":
-        return Choice("primary", "asked for by --gate primary: the first host routes the whole batch")
-    return Choice(
-        "replicated",
-        "every host routes its own share of the batch",
-        (Rejected("primary", "the others would wait for the first"),),
-    )
+        return Choice("replicated", unused + (f", instead of --gate {gate}" if gate != "replicated" else ""))
+    if gate == "primary":
+        return Choice("primary", "set by --gate primary: the first host routes the whole batch")
+    primary = Rejected("primary", "the other hosts would wait for the first")
+    return Choice("replicated", "every host routes its own share of the batch", (primary,))
 
 
 def choose_placement(config: Config, unused: str | None, workers: int) -> Choice[str]:
-    asked = config.parallel.placement
+    placement = config.parallel.placement
     if unused:
-        return Choice("none", unused + (f", in place of --placement {asked}" if asked != "auto" else ""))
-    if asked != "auto":
-        return Choice(asked, f"asked for by --placement {asked}")
+        return Choice(
+            "none", unused + (f", instead of --placement {placement}" if placement != "auto" else "")
+        )
+    if placement != "auto":
+        return Choice(placement, f"set by --placement {placement}")
     if workers == 1:
         return Choice("round_robin", "one host has all experts")
     if not config.run.auto:
-        return Choice("round_robin", PLAIN)
-    turn = Rejected("round_robin", "in turn, whatever an expert costs and a device can do")
-    return Choice("auto", "by the experts' cost and the measured speed of the hosts", (turn,))
+        return Choice("round_robin", NO_AUTO)
+    round_robin = Rejected("round_robin", "ignores the cost of an expert and the speed of a device")
+    return Choice("auto", "by the cost of the experts and the measured speed of the hosts", (round_robin,))
 
 
 def choose_chunks(
     config: Config, unused: str | None, workers: int, backend: str, on_gpu: bool, tokens: int
 ) -> Choice[int]:
-    """Parts that a layer's tokens travel in. ``tokens`` are those of a host and micro-batch."""
-    asked = config.parallel.exchange_chunks
+    """Choose the chunks in which a layer exchanges its tokens. ``tokens`` are those of a host and
+    micro-batch."""
+    chunks = config.parallel.exchange_chunks
     if unused:
-        return Choice(1, unused + (f", in place of --exchange-chunks {asked}" if asked else ""))
-    if asked:
-        return Choice(asked, f"asked for by --exchange-chunks {asked}")
+        return Choice(1, unused + (f", instead of --exchange-chunks {chunks}" if chunks else ""))
+    if chunks:
+        return Choice(chunks, f"set by --exchange-chunks {chunks}")
     if workers == 1:
-        return Choice(1, "one host: no token travels")
+        return Choice(1, "one host exchanges no tokens")
     if not config.run.auto:
-        return Choice(1, PLAIN)
+        return Choice(1, NO_AUTO)
     if not on_gpu:
         return Choice(
-            1, "on CPUs the exchange takes the same cores as the experts: there is nothing to hide it behind"
+            1, "on CPUs the exchange takes the same cores as the experts, so nothing can overlap it"
         )
     if backend != "nccl":
-        return Choice(
-            1,
-            f"{backend} moves rows through the host, which waits for them: there is nothing to hide it behind",
-        )
-    if tokens < _CHUNKS_FROM:
-        return Choice(
-            1, f"{tokens} tokens per host and micro-batch are too few to be cut: from {_CHUNKS_FROM} on"
-        )
-    reason = f"{tokens} tokens per host and micro-batch: experts compute on one part while the other travels"
-    return Choice(2, reason, (Rejected("1", "experts would wait for the whole exchange"),))
+        return Choice(1, f"{backend} moves rows through the host, which waits, so nothing can overlap it")
+    size = f"{tokens} tokens per host and micro-batch"
+    if tokens < _CHUNKS_FROM_TOKENS:
+        return Choice(1, f"{size} are too few to cut; chunks pay from {_CHUNKS_FROM_TOKENS} on")
+    one_chunk = Rejected("1", "the experts would wait for the whole exchange")
+    return Choice(2, f"{size}: the experts compute on one chunk while the other is exchanged", (one_chunk,))
 
 
 def choose_kernel(
     config: Config, facts: ModelFacts, precision: str, capability: tuple[int, int] | None
 ) -> Choice[str]:
-    """What computes the experts, under every strategy. ``capability`` is that of the GPU; None on a CPU."""
-    asked = config.device.expert_kernel
-    fused = capability is not None and capability >= _FUSED_FROM and precision == "bf16"
+    """Choose the kernel of the experts, under every strategy. ``capability`` is the GPU's; None on
+    a CPU."""
+    kernel = config.device.expert_kernel
+    fused = capability is not None and capability >= _GROUPED_CAPABILITY and precision == "bf16"
     if not facts.experts:
         return Choice("loop", "not used: the model has no experts")
-    if asked != "auto":
-        slow = "; it is not fused here, but a loop of torch's own" if asked == "grouped" and not fused else ""
-        return Choice(asked, f"asked for by --expert-kernel {asked}{slow}")
+    if kernel != "auto":
+        slow = "; it is not fused here: torch runs a loop" if kernel == "grouped" and not fused else ""
+        return Choice(kernel, f"set by --expert-kernel {kernel}{slow}")
     if not config.run.auto:
-        return Choice("loop", PLAIN)
+        return Choice("loop", NO_AUTO)
     if capability is None:
-        return Choice(
-            "auto", "on CPUs, as measured: grouped in fp32 where the sizes are multiples of four, else a loop"
-        )
-    here = f"compute capability {capability[0]}.{capability[1]} in {precision}"
+        reason = "measured on CPUs: grouped in fp32 if the sizes are multiples of four, or else a loop"
+        return Choice("auto", reason)
+    device = f"compute capability {capability[0]}.{capability[1]} in {precision}"
     if fused:
-        why = "one product after another, and the host waits for the row counts"
-        return Choice(
-            "grouped", f"fused from compute capability 9.0 in bf16; this is {here}", (Rejected("loop", why),)
-        )
-    return Choice("loop", f"grouped products are fused from compute capability 9.0 in bf16; this is {here}")
+        loop = Rejected("loop", "one product after another, and the host waits for the row counts")
+        return Choice("grouped", f"fused from compute capability 9.0 on in bf16; this is {device}", (loop,))
+    reason = f"grouped products are fused from compute capability 9.0 on in bf16; this is {device}"
+    return Choice("loop", reason)

@@ -1,4 +1,4 @@
-"""The course of a run: how samples are fetched, how many steps it has, and how often one looks at it. Pure."""
+"""Data loading, the number of steps, the warm-up and the logging interval of a run. Pure."""
 
 from __future__ import annotations
 
@@ -6,93 +6,95 @@ from orchestrator.config.settings import Config
 from orchestrator.plan.batching import Batching
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.workers import PLAIN
+from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import GIB, Choice, Rejected, bytes_text
 
 _PLAIN_LOG_EVERY = 10
+_DEBUG_STEPS = 4
+_MAX_LOADER_WORKERS = 8
+_ON_DEVICE_SHARE = 0.05  # of the GPU's memory: larger data stays on the host
 
 
-def choose_loader_workers(config: Config, facts: ModelFacts, device: str, cores: Choice[int]) -> Choice[int]:
-    """One rule: a process per core of this worker beyond the one that trains, at most eight; none where batches come from
+def choose_loader_workers(
+    config: Config, facts: ModelFacts, device: str, threads: Choice[int]
+) -> Choice[int]:
+    """Choose a loader process for each core except the one that trains; none if batches come from
     memory."""
     if config.data.loader_workers >= 0:
-        return Choice(
-            config.data.loader_workers, f"asked for by --loader-workers {config.data.loader_workers}"
-        )
+        return Choice(config.data.loader_workers, f"set by --loader-workers {config.data.loader_workers}")
     if not config.run.auto:
-        return Choice(0, PLAIN)
+        return Choice(0, NO_AUTO)
     if facts.gathered_bytes is not None:
-        return Choice(
-            0,
-            "the data hands out whole batches from memory",
-            (Rejected("loader processes", "nothing to load"),),
-        )
+        unneeded = Rejected("loader processes", "nothing to load")
+        return Choice(0, "the data gathers whole batches from memory", (unneeded,))
     if device == "cpu":
-        return Choice(
-            0,
-            "the CPU trains: loader processes would take its cores",
-            (Rejected("loader processes", "try --loader-workers 1"),),
-        )
-    count = max(0, min(8, cores.value - 1))
-    return Choice(count, f"one per core beyond the one that trains, at most 8; {cores.reason}")
+        competing = Rejected("loader processes", "try --loader-workers 1")
+        return Choice(0, "the CPU trains: loader processes would take its cores", (competing,))
+    count = max(0, min(_MAX_LOADER_WORKERS, threads.value - 1))
+    reason = f"one for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; {threads.reason}"
+    return Choice(count, reason)
 
 
-def choose_prefetch(config: Config, inventory: Inventory, loaders: int, on_one_node: int) -> Choice[int]:
+def choose_prefetch(config: Config, inventory: Inventory, loaders: int, workers_on_node: int) -> Choice[int]:
     if not loaders:
-        return Choice(2, "not used: no loader processes")
+        return Choice(2, "not used: there are no loader processes")
     if not config.run.auto:
-        return Choice(2, PLAIN)
-    deep = inventory.ram_free > 8 * GIB * loaders * on_one_node
-    return Choice(4 if deep else 2, f"batches per loader process; {bytes_text(inventory.ram_free)} RAM free")
+        return Choice(2, NO_AUTO)
+    plenty = inventory.ram_free > 8 * GIB * loaders * workers_on_node
+    reason = f"batches per loader process; {bytes_text(inventory.ram_free)} of RAM is free"
+    return Choice(4 if plenty else 2, reason)
 
 
 def choose_data_on_device(config: Config, facts: ModelFacts, gpu_memory: int | None) -> Choice[bool]:
-    """``gpu_memory`` is None where the device is the CPU."""
+    """Choose whether the training data is copied to the GPU; ``gpu_memory`` is None if the CPU
+    trains."""
     if gpu_memory is None:
         return Choice(False, "the device is the CPU")
     if facts.gathered_bytes is None:
         return Choice(False, "the data is read sample by sample")
     if not config.run.auto:
-        return Choice(False, PLAIN)
+        return Choice(False, NO_AUTO)
     share = facts.gathered_bytes / gpu_memory
-    text = f"the training data is {bytes_text(facts.gathered_bytes)}, {share:.1%} of the GPU's memory"
-    small = share < 0.05
+    reason = f"the training data is {bytes_text(facts.gathered_bytes)}, {share:.1%} of the GPU's memory"
+    if share < _ON_DEVICE_SHARE:
+        return Choice(True, reason)
     return Choice(
-        small,
-        text if small else f"{text}: more than 5%",
-        () if small else (Rejected("on the device", "too large"),),
+        False, f"{reason}: more than {_ON_DEVICE_SHARE:.0%}", (Rejected("on the device", "too large"),)
     )
 
 
 def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) -> Choice[int]:
-    per_epoch = -(-facts.samples // batching.global_batch.value)
-    steps = per_epoch * config.run.epochs
-    reason = f"{config.run.epochs} epochs × {per_epoch} steps ({facts.samples} samples in batches of {batching.global_batch.value})"
+    global_batch = batching.global_batch.value
+    steps_per_epoch = -(-facts.samples // global_batch)
+    steps = steps_per_epoch * config.run.epochs
+    reason = (
+        f"{config.run.epochs} epochs × {steps_per_epoch} steps "
+        f"({facts.samples} samples in batches of {global_batch})"
+    )
+    max_steps = config.run.max_steps
     if config.run.debug:
-        return Choice(min(steps, 4, config.run.max_steps or 4), "--debug")
-    if config.run.max_steps is not None and config.run.max_steps < steps:
-        return Choice(config.run.max_steps, f"--max-steps; {reason} would be {steps}")
+        return Choice(min(steps, _DEBUG_STEPS, max_steps or _DEBUG_STEPS), "set by --debug")
+    if max_steps is not None and max_steps < steps:
+        return Choice(max_steps, f"set by --max-steps; {reason} would be {steps}")
     return Choice(steps, reason)
 
 
 def choose_warmup(config: Config, steps: int) -> Choice[int]:
     if config.optim.warmup_steps is not None:
-        return Choice(config.optim.warmup_steps, "asked for by --warmup-steps")
+        return Choice(config.optim.warmup_steps, "set by --warmup-steps")
     if not config.run.auto:
-        return Choice(0, PLAIN)
+        return Choice(0, NO_AUTO)
     return Choice(min(1000, steps // 20), "a twentieth of the run, at most 1000 steps")
 
 
 def choose_log_every(config: Config, steps: int, device: str) -> Choice[int]:
     if config.watch.log_every is not None:
-        return Choice(config.watch.log_every, "asked for by --log-every")
+        return Choice(config.watch.log_every, "set by --log-every")
     if config.run.debug:
-        return Choice(1, "--debug")
+        return Choice(1, "set by --debug")
     if not config.run.auto:
-        return Choice(_PLAIN_LOG_EVERY, PLAIN)
+        return Choice(_PLAIN_LOG_EVERY, NO_AUTO)
     if device == "cpu":
-        return Choice(max(1, min(10, steps // 20)), "often enough to watch")
-    return Choice(
-        max(10, min(50, steps // 20)),
-        "losses are fetched this rarely, so that the device need not wait for the host",
-    )
+        return Choice(max(1, min(10, steps // 20)), "about 20 times in a run, at least every 10 steps")
+    reason = "every 10 to 50 steps, because reading the loss makes the host wait for the device"
+    return Choice(max(10, min(50, steps // 20)), reason)

@@ -1,4 +1,4 @@
-"""Memory and arithmetic of a step from a handful of facts."""
+"""Memory and arithmetic of a step, estimated from facts."""
 
 from __future__ import annotations
 
@@ -25,114 +25,109 @@ from tests.support.inventories import model, models
 limits = st.one_of(st.none(), st.floats(0, 400.0 * GIB))
 
 
+def estimate(
+    facts: ModelFacts, micro_batch: int = 1, recompute: bool = False, sharding: ModelSharding | None = None
+) -> MemoryEstimate:
+    """The estimate without a limit."""
+    return estimate_memory(facts, micro_batch, recompute, None, sharding)
+
+
 def test_weights_gradients_and_two_moments_are_fp32():
-    facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0)
-    found = estimate_memory(facts, 1, recompute=False, limit=None)
-    assert (found.parameters, found.gradients, found.optimizer, found.gate) == (4e6, 4e6, 8e6, 0)
+    needed = estimate(model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0))
+    assert (needed.parameters, needed.gradients, needed.optimizer, needed.gate) == (4e6, 4e6, 8e6, 0)
 
 
-def test_gates_are_counted_apart_and_once():
-    whole = estimate_memory(model(gate_parameters=0), 8, recompute=False, limit=None)
-    split = estimate_memory(model(gate_parameters=1_000), 8, recompute=False, limit=None)
-    assert split.gate == 1_000 * 16
-    assert split.total == whole.total
+def test_gates_are_counted_once_and_separately():
+    without_gates = estimate(model(gate_parameters=0), 8)
+    with_gates = estimate(model(gate_parameters=1_000), 8)
+    assert with_gates.gate == 1_000 * 16
+    assert with_gates.total == without_gates.total
 
 
 def test_frozen_parameters_have_neither_gradients_nor_moments():
-    found = estimate_memory(model(trainable=0), 1, recompute=False, limit=None)
-    assert (found.parameters + found.gate, found.gradients, found.optimizer) == (4e6, 0, 0)
+    needed = estimate(model(trainable=0))
+    assert (needed.parameters + needed.gate, needed.gradients, needed.optimizer) == (4e6, 0, 0)
 
 
 @settings(max_examples=200, deadline=None)
-@given(facts=models(), batch=st.integers(1, 10**6), recompute=st.booleans(), limit=limits)
-def test_every_part_is_real_and_the_total_is_their_sum(
-    facts: ModelFacts, batch: int, recompute: bool, limit: float | None
+@given(facts=models(), batch=st.integers(1, 10**6), recompute=st.booleans(), limit_bytes=limits)
+def test_no_part_is_negative_and_the_total_is_their_sum(
+    facts: ModelFacts, batch: int, recompute: bool, limit_bytes: float | None
 ):
-    found = estimate_memory(facts, batch, recompute, limit)
-    parts = [found.parameters, found.gradients, found.optimizer, found.activations, found.gate]
+    needed = estimate_memory(facts, batch, recompute, limit_bytes)
+    parts = [needed.parameters, needed.gradients, needed.optimizer, needed.activations, needed.gate]
     assert min(parts) >= 0
-    assert found.total == pytest.approx(sum(parts))
-    assert found.parameters + found.gate >= 4 * facts.parameters - 1
-    assert found.fits == (limit is None or found.total <= limit)
-    assert json.loads(json.dumps(found.to_json()))["total"] == found.total
+    assert needed.total == pytest.approx(sum(parts))
+    assert needed.parameters + needed.gate >= 4 * facts.parameters - 1
+    assert needed.fits == (limit_bytes is None or needed.total <= limit_bytes)
+    assert json.loads(json.dumps(needed.to_json()))["total"] == needed.total
 
 
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), batch=st.integers(1, 10**5), recompute=st.booleans())
-def test_more_samples_need_as_much_more_each(facts: ModelFacts, batch: int, recompute: bool):
-    one, some, more = (
-        estimate_memory(facts, count, recompute, None).total for count in (1, batch, 2 * batch)
-    )
-    assert one <= some <= more
-    assert (
-        more - some == pytest.approx((some - one) / max(1, batch - 1) * batch, rel=1e-6, abs=1e3)
-        or batch == 1
-    )
+def test_the_total_is_linear_in_the_batch_size(facts: ModelFacts, batch: int, recompute: bool):
+    one, some, twice = (estimate(facts, count, recompute).total for count in (1, batch, 2 * batch))
+    assert one <= some <= twice
+    if batch > 1:
+        per_sample = (some - one) / (batch - 1)
+        assert twice - some == pytest.approx(per_sample * batch, rel=1e-6, abs=1e3)
 
 
-def test_activations_grow_with_the_batch_and_nothing_else_does():
-    a, b = (
-        estimate_memory(model(), 1, recompute=False, limit=None),
-        estimate_memory(model(), 9, recompute=False, limit=None),
-    )
-    assert replace(a, activations=0) == replace(b, activations=0)
-    assert b.activations - a.activations >= 8 * MIB
+def test_only_activations_grow_with_the_batch():
+    one = estimate(model(), 1)
+    nine = estimate(model(), 9)
+    assert replace(one, activations=0) == replace(nine, activations=0)
+    assert nine.activations - one.activations >= 8 * MIB
 
 
-def test_recomputation_keeps_less_where_there_are_several_blocks():
+def test_recomputation_saves_less_if_there_are_several_blocks():
     facts = model(blocks=4, block_input_bytes=32.0 * KIB)
-    assert (
-        estimate_memory(facts, 64, recompute=True, limit=None).activations
-        < 0.5 * estimate_memory(facts, 64, recompute=False, limit=None).activations
-    )
-    bare = model(blocks=0)
-    assert estimate_memory(bare, 64, recompute=True, limit=None) == estimate_memory(
-        bare, 64, recompute=False, limit=None
-    )
+    recomputed = estimate(facts, 64, recompute=True)
+    assert recomputed.activations < 0.5 * estimate(facts, 64).activations
+    no_blocks = model(blocks=0)
+    assert estimate(no_blocks, 64, recompute=True) == estimate(no_blocks, 64)
 
 
-# --- divided among workers
+# --- sharded over workers
 
 
 def of_a_million(
     form: ShardingForm, workers: int = 4, offload: bool = False, **changes: Any
 ) -> MemoryEstimate:
     facts = model(parameters=1_000_000, trainable=1_000_000, gate_parameters=0, **changes)
-    return estimate_memory(
-        facts, 1, recompute=False, limit=None, spread=ModelSharding(workers, form, offload)
-    )
+    return estimate(facts, sharding=ModelSharding(workers, form, offload))
 
 
-def test_whole_on_every_worker_costs_what_one_process_costs():
+def test_a_replica_costs_what_one_process_costs():
     assert of_a_million("none", workers=8) == of_a_million("none", workers=1)
 
 
-def test_zero2_divides_gradients_and_moments():
-    """Four blocks: a quarter of the gradients is whole at a time. Parameters are gathered beside a worker's own quarter."""
-    found = of_a_million("zero2")
-    assert (found.parameters, found.gradients, found.optimizer) == (5e6, 2e6, 2e6)
+def test_zero2_shards_gradients_and_moments():
+    """With four blocks a quarter of the gradients is whole at a time; parameters are gathered next
+    to the shard."""
+    needed = of_a_million("zero2")
+    assert (needed.parameters, needed.gradients, needed.optimizer) == (5e6, 2e6, 2e6)
 
 
-def test_zero3_divides_parameters_too():
-    found = of_a_million("zero3")
-    assert (found.parameters, found.gradients, found.optimizer) == (2e6, 2e6, 2e6)
+def test_zero3_shards_parameters_too():
+    needed = of_a_million("zero3")
+    assert (needed.parameters, needed.gradients, needed.optimizer) == (2e6, 2e6, 2e6)
     assert of_a_million("zero3", blocks=0).parameters == 5e6
 
 
-def test_offloading_leaves_only_what_is_computed_with():
-    two, three = of_a_million("zero2", offload=True), of_a_million("zero3", offload=True)
-    assert (two.parameters, two.gradients, two.optimizer) == (4e6, 1e6, 0)
-    assert (three.parameters, three.gradients, three.optimizer) == (1e6, 1e6, 0)
+def test_offloading_leaves_only_the_gathered_state_on_the_device():
+    zero2 = of_a_million("zero2", offload=True)
+    zero3 = of_a_million("zero3", offload=True)
+    assert (zero2.parameters, zero2.gradients, zero2.optimizer) == (4e6, 1e6, 0)
+    assert (zero3.parameters, zero3.gradients, zero3.optimizer) == (1e6, 1e6, 0)
     assert of_a_million("none", offload=True) == of_a_million("none")
 
 
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), workers=st.integers(2, 64))
-def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
+def test_finer_sharding_never_needs_more(facts: ModelFacts, workers: int):
     def total(form: ShardingForm, offload: bool = False) -> float:
-        return estimate_memory(
-            facts, 1, recompute=False, limit=None, spread=ModelSharding(workers, form, offload)
-        ).total
+        return estimate(facts, sharding=ModelSharding(workers, form, offload)).total
 
     for finer, coarser in [
         (total("zero3"), total("zero2")),
@@ -142,38 +137,37 @@ def test_more_division_never_needs_more(facts: ModelFacts, workers: int):
         assert finer <= coarser * (1 + 1e-9)
 
 
-def test_gates_are_divided_like_the_rest():
+def test_gates_are_sharded_like_the_rest():
     forms: tuple[ShardingForm, ...] = ("none", "zero2", "zero3")
-    for spread in (ModelSharding(4, form) for form in forms):
-        split = estimate_memory(model(gate_parameters=1_000), 8, False, None, spread)
-        assert split.total == pytest.approx(
-            estimate_memory(model(gate_parameters=0), 8, False, None, spread).total
-        )
+    for sharding in (ModelSharding(4, form) for form in forms):
+        with_gates = estimate(model(gate_parameters=1_000), 8, sharding=sharding)
+        without_gates = estimate(model(gate_parameters=0), 8, sharding=sharding)
+        assert with_gates.total == pytest.approx(without_gates.total)
 
 
-# --- experts shared out
+# --- experts divided among hosts
 
 
 def of_experts(hosts: int, **changes: Any) -> MemoryEstimate:
-    """A million parameters, 600,000 of them in 8 experts, on the host that has the most of these."""
+    """A million parameters, 600,000 of them in 8 experts, on the host with the most experts."""
     facts = model(**({"gate_parameters": 0, "largest_bytes": 0.0} | changes))
-    return estimate_memory(facts, 1, recompute=False, limit=None, spread=ModelSharding(hosts, "experts"))
+    return estimate(facts, sharding=ModelSharding(hosts, "experts"))
 
 
 @pytest.mark.parametrize(
-    ("hosts", "here"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (7, 2), (8, 1), (100, 1)]
+    ("hosts", "local_experts"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (7, 2), (8, 1), (100, 1)]
 )
-def test_a_host_has_its_experts_and_everything_else(hosts: int, here: int):
-    found, parameters = of_experts(hosts), 400_000 + 600_000 * here / 8
-    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(
+def test_a_host_holds_its_experts_and_the_dense_part(hosts: int, local_experts: int):
+    needed = of_experts(hosts)
+    parameters = 400_000 + 600_000 * local_experts / 8
+    assert (needed.parameters, needed.gradients, needed.optimizer) == pytest.approx(
         (4 * parameters, 4 * parameters, 8 * parameters)
     )
 
 
 def test_one_host_costs_what_one_process_costs():
-    assert of_experts(1, largest_bytes=1.0 * MIB) == estimate_memory(
-        model(gate_parameters=0, largest_bytes=1.0 * MIB), 1, False, None
-    )
+    facts = model(gate_parameters=0, largest_bytes=1.0 * MIB)
+    assert of_experts(1, largest_bytes=1.0 * MIB) == estimate(facts)
 
 
 def test_gates_are_whole_on_every_host():
@@ -184,37 +178,35 @@ def test_a_dense_model_is_not_divided():
     assert of_experts(4, experts=0, expert_parameters=0).parameters == 4e6
 
 
-def test_frozen_parameters_are_taken_to_be_experts():
-    """The careful reading: what is trained is counted as whole on every host first."""
-    found = of_experts(4, trainable=500_000)
-    assert found.gradients == 4 * (400_000 + 100_000 / 4)
+def test_frozen_parameters_are_counted_as_experts():
+    """The higher estimate: trainable parameters count as replicated first."""
+    needed = of_experts(4, trainable=500_000)
+    assert needed.gradients == 4 * (400_000 + 100_000 / 4)
     assert of_experts(4, trainable=300_000).gradients == 4 * 300_000
 
 
-def test_rows_on_their_way_need_room_between_hosts_only():
-    travelling = (
-        of_experts(2, largest_bytes=1.0 * MIB).activations
-        - of_experts(1, largest_bytes=1.0 * MIB).activations
-    )
-    assert travelling == 2 * MIB
+def test_the_token_exchange_needs_memory_only_between_hosts():
+    two_hosts = of_experts(2, largest_bytes=1.0 * MIB)
+    one_host = of_experts(1, largest_bytes=1.0 * MIB)
+    assert two_hosts.activations - one_host.activations == 2 * MIB
 
 
 @settings(max_examples=200, deadline=None)
 @given(facts=models(), hosts=st.integers(1, 64))
-def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(facts: ModelFacts, hosts: int):
+def test_the_state_shrinks_with_hosts_down_to_the_dense_part(facts: ModelFacts, hosts: int):
     def state(count: int) -> float:
-        found = estimate_memory(facts, 1, recompute=False, limit=None, spread=ModelSharding(count, "experts"))
-        return found.total - found.activations
+        needed = estimate(facts, sharding=ModelSharding(count, "experts"))
+        return needed.total - needed.activations
 
-    whole = estimate_memory(facts, 1, recompute=False, limit=None)
-    assert state(1) == pytest.approx(whole.total - whole.activations)
+    replica = estimate(facts)
+    assert state(1) == pytest.approx(replica.total - replica.activations)
     assert state(hosts + 1) <= state(hosts) * (1 + 1e-9)
     dense = facts.parameters - min(facts.expert_parameters, facts.parameters - facts.gate_parameters)
     assert state(hosts) >= 4 * dense * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("spread", "holders"),
+    ("sharding", "data_ranks"),
     [
         (ModelSharding(), 1),
         (ModelSharding(4), 4),
@@ -222,14 +214,12 @@ def test_the_state_never_grows_with_hosts_and_never_falls_below_the_dense_part(f
         (ModelSharding(4, "experts", primary=True), 1),
     ],
 )
-def test_who_holds_a_share_of_the_batch(spread: ModelSharding, holders: int):
-    assert spread.data_ranks == holders
+def test_a_primary_gate_leaves_one_data_rank(sharding: ModelSharding, data_ranks: int):
+    assert sharding.data_ranks == data_ranks
 
 
 def test_without_a_limit_everything_fits():
-    assert estimate_memory(
-        model(parameters=10**12, trainable=10**12), 10**6, recompute=False, limit=None
-    ).fits
+    assert estimate(model(parameters=10**12, trainable=10**12), 10**6).fits
     assert not MemoryEstimate(1, 0, 0, 0, 0, limit=0).fits
 
 
@@ -239,38 +229,37 @@ def test_backward_costs_two_forward_passes_and_recomputation_one():
     assert flops_per_step(facts, 8, recompute=True) == 320
 
 
+SHARDINGS = [
+    ModelSharding(),
+    ModelSharding(4, "zero2"),
+    ModelSharding(3, "zero3", True),
+    ModelSharding(3, "experts"),
+]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     facts=models(),
     most=st.integers(0, 5000),
     recompute=st.booleans(),
-    limit=limits,
-    spread=st.sampled_from(
-        [
-            ModelSharding(),
-            ModelSharding(4, "zero2"),
-            ModelSharding(3, "zero3", True),
-            ModelSharding(3, "experts"),
-        ]
-    ),
+    limit_bytes=limits,
+    sharding=st.sampled_from(SHARDINGS),
 )
-def test_largest_fitting_is_the_last_that_fits(
-    facts: ModelFacts, most: int, recompute: bool, limit: float | None, spread: ModelSharding
+def test_largest_fitting_fits_and_one_more_sample_does_not(
+    facts: ModelFacts, most: int, recompute: bool, limit_bytes: float | None, sharding: ModelSharding
 ):
-    found = largest_fitting(facts, most, recompute, limit, spread)
-    assert 0 <= found <= most
-    if found:
-        assert estimate_memory(facts, found, recompute, limit, spread).fits
-    if found < most:
-        assert not estimate_memory(facts, found + 1, recompute, limit, spread).fits
+    largest = largest_fitting(facts, most, recompute, limit_bytes, sharding)
+    assert 0 <= largest <= most
+    if largest:
+        assert estimate_memory(facts, largest, recompute, limit_bytes, sharding).fits
+    if largest < most:
+        assert not estimate_memory(facts, largest + 1, recompute, limit_bytes, sharding).fits
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 63, 64, 1000])
-def test_largest_fitting_against_counting(most: int):
+def test_largest_fitting_equals_a_linear_search(most: int):
     facts = model()
-    limit = estimate_memory(facts, 64, recompute=False, limit=None).total
-    counted = max(
-        (n for n in range(1, most + 1) if estimate_memory(facts, n, recompute=False, limit=limit).fits),
-        default=0,
-    )
-    assert largest_fitting(facts, most, recompute=False, limit=limit) == counted == min(most, 64)
+    limit_bytes = estimate(facts, 64).total
+    fitting = [n for n in range(1, most + 1) if estimate_memory(facts, n, False, limit_bytes).fits]
+    searched = max(fitting, default=0)
+    assert largest_fitting(facts, most, False, limit_bytes) == searched == min(most, 64)

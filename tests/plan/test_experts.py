@@ -1,4 +1,4 @@
-"""Whether experts are shared out among hosts, who runs the gate, how tokens travel, and what computes the experts."""
+"""Choices for models with experts: expert parallelism, gate, placement, token exchange, kernel."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
 from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strategy, unused_settings
-from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import Plan, plan
-from orchestrator.plan.workers import PLAIN
+from orchestrator.plan.planning import Plan
+from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.types import GIB, Choice, StrategyName
-from tests.support.inventories import cluster, gpu, machine, model
+from tests.support.inventories import cluster, gpu, machine, model, planned
 
-CPU, ONE, TWO = machine(), machine(gpu()), machine(gpu(), gpu(1))
-EXPERTS = model(
-    parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4
-)  # 16 GB of state, most in experts
+CPU = machine()
+ONE = machine(gpu())
+TWO = machine(gpu(), gpu(1))
+# 16 GB of state, most of it in experts
+EXPERTS = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4)
 DENSE = model(experts=0, expert_parameters=0, gate_parameters=0, moe_layers=0)
 FOUND: Choice[StrategyName] = Choice("data_parallel", "4 GPUs were found: one worker for each")
 
 
-def need(form: ShardingForm, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
-    """Of one sample, its activations recomputed: the least that a form can do with."""
+def needed_bytes(form: ShardingForm, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
+    """The least bytes that one sample needs under a form of sharding, recomputation included."""
     return min(
         estimate_memory(facts, 1, recompute, None, ModelSharding(workers, form)).total
         for recompute in (False, True)
@@ -34,15 +34,9 @@ def need(form: ShardingForm, facts: ModelFacts = EXPERTS, workers: int = 4) -> f
 
 
 def settled(
-    limit: float, facts: ModelFacts = EXPERTS, workers: int = 4, on_gpu: bool = True, **given: Any
+    limit_bytes: float, facts: ModelFacts = EXPERTS, workers: int = 4, on_gpu: bool = True, **given: Any
 ) -> Choice[StrategyName]:
-    return settle_strategy(Config.of(**given), facts, FOUND, workers, limit, on_gpu)
-
-
-def planned(
-    inventory: Inventory, facts: ModelFacts | None = None, where: Cluster | None = None, **given: Any
-) -> Plan:
-    return plan(Config.of(**given), inventory, facts or model(), cluster=where)
+    return settle_strategy(Config.of(**given), facts, FOUND, workers, limit_bytes, on_gpu)
 
 
 def hosted(inventory: Inventory = CPU, facts: ModelFacts | None = None, **given: Any) -> Plan:
@@ -52,22 +46,22 @@ def hosted(inventory: Inventory = CPU, facts: ModelFacts | None = None, **given:
 # --- strategy, once the model is known
 
 
-def test_experts_are_shared_out_where_whole_copies_do_not_fit_even_recomputed():
-    assert settled(need("none")).value == "data_parallel"
-    found = settled(need("none") - 1)
-    assert found.value == "expert_parallel"
-    assert found.reason.startswith(
-        "4 GPUs were found: one worker for each; with the experts shared out one sample needs "
+def test_experts_are_divided_if_a_recomputed_replica_does_not_fit():
+    assert settled(needed_bytes("none")).value == "data_parallel"
+    chosen = settled(needed_bytes("none") - 1)
+    assert chosen.value == "expert_parallel"
+    assert chosen.reason.startswith(
+        "4 GPUs were found: one worker for each; with divided experts one sample needs "
     )
-    assert found.rejected[0].option == "data_parallel"
-    assert "14.9 GiB" in found.rejected[0].why
+    assert chosen.rejected[0].option == "data_parallel"
+    assert "14.9 GiB" in chosen.rejected[0].why
 
 
-def test_what_fits_is_not_shared_out_and_the_plan_says_why():
-    found = settled(80.0 * GIB)
-    assert (found.value, found.reason) == (FOUND.value, FOUND.reason)
-    assert found.rejected[-1].option == "expert_parallel"
-    assert "whole copies fit" in found.rejected[-1].why
+def test_experts_of_a_model_that_fits_are_not_divided_and_the_reason_says_why():
+    chosen = settled(80.0 * GIB)
+    assert (chosen.value, chosen.reason) == (FOUND.value, FOUND.reason)
+    assert chosen.rejected[-1].option == "expert_parallel"
+    assert "a copy on every worker fits" in chosen.rejected[-1].why
 
 
 @pytest.mark.parametrize(
@@ -82,88 +76,91 @@ def test_what_fits_is_not_shared_out_and_the_plan_says_why():
         ({"batch_size": "auto"}, "batch_size auto works with data_parallel only"),
     ],
 )
-def test_what_works_with_whole_models_only_keeps_them_whole(given: dict[str, Any], words: str):
-    found = settled(need("none") - 1, **given)
-    assert found.value == "data_parallel"
-    assert words in found.rejected[-1].why
+def test_settings_of_data_parallelism_rule_out_expert_parallelism(given: dict[str, Any], words: str):
+    chosen = settled(needed_bytes("none") - 1, **given)
+    assert chosen.value == "data_parallel"
+    assert words in chosen.rejected[-1].why
 
 
-def test_a_dense_model_and_one_worker_share_nothing_out():
+def test_a_dense_model_and_one_worker_divide_nothing():
     assert "no experts" in settled(1.0, DENSE).rejected[-1].why
     assert "one worker" in settled(1.0, workers=1).rejected[-1].why
 
 
-def test_where_the_dense_part_is_what_does_not_fit_sharding_is_taken():
+def test_sharding_is_chosen_if_the_dense_part_does_not_fit():
     heavy = model(parameters=10**9, trainable=10**9, expert_parameters=10**8)
-    limit = need("zero3", heavy)
-    assert need("experts", heavy) > limit
-    found = settled(limit, heavy)
-    assert found.value == "data_parallel"
-    assert "outside the experts" in found.rejected[-1].why
-    assert settled(limit, heavy, on_gpu=False).value == "expert_parallel", (
-        "on CPUs nothing is sharded by itself"
+    limit_bytes = needed_bytes("zero3", heavy)
+    assert needed_bytes("experts", heavy) > limit_bytes
+    chosen = settled(limit_bytes, heavy)
+    assert chosen.value == "data_parallel"
+    assert "outside the experts" in chosen.rejected[-1].why
+    assert settled(limit_bytes, heavy, on_gpu=False).value == "expert_parallel", (
+        "the plan does not shard on CPUs by itself"
     )
-    assert settled(limit, heavy, sharding="none").value == "expert_parallel", "nor where that is refused"
+    assert settled(limit_bytes, heavy, sharding="none").value == "expert_parallel", (
+        "nor against --sharding none"
+    )
 
 
-def test_where_nothing_fits_the_least_is_taken():
-    assert need("experts") < need("zero3")
+def test_the_strategy_that_needs_least_is_chosen_if_nothing_fits():
+    assert needed_bytes("experts") < needed_bytes("zero3")
     assert settled(1.0).value == "expert_parallel"
 
 
-def test_what_is_asked_for_by_name_stays():
-    for asked in ("data_parallel", "expert_parallel"):
-        found: Choice[StrategyName] = Choice(asked, "asked for")
-        assert settle_strategy(Config.of(parallel_strategy=asked), EXPERTS, found, 4, 1.0, True) is found
-        assert settle_strategy(Config.of(parallel_strategy=asked), EXPERTS, found, 4, 1e12, True) is found
+def test_a_strategy_set_by_its_flag_stays():
+    for strategy in ("data_parallel", "expert_parallel"):
+        given: Choice[StrategyName] = Choice(strategy, "a flag")
+        config = Config.of(parallel_strategy=strategy)
+        assert settle_strategy(config, EXPERTS, given, 4, 1.0, True) is given
+        assert settle_strategy(config, EXPERTS, given, 4, 1e12, True) is given
 
 
-def test_a_dense_model_under_expert_parallel_is_told_what_to_do():
+def test_expert_parallelism_of_a_dense_model_is_refused_with_advice():
     for inventory in (CPU, TWO):
         with pytest.raises(
             UserError,
-            match=r"this one has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N",
+            match=r"this model has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N",
         ):
             hosted(inventory, DENSE)
 
 
-def test_the_whole_plan_shares_experts_out_by_itself():
+def test_the_plan_divides_experts_by_itself():
     four = machine(*(gpu(index, total=12 * GIB) for index in range(4)))
-    found = planned(four, EXPERTS)
-    assert (found.strategy.value, found.workers.value, found.sharding.value, found.backend.value) == (
+    chosen = planned(four, EXPERTS)
+    assert (chosen.strategy.value, chosen.workers.value, chosen.sharding.value, chosen.backend.value) == (
         "expert_parallel",
         4,
         "none",
         "nccl",
     )
-    assert "whole on each" in found.sharding.reason
-    assert found.memory.fits
-    assert found.memory == estimate_memory(
+    assert "whole on each" in chosen.sharding.reason
+    assert chosen.memory.fits
+    assert chosen.memory == estimate_memory(
         EXPERTS,
-        found.batch_size.value,
-        found.activation_checkpointing.value,
-        found.memory.limit,
+        chosen.batch_size.value,
+        chosen.activation_checkpointing.value,
+        chosen.memory.limit,
         ModelSharding(4, "experts"),
     )
     assert planned(four, EXPERTS, parallel_strategy="data_parallel").sharding.value != "none"
     assert planned(four).strategy.value == "data_parallel"
 
 
-def test_in_a_cluster_the_node_of_a_worker_sets_the_limit():
+def test_the_node_of_a_worker_limits_the_memory_in_a_cluster():
     small = machine(gpu(total=12 * GIB))
     assert planned(small, EXPERTS, cluster(1, 1, 1, 1)).strategy.value == "expert_parallel"
     assert planned(ONE, EXPERTS, cluster(1, 1, 1, 1)).strategy.value == "data_parallel"
 
 
 def test_one_host_is_allowed():
-    found = hosted(workers=1)
-    assert (found.strategy.value, found.workers.value, found.backend.value, found.data_ranks) == (
+    chosen = hosted(workers=1)
+    assert (chosen.strategy.value, chosen.workers.value, chosen.backend.value, chosen.data_ranks) == (
         "expert_parallel",
         1,
         "gloo",
         1,
     )
-    assert found.memory == planned(CPU, batch_size=found.batch_size.value).memory
+    assert chosen.memory == planned(CPU, batch_size=chosen.batch_size.value).memory
 
 
 def test_more_hosts_than_experts_are_allowed():
@@ -173,14 +170,14 @@ def test_more_hosts_than_experts_are_allowed():
 # --- gate and batch
 
 
-def test_the_gate_is_everywhere_unless_asked_for():
-    found = hosted(workers=2, batch_size=32)
-    assert (found.gate.value, found.data_ranks, found.global_batch_size.value) == ("replicated", 2, 64)
-    assert found.gate.rejected[0].option == "primary"
+def test_the_gate_is_replicated_unless_a_flag_says_primary():
+    chosen = hosted(workers=2, batch_size=32)
+    assert (chosen.gate.value, chosen.data_ranks, chosen.global_batch_size.value) == ("replicated", 2, 64)
+    assert chosen.gate.rejected[0].option == "primary"
     primary = hosted(workers=2, batch_size=32, gate="primary")
     assert (primary.gate.value, primary.data_ranks, primary.global_batch_size.value) == ("primary", 1, 32)
-    assert "asked for by --gate primary" in primary.gate.reason
-    assert primary.flops_per_step * 2 == found.flops_per_step
+    assert "set by --gate primary" in primary.gate.reason
+    assert primary.flops_per_step * 2 == chosen.flops_per_step
 
 
 @pytest.mark.parametrize(
@@ -191,33 +188,41 @@ def test_the_gate_is_everywhere_unless_asked_for():
         (CPU, DENSE, "the model has no experts"),
     ],
 )
-def test_elsewhere_the_settings_of_expert_parallel_are_not_used(
+def test_settings_of_expert_parallelism_are_not_used_by_other_strategies(
     inventory: Inventory, facts: ModelFacts | None, words: str
 ):
-    found = planned(inventory, facts)
-    assert (found.gate.value, found.placement.value, found.exchange_chunks.value) == ("replicated", "none", 1)
-    for choice in (found.gate, found.placement, found.exchange_chunks):
+    chosen = planned(inventory, facts)
+    assert (chosen.gate.value, chosen.placement.value, chosen.exchange_chunks.value) == (
+        "replicated",
+        "none",
+        1,
+    )
+    for choice in (chosen.gate, chosen.placement, chosen.exchange_chunks):
         assert choice.reason == f"not used: {words}"
-    asked = planned(inventory, facts, gate="primary", placement="x.json", exchange_chunks=3)
-    assert (asked.gate.value, asked.placement.value, asked.exchange_chunks.value) == ("replicated", "none", 1)
-    assert asked.gate.reason.endswith(", in place of --gate primary")
-    assert asked.placement.reason.endswith(", in place of --placement x.json")
-    assert asked.exchange_chunks.reason.endswith(", in place of --exchange-chunks 3")
-    assert asked.data_ranks == asked.workers.value
+    flagged = planned(inventory, facts, gate="primary", placement="x.json", exchange_chunks=3)
+    assert (flagged.gate.value, flagged.placement.value, flagged.exchange_chunks.value) == (
+        "replicated",
+        "none",
+        1,
+    )
+    assert flagged.gate.reason.endswith(", instead of --gate primary")
+    assert flagged.placement.reason.endswith(", instead of --placement x.json")
+    assert flagged.exchange_chunks.reason.endswith(", instead of --exchange-chunks 3")
+    assert flagged.data_ranks == flagged.workers.value
 
 
 # --- placement
 
 
-def test_placement_is_by_cost_and_speed_unless_asked_for():
+def test_placement_is_by_cost_and_speed_unless_a_flag_sets_it():
     assert hosted(workers=2).placement.value == "auto"
     assert hosted(workers=2).placement.rejected[0].option == "round_robin"
-    for asked in ("round_robin", "/x/y.json"):
-        assert hosted(workers=2, placement=asked).placement == Choice(
-            asked, f"asked for by --placement {asked}"
+    for placement in ("round_robin", "/x/y.json"):
+        assert hosted(workers=2, placement=placement).placement == Choice(
+            placement, f"set by --placement {placement}"
         )
     assert hosted(workers=1).placement.reason == "one host has all experts"
-    assert hosted(workers=2, auto=False).placement == Choice("round_robin", PLAIN)
+    assert hosted(workers=2, auto=False).placement == Choice("round_robin", NO_AUTO)
 
 
 # --- chunks
@@ -235,7 +240,7 @@ def chunks(
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "words"),
+    ("chosen", "expected", "words"),
     [
         (chunks(), 2, "8192 tokens"),
         (chunks(4096), 2, "4096 tokens"),
@@ -244,16 +249,18 @@ def chunks(
         (chunks(backend="gloo", on_gpu=False), 1, "same cores"),
         (chunks(workers=1), 1, "one host"),
         (chunks(auto=False), 1, "--no-auto"),
-        (chunks(16, on_gpu=False, exchange_chunks=3), 3, "asked for by --exchange-chunks 3"),
+        (chunks(16, on_gpu=False, exchange_chunks=3), 3, "set by --exchange-chunks 3"),
         (chunks(unused="not used: x"), 1, "not used: x"),
     ],
 )
-def test_tokens_travel_in_parts_where_something_can_hide_them(found: Choice[int], expected: int, words: str):
-    assert found.value == expected
-    assert words in found.reason
+def test_tokens_are_exchanged_in_chunks_if_computation_can_overlap(
+    chosen: Choice[int], expected: int, words: str
+):
+    assert chosen.value == expected
+    assert words in chosen.reason
 
 
-def test_the_plan_counts_the_tokens_of_a_host():
+def test_the_tokens_of_a_host_decide_the_chunks():
     text = model(units_per_sample=128)
     assert hosted(TWO, text, batch_size=32).exchange_chunks.value == 2
     assert hosted(TWO, text, batch_size=31).exchange_chunks.value == 1
@@ -278,17 +285,17 @@ def test_the_plan_counts_the_tokens_of_a_host():
         ((9, 0), "fp16", "loop"),
     ],
 )
-def test_grouped_products_where_they_are_fused(
+def test_grouped_products_are_chosen_if_they_are_fused(
     capability: tuple[int, int] | None, precision: str, expected: str
 ):
     assert choose_kernel(Config(), model(), precision, capability).value == expected
-    for asked in ("loop", "grouped"):
-        found = choose_kernel(Config.of(expert_kernel=asked), model(), precision, capability)
-        assert found.value == asked
-        assert ("not fused" in found.reason) == (asked == "grouped" and expected != "grouped")
+    for kernel in ("loop", "grouped"):
+        chosen = choose_kernel(Config.of(expert_kernel=kernel), model(), precision, capability)
+        assert chosen.value == kernel
+        assert ("not fused" in chosen.reason) == (kernel == "grouped" and expected != "grouped")
 
 
-def test_the_kernel_is_planned_under_every_strategy():
+def test_every_strategy_chooses_a_kernel():
     assert (
         planned(ONE).expert_kernel.value
         == planned(TWO).expert_kernel.value
@@ -297,14 +304,14 @@ def test_the_kernel_is_planned_under_every_strategy():
     )
     assert planned(ONE, precision="fp32").expert_kernel.value == "loop"
     assert planned(CPU).expert_kernel.value == "auto"
-    assert planned(ONE, auto=False).expert_kernel == Choice("loop", PLAIN)
+    assert planned(ONE, auto=False).expert_kernel == Choice("loop", NO_AUTO)
     assert planned(ONE, DENSE).expert_kernel.reason == "not used: the model has no experts"
 
 
-def test_the_new_choices_are_in_the_json():
-    found = hosted(workers=2).to_json()["choices"]
+def test_the_choices_of_expert_parallelism_are_in_the_json():
+    chosen = hosted(workers=2).to_json()["choices"]
     assert {
-        name: found[name]["value"] for name in ("gate", "placement", "exchange_chunks", "expert_kernel")
+        name: chosen[name]["value"] for name in ("gate", "placement", "exchange_chunks", "expert_kernel")
     } == {
         "gate": "replicated",
         "placement": "auto",
@@ -313,17 +320,17 @@ def test_the_new_choices_are_in_the_json():
     }
 
 
-# --- settings that mean nothing
+# --- settings without effect
 
 
-def test_settings_between_hosts_are_told_where_there_are_none():
+def test_settings_without_effect_are_reported():
     given = Config.of(gate="primary", placement="round_robin", exchange_chunks=4)
-    told = unused_settings(given, "single", model())
-    assert told is not None
-    assert told.startswith(
+    message = unused_settings(given, "single", model())
+    assert message is not None
+    assert message.startswith(
         "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process has all experts; "
     )
-    assert "--parallel-strategy expert_parallel" in told
+    assert "--parallel-strategy expert_parallel" in message
     one = unused_settings(Config.of(exchange_chunks=4), "data_parallel", model())
     assert one is not None
     assert one.startswith("--exchange-chunks 4 is not used: every worker has all experts")
@@ -334,6 +341,6 @@ def test_settings_between_hosts_are_told_where_there_are_none():
     )
 
 
-def test_nothing_is_told_where_they_are_used_or_not_given():
+def test_settings_with_effect_are_not_reported():
     assert unused_settings(Config.of(gate="primary"), "expert_parallel", model()) is None
     assert unused_settings(Config.of(), "single", model()) is None

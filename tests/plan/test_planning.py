@@ -1,4 +1,4 @@
-"""The plan: every open question answered, each answer with its reason, on machines that are not here."""
+"""Whole plans: every open question has an answer with a reason, on invented machines."""
 
 from __future__ import annotations
 
@@ -9,199 +9,106 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError
+from orchestrator.errors import UserError
+from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import PLAIN, Plan, choose_device, choose_precision, plan
-from orchestrator.types import GIB, MIB
-from tests.support.inventories import configs, gpu, machine, machines, model, models, planned_or_refused
+from orchestrator.plan.planning import Plan, plan
+from orchestrator.plan.reasons import NO_AUTO
+from orchestrator.types import GIB
+from tests.support.inventories import (
+    cluster,
+    configs,
+    gpu,
+    machine,
+    machines,
+    model,
+    models,
+    planned,
+    planned_or_refused,
+)
 
 CPU = machine()
 H200 = machine(gpu())
+TWO = machine(gpu(), gpu(1))
+FOUR_SMALL = machine(*(gpu(index, total=16 * GIB) for index in range(4)))
+BIG = model(parameters=10**9, trainable=10**9, blocks=10)  # 16 GB of state
 
 
-def planned(inventory: Inventory = H200, facts: ModelFacts | None = None, **given_settings: Any) -> Plan:
-    return plan(Config.of(**given_settings), inventory, facts or model())
+def sharding_of(chosen: Plan, offload: bool = False) -> ModelSharding:
+    if chosen.strategy.value == "expert_parallel":
+        return ModelSharding(chosen.workers.value, "experts", primary=chosen.gate.value == "primary")
+    return ModelSharding(chosen.workers.value, chosen.sharding.value, offload)
 
 
-def spread_of(found: Plan, offload: bool = False) -> ModelSharding:
-    if found.strategy.value == "expert_parallel":
-        return ModelSharding(found.workers.value, "experts", primary=found.gate.value == "primary")
-    return ModelSharding(found.workers.value, found.sharding.value, offload)
-
-
-# --- whatever is asked, on whatever machine
+# --- properties for any settings on any machine
 
 
 @settings(max_examples=250, deadline=None)
 @given(config=configs(), inventory=machines(), facts=models())
 def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Inventory, facts: ModelFacts):
-    found = planned_or_refused(config, inventory, facts)
-    assert len(found.choices()) >= 27
-    for name, choice in found.choices().items():
+    chosen = planned_or_refused(config, inventory, facts)
+    assert len(chosen.choices()) >= 27
+    for name, choice in chosen.choices().items():
         assert choice.value is not None, name
         assert len(choice.reason.strip()) >= 3, name
         assert all(rejected.option and rejected.why for rejected in choice.rejected), name
-    batch, recompute, spread = (
-        found.batch_size.value,
-        found.activation_checkpointing.value,
-        spread_of(found, config.parallel.cpu_offload),
-    )
-    assert found.memory == estimate_memory(facts, batch, recompute, found.memory.limit, spread)
-    assert found.data_ranks == spread.data_ranks
-    assert (
-        batch * found.accumulation_steps.value * found.data_ranks
-        >= found.global_batch_size.value
-        >= found.data_ranks
-    )
-    assert found.total_steps.value >= 1
-    assert found.loader_workers.value >= 0
-    assert found.log_every.value >= 1
-    json.dumps(found.to_json(), allow_nan=False)
+    batch = chosen.batch_size.value
+    recompute = chosen.activation_checkpointing.value
+    sharding = sharding_of(chosen, config.parallel.cpu_offload)
+    assert chosen.memory == estimate_memory(facts, batch, recompute, chosen.memory.limit, sharding)
+    assert chosen.data_ranks == sharding.data_ranks
+    covered = batch * chosen.accumulation_steps.value * chosen.data_ranks
+    assert covered >= chosen.global_batch_size.value >= chosen.data_ranks
+    assert chosen.total_steps.value >= 1
+    assert chosen.loader_workers.value >= 0
+    assert chosen.log_every.value >= 1
+    json.dumps(chosen.to_json(), allow_nan=False)
 
 
 @settings(max_examples=120, deadline=None)
 @given(config=configs("deterministic", "tf32", "cudnn_benchmark", "auto", "precision"), inventory=machines())
-def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_timing(config: Config, inventory: Inventory):
-    found = planned_or_refused(config, inventory, model())
-    if config.run.deterministic:
-        assert not found.tf32.value
-        assert not found.cudnn_benchmark.value
-    if found.device.value == "cpu":
-        assert not found.tf32.value
-        assert not found.cudnn_benchmark.value
+def test_a_deterministic_plan_has_neither_tf32_nor_cudnn_benchmark(config: Config, inventory: Inventory):
+    chosen = planned_or_refused(config, inventory, model())
+    if config.run.deterministic or chosen.device.value == "cpu":
+        assert not chosen.tf32.value
+        assert not chosen.cudnn_benchmark.value
 
 
 @settings(max_examples=120, deadline=None)
 @given(inventory=machines(), facts=models())
-def test_the_plan_fits_unless_nothing_does(inventory: Inventory, facts: ModelFacts):
-    found = planned_or_refused(Config(), inventory, facts)
-    smallest = estimate_memory(
-        facts, 1, found.activation_checkpointing.value, found.memory.limit, spread_of(found)
-    )
-    assert found.memory.fits == smallest.fits
+def test_the_plan_fits_unless_one_sample_does_not(inventory: Inventory, facts: ModelFacts):
+    chosen = planned_or_refused(Config(), inventory, facts)
+    recompute = chosen.activation_checkpointing.value
+    one_sample = estimate_memory(facts, 1, recompute, chosen.memory.limit, sharding_of(chosen))
+    assert chosen.memory.fits == one_sample.fits
 
 
-def test_the_same_question_has_the_same_answer():
-    assert planned() == planned()
+def test_planning_is_deterministic():
+    assert planned(H200) == planned(H200)
 
 
-def test_the_plan_as_json_keeps_values_reasons_and_what_was_rejected():
-    found = json.loads(json.dumps(planned(machine(gpu(), gpu(1)), gpu_mode="single_gpu").to_json()))
-    assert found["choices"]["device"]["rejected"] == [
+def test_the_json_holds_values_reasons_and_rejected_options():
+    saved = json.loads(json.dumps(planned(TWO, gpu_mode="single_gpu").to_json()))
+    assert saved["choices"]["device"]["rejected"] == [
         {"option": "the other 1 GPUs", "why": "one process trains on one device"}
     ]
-    assert found["choices"]["strategy"]["value"] == "single"
-    assert found["choices"]["starting_batch"]["value"] == "16 × 4"
-    assert found["memory"]["total"] > 0
-    assert found["flops_per_step"] > 0
+    assert saved["choices"]["strategy"]["value"] == "single"
+    assert saved["choices"]["starting_batch"]["value"] == "16 × 4"
+    assert saved["memory"]["total"] > 0
+    assert saved["flops_per_step"] > 0
 
 
-# --- device
+def test_the_choices_keep_their_order():
+    names = list(planned(TWO).choices())
+    assert names[:6] == ["device", "strategy", "workers", "backend", "sharding", "precision"]
+    assert planned(TWO).to_json()["choices"]["workers"]["value"] == 2
 
 
-def test_a_gpu_is_taken_where_there_is_one_and_the_emptiest_of_several():
-    assert planned(H200).device.value == "cuda:0"
-    assert planned(CPU).device.value == "cpu"
-    assert planned(H200, gpu_mode="cpu").device.value == "cpu"
-    several = machine(gpu(0, free=10 * GIB), gpu(1, free=70 * GIB), gpu(2, free=70.5 * GIB))
-    assert planned(several, gpu_mode="single_gpu").device.value == "cuda:1"
-    assert planned(several, gpu_mode="single_gpu").device.rejected
-
-
-def test_the_gpu_asked_for_is_taken_and_the_first_of_several():
-    several = machine(gpu(0), gpu(1, free=GIB), gpu(2))
-    chosen = planned(several, devices=1)
-    assert (chosen.device.value, chosen.strategy.value) == ("cuda:1", "single")
-    assert chosen.device.reason.startswith("asked for by --devices 1: ")
-    assert chosen.memory.limit == GIB
-    assert planned(several, devices=(2, 0), workers=1).device.value == "cuda:2"
-    with pytest.raises(ResourceError, match="--devices 3 names GPU 3, but this machine has 3 GPUs"):
-        choose_device(Config.of(devices=3), several)
-
-
-def test_single_gpu_without_one_is_a_resource_error():
-    with pytest.raises(ResourceError, match="needs one GPU; 0 were found") as caught:
-        planned(CPU, gpu_mode="single_gpu")
-    assert caught.value.exit_code == 3
-    broken = machine(gpu_error="the driver shows 1 GPU(s), but torch sees none\nupdate the driver")
-    with pytest.raises(ResourceError, match=r"--gpu-mode multi_gpu needs two GPUs or more; 1 was found\."):
-        choose_device(Config.of(gpu_mode="multi_gpu"), H200)
-    with pytest.raises(ResourceError, match="but torch sees none") as caught:
-        choose_device(Config.of(gpu_mode="single_gpu"), broken)
-    assert caught.value.exit_code == 3
-
-
-def test_a_gpu_that_cannot_be_used_is_the_reason_for_the_cpu():
-    found = planned(machine(gpu_error="the driver shows 1 GPU(s), but torch sees none"))
-    assert found.device.value == "cpu"
-    assert "torch sees none" in found.device.reason
-
-
-# --- precision and arithmetic
-
-
-@pytest.mark.parametrize(
-    ("capability", "precision"),
-    [
-        ((6, 1), "fp16"),
-        ((7, 0), "fp16"),
-        ((7, 5), "fp16"),
-        ((8, 0), "bf16"),
-        ((8, 9), "bf16"),
-        ((9, 0), "bf16"),
-        ((12, 0), "bf16"),
-    ],
-)
-def test_precision_by_compute_capability(capability: tuple[int, int], precision: str):
-    inventory = machine(gpu(capability=capability))
-    found = planned(inventory)
-    assert found.precision.value == precision
-    assert f"{capability[0]}.{capability[1]}" in found.precision.reason
-    assert found.tf32.value == (capability >= (8, 0))
-    assert choose_precision(Config(), inventory, "cuda:0") == found.precision
-
-
-def test_precision_is_that_of_the_chosen_gpu():
-    mixed = machine(gpu(0, free=GIB, capability=(9, 0)), gpu(1, capability=(7, 5)))
-    alone = planned(mixed, gpu_mode="single_gpu")
-    assert (alone.device.value, alone.precision.value) == ("cuda:1", "fp16")
-
-
-@pytest.mark.parametrize("bf16", [True, False])
-def test_a_cpu_computes_in_fp32(bf16: bool):
-    assert planned(machine(cpu_bf16=bf16)).precision.value == "fp32"
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("inventory", [CPU, H200], ids=["cpu", "gpu"])
-def test_a_precision_asked_for_is_given(precision: str, inventory: Inventory):
-    found = planned(inventory, precision=precision).precision
-    assert found.value == precision
-    assert found.reason.startswith(f"asked for by --precision {precision}")
-    assert ("many times slower" in found.reason) == (inventory is CPU and precision != "fp32")
-
-
-@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
-@pytest.mark.parametrize("value", ["on", "off"])
-def test_a_switch_asked_for_is_given_where_the_device_has_it(name: str, value: str):
-    asked: dict[str, Any] = {name: value}
-    assert planned(H200, **asked).choices()[name].value == (value == "on")
-    on_cpu = planned(CPU, **asked).choices()[name]
-    assert (on_cpu.value, "CPU" in on_cpu.reason) == (False, True)
-
-
-def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
-    long, short = model(flops_per_sample=1e12, samples=10**6), model(flops_per_sample=1e9, samples=1000)
-    assert planned(H200, long).compile.value
-    assert (planned(H200, short).compile.value, planned(H200, short).compile.reason[:16]) == (
-        False,
-        "the run is short",
-    )
-    assert not planned(CPU, long).compile.value
-    assert not planned(H200, long, deterministic=True).compile.value
-    assert not planned(H200, long, compile="off").compile.value
-    assert planned(CPU, short, compile="on").compile.value
+def test_recomputation_costs_a_third_more_arithmetic():
+    plain = planned(CPU)
+    recomputed = planned(CPU, activation_checkpointing="on")
+    assert recomputed.flops_per_step == pytest.approx(plain.flops_per_step * 4 / 3)
 
 
 # --- --no-auto
@@ -209,8 +116,8 @@ def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
 
 def test_no_auto_gives_plain_defaults_and_says_so():
     facts = model(gathered_bytes=None)
-    found = planned(H200, facts, auto=False).choices()
-    plain = {name: found[name].value for name in found if found[name].reason == PLAIN}
+    chosen = planned(H200, facts, auto=False).choices()
+    plain = {name: choice.value for name, choice in chosen.items() if choice.reason == NO_AUTO}
     assert plain == {
         "strategy": "single",
         "precision": "fp32",
@@ -225,19 +132,16 @@ def test_no_auto_gives_plain_defaults_and_says_so():
         "warmup_steps": 0,
         "log_every": 10,
     }
-    assert (
-        found["accumulation_steps"].value,
-        found["global_batch_size"].value,
-        found["eval_batch_size"].value,
-    ) == (1, 32, 32)
-    gathered = planned(H200, auto=False).data_on_device
-    assert (gathered.value, gathered.reason) == (False, PLAIN)
-    fetched = planned(H200, facts, auto=False, loader_workers=3).prefetch
-    assert (fetched.value, fetched.reason) == (2, PLAIN)
+    sizes = [chosen[name].value for name in ("accumulation_steps", "global_batch_size", "eval_batch_size")]
+    assert sizes == [1, 32, 32]
+    on_device = planned(H200, auto=False).data_on_device
+    assert (on_device.value, on_device.reason) == (False, NO_AUTO)
+    prefetch = planned(H200, facts, auto=False, loader_workers=3).prefetch
+    assert (prefetch.value, prefetch.reason) == (2, NO_AUTO)
 
 
-def test_no_auto_keeps_what_was_asked_for():
-    asked: dict[str, Any] = {
+def test_no_auto_keeps_the_values_of_flags():
+    flags: dict[str, Any] = {
         "precision": "bf16",
         "tf32": "on",
         "batch_size": 48,
@@ -245,9 +149,15 @@ def test_no_auto_keeps_what_was_asked_for():
         "warmup_steps": 7,
         "log_every": 3,
     }
-    found = planned(H200, auto=False, **asked).choices()
-    assert {name: found[name].value for name in asked} == asked | {"tf32": True}
-    assert all("asked for" in found[name].reason for name in asked)
+    chosen = planned(H200, auto=False, **flags).choices()
+    assert {name: chosen[name].value for name in flags} == flags | {"tf32": True}
+    assert all(chosen[name].reason.startswith("set by") for name in flags)
+
+
+def test_no_auto_with_workers_gives_plain_defaults():
+    chosen = planned(TWO, auto=False, workers=2)
+    assert (chosen.precision.value, chosen.sharding.reason, chosen.workers.value) == ("fp32", NO_AUTO, 2)
+    assert (chosen.batch_size.value, chosen.global_batch_size.value) == (32, 64)
 
 
 @settings(max_examples=100, deadline=None)
@@ -256,69 +166,88 @@ def test_no_auto_keeps_what_was_asked_for():
     inventory=machines(),
     facts=models(),
 )
-def test_only_no_auto_speaks_of_no_auto(config: Config, inventory: Inventory, facts: ModelFacts):
+def test_only_no_auto_is_given_as_its_own_reason(config: Config, inventory: Inventory, facts: ModelFacts):
     chosen = planned_or_refused(config, inventory, facts).choices()
-    said = [name for name, choice in chosen.items() if "--no-auto" in choice.reason]
-    assert bool(said) == (not config.run.auto)
+    because_of_no_auto = [name for name, choice in chosen.items() if "--no-auto" in choice.reason]
+    assert bool(because_of_no_auto) == (not config.run.auto)
 
 
-# --- limits, loading, length
+# --- one process and several workers
 
 
-def test_the_limit_is_the_asked_share_and_never_more_than_is_free():
-    assert planned(machine(gpu(total=80 * GIB)), gpu_memory_fraction=0.5).memory.limit == 40 * GIB
-    assert planned(machine(gpu(total=80 * GIB, free=10 * GIB))).memory.limit == 10 * GIB
-    assert planned(machine(ram_free=10 * GIB)).memory.limit == 8 * GIB
+def test_one_process_shards_nothing_and_has_no_backend():
+    chosen = planned(H200)
+    assert chosen.strategy.value == "single"
+    assert chosen.workers.value == 1
+    assert chosen.backend.value == "none"
+    assert chosen.sharding.value == "none"
+    assert chosen.device.value == "cuda:0"
+    sharding = planned(H200, sharding="zero2").sharding
+    assert sharding.value == "none"
+    assert "instead of --sharding zero2" in sharding.reason
+    planned(CPU, sync_batchnorm=True, backend="nccl")
+    message = r"--cpu-offload .* one process \(one GPU was found\).*--parallel-strategy data_parallel"
+    with pytest.raises(UserError, match=message):
+        planned(H200, cpu_offload=True)
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 1), (8, 7), (9, 8), (64, 8)])
-def test_loader_processes_take_the_cores_beside_the_one_that_trains(cores: int, workers: int):
-    read_singly = model(gathered_bytes=None)
-    assert planned(machine(gpu(), cores=cores), read_singly).loader_workers.value == workers
-    assert planned(machine(cores=cores), read_singly).loader_workers.value == 0
-    assert planned(machine(gpu(), cores=cores)).loader_workers.value == 0
-    assert planned(machine(gpu(), cores=cores), loader_workers=5).loader_workers.value == 5
+def test_two_gpus_train_data_parallel():
+    chosen = planned(TWO)
+    assert [chosen.device.value, chosen.strategy.value, chosen.workers.value] == ["cuda", "data_parallel", 2]
+    assert [chosen.backend.value, chosen.sharding.value, chosen.precision.value] == ["nccl", "none", "bf16"]
+    assert chosen.batch_size.value == 64
+    assert chosen.accumulation_steps.value == 1
+    assert chosen.global_batch_size.value == 128
+    assert chosen.flops_per_step == 2 * planned(H200).flops_per_step
 
 
-@pytest.mark.parametrize(
-    ("gathered", "on_device"), [(None, False), (0, True), (3 * GIB, True), (5 * GIB, False)]
-)
-def test_small_data_lives_on_the_gpu(gathered: int | None, on_device: bool):
-    assert planned(H200, model(gathered_bytes=gathered)).data_on_device.value == on_device
-    assert not planned(CPU, model(gathered_bytes=gathered)).data_on_device.value
+def test_the_least_of_all_gpus_is_planned_for():
+    mixed = machine(
+        gpu(0, total=80 * GIB, free=5 * GIB),
+        gpu(1, total=24 * GIB, capability=(8, 6)),
+        gpu(2, total=32 * GIB, capability=(7, 0)),
+    )
+    chosen = planned(mixed)
+    assert chosen.memory.limit == 5 * GIB
+    assert (chosen.precision.value, chosen.tf32.value) == ("fp16", False)
+    assert choose_precision(Config(), mixed, "cuda").value == "fp16"
+    assert "24.0 GiB; planned for the smallest" in chosen.device.reason
+    two_newer = planned(mixed, devices=(0, 1))
+    assert (two_newer.precision.value, two_newer.workers.value) == ("bf16", 2)
+    assert planned(mixed, devices=(1, 2)).memory.limit == pytest.approx(0.9 * 24 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("given_settings", "steps"),
-    [
-        ({"batch_size": 100, "epochs": 3}, 300),
-        ({"batch_size": 300, "epochs": 1}, 34),
-        ({"batch_size": 100, "epochs": 3, "max_steps": 7}, 7),
-        ({"batch_size": 100, "epochs": 3, "max_steps": 7000}, 300),
-        ({"debug": True}, 4),
-        ({"debug": True, "max_steps": 2}, 2),
-    ],
-)
-def test_steps(given_settings: dict[str, Any], steps: int):
-    assert planned(CPU, **given_settings).total_steps.value == steps
+def test_workers_on_cpus_share_the_memory_of_their_node():
+    chosen = planned(machine(ram_free=10 * GIB, cores=4), parallel_strategy="data_parallel")
+    assert (chosen.workers.value, chosen.device.value, chosen.backend.value) == (4, "cpu", "gloo")
+    assert chosen.memory.limit == 2 * GIB
+    assert chosen.global_batch_size.value == 256
+    on_two_nodes = planned(machine(ram_free=10 * GIB), where=cluster(0, 0), workers=2)
+    assert on_two_nodes.memory.limit == 8 * GIB
 
 
-def test_a_tiny_data_set_still_has_a_step():
-    found = planned(CPU, model(samples=1, validation_samples=0, gathered_bytes=MIB), epochs=1)
-    assert (found.total_steps.value, found.batch_size.value, found.global_batch_size.value) == (1, 1, 1)
+def test_a_joined_cluster_has_workers_even_if_its_nodes_have_one_gpu():
+    """The inventory is that of one worker's node: one GPU there does not make the run one
+    process."""
+    chosen = planned(H200, where=cluster(1, 1, 1))
+    assert (chosen.strategy.value, chosen.workers.value, chosen.device.value) == ("data_parallel", 3, "cuda")
+    assert plan(Config(), H200, model(), in_cluster=True).strategy.value == "data_parallel"
 
 
-def test_warm_up_is_a_twentieth_and_at_most_a_thousand():
-    assert planned(CPU, batch_size=100, epochs=1).warmup_steps.value == 5
-    assert planned(CPU, batch_size=1, epochs=300).warmup_steps.value == 1000
-    assert planned(CPU, warmup_steps=9).warmup_steps.value == 9
+def test_a_state_that_does_not_fit_is_sharded():
+    chosen = planned(FOUR_SMALL, BIG)
+    assert chosen.sharding.value == "zero2"
+    assert chosen.memory.fits
+    assert not planned(FOUR_SMALL, BIG, sharding="none").memory.fits
 
 
-def test_a_task_with_its_own_optimizer_keeps_it():
-    found = planned(CPU, model(own_optimizer=True)).fused_optimizer
-    assert (found.value, found.reason) == (False, "the task brings its own optimizer")
+def test_the_estimate_accounts_for_offloading():
+    chosen = planned(FOUR_SMALL, BIG, cpu_offload=True)
+    assert (chosen.sharding.value, chosen.memory.optimizer) == ("zero2", 0)
 
 
-def test_more_arithmetic_for_recomputation():
-    plain, recomputed = planned(CPU), planned(CPU, activation_checkpointing="on")
-    assert recomputed.flops_per_step == pytest.approx(plain.flops_per_step * 4 / 3)
+def test_a_resumed_run_keeps_its_global_batch_on_other_workers():
+    chosen = plan(Config(), TWO, model(), {"global_batch_size": 256})
+    assert chosen.global_batch_size.value == 256
+    assert chosen.global_batch_size.reason == "the run was started with it"
+    assert chosen.batch_size.value * chosen.accumulation_steps.value * chosen.workers.value == 256

@@ -1,4 +1,5 @@
-"""One device or several, how many workers, over what they talk, and what is divided among them."""
+"""One process or several workers: their number, the backend of their collectives, the sharding of
+the model."""
 
 from __future__ import annotations
 
@@ -11,28 +12,29 @@ from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, ShardingForm, estimate_memory
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
-from orchestrator.plan.planning import Plan, choose_precision, choose_worker_device, plan
+from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.plan.workers import (
-    PLAIN,
-    asks_for_workers,
     check_gpu_mode,
     choose_backend,
     choose_sharding,
     choose_strategy,
     choose_workers,
-    on_gpus,
+    uses_gpus,
+    workers_flag,
 )
 from orchestrator.types import GIB, Choice, bytes_text
 from tests.support.inventories import cluster, gpu, machine, model
 
-CPU, ONE, TWO = machine(), machine(gpu()), machine(gpu(), gpu(1))
+CPU = machine()
+ONE = machine(gpu())
+TWO = machine(gpu(), gpu(1))
 BROKEN = machine(gpu_error="the driver shows 2 GPU(s), but torch sees none")
 
 
-def strategy(inventory: Inventory, in_cluster: bool = False, **given: Any) -> str:
-    found = choose_strategy(Config.of(**given), inventory, in_cluster)
-    assert len(found.reason) > 3
-    return found.value
+def strategy_of(inventory: Inventory, in_cluster: bool = False, **given: Any) -> str:
+    chosen = choose_strategy(Config.of(**given), inventory, in_cluster)
+    assert len(chosen.reason) > 3
+    return chosen.value
 
 
 def workers(where: Cluster | Inventory, inventory: Inventory = CPU, **given: Any) -> Choice[int]:
@@ -75,8 +77,8 @@ def workers(where: Cluster | Inventory, inventory: Inventory = CPU, **given: Any
         (CPU, {"gate": "primary", "placement": "round_robin"}, "single"),
     ],
 )
-def test_strategy(inventory: Inventory, given: dict[str, Any], expected: str):
-    assert strategy(inventory, **given) == expected
+def test_flags_and_gpus_set_the_strategy(inventory: Inventory, given: dict[str, Any], expected: str):
+    assert strategy_of(inventory, **given) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,47 +90,46 @@ def test_strategy(inventory: Inventory, given: dict[str, Any], expected: str):
         ({"auto": False}, "single"),
     ],
 )
-def test_inside_a_cluster_the_workers_are_rays_to_place_unless_one_process_is_asked_for(
+def test_a_run_inside_a_cluster_has_workers_unless_a_flag_demands_one_process(
     given: dict[str, Any], expected: str
 ):
-    assert strategy(CPU, in_cluster=True, **given) == expected
+    assert strategy_of(CPU, in_cluster=True, **given) == expected
 
 
-def test_the_reason_is_the_flag_or_what_was_found():
+def test_the_reason_is_the_flag_or_the_number_of_gpus():
     def reason(inventory: Inventory, **given: Any) -> str:
         return choose_strategy(Config.of(**given), inventory).reason
 
-    assert reason(CPU, workers=2) == "asked for by --workers 2"
-    assert reason(TWO, devices=(1, 0)) == "asked for by --devices 1,0"
-    assert reason(CPU, ray_address="local") == "asked for by --ray-address local"
+    assert reason(CPU, workers=2) == "set by --workers 2"
+    assert reason(TWO, devices=(1, 0)) == "set by --devices 1,0"
+    assert reason(CPU, ray_address="local") == "set by --ray-address local"
     assert reason(TWO) == "2 GPUs were found: one worker for each"
     assert reason(ONE) == "one GPU was found"
     assert reason(TWO, devices=1) == "--devices 1 is one GPU"
     assert reason(BROKEN) == BROKEN.gpu_error
-    assert reason(TWO, auto=False) == PLAIN
+    assert reason(TWO, auto=False) == NO_AUTO
     assert (
         reason(ONE, parallel_strategy="expert_parallel", workers=1)
-        == "asked for by --parallel-strategy expert_parallel"
+        == "set by --parallel-strategy expert_parallel"
     )
     assert (
-        asks_for_workers(Config.of(parallel_strategy="expert_parallel"))
-        == "--parallel-strategy expert_parallel"
+        workers_flag(Config.of(parallel_strategy="expert_parallel")) == "--parallel-strategy expert_parallel"
     )
-    assert asks_for_workers(Config.of(gate="primary")) is None
+    assert workers_flag(Config.of(gate="primary")) is None
 
 
-def test_what_was_not_taken_is_told():
+def test_the_rejected_strategy_is_named():
     assert choose_strategy(Config(), TWO).rejected[0].option == "single"
     assert choose_strategy(Config(), ONE).rejected[0].option == "data_parallel"
     assert choose_strategy(Config(), CPU, in_cluster=True).rejected[0].option == "single"
 
 
-def test_devices_that_are_not_there_are_a_resource_error():
+def test_missing_devices_are_a_resource_error():
     with pytest.raises(ResourceError, match="names GPU 5, but this machine has 2 GPUs"):
         choose_strategy(Config.of(devices=5), TWO)
 
 
-# --- how many
+# --- number of workers
 
 
 def test_every_gpu_has_a_worker():
@@ -142,7 +143,7 @@ def test_every_gpu_has_a_worker():
 
 def test_more_cpu_workers_than_the_memory_holds_are_refused():
     with pytest.raises(
-        ResourceError, match=r"--workers 5000 needs .* of RAM for its processes alone; .* are free"
+        ResourceError, match=r"--workers 5000 needs .* of RAM for its processes alone; .* is free"
     ):
         workers(CPU, workers=5000)
     with pytest.raises(
@@ -151,21 +152,21 @@ def test_more_cpu_workers_than_the_memory_holds_are_refused():
         workers(CPU, workers=3, spares=5000, parallel_strategy="expert_parallel")
 
 
-def test_on_cpus_a_few_here_and_one_for_each_node_elsewhere():
+def test_cpus_give_a_few_workers_on_one_machine_and_one_for_each_node_of_a_cluster():
     assert workers(machine(cores=2)).value == 2
     assert workers(machine(cores=64)).value == 4
     assert workers(machine(cores=1)).value == 1
     assert workers(cluster(0, 0, 0)).value == 3
     assert workers(cluster(4, 4), gpu_mode="cpu").value == 2
     assert workers(cluster()).value == 1
-    assert not on_gpus(Config.of(gpu_mode="cpu"), cluster(4))
-    assert on_gpus(Config(), cluster(4))
+    assert not uses_gpus(Config.of(gpu_mode="cpu"), cluster(4))
+    assert uses_gpus(Config(), cluster(4))
 
 
-def test_a_number_asked_for_is_given_where_there_are_so_many():
-    assert workers(TWO, workers=2) == Choice(2, "asked for by --workers 2; this machine has 2 GPUs")
+def test_a_flag_sets_the_number_of_workers_if_there_are_enough_devices():
+    assert workers(TWO, workers=2) == Choice(2, "set by --workers 2; this machine has 2 GPUs")
     assert workers(cluster(4, 4), workers=3).value == 3
-    assert workers(machine(cores=1), workers=16).value == 16, "on our own CPUs we declare the slots"
+    assert workers(machine(cores=1), workers=16).value == 16, "a local cluster declares its own CPU slots"
     assert workers(cluster(0, 0, cpus=4), workers=8).value == 8
 
 
@@ -195,7 +196,7 @@ def test_a_number_asked_for_is_given_where_there_are_so_many():
         (BROKEN, {"gpu_mode": "multi_gpu"}, ("0 were found", "but torch sees none")),
     ],
 )
-def test_more_than_there_is_names_both_numbers(
+def test_too_many_workers_are_refused_with_both_numbers(
     where: Cluster | Inventory, given: dict[str, Any], words: tuple[str, ...]
 ):
     with pytest.raises(ResourceError) as caught:
@@ -204,23 +205,23 @@ def test_more_than_there_is_names_both_numbers(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_an_autoscaler_can_bring_what_is_missing():
-    found = workers(cluster(2, most_gpus=8), workers=8)
-    assert found.value == 8
-    assert "has 2 GPUs" in found.reason
-    assert "autoscaler can bring 8" in found.reason
-    assert workers(cluster(2, most_gpus=8)).value == 2, "auto takes what is there"
+def test_an_autoscaler_can_add_missing_devices():
+    chosen = workers(cluster(2, most_gpus=8), workers=8)
+    assert chosen.value == 8
+    assert "has 2 GPUs" in chosen.reason
+    assert "autoscaler can reach 8" in chosen.reason
+    assert workers(cluster(2, most_gpus=8)).value == 2, "auto takes the present GPUs"
     assert workers(cluster(0, most_gpus=8)).value == 8
     assert workers(cluster(0, cpus=2, most_cpus=16), workers=10).value == 10
     assert workers(cluster(0, most_gpus=2), gpu_mode="multi_gpu").value == 2
 
 
-def test_gpus_of_a_cluster_are_not_ours_to_choose():
+def test_devices_cannot_be_chosen_in_a_cluster():
     with pytest.raises(UserError, match=r"--devices 0,1 names GPUs of this machine.*--workers"):
         workers(cluster(2), devices=(0, 1))
 
 
-def test_a_mode_that_demands_nothing_is_content():
+def test_gpu_modes_auto_and_cpu_demand_no_gpu():
     for mode in ("auto", "cpu"):
         check_gpu_mode(Config.of(gpu_mode=mode), 0, None)
 
@@ -228,13 +229,13 @@ def test_a_mode_that_demands_nothing_is_content():
 # --- backend
 
 
-@pytest.mark.parametrize(("asked", "on_gpu", "expected"), [
+@pytest.mark.parametrize(("backend", "on_gpu", "expected"), [
     ("auto", True, "nccl"), ("auto", False, "gloo"), ("gloo", True, "gloo"), ("gloo", False, "gloo"), ("nccl", True, "nccl"),
 ])  # fmt: skip
-def test_backend(asked: str, on_gpu: bool, expected: str):
-    found = choose_backend(Config.of(backend=asked), on_gpu, 4)
-    assert found.value == expected
-    assert (found.rejected == ()) == (asked != "auto")
+def test_the_device_sets_the_backend_unless_a_flag_does(backend: str, on_gpu: bool, expected: str):
+    chosen = choose_backend(Config.of(backend=backend), on_gpu, 4)
+    assert chosen.value == expected
+    assert (chosen.rejected == ()) == (backend != "auto")
 
 
 def test_nccl_without_gpus_is_a_resource_error():
@@ -250,7 +251,7 @@ def test_nccl_without_gpus_is_a_resource_error():
 BIG = model(parameters=10**9, trainable=10**9, blocks=10)  # 16 GB of state
 
 
-def need(
+def needed_bytes(
     form: ShardingForm,
     facts: ModelFacts = BIG,
     count: int = 4,
@@ -260,207 +261,75 @@ def need(
     return estimate_memory(facts, 1, recompute, None, ModelSharding(count, form, offload)).total
 
 
-def sharding(
-    limit: float, facts: ModelFacts = BIG, count: int = 4, on_gpu: bool = True, **given: Any
+def chosen_sharding(
+    limit_bytes: float, facts: ModelFacts = BIG, count: int = 4, on_gpu: bool = True, **given: Any
 ) -> Choice[ShardingForm]:
-    return choose_sharding(Config.of(**given), facts, count, limit, on_gpu)
+    return choose_sharding(Config.of(**given), facts, count, limit_bytes, on_gpu)
 
 
-def test_as_little_is_divided_as_lets_one_sample_in():
-    assert need("none") > need("zero2") > need("zero3", recompute=True)
-    assert sharding(need("none")).value == "none"
-    assert sharding(need("none", recompute=True) - 1).value == "zero2"
-    assert sharding(need("zero2")).value == "zero2"
-    assert sharding(need("zero2", recompute=True) - 1).value == "zero3"
+def test_the_least_sharding_that_lets_one_sample_fit_is_chosen():
+    assert needed_bytes("none") > needed_bytes("zero2") > needed_bytes("zero3", recompute=True)
+    assert chosen_sharding(needed_bytes("none")).value == "none"
+    assert chosen_sharding(needed_bytes("none", recompute=True) - 1).value == "zero2"
+    assert chosen_sharding(needed_bytes("zero2")).value == "zero2"
+    assert chosen_sharding(needed_bytes("zero2", recompute=True) - 1).value == "zero3"
 
 
-def test_recomputing_goes_before_dividing():
+def test_recomputation_is_tried_before_sharding():
     facts = model(blocks=8, activation_bytes=8.0 * GIB, block_bytes=8.0 * GIB)
-    limit = need("none", facts) - 1
-    assert sharding(limit, facts).value == "none"
-    assert need("none", facts, recompute=True) < limit
-    assert sharding(limit, facts, activation_checkpointing="off").value != "none"
-    assert bytes_text(need("none", facts)) in sharding(80.0 * GIB, facts).reason, (
-        "where there is room, nothing is recomputed"
+    limit_bytes = needed_bytes("none", facts) - 1
+    assert chosen_sharding(limit_bytes, facts).value == "none"
+    assert needed_bytes("none", facts, recompute=True) < limit_bytes
+    assert chosen_sharding(limit_bytes, facts, activation_checkpointing="off").value != "none"
+    assert bytes_text(needed_bytes("none", facts)) in chosen_sharding(80.0 * GIB, facts).reason, (
+        "nothing is recomputed if memory is not short"
     )
 
 
-def test_the_plan_says_why_it_does_not_divide_for_any_two_gpus():
-    found = sharding(80.0 * GIB)
-    assert [rejected.option for rejected in found.rejected] == ["zero2", "zero3"]
-    assert "document 003" in found.rejected[0].why
-    tight = sharding(need("zero2"))
+def test_the_reason_says_why_a_model_that_fits_is_not_sharded():
+    chosen = chosen_sharding(80.0 * GIB)
+    assert [rejected.option for rejected in chosen.rejected] == ["zero2", "zero3"]
+    assert "costs speed" in chosen.rejected[0].why
+    tight = chosen_sharding(needed_bytes("zero2"))
     assert tight.rejected[0].option == "none"
     assert "would need" in tight.rejected[0].why
 
 
-def test_where_nothing_fits_it_is_divided_as_far_as_can_be():
-    found = sharding(GIB / 100)
-    assert found.value == "zero3"
-    assert "more than" in found.reason
+def test_the_finest_sharding_is_chosen_if_nothing_fits():
+    chosen = chosen_sharding(GIB / 100)
+    assert chosen.value == "zero3"
+    assert "more than" in chosen.reason
 
 
-def test_what_is_asked_for_is_given():
-    for asked in ("none", "zero2", "zero3"):
-        assert sharding(80.0 * GIB, sharding=asked) == Choice(asked, f"asked for by --sharding {asked}")
-    assert sharding(1.0, sharding="none").value == "none"
+def test_a_flag_sets_the_sharding():
+    for form in ("none", "zero2", "zero3"):
+        assert chosen_sharding(80.0 * GIB, sharding=form) == Choice(form, f"set by --sharding {form}")
+    assert chosen_sharding(1.0, sharding="none").value == "none"
 
 
-def test_one_worker_cpus_and_no_auto_divide_nothing():
-    assert sharding(1.0, count=1).value == "none"
-    assert sharding(1.0, on_gpu=False).value == "none"
-    assert sharding(1.0, auto=False) == Choice("none", PLAIN)
+def test_one_worker_cpus_and_no_auto_shard_nothing():
+    assert chosen_sharding(1.0, count=1).value == "none"
+    assert chosen_sharding(1.0, on_gpu=False).value == "none"
+    assert chosen_sharding(1.0, auto=False) == Choice("none", NO_AUTO)
 
 
 def test_offloading_needs_shards():
-    assert sharding(80.0 * GIB, cpu_offload=True).value == "zero2"
-    assert sharding(need("zero2", offload=True, recompute=True) - 1, cpu_offload=True).value == "zero3"
-    assert sharding(80.0 * GIB, count=1, cpu_offload=True).value == "zero2"
-    assert "--cpu-offload" in sharding(80.0 * GIB, cpu_offload=True, auto=False).reason
+    assert chosen_sharding(80.0 * GIB, cpu_offload=True).value == "zero2"
+    assert (
+        chosen_sharding(needed_bytes("zero2", offload=True, recompute=True) - 1, cpu_offload=True).value
+        == "zero3"
+    )
+    assert chosen_sharding(80.0 * GIB, count=1, cpu_offload=True).value == "zero2"
+    assert "--cpu-offload" in chosen_sharding(80.0 * GIB, cpu_offload=True, auto=False).reason
 
 
 @pytest.mark.parametrize("flag", ["cpu_offload", "sync_batchnorm"])
-def test_what_torch_does_on_gpus_only_is_refused_on_cpus(flag: str):
+def test_settings_for_gpus_only_are_refused_on_cpus(flag: str):
     given: dict[str, Any] = {flag: True}
+    name = flag.replace("_", "-")
     with pytest.raises(
         UserError,
-        match=f"^--{flag.replace('_', '-')} works for workers with GPUs, and these train on CPUs; leave it out",
+        match=f"^--{name} works for workers with GPUs, and these train on CPUs; leave it out",
     ):
-        sharding(1.0, on_gpu=False, **given)
-    sharding(1.0, on_gpu=True, **given)
-
-
-# --- the whole plan
-
-
-def planned(
-    inventory: Inventory, where: Cluster | None = None, facts: ModelFacts | None = None, **given: Any
-) -> Plan:
-    return plan(Config.of(**given), inventory, facts or model(), cluster=where)
-
-
-def test_one_process_is_planned_as_ever():
-    found = planned(ONE)
-    assert [found.strategy.value, found.workers.value, found.backend.value, found.sharding.value] == [
-        "single",
-        1,
-        "none",
-        "none",
-    ]
-    assert found.device.value == "cuda:0"
-    asked = planned(ONE, sharding="zero2").sharding
-    assert (asked.value, "in place of --sharding zero2" in asked.reason) == ("none", True)
-    planned(CPU, sync_batchnorm=True, backend="nccl")
-    with pytest.raises(
-        UserError,
-        match=r"--cpu-offload .* one process \(one GPU was found\).*--parallel-strategy data_parallel",
-    ):
-        planned(ONE, cpu_offload=True)
-
-
-def test_two_gpus_train_together():
-    found = planned(TWO)
-    assert [found.device.value, found.strategy.value, found.workers.value] == ["cuda", "data_parallel", 2]
-    assert [found.backend.value, found.sharding.value, found.precision.value] == ["nccl", "none", "bf16"]
-    assert (found.batch_size.value, found.accumulation_steps.value, found.global_batch_size.value) == (
-        64,
-        1,
-        128,
-    )
-    assert found.flops_per_step == 2 * planned(ONE).flops_per_step
-
-
-def test_the_smallest_and_oldest_gpu_sets_the_measure():
-    mixed = machine(
-        gpu(0, total=80 * GIB, free=5 * GIB),
-        gpu(1, total=24 * GIB, capability=(8, 6)),
-        gpu(2, total=32 * GIB, capability=(7, 0)),
-    )
-    found = planned(mixed)
-    assert found.memory.limit == 5 * GIB
-    assert (found.precision.value, found.tf32.value) == ("fp16", False)
-    assert choose_precision(Config(), mixed, "cuda").value == "fp16"
-    assert "24.0 GiB; planned for the smallest" in found.device.reason
-    chosen = planned(mixed, devices=(0, 1))
-    assert (chosen.precision.value, chosen.workers.value) == ("bf16", 2)
-    assert planned(mixed, devices=(1, 2)).memory.limit == pytest.approx(0.9 * 24 * GIB)
-
-
-@pytest.mark.parametrize(("cores", "count", "threads"), [(8, 2, 4), (7, 2, 3), (2, 4, 1), (8, 1, 8)])
-def test_workers_share_the_cores_of_their_node(cores: int, count: int, threads: int):
-    found = planned(machine(cores=cores), workers=count, parallel_strategy="data_parallel").threads
-    assert found.value == threads
-    assert ("workers on a node" in found.reason) == (count > 1)
-
-
-def test_cores_are_shared_with_those_on_the_same_node_only():
-    assert planned(machine(gpu(), gpu(1), cores=8), cluster(2, 2)).threads.value == 4
-    assert planned(machine(gpu(), cores=8), cluster(1, 1, 1, 1)).threads.value == 8
-    assert planned(machine(cores=8), cluster(0, 0), workers=4).threads.value == 4
-
-
-def test_loader_processes_by_the_cores_of_a_worker():
-    read_singly = model(gathered_bytes=None)
-    found = planned(machine(gpu(), gpu(1), cores=8), facts=read_singly).loader_workers
-    assert (found.value, "2 workers" in found.reason) == (3, True)
-    assert planned(machine(gpu(), gpu(1), cores=2), facts=read_singly).loader_workers.value == 0
-    roomy = machine(
-        gpu(), gpu(1), cores=4, ram_free=12 * GIB
-    )  # enough for one loader process, not for one per worker
-    assert planned(roomy, facts=read_singly).prefetch.value == 2
-    assert planned(roomy, cluster(1, 1), facts=read_singly, loader_workers=1).prefetch.value == 4
-
-
-def test_workers_on_cpus_share_the_memory_of_their_node():
-    found = planned(machine(ram_free=10 * GIB, cores=4), parallel_strategy="data_parallel")
-    assert (found.workers.value, found.device.value, found.backend.value) == (4, "cpu", "gloo")
-    assert found.memory.limit == 2 * GIB
-    assert found.global_batch_size.value == 256
-    assert planned(machine(ram_free=10 * GIB), cluster(0, 0), workers=2).memory.limit == 8 * GIB
-
-
-def test_gpus_that_a_cluster_counts_and_cuda_does_not_show_leave_the_cpu():
-    found = planned(CPU, cluster(2))
-    assert (found.device.value, found.workers.value, found.backend.value) == ("cpu", 2, "gloo")
-    assert found.device.reason == "the cluster counts 2, but CUDA shows none"
-    assert choose_worker_device(Config(), BROKEN, 2).reason == BROKEN.gpu_error
-    assert planned(CPU, cluster(2), gpu_mode="cpu", workers=2).device.reason == "asked for by --gpu-mode cpu"
-
-
-def test_a_joined_cluster_means_workers_whatever_its_node_has():
-    """The inventory is that of one worker's node: one GPU there does not make the run one process."""
-    found = planned(ONE, cluster(1, 1, 1))
-    assert (found.strategy.value, found.workers.value, found.device.value) == ("data_parallel", 3, "cuda")
-    assert plan(Config(), ONE, model(), in_cluster=True).strategy.value == "data_parallel"
-
-
-def test_a_state_that_does_not_fit_is_divided():
-    found = planned(machine(*(gpu(index, total=16 * GIB) for index in range(4))), facts=BIG)
-    assert found.sharding.value == "zero2"
-    assert found.memory.fits
-    whole = planned(machine(*(gpu(index, total=16 * GIB) for index in range(4))), facts=BIG, sharding="none")
-    assert not whole.memory.fits
-
-
-def test_offloading_is_in_the_estimate():
-    inventory = machine(*(gpu(index, total=16 * GIB) for index in range(4)))
-    found = planned(inventory, facts=BIG, cpu_offload=True)
-    assert (found.sharding.value, found.memory.optimizer) == ("zero2", 0)
-
-
-def test_a_resumed_run_keeps_its_global_batch_on_other_workers():
-    found = plan(Config(), TWO, model(), {"global_batch_size": 256})
-    assert (found.global_batch_size.value, found.global_batch_size.reason) == (256, "the run began with it")
-    assert found.batch_size.value * found.accumulation_steps.value * found.workers.value == 256
-
-
-def test_no_auto_with_workers_says_so_where_it_chose_plainly():
-    found = planned(TWO, auto=False, workers=2)
-    assert (found.precision.value, found.sharding.reason, found.workers.value) == ("fp32", PLAIN, 2)
-    assert (found.batch_size.value, found.global_batch_size.value) == (32, 64)
-
-
-def test_the_plan_keeps_its_order_and_its_json():
-    names = list(planned(TWO).choices())
-    assert names[:6] == ["device", "strategy", "workers", "backend", "sharding", "precision"]
-    assert planned(TWO).to_json()["choices"]["workers"]["value"] == 2
+        chosen_sharding(1.0, on_gpu=False, **given)
+    chosen_sharding(1.0, on_gpu=True, **given)

@@ -1,4 +1,4 @@
-"""NVML without a driver."""
+"""A fake ``pynvml``: NVML without a driver."""
 
 import os
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from orchestrator.types import GIB
 
 
 def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
-    """A pynvml with two GPUs; the functions named in ``missing`` answer as an old card does."""
+    """Return a pynvml with two GPUs; the functions named in ``missing`` fail as on an old card."""
 
     class NVMLError(Exception): ...
 
@@ -23,11 +23,11 @@ def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
     def by_uuid(uuid: str) -> int:
         return by_index({"GPU-aaaa": 0, "GPU-bbbb": 1}.get(uuid, 9))
 
-    own = [
+    processes = [
         SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB),
         SimpleNamespace(pid=-1, usedGpuMemory=GIB),
     ]
-    functions = {
+    functions: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "555.1",
         "nvmlDeviceGetCount": lambda: 2,
@@ -39,8 +39,7 @@ def fake_nvml(missing: tuple[str, ...] = ()) -> Any:
         "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=0, memory=7),
         "nvmlDeviceGetPowerUsage": lambda handle: 250_000,
         "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
-        "nvmlDeviceGetComputeRunningProcesses": lambda handle: own,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: processes,
     }
-    return SimpleNamespace(
-        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **{**functions, **dict.fromkeys(missing, unsupported)}
-    )
+    functions |= dict.fromkeys(missing, unsupported)
+    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **functions)

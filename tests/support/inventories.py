@@ -1,4 +1,5 @@
-"""Machines that are not here, models that were never built, and any config a user could write: for tests of pure decisions."""
+"""Invented machines, clusters and models, and any valid config: inputs for tests of pure
+decisions."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ def gpu(
     index: int = 0, total: float = 80 * GIB, free: float | None = None, capability: tuple[int, int] = (9, 0)
 ) -> Gpu:
     return Gpu(
-        index,
-        f"GPU of {total / GIB:.0f} GiB",
-        int(total),
-        int(total if free is None else free),
-        capability,
-        100,
-        f"GPU-{index}",
+        index=index,
+        name=f"GPU of {total / GIB:.0f} GiB",
+        memory_total=int(total),
+        memory_free=int(total if free is None else free),
+        capability=capability,
+        multiprocessors=100,
+        uuid=f"GPU-{index}",
     )
 
 
@@ -40,18 +41,35 @@ def machine(
     gpu_error: str | None = None,
 ) -> Inventory:
     return Inventory(
-        gpus, cores, int(2 * ram_free), int(ram_free), "a CPU", "x86_64", cpu_bf16, None, {}, gpu_error, GIB
+        gpus=gpus,
+        cores=cores,
+        ram_total=int(2 * ram_free),
+        ram_free=int(ram_free),
+        cpu_name="a CPU",
+        architecture="x86_64",
+        cpu_bf16=cpu_bf16,
+        driver=None,
+        versions={},
+        gpu_error=gpu_error,
+        disk_free=GIB,
     )
 
 
 def cluster(*gpus: int, cpus: int = 8, most_gpus: int | None = None, most_cpus: int | None = None) -> Cluster:
-    """A cluster that ran before us, with so many GPUs on each node."""
+    """Return a running cluster with so many GPUs on each node."""
     nodes = (Node(f"10.0.0.{number}", cpus, count, cpus) for number, count in enumerate(gpus, 1))
     return Cluster(tuple(nodes), True, most_gpus, most_cpus)
 
 
+def planned(
+    inventory: Inventory, facts: ModelFacts | None = None, where: Cluster | None = None, **settings: Any
+) -> Plan:
+    """Return the plan of these settings, on one machine or ``where`` a cluster runs."""
+    return plan(Config.of(**settings), inventory, facts or model(), cluster=where)
+
+
 def planned_or_refused(config: Config, inventory: Inventory, facts: ModelFacts) -> Plan:
-    """The plan; a case in which it is refused, in words, is no case."""
+    """Return the plan; a combination that is refused with a message is not a test case."""
     try:
         return plan(config, inventory, facts)
     except (ResourceError, UserError):
@@ -59,7 +77,8 @@ def planned_or_refused(config: Config, inventory: Inventory, facts: ModelFacts) 
 
 
 def model(**changes: Any) -> ModelFacts:
-    """A model of a million parameters in four blocks, one MiB of activations per sample."""
+    """Return the facts of a model of a million parameters in four blocks, one MiB of activations
+    per sample."""
     facts: dict[str, Any] = {
         "parameters": 1_000_000,
         "trainable": 1_000_000,
@@ -80,13 +99,14 @@ def model(**changes: Any) -> ModelFacts:
         "units_per_sample": 1,
         "gathered_bytes": 10 * MIB,
         "own_optimizer": False,
-        "method": "made up",
+        "method": "invented",
     }
     return ModelFacts(**(facts | changes))
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelFacts:
+    """Models of all sizes, dense and with experts, frozen and trainable."""
     parameters = draw(st.integers(1, 10**10))
     trainable = draw(st.one_of(st.just(parameters), st.integers(0, parameters)))
     activations = draw(st.floats(0, 64.0 * GIB))
@@ -109,6 +129,10 @@ def models(draw: st.DrawFn) -> ModelFacts:
     )
 
 
+_CAPABILITIES = [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]
+_GPU_ERRORS = [None, "the driver shows 1 GPU(s), but torch sees none\nupdate the driver"]
+
+
 @st.composite
 def machines(draw: st.DrawFn) -> Inventory:
     """Machines with and without GPUs, new and old, empty and full."""
@@ -116,24 +140,13 @@ def machines(draw: st.DrawFn) -> Inventory:
     for index in range(draw(st.integers(0, 3))):
         total = draw(st.integers(2 * GIB, 200 * GIB))
         free = draw(st.integers(0, total))
-        gpus.append(
-            gpu(
-                index,
-                total,
-                free,
-                draw(st.sampled_from([(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)])),
-            )
-        )
-    error = (
-        None
-        if gpus
-        else draw(
-            st.sampled_from([None, "the driver shows 1 GPU(s), but torch sees none\nupdate the driver"])
-        )
-    )
-    ram = draw(st.integers(GIB, 512 * GIB))
+        gpus.append(gpu(index, total, free, draw(st.sampled_from(_CAPABILITIES))))
     return machine(
-        *gpus, cores=draw(st.integers(1, 128)), ram_free=ram, cpu_bf16=draw(st.booleans()), gpu_error=error
+        *gpus,
+        cores=draw(st.integers(1, 128)),
+        ram_free=draw(st.integers(GIB, 512 * GIB)),
+        cpu_bf16=draw(st.booleans()),
+        gpu_error=None if gpus else draw(st.sampled_from(_GPU_ERRORS)),
     )
 
 
@@ -148,6 +161,7 @@ def _maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(st.none(), values)
 
 
+# One strategy of valid values for each setting, by its flat name.
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "task": _words,
     "name": _maybe(_names),
@@ -207,7 +221,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "cpu_offload": st.booleans(),
     "sync_batchnorm": st.booleans(),
     "gate": st.sampled_from(["replicated", "primary"]),
-    "placement": st.sampled_from(["auto", "round_robin", "mine.json", "a b/é.json"]),
+    "placement": st.sampled_from(["auto", "round_robin", "experts.json", "a b/é.json"]),
     "exchange_chunks": _maybe(st.integers(1, 8)),
     "share_by_speed": _switches,
     "bucket_cap_mb": _maybe(_small),
@@ -237,12 +251,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def configs(draw: st.DrawFn, *names: str) -> Config:
-    """Any config: a few settings given, or only those named. What contradicts the settings before it is left out."""
-    given = names or draw(
-        st.lists(st.sampled_from(sorted(set(VALUES) & set(flat_names()))), max_size=12, unique=True)
-    )
+    """Any valid config of a few settings, or of the named ones. A value that contradicts an
+    earlier one is dropped."""
+    known = st.sampled_from(sorted(set(VALUES) & set(flat_names())))
+    chosen = names or draw(st.lists(known, max_size=12, unique=True))
     config = Config()
-    for name in given:
+    for name in chosen:
         try:
             config = config.but(**{name: draw(VALUES[name])})
         except UserError:

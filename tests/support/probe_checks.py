@@ -1,4 +1,4 @@
-"""What the tests of the probes share."""
+"""Assertions that the tests of the machine checks share."""
 
 from orchestrator.plan.checks.probe_types import CheckResult
 

@@ -1,4 +1,5 @@
-"""Probes of what the devices compute: products in each precision, the fused optimizer, the compiler."""
+"""Probes of what the devices compute: products in each precision, the fused optimizer, the
+compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 BF16_CAPABILITY = TF32_CAPABILITY = (8, 0)
-# Largest relative error (Frobenius norm) of a product of normal numbers: some four times that of correct units.
+# Largest relative error (Frobenius norm) of a product of normal numbers: some four times that of
+# correct units.
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3, "tf32": 2e-3}
 FUSED_TOLERANCE = 1e-5
 COMPARED_SIZE = 512  # the reference is a float64 product on the CPU, so kept small
@@ -89,7 +91,8 @@ def _device_fix(device: str) -> str:
 def low_precision(
     name: str, device: str, *, emulated: bool = False, tolerance: float | None = None
 ) -> CheckResult:
-    """A product in bf16 or fp16 against the one in fp32. Slow is no failure, only worth knowing."""
+    """A product in bf16 or fp16 against the one in fp32. Slow is no failure, only worth
+    knowing."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -114,7 +117,8 @@ def _speed_text(ratio: float, emulated: bool) -> str:
 def tf32(
     device: str, capability: tuple[int, int] | None, tolerance: float = TOLERANCES["tf32"]
 ) -> CheckResult:
-    """Products with and without tf32 must differ in their error; equal ones mean that something switches it off."""
+    """Products with and without tf32 must differ in their error; equal ones mean that something
+    switches it off."""
     if capability is None or capability < TF32_CAPABILITY:
         found = "no GPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
         return CheckResult(

@@ -20,7 +20,8 @@ dist.destroy_process_group()
 
 
 def probe_collective(backend: str, size: int = 2, timeout_s: float = 90.0) -> str | None:
-    """All-reduce a tensor over ``size`` fresh processes. Return None if the sum is right, else the problem."""
+    """All-reduce a tensor over ``size`` fresh processes. Return None if the sum is right, else the
+    problem."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start_rank(rank, size, backend, f"{folder}/store") for rank in range(size)]
         try:

@@ -42,7 +42,8 @@ def verdict(name: str, passed: bool, found: str, needed: str, fix: str) -> Check
 
 
 def run_python(code: str, *arguments: str, timeout: float) -> tuple[bool, str]:
-    """Whether a fresh Python ran the code, and the last line it wrote. One that is late is killed with all it started."""
+    """Whether a fresh Python ran the code, and the last line it wrote. One that is late is killed
+    with all it started."""
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

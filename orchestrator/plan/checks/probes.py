@@ -1,7 +1,9 @@
-"""Checks that try things instead of believing what is reported: numbers are multiplied, a file written, a port bound.
+"""Checks that try things instead of believing what is reported: numbers are multiplied, a file
+written, a port bound.
 
-Every probe is a function of plain arguments that returns a ``Check``; ``run_probes`` runs them one after another, each
-guarded, so that one broken part of the machine never hides the verdict on the others.
+Every probe is a function of plain arguments that returns a ``Check``; ``run_probes`` runs them one
+after another, each guarded, so that one broken part of the machine never hides the verdict on the
+others.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ _RAY_CODE = "import ray; print(ray.__version__)"
 
 
 def run_probes(inventory: Inventory, folder: Path) -> Iterator[CheckResult]:
-    """Every check of this machine, one after another; ``folder`` is where runs would be written."""
+    """Every check of this machine, one after another; ``folder`` is where runs would be
+    written."""
     yield from map(run_guarded, probes_for(inventory, folder))
 
 
 def run_guarded(probe: MachineProbe) -> CheckResult:
-    """The probe's verdict with its time; an error of any kind is a failed check, not the end of the others."""
+    """The probe's verdict with its time; an error of any kind is a failed check, not the end of
+    the others."""
     start = time.perf_counter()
     try:
         check = probe.run()
@@ -98,13 +102,15 @@ def version(name: str, found: str | None, least: tuple[int, ...], fix: str) -> C
 
 
 def ray_imports(code: str = _RAY_CODE, timeout: float = SUBPROCESS_SECONDS) -> CheckResult:
-    """In a process of its own: Ray's import starts threads and signal handlers that we do not want here."""
+    """In a process of its own: Ray's import starts threads and signal handlers that we do not want
+    here."""
     passed, line = run_python(code, timeout=timeout)
     return verdict("ray imports", passed, line, "import ray without an error", RAY_FIX)
 
 
 def ports_free(ray: int = RAY_PORT, dashboard: int = DASHBOARD_PORT, spare: int = 0) -> CheckResult:
-    """Taken ports of Ray are no failure: somebody's cluster may be running. That no port at all is to be had is one."""
+    """Taken ports of Ray are no failure: somebody's cluster may be running. That no port at all is
+    to be had is one."""
     taken = []
     if not _can_bind(ray):
         taken.append(f"{ray} in use: a Ray cluster may be running; we would join it")

@@ -1,4 +1,5 @@
-"""What ``bench --calibrate`` measured on a machine, as a file of figures that is read back checked. Pure."""
+"""What ``bench --calibrate`` measured on a machine, as a file of figures that is read back
+checked. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ AGAIN = "measure again with: orchestrator bench --calibrate"
 
 @dataclass(frozen=True)
 class Reference:
-    """A step that figures were found from: those of the host, or how long the device takes for whole steps. What was measured, what the
-    figures say, and what it is made of."""
+    """A step that figures were found from: those of the host, or how long the device takes for
+    whole steps. What was measured, what the figures say, and what it is made of."""
 
     name: str
     measured_s: float
@@ -55,7 +56,8 @@ class Calibration:
     cores: int
     seconds: float
     others: float
-    """Share of the processors that others used meanwhile: above a few percent the figures are too slow."""
+    """Share of the processors that others used meanwhile: above a few percent the figures are too
+    slow."""
     profiles: tuple[Profile, ...]
 
     def profile(self, workers: int) -> Profile:

@@ -1,4 +1,5 @@
-"""GPUs that are known without being measured: data sheet figures and the share of them that is achieved, from ``devices.json``. Pure."""
+"""GPUs that are known without being measured: data sheet figures and the share of them that is
+achieved, from ``devices.json``. Pure."""
 
 from __future__ import annotations
 
@@ -65,9 +66,11 @@ class AchievedShares:
     attention_fp32_forward: float
     attention_fp32_backward: float
     passes: Mapping[str, float]
-    """How many times as long as a plain pass over the same bytes an operation of this kind takes, where it does."""
+    """How many times as long as a plain pass over the same bytes an operation of this kind takes,
+    where it does."""
     update_bytes: float
-    """Moved for each byte of parameters: read and written weights, gradients and two moments, and the norm."""
+    """Moved for each byte of parameters: read and written weights, gradients and two moments, and
+    the norm."""
     unaligned: Mapping[str, Mapping[str, float]]
     """By precision and layout."""
     grouped: GroupedSlowdown
@@ -120,7 +123,8 @@ def known_gpu(name: str) -> GpuDataSheet:
 
 
 def short_name(full: str) -> str | None:
-    """The short name of a GPU that calls itself so, 'NVIDIA H200' for one; None where it is not known."""
+    """The short name of a GPU that calls itself so, 'NVIDIA H200' for one; None where it is not
+    known."""
     words = full.upper().replace("-", " ").split()
     for short, entry in catalogue().devices.items():
         if any(_within(alias.upper().split(), words) for alias in entry.names):
@@ -134,7 +138,8 @@ def _within(part: list[str], whole: list[str]) -> bool:
 
 @cache
 def device_of(name: str) -> DeviceCosts:
-    """The cost model's device for a known GPU: the longer of arithmetic and memory traffic at the achieved shares of their peaks."""
+    """The cost model's device for a known GPU: the longer of arithmetic and memory traffic at the
+    achieved shares of their peaks."""
     known, achieved = known_gpu(name), catalogue().achieved
     bandwidth, host = known.bandwidth_gb_s * 1e9 * achieved.memory, achieved.host
     moved = tuple(4.0**power for power in range(6, 16))
@@ -206,7 +211,8 @@ def _attention(known: GpuDataSheet, precision: str, direction: str) -> Piecewise
 def links_of(
     name: str, kind: LinkKind, net_gbit: float, nics: int, per_node: int
 ) -> tuple[Interconnect, Interconnect]:
-    """What joins the devices of a node, and nodes: of the network, each device has its share of the node's."""
+    """What joins the devices of a node, and nodes: of the network, each device has its share of
+    the node's."""
     known, figures = known_gpu(name), catalogue().links
     inner = figures.nvlink if kind == "nvlink" else figures.pcie
     within = Link(
@@ -215,7 +221,8 @@ def links_of(
         (known.nvlink_gb_s / 2 if kind == "nvlink" else known.pcie_gb_s) * 1e9 * inner.share,
     )
     node = net_gbit / 8 * 1e9 * nics * figures.network.share
-    # sums cross between nodes once for a whole node, one part by each of its devices; tokens leave from each device
+    # sums cross between nodes once for a whole node, one part by each of its devices; tokens leave
+    # from each device
     return Interconnect(within, within), Interconnect(
         Link("network", figures.network.latency_s, node),
         Link("network", figures.network.latency_s, node / per_node),

@@ -11,7 +11,8 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PiecewiseCurve:
-    """Values by size. Between two sizes a power law; past the last one in proportion to it, below the first one constant."""
+    """Values by size. Between two sizes a power law; past the last one in proportion to it, below
+    the first one constant."""
 
     sizes: tuple[float, ...]
     values: tuple[float, ...]

@@ -1,11 +1,13 @@
-"""How long an optimizer step will take and how much memory it will need, on devices that are described by a handful of measured
-figures. Pure.
+"""How long an optimizer step will take and how much memory it will need, on devices that are
+described by a handful of measured figures. Pure.
 
-A step is the sum of what its operations cost one after another: each its overhead on the host, products their arithmetic at the
-rate of their size, all others the bytes that they move. A GPU works while the host goes on, from step to step, so there the longer of
-the two counts: who is behind in one part of a step catches up in another. Only where the host waits for a figure of the device
-neither can: then the longer counts before that and after it. To that come the sums of gradients and the exchange of tokens between
-devices, less what is hidden behind the backward pass, and waiting for the device with the most tokens."""
+A step is the sum of what its operations cost one after another: each its overhead on the host,
+products their arithmetic at the rate of their size, all others the bytes that they move. A GPU
+works while the host goes on, from step to step, so there the longer of the two counts: who is
+behind in one part of a step catches up in another. Only where the host waits for a figure of the
+device neither can: then the longer counts before that and after it. To that come the sums of
+gradients and the exchange of tokens between devices, less what is hidden behind the backward pass,
+and waiting for the device with the most tokens."""
 
 from __future__ import annotations
 
@@ -53,10 +55,11 @@ class DeviceCosts:
     optimizer: PiecewiseCurve
     """Seconds of the update by bytes of parameters."""
     grouped: PiecewiseCurve | None = None
-    """Grouped products against one product of all rows: how many times as long, by rows per expert. None where they are computed
-    one after another."""
+    """Grouped products against one product of all rows: how many times as long, by rows per
+    expert. None where they are computed one after another."""
     unaligned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """How many times as long products take of which a size is no multiple of eight, by precision and layout."""
+    """How many times as long products take of which a size is no multiple of eight, by precision
+    and layout."""
     group_s: float = 0.0
     """Of each of these, beyond its arithmetic."""
     operation_s: float = 0.0
@@ -71,13 +74,15 @@ class DeviceCosts:
     step_s: float = 0.0
     """Of the host for a step as such."""
     sustained: float = 1.0
-    """How many times as long the device takes for what it does within a step as by itself: when it is hot, and its caches shared."""
+    """How many times as long the device takes for what it does within a step as by itself: when it
+    is hot, and its caches shared."""
     reserved_bytes: float = 0.0
     """That the libraries take for themselves."""
 
     @property
     def floor(self) -> float:
-        """Of the smallest operation: where the host waits for it, that is its overhead, which is counted by operations."""
+        """Of the smallest operation: where the host waits for it, that is its overhead, which is
+        counted by operations."""
         return 0.0 if self.asynchronous else self.moves["plain"].floor
 
 
@@ -103,7 +108,8 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster's shape: nodes of alike devices, joined within a node and, by a share of its network each, between nodes."""
+    """A cluster's shape: nodes of alike devices, joined within a node and, by a share of its
+    network each, between nodes."""
 
     device: DeviceCosts
     nodes: int = 1
@@ -118,7 +124,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How the work is shared out: ``devices`` alike, each with ``micro_batches`` of its work in a step."""
+    """How the work is shared out: ``devices`` alike, each with ``micro_batches`` of its work in a
+    step."""
 
     devices: int = 1
     strategy: StrategyName = "single"
@@ -134,7 +141,8 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A step: its seconds, what they are made of (overlap is negative), the memory of a device, and what limits it."""
+    """A step: its seconds, what they are made of (overlap is negative), the memory of a device,
+    and what limits it."""
 
     step_seconds: float
     host_seconds: float
@@ -223,8 +231,8 @@ def _round(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> _Micr
 def _not_hidden(
     work: MicroBatchOps, device: DeviceCosts, team: Parallelism, last_host: float, last_busy: float
 ) -> float:
-    """How much longer the host takes than the device, with what each has to do at the end of a step: over the whole step, or, where
-    the host waits, before that and after it."""
+    """How much longer the host takes than the device, with what each has to do at the end of a
+    step: over the whole step, or, where the host waits, before that and after it."""
     whole, rounds = _round(work, device, team), team.micro_batches
     if work.before_wait is None:
         return max(0.0, rounds * (whole.host - whole.busy) + last_host - last_busy)
@@ -246,7 +254,8 @@ def _compute(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> tup
 
 
 def product_seconds(product: ProductOp, device: DeviceCosts, tf32: bool = False) -> float:
-    """One product beyond the overhead of any operation; of experts, together or one after another."""
+    """One product beyond the overhead of any operation; of experts, together or one after
+    another."""
     precision = "tf32" if tf32 and product.precision == "fp32" else product.precision
     grids = device.products.get(precision) or device.products["fp32"]
     grid = grids[product.layout] if product.layout in grids else next(iter(grids.values()))
@@ -278,8 +287,8 @@ def attention_seconds(entry: AttentionOp, device: DeviceCosts) -> float:
 
 
 def _traffic(work: MicroBatchOps, machine: Machine, team: Parallelism, alone: float) -> dict[str, float]:
-    """Messages between devices, and how much of them is hidden behind the backward pass of a step that takes ``alone`` without them. On
-    CPUs nothing is: messages take the same cores."""
+    """Messages between devices, and how much of them is hidden behind the backward pass of a step
+    that takes ``alone`` without them. On CPUs nothing is: messages take the same cores."""
     first = _FIRST_BUCKET_BYTES if team.strategy == "data_parallel" else 0
     buckets = max(1, (first > 0) + math.ceil(max(0.0, work.gradient_bytes - first) / _BUCKET_BYTES))
     each = sum_seconds(work.gradient_bytes / buckets, machine, team.devices)
@@ -297,7 +306,8 @@ def _traffic(work: MicroBatchOps, machine: Machine, team: Parallelism, alone: fl
 
 
 def sum_seconds(size: float, machine: Machine, devices: int) -> float:
-    """A sum over all devices: first within nodes, then between them, and back. Bandwidth as in a ring, latency as in a tree."""
+    """A sum over all devices: first within nodes, then between them, and back. Bandwidth as in a
+    ring, latency as in a tree."""
     inside = min(devices, machine.per_node)
     nodes = math.ceil(devices / machine.per_node)
     return _ring(size, machine.inner.sums, inside) + _ring(size, machine.outer.sums, nodes)
@@ -312,7 +322,8 @@ def _ring(size: float, link: Link, members: int) -> float:
 
 
 def exchange_seconds(message: MessageOp, machine: Machine, devices: int) -> float:
-    """Each device sends all others their part at once: what stays in the node and what leaves it travel side by side."""
+    """Each device sends all others their part at once: what stays in the node and what leaves it
+    travel side by side."""
     if devices < 2:
         return 0.0
     inside = min(devices, machine.per_node) - 1
@@ -324,7 +335,8 @@ def exchange_seconds(message: MessageOp, machine: Machine, devices: int) -> floa
 
 
 def predicted_memory(work: MicroBatchOps, device: DeviceCosts, team: Parallelism) -> MemoryEstimate:
-    """Weights, moments, and the most that is alive beside them; gradients are part of that, and shown apart."""
+    """Weights, moments, and the most that is alive beside them; gradients are part of that, and
+    shown apart."""
     gradients = 4.0 * work.parameters
     copies = (
         work.gradient_bytes if team.devices > 1 and team.strategy == "expert_parallel" else 0.0

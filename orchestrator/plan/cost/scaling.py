@@ -1,4 +1,5 @@
-"""The scaling table of a cluster that need not be there: a row for each number of devices and strategy. Pure."""
+"""The scaling table of a cluster that need not be there: a row for each number of devices and
+strategy. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ScalingKind = Literal["weak", "strong"]
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What ``--cluster`` says. ``net_gbit`` is that of one network card, of which a node has ``nics``."""
+    """What ``--cluster`` says. ``net_gbit`` is that of one network card, of which a node has
+    ``nics``."""
 
     nodes: int
     gpus: int
@@ -102,17 +104,20 @@ def _net(value: str) -> float:
 
 
 def machine_of(spec: ClusterSpec, measured: DeviceCosts | None = None) -> Machine:
-    """The cluster, with the figures of the data sheet or, where its GPU was calibrated, the measured ones."""
+    """The cluster, with the figures of the data sheet or, where its GPU was calibrated, the
+    measured ones."""
     inner, outer = links_of(spec.gpu, spec.link, spec.net_gbit, spec.nics, spec.gpus)
     return Machine(measured or device_of(spec.gpu), spec.nodes, spec.gpus, inner, outer)
 
 
 @dataclass(frozen=True)
 class ScalingJob:
-    """What is trained: how its work is found for a number of samples and of hosts, and how much of it there is."""
+    """What is trained: how its work is found for a number of samples and of hosts, and how much of
+    it there is."""
 
     work: Callable[[int, int, int], MicroBatchOps]
-    """Of a micro-batch of so many samples, with the experts on so many hosts, the tokens in so many parts."""
+    """Of a micro-batch of so many samples, with the experts on so many hosts, the tokens in so
+    many parts."""
     micro_batch: int
     global_batch: int
     experts: int
@@ -151,8 +156,9 @@ def counts_up_to(most: int) -> list[int]:
 
 
 def scaling_rows(job: ScalingJob, machine: Machine) -> list[ScalingRow]:
-    """Weak scaling, each device with as many samples as one alone, and strong scaling of one global batch; data-parallel and, with
-    experts, expert-parallel on at most as many devices as there are experts."""
+    """Weak scaling, each device with as many samples as one alone, and strong scaling of one
+    global batch; data-parallel and, with experts, expert-parallel on at most as many devices as
+    there are experts."""
     rows: list[ScalingRow] = []
     for kind in ("weak", "strong"):
         for strategy in ("data_parallel", "expert_parallel") if job.experts else ("data_parallel",):

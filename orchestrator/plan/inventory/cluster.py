@@ -13,7 +13,8 @@ HERE = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster. ``cpus`` and ``gpus`` are what Ray may hand out there, ``cores`` what the machine has."""
+    """One machine of a cluster. ``cpus`` and ``gpus`` are what Ray may hand out there, ``cores``
+    what the machine has."""
 
     address: str
     cpus: int
@@ -23,8 +24,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines a run may use. ``joined``: it ran before us, so its slots are what they are; one that we start is ours
-    to declare. ``most_gpus`` and ``most_cpus`` are what an autoscaler may reach; None: what is there is all there will be."""
+    """The machines a run may use. ``joined``: it ran before us, so its slots are what they are;
+    one that we start is ours to declare. ``most_gpus`` and ``most_cpus`` are what an autoscaler
+    may reach; None: what is there is all there will be."""
 
     nodes: tuple[Node, ...]
     joined: bool
@@ -60,9 +62,10 @@ class Cluster:
     def reachable_cpus(self) -> int:
         return max(self.cpus, self.most_cpus or 0)
 
-    def on_one_node(self, workers: int, on_gpu: bool) -> int:
-        """The most workers that share a node's cores and memory: all on our own machine; elsewhere as many as the node has
-        GPUs, and on CPUs an even part, for they are spread over the nodes."""
+    def workers_on_node(self, workers: int, on_gpu: bool) -> int:
+        """The most workers that share a node's cores and memory: all on our own machine; elsewhere
+        as many as the node has GPUs, and on CPUs an even part, for they are spread over the
+        nodes."""
         if not self.joined or not self.nodes:
             return workers
         if on_gpu:

@@ -1,4 +1,5 @@
-"""Cores and memory that this process may use, limits of its container included, and what its CPU is."""
+"""Cores and memory that this process may use, limits of its container included, and what its CPU
+is."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def cpu_facts(cpuinfo: str) -> tuple[str, bool]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: its affinity, and the CPU quota of its control groups rounded down."""
+    """Cores this process may use: its affinity, and the CPU quota of its control groups rounded
+    down."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(int(quota) for quota in _cpu_quotas(root))]))
 
@@ -47,7 +49,8 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def usable_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes of memory in total and free, of the machine or of the tightest control group around us."""
+    """Bytes of memory in total and free, of the machine or of the tightest control group around
+    us."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for folder in _cgroup_folders(root, "memory"):
@@ -60,7 +63,8 @@ def usable_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cached_bytes(folder: Path) -> int:
-    """File pages the kernel drops when memory gets short: charged to the group, yet as good as free."""
+    """File pages the kernel drops when memory gets short: charged to the group, yet as good as
+    free."""
     stat = dict(
         line.split() for line in system_text(folder / "memory.stat").splitlines() if len(line.split()) == 2
     )
@@ -73,9 +77,11 @@ def _number(folder: Path, *names: str) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process's control groups, each up to the top: a limit may sit at any level, in version 2 or in version 1.
+    """This process's control groups, each up to the top: a limit may sit at any level, in version
+    2 or in version 1.
 
-    Inside a container the path in /proc may be the host's; those folders do not exist here, and the top one is ours.
+    Inside a container the path in /proc may be the host's; those folders do not exist here, and
+    the top one is ours.
     """
     for line in system_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,7 +1,8 @@
 """What this machine has: GPUs, cores, memory, versions. Read once, handed on as a frozen value.
 
-NVML is asked beside torch for two reasons: it answers without creating a CUDA context (some hundred MB per GPU), and it
-still answers where torch sees no GPU at all, so that we can say why.
+NVML is asked beside torch for two reasons: it answers without creating a CUDA context (some
+hundred MB per GPU), and it still answers where torch sees no GPU at all, so that we can say
+why.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """One machine. ``cores`` and RAM are what this process may use, limits of its container included; memory in bytes."""
+    """One machine. ``cores`` and RAM are what this process may use, limits of its container
+    included; memory in bytes."""
 
     gpus: tuple[Gpu, ...]
     cores: int
@@ -53,7 +55,8 @@ class Inventory:
     versions: Mapping[str, str]
     """python, platform, torch, cuda, cudnn, nccl, ray; what is not there has no key."""
     gpu_error: str | None
-    """Why GPUs that are there cannot be used: a line with what is wrong, a line with what to do."""
+    """Why GPUs that are there cannot be used: a line with what is wrong, a line with what to
+    do."""
     disk_free: int
 
     @property
@@ -84,7 +87,8 @@ class NvmlView:
 
 
 def inventory(disk: Path = Path(".")) -> Inventory:
-    """This machine, as this process sees it. ``disk`` is the folder whose file system ``disk_free`` is about."""
+    """This machine, as this process sees it. ``disk`` is the folder whose file system
+    ``disk_free`` is about."""
     nvml = nvml_view()
     torch, torch_error = _import_torch()
     gpus, gpu_error = _gpus(torch, nvml) if torch else ((), torch_error)
@@ -106,7 +110,8 @@ def inventory(disk: Path = Path(".")) -> Inventory:
 
 
 def launched_by(environment: Mapping[str, str] | None = None) -> str | None:
-    """The launcher that started this process, if one did: we start our own workers, so under one each would start a run."""
+    """The launcher that started this process, if one did: we start our own workers, so under one
+    each would start a run."""
     variables = os.environ if environment is None else environment
     # accelerate starts its processes through torchrun, so its own mark is looked for first.
     if "ACCELERATE_MIXED_PRECISION" in variables:
@@ -167,8 +172,9 @@ def nvml_view() -> NvmlView | None:
 
 
 def count_visible(uuids: Sequence[str], visible: str | None) -> int | None:
-    """How many GPUs CUDA_VISIBLE_DEVICES leaves, by CUDA's rules: the first entry that names no GPU ends the list, a
-    repeated one empties it. None for MIG slices, which NVML counts otherwise."""
+    """How many GPUs CUDA_VISIBLE_DEVICES leaves, by CUDA's rules: the first entry that names no
+    GPU ends the list, a repeated one empties it. None for MIG slices, which NVML counts
+    otherwise."""
     if visible is None:
         return len(uuids)
     if visible.startswith("MIG-"):
@@ -186,7 +192,8 @@ def count_visible(uuids: Sequence[str], visible: str | None) -> int | None:
 
 
 def gpu_processes(uuid: str | None) -> tuple[str, ...]:
-    """Other processes that hold memory of a GPU, as far as the driver tells: 'python (pid 4711, 3.0 GiB)'."""
+    """Other processes that hold memory of a GPU, as far as the driver tells: 'python (pid 4711,
+    3.0 GiB)'."""
     with _nvml_session() as nvml:
         if nvml is None or uuid is None:
             return ()
@@ -253,7 +260,8 @@ def _gpu(torch: Any, index: int, nvml: NvmlView | None) -> Gpu:
 
 
 def _unusable(torch: Any, nvml: NvmlView | None, reason: str) -> str | None:
-    """Why torch sees no GPU where the driver shows some; None where there is none, or the user has hidden them all."""
+    """Why torch sees no GPU where the driver shows some; None where there is none, or the user has
+    hidden them all."""
     count = nvml.visible if nvml else 0
     if nvml is None or count == 0:
         return None
@@ -299,17 +307,19 @@ def visible_gpus() -> int:
 
 
 def in_cluster() -> bool:
-    """Whether this process was started inside a Ray cluster, as the entry point of a job, or was told of one."""
+    """Whether this process was started inside a Ray cluster, as the entry point of a job, or was
+    told of one."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
 
 
 def secret_values() -> Secrets:
-    """The secrets of this process's environment, to be masked wherever something is written or shown."""
+    """The secrets of this process's environment, to be masked wherever something is written or
+    shown."""
     return secrets_of(os.environ)
 
 
 def results_folder() -> Path:
-    """Where runs are kept that were given no folder: beside the user's work; or, in a Ray job, whose working folder is a
-    copy that goes with the job, where Ray keeps its own results."""
+    """Where runs are kept that were given no folder: beside the user's work; or, in a Ray job,
+    whose working folder is a copy that goes with the job, where Ray keeps its own results."""
     here = Path.cwd()
     return Path.home() / "ray_results" if "runtime_resources" in here.parts else here / "results"

@@ -1,4 +1,5 @@
-"""Each check against a fault put in its way: the message says what was found, what was needed, what to do."""
+"""Each check against a fault put in its way: the message says what was found, what was needed,
+what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cost model in numbers that can be reckoned by hand: limits, directions, and scaling without and with traffic."""
+"""The cost model in numbers that can be reckoned by hand: limits, directions, and scaling without
+and with traffic."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ SIZES = (1.0, 1e6)
 
 
 def device(**changes: Any) -> DeviceCosts:
-    """A GFLOP/s, 100 MB/s, and nothing else costs anything: where the host waits, 10 µs of a move are overhead."""
+    """A GFLOP/s, 100 MB/s, and nothing else costs anything: where the host waits, 10 µs of a move
+    are overhead."""
     corners = [(m, k, n) for m in SIZES for k in SIZES for n in SIZES]
     figures: dict[str, Any] = {
         "name": "a device",
@@ -91,7 +93,8 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 def test_attention_and_accumulation_by_hand() -> None:
-    """Two products of 2 heads × 16² × 8, half of them: 2 × 2 × 256 × 8 FLOP. Twice as many micro-batches take twice as long."""
+    """Two products of 2 heads × 16² × 8, half of them: 2 × 2 × 256 × 8 FLOP. Twice as many
+    micro-batches take twice as long."""
     work = MicroBatchOps(samples=1, attentions=(AttentionOp(2, 16, 8),))
     assert work.flops == 2 * 2 * 256 * 8
     assert predict(work, machine()).step_seconds == pytest.approx(work.flops / RATE)
@@ -128,8 +131,8 @@ def test_what_is_launched_from_python_costs_the_host_more() -> None:
 
 
 def test_what_the_host_waits_for_cannot_be_hidden_behind_what_comes_after() -> None:
-    """Before the wait 10 operations and nothing to compute; after it 32 ms of the device and no operation. With the update's 5 ms of the
-    host, which hide behind them."""
+    """Before the wait 10 operations and nothing to compute; after it 32 ms of the device and no
+    operation. With the update's 5 ms of the host, which hide behind them."""
     work = replace(WORK, operations=10, tensors=5)
     shape = machine(operation_s=1e-3, tensor_s=1e-3)
     assert predict(work, shape).step_seconds == pytest.approx(32e-3)
@@ -184,13 +187,15 @@ def test_a_link_that_carries_nothing_stops_everything() -> None:
 
 
 def test_a_sum_by_hand() -> None:
-    """In a node of 4: two turns of latency, 2 × 3/4 of the bytes; between 2 nodes one turn, and 2 × 1/2."""
+    """In a node of 4: two turns of latency, 2 × 3/4 of the bytes; between 2 nodes one turn, and 2
+    × 1/2."""
     found = sum_seconds(1000.0, machine(2, 4, 1e-3, 1e6), 8)
     assert found == pytest.approx(2e-3 + 1.5e-3 + 1e-3 + 1e-3)
 
 
 def test_an_exchange_by_hand() -> None:
-    """1,000 bytes to three others, one of them in the node: two thirds leave it, side by side with the rest."""
+    """1,000 bytes to three others, one of them in the node: two thirds leave it, side by side with
+    the rest."""
     near, far = Link("nvlink", 1e-3, 1e6), Link("network", 2e-3, 1e5)
     shape = Machine(device(), 2, 2, Interconnect(near, near), Interconnect(far, far))
     assert exchange_seconds(MessageOp("rows", 1000), shape, 4) == pytest.approx(
@@ -222,7 +227,8 @@ def test_imbalance_costs_experts_alone() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Weights and two moments of 1,000 parameters, and 8,000 bytes alive beside them, 4,000 of which are gradients."""
+    """Weights and two moments of 1,000 parameters, and 8,000 bytes alive beside them, 4,000 of
+    which are gradients."""
     found = predict(WORK, machine()).memory
     assert (found.parameters, found.gradients, found.optimizer, found.activations) == (
         4000.0,
@@ -236,8 +242,9 @@ def test_memory_by_hand() -> None:
 
 @given(st.integers(1, 512), st.floats(1e-6, 1e-3), st.floats(1e6, 1e12), st.integers(0, 10**9))
 def test_more_never_takes_less(devices: int, latency: float, speed: float, parameters: int) -> None:
-    """Less bandwidth, more latency and more arithmetic: none of them makes a step shorter; nor more parameters, where nothing is
-    hidden behind them (on a GPU, one bucket more can hide more)."""
+    """Less bandwidth, more latency and more arithmetic: none of them makes a step shorter; nor
+    more parameters, where nothing is hidden behind them (on a GPU, one bucket more can hide
+    more)."""
     work, shape, team = (
         replace(WORK, parameters=parameters),
         machine(64, 8, latency, speed),

@@ -52,7 +52,8 @@ def test_a_wrong_cluster_is_told(text: str, said: str) -> None:
 
 
 def test_known_devices_are_sound() -> None:
-    """Each has a source; achieved shares are shares; a newer one is no slower than an older one of its line."""
+    """Each has a source; achieved shares are shares; a newer one is no slower than an older one of
+    its line."""
     found = catalogue()
     assert {"h200", "h100", "a100", "l4", "t4", "rtx4090"} <= set(found.devices)
     for name, known in found.devices.items():
@@ -77,7 +78,8 @@ def test_the_file_is_packaged() -> None:
 
 
 def test_an_h200_does_what_was_measured_of_it() -> None:
-    """A large product in bf16 within a fifth of the 799 TFLOP/s of 8192 cubed, a copy within a tenth of 4.3 TB/s."""
+    """A large product in bf16 within a fifth of the 799 TFLOP/s of 8192 cubed, a copy within a
+    tenth of 4.3 TB/s."""
     size = 8192
     found = predict(
         MicroBatchOps(1, products=(ProductOp(size, size, size, precision="bf16"),)),
@@ -89,8 +91,9 @@ def test_an_h200_does_what_was_measured_of_it() -> None:
 
 
 def test_a_gpt2_small_on_an_h200_takes_what_it_took() -> None:
-    """benchmarks/results/costmodel_h200_2026-11-15.md: products and gigabytes of such a step, as they are traced. To it the share of norms
-    was fitted; the others were measured by themselves."""
+    """benchmarks/results/costmodel_h200_2026-11-15.md: products and gigabytes of such a step, as
+    they are traced. To it the share of norms was fitted; the others were measured by
+    themselves."""
     rows, width = 16 * 1024, 768
     layer = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     products = [ProductOp(rows, k, n, precision="bf16", times=36) for k, n in layer]

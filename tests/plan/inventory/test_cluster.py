@@ -62,7 +62,7 @@ def test_told_to_people(found: Cluster, gpus: str, cpus: str):
     ],
 )
 def test_workers_that_share_a_node(found: Cluster, workers: int, on_gpu: bool, expected: int):
-    assert found.on_one_node(workers, on_gpu) == expected
+    assert found.workers_on_node(workers, on_gpu) == expected
 
 
 # --- chosen GPUs

@@ -1,0 +1,124 @@
+"""How the device computes: precision, tf32, compilation, fused optimizer, cuDNN benchmarking.
+Pure."""
+
+from __future__ import annotations
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.device import gpu_of
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.reasons import NO_AUTO, set_switch
+from orchestrator.types import Choice, PrecisionName, Rejected, seconds_text
+
+# Compute capabilities from which on a GPU has the feature.
+_TF32_CAPABILITY = (8, 0)
+_BF16_CAPABILITY = (8, 0)
+_COMPILE_CAPABILITY = (7, 0)
+_HOPPER_CAPABILITY = (9, 0)
+
+# FLOP/s that a good step reaches, from compute capability 9.0 on and below.
+_HOPPER_FLOPS_PER_S = 3e14
+_OLDER_FLOPS_PER_S = 6e13
+_SHORTEST_STEP_S = 0.004  # the host launches some hundred kernels, however small the step is
+# On an H200, compiling took 20 s of a transformer's run and made its steps an eighth shorter.
+_COMPILE_PAYS_FROM_S = 300.0
+
+
+def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[PrecisionName]:
+    """Choose bf16 from compute capability 8.0 on, fp16 with loss scaling below it, and fp32 on a
+    CPU."""
+    setting = config.device.precision
+    if setting != "auto":
+        emulated = device == "cpu" and (setting == "fp16" or (setting == "bf16" and not inventory.cpu_bf16))
+        slow = "; this CPU has no units for it and is many times slower than in fp32" if emulated else ""
+        return Choice(setting, f"set by --precision {setting}{slow}")
+    if not config.run.auto:
+        return Choice("fp32", NO_AUTO)
+    if device == "cpu":
+        return _cpu_precision(inventory)
+    capability = gpu_of(inventory, device).capability
+    version = f"compute capability {capability[0]}.{capability[1]}"
+    fp32 = Rejected("fp32", "slower")
+    if capability >= _BF16_CAPABILITY:
+        return Choice("bf16", f"{version} has bf16 units", (Rejected("fp16", "needs a loss scale"), fp32))
+    return Choice("fp16", f"{version} has fp16 units, but no bf16 units", (fp32,))
+
+
+def _cpu_precision(inventory: Inventory) -> Choice[PrecisionName]:
+    if inventory.cpu_bf16:
+        reason = "the CPU has bf16 units, but small models are seldom faster with them"
+        return Choice("fp32", reason, (Rejected("bf16", "try --precision bf16"),))
+    bf16 = Rejected("bf16", "emulated, many times slower")
+    fp16 = Rejected("fp16", "emulated, many times slower")
+    return Choice("fp32", "the CPU has no bf16 units", (bf16, fp16))
+
+
+def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
+    if device == "cpu":
+        return Choice(False, "only NVIDIA GPUs have tf32; the device is the CPU")
+    switch = set_switch(config.device.tf32, "--tf32")
+    if switch is not None:
+        return switch
+    if config.run.deterministic:
+        return Choice(False, "off in deterministic mode")
+    if not config.run.auto:
+        return Choice(False, NO_AUTO)
+    if gpu_of(inventory, device).capability < _TF32_CAPABILITY:
+        return Choice(False, "the GPU has no tf32 units")
+    return Choice(True, "fp32 matrix products are several times faster with it, at 10 bits of mantissa")
+
+
+def choose_compile(
+    config: Config, facts: ModelFacts, model_is_divided: bool, gpu: Gpu | None, flops: float, steps: int
+) -> Choice[bool]:
+    """Choose compilation for runs that are long enough.
+
+    It takes half a minute and saves a part of each step. ``flops`` and ``steps`` are those of the
+    whole run.
+    """
+    switch = set_switch(config.device.compile, "--compile")
+    if switch is not None:
+        return switch
+    if not config.run.auto:
+        return Choice(False, NO_AUTO)
+    if gpu is None:
+        return Choice(False, "it seldom pays on CPUs")
+    if gpu.capability < _COMPILE_CAPABILITY:
+        return Choice(False, f"there is no compiler for compute capability {gpu.capability[0]}")
+    if config.run.deterministic:
+        return Choice(False, "off in deterministic mode: compiled code sums in another order")
+    if model_is_divided:
+        return Choice(
+            False, "the run would end if a part of the divided model did not compile; try --compile"
+        )
+    hopper = gpu.capability >= _HOPPER_CAPABILITY
+    flops_per_s = _HOPPER_FLOPS_PER_S if hopper else _OLDER_FLOPS_PER_S
+    seconds = max(flops / flops_per_s, steps * _SHORTEST_STEP_S)
+    length = f"about {seconds_text(seconds)} of work"
+    if seconds < _COMPILE_PAYS_FROM_S:
+        return Choice(False, f"the run is short ({length}): compiling would take as long as it saves")
+    experts = "; experts and gates included" if facts.experts else ""
+    reason = f"{length}: compiling takes half a minute and saves more{experts}"
+    return Choice(True, reason, (Rejected("off", "slower"),))
+
+
+def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:
+    if facts.own_optimizer:
+        return Choice(False, "the task has its own optimizer")
+    if not config.run.auto:
+        return Choice(False, NO_AUTO)
+    unfused = Rejected("for-loop AdamW", "one kernel per parameter and operation")
+    return Choice(True, "AdamW runs in one kernel per group", (unfused,))
+
+
+def choose_cudnn_benchmark(config: Config, device: str) -> Choice[bool]:
+    if device == "cpu":
+        return Choice(False, "there is no cuDNN on a CPU")
+    switch = set_switch(config.device.cudnn_benchmark, "--cudnn-benchmark")
+    if switch is not None:
+        return switch
+    if config.run.deterministic:
+        return Choice(False, "off in deterministic mode")
+    if not config.run.auto:
+        return Choice(False, NO_AUTO)
+    return Choice(True, "all batches have the same shape")

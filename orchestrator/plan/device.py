@@ -1,0 +1,92 @@
+"""The device that trains, and the memory and threads that a worker may use. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.inventory.cluster import chosen_gpus
+from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.workers import check_gpu_mode
+from orchestrator.types import GIB, Choice, Rejected, bytes_text
+
+_USABLE_RAM = 0.8  # share of the free RAM that the plan may use
+
+
+def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
+    """Choose the device of a run in one process.
+
+    The first of ``--devices``, or the GPU with the most free memory, or the CPU.
+    """
+    devices = config.parallel.devices
+    if config.device.gpu_mode == "cpu":
+        return Choice("cpu", "set by --gpu-mode cpu")
+    gpus = chosen_gpus(inventory, devices)
+    check_gpu_mode(config, len(gpus), inventory.gpu_error)
+    if not gpus:
+        reason = inventory.gpu_error or "no GPU was found"
+        return Choice("cpu", reason, (Rejected("cuda:0", "there is none"),))
+    if devices:
+        best = gpus[0]
+        reason = f"set by --devices {','.join(map(str, devices))}"
+    else:
+        # Whole GiB: a few MiB of a desktop must not decide between two idle GPUs.
+        best = max(gpus, key=lambda gpu: (gpu.memory_free // GIB, -gpu.index))
+        reason = "the only GPU" if len(gpus) == 1 else "the GPU with the most free memory"
+    rejected = ()
+    if len(gpus) > 1:
+        rejected = (Rejected(f"the other {len(gpus) - 1} GPUs", "one process trains on one device"),)
+    return Choice(f"cuda:{best.index}", f"{reason}: {best.name}, {bytes_text(best.memory_total)}", rejected)
+
+
+def choose_worker_device(config: Config, inventory: Inventory, declared_gpus: int = 0) -> Choice[str]:
+    """Choose the device of each worker on a node like ``inventory``: ``cuda``, a GPU of its own,
+    or the CPU.
+
+    The CPU trains if the cluster counts ``declared_gpus`` that CUDA does not show.
+    """
+    if config.device.gpu_mode == "cpu":
+        return Choice("cpu", "set by --gpu-mode cpu")
+    gpus = inventory.gpus
+    if not gpus:
+        reason = "no GPU was found"
+        if declared_gpus:
+            reason = f"the cluster counts {declared_gpus} GPUs, but CUDA shows none"
+        return Choice("cpu", inventory.gpu_error or reason, (Rejected("cuda", "there is none"),))
+    smallest = min(gpus, key=lambda gpu: gpu.memory_total)
+    mixed = "" if inventory.same_model else "; planned for the smallest of them"
+    return Choice(
+        "cuda", f"one GPU for each worker: {smallest.name}, {bytes_text(smallest.memory_total)}{mixed}"
+    )
+
+
+def gpu_of(inventory: Inventory, device: str) -> Gpu:
+    """Return the GPU of that name; for ``cuda``, a GPU with the least of each property of all
+    GPUs."""
+    if device != "cuda":
+        return next(gpu for gpu in inventory.gpus if f"cuda:{gpu.index}" == device)
+    smallest = min(inventory.gpus, key=lambda gpu: gpu.memory_total)
+    memory_free = min(gpu.memory_free for gpu in inventory.gpus)
+    capability = min(gpu.capability for gpu in inventory.gpus)
+    return replace(smallest, memory_free=memory_free, capability=capability)
+
+
+def usable_bytes(config: Config, inventory: Inventory, device: str, workers_on_node: int) -> float:
+    """Return the memory that a worker may use.
+
+    On a GPU the configured fraction, at most the free memory; on a CPU the worker's part of the
+    free RAM.
+    """
+    if device == "cpu":
+        return inventory.ram_free * _USABLE_RAM / workers_on_node
+    gpu = gpu_of(inventory, device)
+    return min(gpu.memory_total * config.batch.gpu_memory_fraction, gpu.memory_free)
+
+
+def choose_threads(inventory: Inventory, workers_on_node: int) -> Choice[int]:
+    cores = inventory.cores
+    if workers_on_node == 1:
+        return Choice(cores, f"{cores} usable cores")
+    return Choice(
+        max(1, cores // workers_on_node), f"{cores} usable cores for {workers_on_node} workers on a node"
+    )

@@ -1,0 +1,84 @@
+"""Precision, tf32, compilation, fused optimizer and cuDNN benchmarking by device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.compute import choose_precision
+from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.types import GIB
+from tests.support.inventories import gpu, machine, model, planned
+
+CPU = machine()
+H200 = machine(gpu())
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [
+        ((6, 1), "fp16"),
+        ((7, 0), "fp16"),
+        ((7, 5), "fp16"),
+        ((8, 0), "bf16"),
+        ((8, 9), "bf16"),
+        ((9, 0), "bf16"),
+        ((12, 0), "bf16"),
+    ],
+)
+def test_compute_capability_sets_the_precision(capability: tuple[int, int], precision: str):
+    inventory = machine(gpu(capability=capability))
+    chosen = planned(inventory)
+    assert chosen.precision.value == precision
+    assert f"{capability[0]}.{capability[1]}" in chosen.precision.reason
+    assert chosen.tf32.value == (capability >= (8, 0))
+    assert choose_precision(Config(), inventory, "cuda:0") == chosen.precision
+
+
+def test_the_chosen_gpu_sets_the_precision():
+    mixed = machine(gpu(0, free=GIB, capability=(9, 0)), gpu(1, capability=(7, 5)))
+    chosen = planned(mixed, gpu_mode="single_gpu")
+    assert (chosen.device.value, chosen.precision.value) == ("cuda:1", "fp16")
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_cpu_computes_in_fp32(bf16: bool):
+    assert planned(machine(cpu_bf16=bf16)).precision.value == "fp32"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("inventory", [CPU, H200], ids=["cpu", "gpu"])
+def test_a_flag_sets_the_precision(precision: str, inventory: Inventory):
+    chosen = planned(inventory, precision=precision).precision
+    assert chosen.value == precision
+    assert chosen.reason.startswith(f"set by --precision {precision}")
+    assert ("many times slower" in chosen.reason) == (inventory is CPU and precision != "fp32")
+
+
+@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
+@pytest.mark.parametrize("value", ["on", "off"])
+def test_a_flag_sets_a_switch_if_the_device_has_it(name: str, value: str):
+    flag: dict[str, Any] = {name: value}
+    assert planned(H200, **flag).choices()[name].value == (value == "on")
+    on_cpu = planned(CPU, **flag).choices()[name]
+    assert (on_cpu.value, "CPU" in on_cpu.reason) == (False, True)
+
+
+def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
+    long = model(flops_per_sample=1e12, samples=10**6)
+    short = model(flops_per_sample=1e9, samples=1000)
+    assert planned(H200, long).compile.value
+    uncompiled = planned(H200, short).compile
+    assert not uncompiled.value
+    assert uncompiled.reason.startswith("the run is short")
+    assert not planned(CPU, long).compile.value
+    assert not planned(H200, long, deterministic=True).compile.value
+    assert not planned(H200, long, compile="off").compile.value
+    assert planned(CPU, short, compile="on").compile.value
+
+
+def test_a_task_with_its_own_optimizer_keeps_it():
+    chosen = planned(CPU, model(own_optimizer=True)).fused_optimizer
+    assert (chosen.value, chosen.reason) == (False, "the task has its own optimizer")
