@@ -20,10 +20,11 @@ from typing import Any
 
 from benchmarks.support import header, markdown_table, write_result
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Space, parse_space, point_flags, points_space
+from orchestrator.config.space import Space, point_flags
+from orchestrator.config.space_parser import parse_space, points_space
 from orchestrator.config.sweep import Search, Sweep
-from orchestrator.record.ledger import TrialRow, SweepRecord
-from orchestrator.record.sweep_screen import speed_text
+from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.record.sweep_table import throughput_text
 from orchestrator.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +100,7 @@ def on_cpu(count: int, folder: Path) -> str:
             row.trial,
             " ".join(point_flags(row.point)),
             row.status,
-            row.reason or f"{speed_text(row)} samples/s",
+            row.reason or f"{throughput_text(row)} samples/s",
             f"{row.seconds:.1f}",
             "" if row.start_seconds is None else f"{row.start_seconds:.2f}",
         )
@@ -131,7 +132,7 @@ def on_gpu(folder: Path) -> str:
     def rate(row: TrialRow) -> float:
         return row.samples_per_second or 0.0
 
-    rows = [(row.trial, " ".join(point_flags(row.point)), row.status, speed_text(row),
+    rows = [(row.trial, " ".join(point_flags(row.point)), row.status, throughput_text(row),
              f"{(row.peak_memory_bytes or 0) / 2**30:.1f} GiB", f"{row.seconds:.1f}") for row in grid.rows]  # fmt: skip
     return (
         f"Grid: {len(grid.rows)} trials in {grid_s:.0f} s; best {rate(best):,.1f} samples/s: {' '.join(point_flags(best.point))}.\n"

@@ -1,5 +1,8 @@
-"""Secrets out of what is written and shown: values of the environment that are named like one, and passwords in addresses. Pure:
-who reads the environment hands the values on."""
+"""Masking of secrets in everything that is written and shown.
+
+Secrets are values of environment variables with a telling name, and passwords in addresses. The
+functions are pure: the caller reads the environment and passes the values.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,28 @@ from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
 
 Secrets = tuple[str, ...]
+"""Texts to mask, the longest first: one secret may contain another."""
 
 MASK = "***"
-_SHORTEST = 6  # characters; shorter ones are words of every text
+_MIN_CHARS = 6  # shorter values are words of ordinary text
+_MIN_LINE_CHARS = 16  # of a secret of several lines, such as a private key
 _NAMES = re.compile(
     r".*(PASSWORD|PASSWD|PASSPHRASE|SECRET|TOKEN|CREDENTIALS?|(API|ACCESS|ACCOUNT)_?KEY|CONNECTION_STRING"
     r"|(^|_)(KEY|KEY_ID|SECRET_KEY_BASE|PWD|PAT|PASS|AUTH|JWT|DSN|COOKIE|WEBHOOK|WEBHOOK_URL))"
     r"(_?\d+|_(PROD|PRODUCTION|STAGING|DEV|TEST|LIVE|MAIN|OLD|NEW))?",
     re.IGNORECASE,
 )
-# scheme://user:password@host, or with one slash, as a path is written; a password may hold anything but what ends the part of an
-# address before its host, and so an @ too: the last one ends it
+# scheme://user:password@host, also with one slash, as a path is written. A password may hold any
+# character except those that end this part of an address. That includes @, so the last @ ends the
+# password.
 _ADDRESS = re.compile(
     r"(?P<begin>[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s/:@'\"<>]*:)(?P<password>[^\s/'\"<>]+)(?=@)"
 )
-# ?token=…&x-amz-signature=… of an address, and ;AccountKey=… of what databases and stores are opened with
+# ?token=…&x-amz-signature=… in an address, and ;AccountKey=… in a connection string of a database
+# or store.
 _QUERY = re.compile(
-    r"(?P<begin>[?&;](?:[A-Za-z0-9_.-]*(?:password|passwd|secret|token|(?:api|access|account)_?key|signature|credential)|key|sig|pwd)=)"
+    r"(?P<begin>[?&;](?:[A-Za-z0-9_.-]*"
+    r"(?:password|passwd|secret|token|(?:api|access|account)_?key|signature|credential)|key|sig|pwd)=)"
     r"(?P<value>[^\s&;#'\"<>]+)",
     re.IGNORECASE,
 )
@@ -37,26 +45,31 @@ _HEADER = re.compile(
     r"(?P<begin>authorization['\"]?\s*[:=]\s*b?['\"]?(?:bearer|basic|token)\s+)(?P<value>[^\s,;'\"<>]+)",
     re.IGNORECASE,
 )
+_SHOWN_ATTRIBUTES = ("filename", "filename2", "strerror", "msg")
+"""Attributes of exceptions that are shown, but are neither in ``args`` nor in ``vars``."""
 
 
 def secrets_of(environment: Mapping[str, str]) -> Secrets:
-    """The secrets that an environment holds, and the forms in which they may be written. The longest first: one may hold another."""
-    found: set[str] = set()
+    """Return the secrets of an environment, in all forms in which they may be written."""
+    values: set[str] = set()
     for name, value in environment.items():
         if _NAMES.fullmatch(name) and name != "PWD":
-            found |= {value, value.strip()}
-        found |= {unquote(match["password"]) for match in _ADDRESS.finditer(value)}
-    return longest_first(form for value in found for form in _forms(value))
+            values |= {value, value.strip()}
+        values |= {unquote(match["password"]) for match in _ADDRESS.finditer(value)}
+    return longest_first(form for value in values for form in _forms(value))
 
 
 def longest_first(*several: Iterable[str]) -> Secrets:
-    """All of them, the longest first."""
-    forms = {form for forms in several for form in forms if len(form) >= _SHORTEST}
-    return tuple(sorted(forms, key=lambda form: (-len(form), form)))
+    """Return the union of several collections of secrets, without those too short to mask."""
+    union = {form for forms in several for form in forms if len(form) >= _MIN_CHARS}
+    return tuple(sorted(union, key=lambda form: (-len(form), form)))
 
 
 def secrets_in(tree: Any, secrets: Secrets) -> Secrets:
-    """Those of the secrets that the texts of a tree hold, in all their forms. Whoever is given the tree has them already."""
+    """Return the secrets that the texts of a tree contain, in all their forms.
+
+    A receiver of the tree knows them already, so it may know all their forms.
+    """
     text = "\n".join(_texts(tree))
     return longest_first(form for secret in secrets if secret in text for form in _forms(secret))
 
@@ -65,32 +78,37 @@ def _texts(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
-        for inner in (*tree, *tree.values()) if isinstance(tree, Mapping) else tree:
-            yield from _texts(inner)
+        children = (*tree, *tree.values()) if isinstance(tree, Mapping) else tree
+        for child in children:
+            yield from _texts(child)
 
 
 def _forms(value: str) -> set[str]:
-    """As it is, and as JSON, Python, HTML, an address and a shell would write it; of several lines, each long one by itself."""
-    lines = [line for line in value.splitlines() if len(line) >= 16] if "\n" in value.strip() else []
-    return {
-        written
-        for plain in (value, *lines)
-        for written in (
-            plain,
-            json.dumps(plain)[1:-1],
-            json.dumps(plain, ensure_ascii=False)[1:-1],
-            repr(plain)[1:-1],
-            *_quoted(plain),
-        )
-    }
+    """Return a secret as it is, and as JSON, Python, HTML, an address and a shell would write it.
+
+    Of a secret of several lines each long line counts as well: logs split it.
+    """
+    is_multiline = "\n" in value.strip()
+    lines = [line for line in value.splitlines() if len(line) >= _MIN_LINE_CHARS] if is_multiline else []
+    return {form for text in (value, *lines) for form in _encodings(text)}
 
 
-def _quoted(plain: str) -> tuple[str, ...]:
-    return escape(plain), quote(plain), quote(plain, safe=""), shlex.quote(plain).strip("'")
+def _encodings(text: str) -> tuple[str, ...]:
+    return (
+        text,
+        json.dumps(text)[1:-1],
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        repr(text)[1:-1],
+        escape(text),
+        quote(text),
+        quote(text, safe=""),
+        shlex.quote(text).strip("'"),
+    )
 
 
 def mask(text: str, secrets: Secrets = ()) -> str:
-    """The text without the secrets, and without passwords in addresses and headers."""
+    """Return the text without the secrets, and without passwords in addresses and headers."""
+    # Searching for a substring costs far less than a regular expression: most texts match none.
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, MASK)
@@ -104,64 +122,66 @@ def mask(text: str, secrets: Secrets = ()) -> str:
 
 
 def mask_tree(value: Any, secrets: Secrets = (), keys: bool = True) -> Any:
-    """A tree of plain values with its texts masked; its ``keys`` too, where they are not names of our own, which a secret may be
-    part of. Numbers stay what they are."""
+    """Return a tree of plain values with masked texts; numbers stay.
+
+    ``keys=False`` keeps the keys: they are names of our own, which a secret may happen to be part
+    of.
+    """
     if isinstance(value, str):
         return mask(value, secrets)
     if isinstance(value, Mapping):
         return {
-            mask_tree(key, secrets) if keys else key: mask_tree(inner, secrets, keys)
-            for key, inner in value.items()
+            mask_tree(key, secrets) if keys else key: mask_tree(child, secrets, keys)
+            for key, child in value.items()
         }
     if isinstance(value, list | tuple):
-        return [mask_tree(inner, secrets, keys) for inner in value]
+        return [mask_tree(child, secrets, keys) for child in value]
     return value
 
 
 def mask_error(error: BaseException, secrets: Secrets) -> None:
-    """What an error says, and what those say that led to it, masked in place: it keeps its class and its traceback. The
-    title of a group of errors cannot be changed."""
+    """Mask the texts of an error and of its causes in place; class and traceback stay.
+
+    The title of an exception group cannot be changed.
+    """
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-        one.args = tuple(_masked_part(part, secrets) for part in one.args)
-        for name in (
-            *_SHOWN,
-            *vars(one),
-        ):  # a path that is not there, a command that failed, notes: shown, and no part of the above
-            value = getattr(one, name, None)
-            clean = _masked_part(value, secrets)
+        seen.add(id(current))
+        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
+        current.args = tuple(_mask_part(part, secrets) for part in current.args)
+        # A missing path, a failed command, notes: they are shown, and are no part of ``args``.
+        for name in (*_SHOWN_ATTRIBUTES, *vars(current)):
+            value = getattr(current, name, None)
+            clean = _mask_part(value, secrets)
             if clean is not value:
-                with suppress(Exception):  # it may be for reading alone
-                    setattr(one, name, clean)
+                with suppress(Exception):  # the attribute may be read-only
+                    setattr(current, name, clean)
 
 
-_SHOWN = ("filename", "filename2", "strerror", "msg")
-
-
-def _masked_part(value: Any, secrets: Secrets) -> Any:
-    """Like ``masked``, with what is neither text nor a collection of such left alone."""
+def _mask_part(value: Any, secrets: Secrets) -> Any:
+    """Mask like ``mask_tree``, but keep the types of collections and mask bytes too."""
     if isinstance(value, bytes):
         return mask(value.decode("utf-8", "surrogateescape"), secrets).encode("utf-8", "surrogateescape")
     if isinstance(value, tuple):
-        return tuple(_masked_part(inner, secrets) for inner in value) if type(value) is tuple else value
+        # A named tuple has a constructor of its own and stays.
+        return tuple(_mask_part(child, secrets) for child in value) if type(value) is tuple else value
     if isinstance(value, list):
-        return [_masked_part(inner, secrets) for inner in value]
+        return [_mask_part(child, secrets) for child in value]
     if type(value) is dict:
-        return {_masked_part(key, secrets): _masked_part(inner, secrets) for key, inner in value.items()}
+        return {_mask_part(key, secrets): _mask_part(child, secrets) for key, child in value.items()}
     return mask(value, secrets) if isinstance(value, str) else value
 
 
 class MaskedStream:
-    """A text stream that masks what is written to it, and is the stream it stands for in all else."""
+    """A text stream that masks everything written to it; all other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO, secrets: Secrets) -> None:
-        self._stream, self._secrets = stream, secrets
+        self._stream = stream
+        self._secrets = secrets
 
     def write(self, text: str) -> int:
         self._stream.write(mask(text, self._secrets))
@@ -180,18 +200,19 @@ class MaskedStream:
 
 
 def masked_stream(stream: TextIO, secrets: Secrets) -> TextIO:
-    """The stream, masked; one that is already stays as it is."""
+    """Return the stream, masked; a masked one is returned as it is."""
     return stream if isinstance(stream, MaskedStream) else cast(TextIO, MaskedStream(stream, secrets))
 
 
 class _MaskedBytes:
-    """The same for what is written beneath it."""
+    """The binary stream below a ``MaskedStream``."""
 
     def __init__(self, stream: Any, secrets: Secrets) -> None:
-        self._stream, self._secrets = stream, secrets
+        self._stream = stream
+        self._secrets = secrets
 
     def write(self, data: Any) -> int:
-        self._stream.write(_masked_part(bytes(data), self._secrets))
+        self._stream.write(_mask_part(bytes(data), self._secrets))
         return len(data)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,28 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.settings import Config
 from orchestrator.config.space import point_flags
-from orchestrator.config.sweep import Sweep, settings_of
+from orchestrator.config.sweep import Sweep
+from orchestrator.config.writer import changed_settings
 from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.inventory.hardware import results_folder, secret_values
-from orchestrator.record.ledger import Ledger, SweepRecord, holds_sweep, read_sweep_record
+from orchestrator.record.ledger import SETTINGS_NOT_KEPT, Ledger, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
     from orchestrator.record.sweep_screen import SweepScreen
     from orchestrator.runtime.sweep.run import Ground
-    from orchestrator.train.worker.run_dir import Prepared
-
-OWN_SETTINGS = {"resume", "run_dir", "name", "ray_address", "resource_timeout"}
-"""What is not kept of a sweep, and what it may be told anew when it goes on."""
+    from orchestrator.train.worker.run_dir import PreparedRun
 
 
 def carry_out(
-    sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None, quiet: bool
+    sweep: Sweep, prepared: PreparedRun, ground: Ground, before: SweepRecord | None, quiet: bool
 ) -> SweepRecord:
     """Make the trials that are not made yet, and draw the report."""
     from orchestrator.record.sweep_screen import SweepScreen
     from orchestrator.runtime.sweep.run import run_sweep
-    from orchestrator.train.worker.observers import interruptible
+    from orchestrator.train.worker.observers import stop_on_signal
     from orchestrator.train.worker.run_dir import check_links
 
     check_ground(sweep, prepared, ground, before)
@@ -41,11 +39,11 @@ def carry_out(
         Ledger(folder, secrets),
         SweepScreen(quiet=quiet, objective=sweep.objective, rows=done, secrets=secrets),
     )
-    screen.begin(sweep.points, len(done))
+    screen.begin(sweep.num_trials, len(done))
     try:
         if before is None:
             ledger.begin(_header(sweep, prepared, ground))
-        with interruptible() as asked:
+        with stop_on_signal() as asked:
             run_sweep(sweep, prepared, ground, ledger, done, screen, asked)
             stopped = asked()
     finally:
@@ -59,7 +57,7 @@ def conclude(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
     from orchestrator.record.sweep_screen import SweepScreen
 
     screen = SweepScreen(quiet=quiet, objective=sweep.objective, secrets=secret_values())
-    screen.note(f"all {sweep.points} trials of {folder} are made already; the report is drawn anew")
+    screen.note(f"all {sweep.num_trials} trials of {folder} are made already; the report is drawn anew")
     return _concluded(sweep, folder, screen, stopped=False)
 
 
@@ -70,7 +68,7 @@ def _concluded(sweep: Sweep, folder: Path, screen: SweepScreen, stopped: bool) -
     draw_sweep(folder)
     if stopped:
         raise Interrupted(
-            f"interrupted after {len(record.rows)} of {sweep.points} trials; go on with: orchestrator sweep --resume {folder}"
+            f"interrupted after {len(record.rows)} of {sweep.num_trials} trials; go on with: orchestrator sweep --resume {folder}"
         )
     if record.best() is None:
         raise _nothing(record)
@@ -92,10 +90,10 @@ def _nothing(record: SweepRecord) -> OrchestratorError:
 
 def is_made(sweep: Sweep, before: SweepRecord) -> bool:
     """Whether a sweep that is to go on has all its trials already."""
-    return len(before.rows) >= sweep.points
+    return len(before.rows) >= sweep.num_trials
 
 
-def check_ground(sweep: Sweep, prepared: Prepared, ground: Ground, before: SweepRecord | None) -> None:
+def check_ground(sweep: Sweep, prepared: PreparedRun, ground: Ground, before: SweepRecord | None) -> None:
     """What would make rows that do not compare, or none at all."""
     if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
         raise UserError("--objective validation_loss needs validation data; the task has none")
@@ -114,9 +112,9 @@ def check_ground(sweep: Sweep, prepared: Prepared, ground: Ground, before: Sweep
             )
 
 
-def _header(sweep: Sweep, prepared: Prepared, ground: Ground) -> dict[str, Any]:
+def _header(sweep: Sweep, prepared: PreparedRun, ground: Ground) -> dict[str, Any]:
     config = prepared.resolved.config
-    left = {name: value for name, value in settings_of(config).items() if name not in OWN_SETTINGS}
+    left = {name: value for name, value in changed_settings(config).items() if name not in SETTINGS_NOT_KEPT}
     return {
         "version": VERSION,
         "task": config.task,

@@ -1,40 +1,47 @@
-"""The run's record: one JSON object a line, appended and flushed. Everything that looks at a run reads these lines.
+"""The event log of a run: one JSON object per line, appended and flushed. Every reader of a run reads these lines.
 
-| event      | fields besides ``event`` and ``time`` (unix seconds)                                                    |
-|------------|---------------------------------------------------------------------------------------------------------|
-| start      | version, task, strategy (single, data_parallel, expert_parallel), workers, device, precision,               |
-|            | global_batch_size, parameters, total_steps, step; on several workers also backend, sharding, nodes and,     |
-|            | where they differ, shares [part of the global batch by worker]; expert-parallel also gate (replicated,      |
-|            | primary)                                                                                                  |
-| placement  | step (done when it begins to hold), method (exact, lpt, round_robin, file), hosts [{rank, node, device,     |
-|            | name, speed (FLOP/s, measured), memory (bytes or null)}], layers [{name, host_of [rank by expert], sizes    |
-|            | [what a row costs, by expert], costs [predicted work by expert], seconds [predicted by host], bound,        |
-|            | imbalance, gap}], sentence for people                                                                     |
-| step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean over the batch};  |
-|            | warm_up true on the first steps of a process                                                              |
-| phases     | step, steps, seconds per step of: data, forward, backward, optimizer and, on several workers,              |
-|            | communication; total                                                                                      |
-| exchange   | step, steps; per step: bytes (sent to other hosts, all hosts together), seconds (waited for it, mean over    |
-|            | hosts), rows (that travelled, all hosts together)                                                         |
-| load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps                              |
-| epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated, reserved}               |
-| evaluate   | step, epoch, loss, metrics, samples, seconds, best                                                        |
-| checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (of those, the loop was held up)              |
-| monitor    | step, host {cpu_percent, memory_used, memory_total, process_memory}, devices [{index, name, …}]            |
-| oom        | step, micro_batch, next_micro_batch, where                                                                |
-| compile    | status, seconds, detail                                                                                   |
-| warning    | kind, message                                                                                             |
-| notice     | message: something that takes a while                                                                     |
-| resume     | step, path, skipped [{path, reason}]; source memory where it was no checkpoint                             |
-| failure    | kind, message, rank (or null), step, final: only a final one ends the run                                  |
-| recovery   | attempt, reason, workers_before, workers, step (taken up from), lost_steps, source (memory, disk),         |
-|            | detect_seconds, regroup_seconds, restore_seconds, replay_seconds (to do again what was lost; expert         |
-|            | parallel), total_seconds: from the failure until the first step after it is done                            |
-| end        | status, reason, steps, seconds, memory {allocated, reserved}: the most of the run                          |
+| event      | fields besides ``event`` and ``time`` (unix seconds)                                       |
+|------------|--------------------------------------------------------------------------------------------|
+| start      | version, task, strategy (single, data_parallel, expert_parallel), workers, device,         |
+|            | precision, global_batch_size, parameters, total_steps, step, build_seconds (to build or    |
+|            | restore the state, once the workers have formed their group); on several workers also      |
+|            | backend, sharding, nodes and, where they differ, shares [fraction of the global batch by   |
+|            | worker]; expert parallel also gate (replicated, primary)                                   |
+| placement  | step (steps done when it takes effect), method (exact, lpt, round_robin, file),            |
+|            | hosts [{rank, node, device, name, speed (measured FLOP/s), memory (bytes or null)}],       |
+|            | layers [{name, host_of [rank by expert], sizes [cost of a row, by expert], costs           |
+|            | [predicted work by expert], seconds [predicted, by host], bound, imbalance, gap}],         |
+|            | sentence for people                                                                        |
+| step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean    |
+|            | over the batch}; warm_up is true on the first steps of a process                           |
+| phases     | step, steps; seconds per step of data, forward, backward, optimizer and, on several        |
+|            | workers, communication; total                                                              |
+| exchange   | step, steps; per step: bytes (sent to other hosts, summed over hosts), seconds (waiting    |
+|            | time, mean over hosts), rows (sent, summed over hosts)                                     |
+| load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps              |
+| epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated,         |
+|            | reserved}                                                                                  |
+| evaluate   | step, epoch, loss, metrics, samples, seconds, best                                         |
+| checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (the part of the seconds      |
+|            | during which the loop was blocked)                                                         |
+| monitor    | step, host {cpu_percent, memory_used, memory_total, process_memory}, devices [{index,      |
+|            | name, …}]                                                                                  |
+| oom        | step, micro_batch, next_micro_batch, where                                                 |
+| compile    | status, seconds, detail                                                                    |
+| warning    | kind, message                                                                              |
+| notice     | message about an operation that takes a while                                              |
+| resume     | step, path, skipped [{path, reason}]; source is "memory" without a checkpoint              |
+| failure    | kind, message, rank (or null), step, final: only a final failure ends the run              |
+| recovery   | attempt, reason, workers_before, workers, step (that training continues from),             |
+|            | lost_steps, source (memory, disk), detect_seconds, regroup_seconds, restore_seconds,       |
+|            | replay_seconds (to repeat the lost steps; expert parallel), total_seconds: from the        |
+|            | failure until the first step after it is done                                              |
+| end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
 
-A step replayed after a restart is appended again: readers take its last line (``by_step``). A torn final line, left by
-a killed writer, is dropped by readers and cut off before the next append. A run that restarts its workers after a failure
-writes ``failure``, ``recovery`` and, where the workers are new processes, another ``start``: before or after ``recovery``.
+A step replayed after a restart is appended again: readers take its last line (``by_step``). A
+killed writer can leave a torn final line. Readers drop it, and the next writer cuts it off before
+it appends. A run that restarts its workers after a failure writes ``failure``, ``recovery`` and, if
+the workers are new processes, another ``start``, before or after ``recovery``.
 """
 
 from __future__ import annotations
@@ -53,10 +60,17 @@ from orchestrator.redaction import Secrets, mask, mask_tree
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
+_MAX_DEPTH = 32
+_TAIL_BYTES = 2**20
+_STEP_KINDS = {"step", "evaluate", "epoch", "phases", "exchange", "load", "monitor"}
+"""Events that describe one step or the steps before it."""
+
 
 class EventLog:
-    """Appends events to a file and hands each to its listeners (progress bar, trackers), in order; ``secrets`` in them are masked
-    for both."""
+    """Appends events to a file and passes each to the listeners (progress bar, trackers), in order.
+
+    ``secrets`` are masked in the file and for the listeners.
+    """
 
     def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
         truncate_torn_line(path)
@@ -68,21 +82,26 @@ class EventLog:
         self.write_all([{"event": event, "time": time.time(), **fields}])
 
     def write_all(self, events: Iterable[Event]) -> None:
-        """Several events in one write: a kill in between leaves whole lines and at most one torn one."""
-        written = [self._masked(event) for event in events]
-        self._file.write("".join(line + "\n" for line, _ in written))
+        """Write several events at once: a kill in between leaves whole lines and at most one torn line."""
+        masked = [self._masked(event) for event in events]
+        self._file.write("".join(line + "\n" for line, _ in masked))
         self._file.flush()
         for listener in self._listeners:
-            for _, event in written:
+            for _, event in masked:
                 listener(event)
 
     def _masked(self, event: Event) -> tuple[str, Event]:
-        """The line of an event, and the event as it may be shown. Few hold a secret: only those are gone through."""
+        """Return an event's line and the event itself, both without secrets."""
+        # Few events hold a secret. One search over the line is cheaper than a walk through every
+        # event.
         line = encode_event(event)
         if mask(line, self._secrets) == line:
             return line, event
-        # names of events and of fields are ours, and read again: a secret that is a word may be part of one. Those of metrics are not
-        clean = {name: mask_tree(value, self._secrets, keys=name == "metrics") for name, value in event.items()}
+        # Names of events and fields are ours and are read back, so they stay, even if a secret is
+        # part of one. Names of metrics come from the task and are masked.
+        clean = {
+            name: mask_tree(value, self._secrets, keys=name == "metrics") for name, value in event.items()
+        }
         clean["event"] = event["event"]
         return encode_event(clean), clean
 
@@ -94,25 +113,25 @@ class EventLog:
 
 
 def encode_event(event: Mapping[str, Any]) -> str:
-    """One line of JSON. A number that JSON cannot carry (nan, inf) becomes its name as text, so the line stays standard."""
+    """Return an event as one line of JSON; numbers that JSON lacks (nan, inf) become text."""
     try:
         return json.dumps(event, allow_nan=False)
     except ValueError:
-        return json.dumps(_plain(event), allow_nan=False)
+        return json.dumps(_without_nan(event), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_without_nan(item) for item in value]
     return value
 
 
 def read_events(path: Path) -> list[Event]:
-    """All whole lines of the file, in order; none where there is no file. Lines that are not JSON objects are skipped."""
+    """Return the events of a file in order; lines that are no events are skipped, a missing file has none."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
@@ -120,84 +139,99 @@ def read_events(path: Path) -> list[Event]:
 
 
 def last_events(path: Path) -> list[Event]:
-    """The newest lines of a file that may be long: of the last megabyte."""
+    """Return the events in the last megabyte of a file that may be long."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - _TAIL)
-        file.seek(begin)
-        lines = file.read().split(b"\n")[1 if begin else 0 :]
-    return [event for line in lines if line and (event := parse_event(line)) is not None]
+        start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    # A read that starts inside the file starts inside a line.
+    whole_lines = lines[1:] if start else lines
+    return [event for line in whole_lines if line and (event := parse_event(line)) is not None]
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event of a line; None where it holds something else, such as the torn line of a killed writer."""
+    """Return the event of a line; None for any other content, such as the torn line of a killed writer."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    ours = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if ours and (line.count(b"[") + line.count(b"{") <= _DEEPEST or is_shallow(event)) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    # Counting brackets settles almost every line without a walk through the tree.
+    num_brackets = line.count(b"[") + line.count(b"{")
+    return event if num_brackets <= _MAX_DEPTH or is_shallow(event) else None
 
 
-_DEEPEST = 32
-_TAIL = 2**20
-
-
-def is_shallow(value: Any, deepest: int = _DEEPEST) -> bool:
-    """Whether a tree of plain values is one that those who show it can go through. What is written has a handful of levels."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return deepest > 0 and all(is_shallow(part, deepest - 1) for part in inner if isinstance(part, dict | list))
+def is_shallow(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
+    """Return whether recursive readers can walk through a tree of plain values; runs write a handful of levels."""
+    children: Iterable[Any] = value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        children = value.values()
+    nested = [child for child in children if isinstance(child, dict | list)]
+    return max_depth > 0 and all(is_shallow(child, max_depth - 1) for child in nested)
 
 
 def effective_events(events: Iterable[Event]) -> list[Event]:
-    """The events of the run as it went: what was recorded past the step that a restart or a recovery went back to is gone."""
-    kept: list[Event] = []
+    """Return the events that count: a restart or recovery at step N discards what was recorded past N."""
+    effective: list[Event] = []
     for event in events:
-        if event["event"] == "start" or (event["event"] == "recovery" and not _restarted(kept)):
-            at = event.get("step") or 0
-            kept = [old for old in kept if old["event"] not in _STEPPED or old["step"] <= at]
-        kept.append(event)
-    return kept
+        is_start = event["event"] == "start"
+        is_rollback = event["event"] == "recovery" and not _has_restarted(effective)
+        if is_start or is_rollback:
+            step = event.get("step") or 0
+            effective = [old for old in effective if old["event"] not in _STEP_KINDS or old["step"] <= step]
+        effective.append(event)
+    return effective
 
 
-def _restarted(events: Sequence[Event]) -> bool:
-    """Whether new processes have begun since the failure: the recovery may be told when they have made steps already."""
-    last = next(
-        (event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")),
-        None,
+def _has_restarted(events: Sequence[Event]) -> bool:
+    """Return whether new processes have started since the last failure.
+
+    Their first steps may precede the ``recovery`` event, which must not discard them.
+    """
+    markers = (
+        event["event"] for event in reversed(events) if event["event"] in ("start", "failure", "recovery")
     )
-    return last == "start" and len(of_kind(events, "start")) > 1
+    return next(markers, None) == "start" and len(of_kind(events, "start")) > 1
 
 
 def recovery_starts(events: Sequence[Event]) -> set[int]:
-    """Places of the starts that belong to a recovery: they have its step, and no other start lies between the two."""
-    starts = [place for place, event in enumerate(events) if event["event"] == "start"]
-    unmatched = [place for place, event in enumerate(events) if event["event"] == "recovery"]
-    found: set[int] = set()
-    for before, place, after in zip(starts, starts[1:], [*starts[2:], len(events)], strict=False):
-        step = events[place].get("step") or 0
-        match = next(
-            (at for at in unmatched if before < at < after and (events[at].get("step") or 0) == step), None
+    """Return the indices of the ``start`` events that belong to a recovery.
+
+    Such a start has the step of the recovery, and no other start lies between the two.
+    """
+    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    unmatched = [index for index, event in enumerate(events) if event["event"] == "recovery"]
+    matched: set[int] = set()
+    # The first start begins the run. The neighbours of each later one bound the search for its
+    # recovery.
+    for before, start, after in zip(starts, starts[1:], [*starts[2:], len(events)], strict=False):
+        step = events[start].get("step") or 0
+        recovery = next(
+            (
+                index
+                for index in unmatched
+                if before < index < after and (events[index].get("step") or 0) == step
+            ),
+            None,
         )
-        if match is not None:
-            unmatched.remove(match)
-            found.add(place)
-    return found
+        if recovery is not None:
+            unmatched.remove(recovery)
+            matched.add(start)
+    return matched
 
 
 def split_sessions(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each time the run was begun or taken up by its user; restarts of workers are part of theirs."""
-    recovered = recovery_starts(events)
+    """Split events at each time the user began or resumed the run; restarts of workers split nothing."""
+    of_recovery = recovery_starts(events)
     cuts = [
-        place
-        for place, event in enumerate(events)
-        if event["event"] == "start" and place and place not in recovered
+        index
+        for index, event in enumerate(events)
+        if event["event"] == "start" and index and index not in of_recovery
     ]
     return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
-
-
-_STEPPED = {"step", "evaluate", "epoch", "phases", "exchange", "load", "monitor"}
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
@@ -205,23 +239,26 @@ def of_kind(events: Iterable[Event], kind: str) -> list[Event]:
 
 
 def by_step(events: Iterable[Event], kind: str = "step") -> list[Event]:
-    """The last line of each step, in order of steps."""
+    """Return the last line of each step, in order of steps."""
     last = {event["step"]: event for event in events if event["event"] == kind}
     return [last[step] for step in sorted(last)]
 
 
 def truncate_torn_line(path: Path) -> None:
-    """Cut off the torn line of a writer that was killed."""
+    """Cut off the unfinished last line that a killed writer left."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        end = whole = file.seek(0, os.SEEK_END)
-        while whole:
-            begin = max(0, whole - _TAIL)
-            file.seek(begin)
-            line_end = file.read(whole - begin).rfind(b"\n")
-            whole = begin + line_end + 1 if line_end >= 0 else begin
-            if line_end >= 0:
+        size = file.seek(0, os.SEEK_END)
+        whole_bytes = size
+        # Search backwards, block by block: the file may be long, and a torn line longer than one
+        # block.
+        while whole_bytes:
+            start = max(0, whole_bytes - _TAIL_BYTES)
+            file.seek(start)
+            newline = file.read(whole_bytes - start).rfind(b"\n")
+            whole_bytes = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
                 break
-    if whole != end:
-        os.truncate(path, whole)
+    if whole_bytes != size:
+        os.truncate(path, whole_bytes)

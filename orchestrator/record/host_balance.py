@@ -1,11 +1,13 @@
-"""How evenly the hosts of experts are used: what the counted rows came to on each host.
+"""Balance of expert-parallel hosts: the work that the counted rows meant for each host.
 
-A row costs as much as its expert is large: rows × size is work, and work over a host's speed is time. The unit is arbitrary,
-since times are only held against one another. The mean is all work over all speed: the time of hosts that are done together.
-Hosts wait for the slowest in every layer, so over several layers the imbalance is the sum of the slowest times over the sum
-of the mean ones: how much longer the experts took than on hosts that are always equally busy.
+The cost of a row is the size of its expert: rows × size is work, and work over a host's speed is
+time. The unit of time is arbitrary, since times are only compared with each other. The mean time is
+all work over all speed: the time if all hosts finished together. Hosts wait for the slowest one in
+every layer. So over several layers the imbalance is the sum of the slowest times over the sum of
+the mean times: how much longer the experts took than on hosts that are always equally busy.
 
-The events may be of any shape: an expert whose host is unknown counts for no host, speeds that are not all known count as equal.
+The events may have any shape: an expert with an unknown host counts for no host, and speeds count
+as equal unless all of them are known.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from orchestrator.record.events import Event
 from orchestrator.record.scalars import to_float
 
 MAX_MEASUREMENT = 1e100
-"""Figures from here on are no measurements, and their products would overflow."""
+"""Larger numbers are no measurements, and their products would overflow."""
 
 Rows = Sequence[Sequence[float]]
-"""[layer][expert]"""
+"""Counts by layer and expert."""
 Wait = tuple[float, float]
-"""Time of the slowest host and of the mean one."""
+"""Time of the slowest host and mean time."""
 
 
 @dataclass(frozen=True)
 class RecordedHost:
+    """A host as a placement event describes it."""
+
     rank: int
     node: str = ""
     device: str = ""
@@ -40,41 +44,42 @@ class RecordedHost:
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """Where a layer's experts live. Hosts are told by their place in the placement's list."""
+    """Hosts of a layer's experts. A host is given by its index in the placement's list of hosts."""
 
     name: str
     host_of: tuple[int | None, ...]
-    """The host of each expert; None where the placement names none of its hosts."""
-    held: tuple[tuple[int, ...], ...]
-    """The experts of each host."""
-    sizes: tuple[float, ...]
-    """What a row costs, by expert: its size, or the predicted work where sizes are not told."""
-    predicted: tuple[float, ...]
-    """Time by host as the placement expected it."""
+    """The host of each expert; None if the placement lists no such host."""
+    experts_by_host: tuple[tuple[int, ...], ...]
+    row_costs: tuple[float, ...]
+    """Cost of a row by expert: the expert's size, or its predicted work if sizes are missing."""
+    predicted_times: tuple[float, ...]
+    """Time by host that the placement predicted."""
 
     @property
-    def experts(self) -> int:
+    def num_experts(self) -> int:
         return len(self.host_of)
 
     def work(self, rows: Sequence[float]) -> list[float]:
-        """Rows × size by host. Rows of experts that the placement does not know are nobody's."""
-        known = len(rows)
+        """Return rows × cost by host; rows of experts that the placement does not know count for no host."""
+        num_counted = len(rows)
         return [
-            sum(rows[expert] * self.sizes[expert] for expert in experts if expert < known)
-            for experts in self.held
+            sum(rows[expert] * self.row_costs[expert] for expert in experts if expert < num_counted)
+            for experts in self.experts_by_host
         ]
 
-    def unplaced(self, rows: Sequence[float]) -> float:
-        """Rows of experts whose host is not known."""
+    def unplaced_rows(self, rows: Sequence[float]) -> float:
+        """Return the number of rows of experts without a known host."""
         return sum(
             count
             for expert, count in enumerate(rows)
-            if expert >= self.experts or self.host_of[expert] is None
+            if expert >= self.num_experts or self.host_of[expert] is None
         )
 
 
 @dataclass(frozen=True)
 class RecordedPlacement:
+    """The hosts of all experts from a step on, as a placement event describes them."""
+
     step: int
     hosts: tuple[RecordedHost, ...]
     layers: tuple[RecordedLayer, ...]
@@ -83,72 +88,92 @@ class RecordedPlacement:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """By host; equal where not all are known."""
+        """Speeds by host; equal unless all are known."""
         return _speeds(self.hosts)
 
     def work(self, rows: Rows) -> list[list[float]]:
-        """[layer][host], of the layers that have both rows and a placement."""
-        return [layer.work(counted) for layer, counted in zip(self.layers, rows, strict=False)]
+        """Return work by layer and host, for the layers that have both rows and a placement."""
+        return [layer.work(layer_rows) for layer, layer_rows in zip(self.layers, rows, strict=False)]
 
     def times(self, rows: Rows) -> list[list[float]]:
-        """[layer][host]: work over speed."""
+        """Return times by layer and host: work over speed."""
         return [
-            [done / speed for done, speed in zip(work, self.speeds, strict=True)] for work in self.work(rows)
+            [work / speed for work, speed in zip(layer_work, self.speeds, strict=True)]
+            for layer_work in self.work(rows)
         ]
 
     def mean(self, times: Sequence[float]) -> float:
-        """The time of a host if all were done together: all work over all speed."""
-        return sum(time * speed for time, speed in zip(times, self.speeds, strict=True)) / sum(self.speeds)
+        """Return the time if all hosts finished together: all work over all speed."""
+        work = sum(time * speed for time, speed in zip(times, self.speeds, strict=True))
+        return work / sum(self.speeds)
 
-    def against_mean(self, times: Sequence[float]) -> list[float] | None:
-        """Each host's time as a multiple of the mean; None where nothing was done."""
+    def relative_times(self, times: Sequence[float]) -> list[float] | None:
+        """Return each host's time as a multiple of the mean; None if there was no work."""
         mean = self.mean(times)
         return [time / mean for time in times] if mean else None
 
-    def waits(self, layers: Iterable[Sequence[float]]) -> list[Wait]:
-        """Of times by layer and host."""
+    def layer_waits(self, layers: Iterable[Sequence[float]]) -> list[Wait]:
+        """Return the slowest and the mean time of each layer, given times by layer and host."""
         return [(max(times), self.mean(times)) for times in layers]
 
 
+Span = tuple[int, RecordedPlacement | None]
+"""The number of steps done when a placement took effect, and the placement; None without expert parallelism."""
+
+
 def parse_placement(event: Event) -> RecordedPlacement | None:
-    """The placement that an event tells; None where it names no host."""
-    told = enumerate(_list(event.get("hosts")))
-    hosts = tuple(_host(place, host) for place, host in told if isinstance(host, Mapping))
+    """Return the placement of an event; None if it names no host."""
+    hosts = tuple(
+        _parse_host(index, host)
+        for index, host in enumerate(_as_list(event.get("hosts")))
+        if isinstance(host, Mapping)
+    )
     if not hosts:
         return None
-    layers = _list(event.get("layers"))
+    layers = [layer if isinstance(layer, Mapping) else {} for layer in _as_list(event.get("layers"))]
     return RecordedPlacement(
         step=int(measurement(event.get("step")) or 0),
         hosts=hosts,
-        layers=tuple(_layer(layer if isinstance(layer, Mapping) else {}, hosts) for layer in layers),
+        layers=tuple(_parse_layer(layer, hosts) for layer in layers),
         method=str(event.get("method") or ""),
         sentence=str(event.get("sentence") or ""),
     )
 
 
-def placement_spans(events: Iterable[Event]) -> list[tuple[int, RecordedPlacement | None]]:
-    """(steps done when it began to hold, placement), in order of steps; None from where the experts have no hosts of their own.
+def placement_spans(events: Iterable[Event]) -> list[Span]:
+    """Return the placements of a run in order of steps.
 
-    One that is told after a restart undoes those of later steps, which belong to steps that are done again.
+    A placement written after a restart removes those of later steps, which belonged to steps that
+    are repeated.
     """
-    spans: list[tuple[int, RecordedPlacement | None]] = []
+    spans: list[Span] = []
     for event in events:
-        found = parse_placement(event) if event["event"] == "placement" else None
-        elsewhere = event["event"] == "start" and event.get("strategy") not in (None, "expert_parallel")
-        if found is not None or elsewhere:
-            step = found.step if found is not None else int(measurement(event.get("step")) or 0)
-            spans = [span for span in spans if span[0] < step] + [(step, found)]
+        placement = parse_placement(event) if event["event"] == "placement" else None
+        has_other_strategy = event["event"] == "start" and event.get("strategy") not in (
+            None,
+            "expert_parallel",
+        )
+        if placement is not None or has_other_strategy:
+            step = placement.step if placement is not None else int(measurement(event.get("step")) or 0)
+            spans = [span for span in spans if span[0] < step] + [(step, placement)]
     return spans
 
 
-def placement_at(spans: Sequence[tuple[int, RecordedPlacement | None]], step: int) -> RecordedPlacement | None:
-    """The placement that a step was made under: the newest from before it, or the first where none is."""
+def placement_at(spans: Sequence[Span], step: int) -> RecordedPlacement | None:
+    """Return the placement that a step ran under: the newest before it, or the first one if none is before it."""
     before = [placement for since, placement in spans if since < step]
-    return before[-1] if before else spans[0][1] if spans else None
+    if before:
+        return before[-1]
+    return spans[0][1] if spans else None
 
 
-def settled_loads(events: Iterable[Event], loads: Iterable[Event]) -> tuple[RecordedPlacement, list[Event]] | None:
-    """The last placement, and the second half of the loads that were counted under it: how the gate settled, not how it began."""
+def settled_loads(
+    events: Iterable[Event], loads: Iterable[Event]
+) -> tuple[RecordedPlacement, list[Event]] | None:
+    """Return the last placement and the second half of the load events counted under it.
+
+    The second half shows how the gate settled, not how it began.
+    """
     spans = placement_spans(events)
     placement = spans[-1][1] if spans else None
     if placement is None:
@@ -158,88 +183,101 @@ def settled_loads(events: Iterable[Event], loads: Iterable[Event]) -> tuple[Reco
 
 
 def settled_imbalance(events: Iterable[Event], loads: Iterable[Event]) -> float | None:
-    """The imbalance that summary and report tell: of each step's slowest hosts, over what ``settled`` takes."""
-    found = settled_loads(events, loads)
-    if found is None:
+    """Return the imbalance in summary and report: from the slowest hosts of each step, over the settled loads."""
+    settled = settled_loads(events, loads)
+    if settled is None:
         return None
-    placement, recent = found
-    return imbalance(wait for event in recent for wait in placement.waits(placement.times(token_counts(event))))
+    placement, recent = settled
+    waits = [wait for event in recent for wait in placement.layer_waits(placement.times(token_counts(event)))]
+    return imbalance(waits)
 
 
 def imbalance(waits: Iterable[Wait]) -> float | None:
-    """Slowest over mean of what was waited for one after the other; 1 is even, None where nothing was done."""
+    """Return slowest over mean time, summed over consecutive waits; 1 is balanced, None if there was no work."""
     slowest, mean = (sum(column) for column in zip((0.0, 0.0), *waits, strict=True))
     return slowest / mean if mean else None
 
 
-def sum_counts(many: Iterable[Rows]) -> list[list[float]]:
-    """Sum of counts by layer and expert. Shapes may differ: experts can be born while a run goes on."""
-    sums: list[list[float]] = []
-    for rows in many:
-        sums += [[] for _ in range(len(rows) - len(sums))]
-        for so_far, row in zip(sums, rows, strict=False):
-            so_far += [0.0] * (len(row) - len(so_far))
-            for place, value in enumerate(row):
-                so_far[place] += value
-    return sums
+def sum_counts(rows_of_events: Iterable[Rows]) -> list[list[float]]:
+    """Sum counts by layer and expert. Shapes may differ, since experts can be created during a run."""
+    totals: list[list[float]] = []
+    for rows in rows_of_events:
+        totals += [[] for _ in range(len(rows) - len(totals))]
+        for layer_totals, layer_rows in zip(totals, rows, strict=False):
+            layer_totals += [0.0] * (len(layer_rows) - len(layer_totals))
+            for expert, count in enumerate(layer_rows):
+                layer_totals[expert] += count
+    return totals
 
 
 def token_counts(event: Event) -> list[list[float]]:
-    """The rows of a load event by layer and expert; none where it holds something else."""
-    return [[measurement(count) or 0.0 for count in _list(row)] for row in _list(event.get("loads"))]
+    """Return the counts of a load event by layer and expert; empty if it holds something else."""
+    return [
+        [measurement(count) or 0.0 for count in _as_list(layer)] for layer in _as_list(event.get("loads"))
+    ]
 
 
 def mean_per_step(events: Iterable[Event], name: str) -> float | None:
-    """Mean of a figure that each event gives per step, over the steps it speaks for; None where no event has it."""
-    known = [
+    """Return the mean of a per-step figure, weighted by each event's steps; None if no event has it."""
+    weighted = [
         (value, measurement(event.get("steps")) or 1.0)
         for event in events
         if (value := measurement(event.get(name))) is not None
     ]
-    steps = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / steps if steps else None
+    num_steps = sum(weight for _, weight in weighted)
+    return sum(value * weight for value, weight in weighted) / num_steps if num_steps else None
 
 
 def measurement(value: Any) -> float | None:
-    """A count or measure that an event holds; None for what cannot be one."""
-    found = to_float(value)
-    return found if found is not None and math.isfinite(found) and 0 <= found < MAX_MEASUREMENT else None
+    """Return the count or measurement in a field of an event; None for a value that cannot be one."""
+    number = to_float(value)
+    is_plausible = number is not None and math.isfinite(number) and 0 <= number < MAX_MEASUREMENT
+    return number if is_plausible else None
 
 
-def _host(place: int, told: Mapping[str, Any]) -> RecordedHost:
-    rank = measurement(told.get("rank"))
-    texts = {name: str(told.get(name) or "") for name in ("node", "device", "name")}
+def _parse_host(index: int, fields: Mapping[str, Any]) -> RecordedHost:
+    rank = measurement(fields.get("rank"))
     return RecordedHost(
-        place if rank is None else int(rank),
-        **texts,
-        speed=measurement(told.get("speed")),
-        memory=measurement(told.get("memory")),
+        rank=index if rank is None else int(rank),
+        node=str(fields.get("node") or ""),
+        device=str(fields.get("device") or ""),
+        name=str(fields.get("name") or ""),
+        speed=measurement(fields.get("speed")),
+        memory=measurement(fields.get("memory")),
     )
 
 
-def _layer(told: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> RecordedLayer:
-    places = {host.rank: place for place, host in enumerate(hosts)}
-    ranks = [measurement(rank) for rank in _list(told.get("host_of"))]
-    host_of = tuple(None if rank is None else places.get(int(rank)) for rank in ranks)
-    held: list[list[int]] = [[] for _ in hosts]
+def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> RecordedLayer:
+    index_of_rank = {host.rank: index for index, host in enumerate(hosts)}
+    ranks = [measurement(rank) for rank in _as_list(fields.get("host_of"))]
+    host_of = tuple(None if rank is None else index_of_rank.get(int(rank)) for rank in ranks)
+    experts_by_host: list[list[int]] = [[] for _ in hosts]
     for expert, host in enumerate(host_of):
         if host is not None:
-            held[host].append(expert)
-    work = _whole(told.get("costs"), len(host_of))
-    sizes = _whole(told.get("sizes"), len(host_of)) or work or (1.0,) * len(host_of)
-    predicted = tuple(measurement(value) or 0.0 for value in _list(told.get("seconds")))
-    if len(predicted) != len(hosts) or not any(predicted):
-        # Without seconds the prediction is the work itself: as large as the experts are, where even that is not told.
-        expected = [sum((work or sizes)[expert] for expert in experts) for experts in held]
-        predicted = tuple(each / speed for each, speed in zip(expected, _speeds(hosts), strict=True))
-    return RecordedLayer(str(told.get("name") or ""), host_of, tuple(map(tuple, held)), sizes, predicted)
+            experts_by_host[host].append(expert)
+    work = _positive(fields.get("costs"), len(host_of))
+    row_costs = _positive(fields.get("sizes"), len(host_of)) or work or (1.0,) * len(host_of)
+    predicted_times = tuple(measurement(value) or 0.0 for value in _as_list(fields.get("seconds")))
+    if len(predicted_times) != len(hosts) or not any(predicted_times):
+        # Without seconds the predicted work is the prediction, and without that the size of the
+        # experts.
+        expert_work = work or row_costs
+        host_work = [sum(expert_work[expert] for expert in experts) for experts in experts_by_host]
+        predicted_times = tuple(each / speed for each, speed in zip(host_work, _speeds(hosts), strict=True))
+    return RecordedLayer(
+        name=str(fields.get("name") or ""),
+        host_of=host_of,
+        experts_by_host=tuple(map(tuple, experts_by_host)),
+        row_costs=row_costs,
+        predicted_times=predicted_times,
+    )
 
 
-def _whole(values: Any, count: int) -> tuple[float, ...] | None:
-    """A positive figure for each expert, or None: sizes of some and guesses for others would not compare."""
-    found = [measurement(value) for value in _list(values)]
-    known = tuple(value for value in found if value)
-    return known if count and len(known) == len(found) == count else None
+def _positive(values: Any, count: int) -> tuple[float, ...] | None:
+    """Return a positive number for each expert; None unless all are known: known and guessed sizes do not compare."""
+    numbers = [measurement(value) for value in _as_list(values)]
+    known = tuple(value for value in numbers if value)
+    return known if count and len(known) == len(numbers) == count else None
 
 
 def _speeds(hosts: Sequence[RecordedHost]) -> tuple[float, ...]:
@@ -247,5 +285,5 @@ def _speeds(hosts: Sequence[RecordedHost]) -> tuple[float, ...]:
     return known if len(known) == len(hosts) else (1.0,) * len(hosts)
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

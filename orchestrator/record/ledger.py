@@ -1,17 +1,21 @@
-"""The ledger of a sweep: ``sweep.jsonl``, one JSON object a line, appended and flushed. What stands in it is done: a sweep that
-was broken off goes on with the rest.
+"""The ledger of a sweep: ``sweep.jsonl``, one JSON object per line, appended and flushed.
 
-| event | fields besides ``event`` and ``time`` (unix seconds)                                                              |
-|-------|-------------------------------------------------------------------------------------------------------------------|
-| sweep | version, task, space {setting: its domain as text}, domains (the same for machines), points (where just these are     |
-|       | tried), search (grid, random, optuna), trials (how many are to be run), seed, objective (throughput,               |
-|       | validation_loss), asha, trial_seconds, trial_steps (or null), settings {setting: value, those that were given},     |
-|       | kind (cpu, gpu), devices (of the cluster), device_name, cores_per_worker, samples, epochs                           |
-| trial | trial (number, from 1), point {setting: value}, status, reason (why it is not completed; else ""), seconds (from when  |
-|       | its leader has it to its figures); and where something was measured the fields of ``Row``                           |
+A trial in the ledger is done: an interrupted sweep continues with the other trials.
 
-``status`` is ``completed``; ``stopped``, early, because others were better; ``failed``; ``out_of_memory``; or ``infeasible``,
-where the cluster has not what the trial asks for, so that it never began. A later line of the same trial counts.
+| event | fields besides ``event`` and ``time`` (unix seconds)                                            |
+|-------|-------------------------------------------------------------------------------------------------|
+| sweep | version, task, space {setting: its domain as text}, domains (the same for programs), points (if   |
+|       | the sweep tries a list of points), search (grid, random, optuna), trials (planned number), seed,  |
+|       | objective (throughput, validation_loss), asha, trial_seconds, trial_steps (or null), settings     |
+|       | {setting: value, as the user set them}, kind (cpu, gpu), devices (of the cluster), device_name,   |
+|       | cores_per_worker, samples, epochs                                                                 |
+| trial | trial (number, from 1), point {setting: value}, status, reason (of a trial that did not complete; |
+|       | else ""), seconds (from its assignment to its result); the fields of ``TrialRow`` that were       |
+|       | measured                                                                                          |
+
+``status`` is ``completed``; ``stopped``, early, since other trials were better; ``failed``;
+``out_of_memory``; or ``infeasible``: the cluster lacks the resources, so the trial never started.
+The last line of a trial counts.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import fcntl
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,13 +35,15 @@ from orchestrator.redaction import Secrets
 LEDGER = "sweep.jsonl"
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "infeasible")
 
+SETTINGS_NOT_KEPT = frozenset({"resume", "run_dir", "name", "ray_address", "resource_timeout"})
+"""Settings that a ledger never holds: the user gives them anew when the sweep continues."""
 
-_NEVER_KEPT = frozenset({"resume", "run_dir", "name", "ray_address", "resource_timeout"})
+_REQUIRED = ("trial", "point", "status", "reason", "seconds")
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """One trial. What was not measured is None or empty."""
+    """One trial of a sweep. Fields that were not measured are None or empty."""
 
     trial: int
     point: Mapping[str, Any]
@@ -45,7 +51,7 @@ class TrialRow:
     reason: str = ""
     seconds: float = 0.0
     start_seconds: float | None = None
-    """Of these, what the trial cost beyond its steps."""
+    """The part of ``seconds`` that the trial spent outside its steps."""
     workers: int | None = None
     device: str | None = None
     strategy: str | None = None
@@ -56,7 +62,7 @@ class TrialRow:
     compile: bool | None = None
     samples_per_second: float | None = None
     interval: float | None = None
-    """Half the width of the 95 % confidence interval of the throughput, as a part of it."""
+    """Half the width of the throughput's 95 % confidence interval, as a fraction of the throughput."""
     units_per_second: float | None = None
     unit: str | None = None
     step_seconds: float | None = None
@@ -72,19 +78,26 @@ class TrialRow:
         return self.samples_per_second is not None and self.samples_per_second > 0
 
     def score(self, objective: str) -> float | None:
-        """The larger the better; None where the trial has none."""
+        """Return the trial's score, larger is better; None if the trial has none."""
         if objective == "validation_loss":
-            return (
-                -self.validation_loss
-                if self.validation_loss is not None and math.isfinite(self.validation_loss)
-                else None
-            )
+            loss = self.validation_loss
+            return -loss if loss is not None and math.isfinite(loss) else None
         return self.samples_per_second if self.measured else None
+
+
+def rank_trials(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
+    """Return the completed trials with a finite score, the best first; of equal ones the earlier first."""
+    scored = [
+        (score, -row.trial, row)
+        for row in rows
+        if row.status == "completed" and (score := row.score(objective)) is not None and math.isfinite(score)
+    ]
+    return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """A sweep as it stands in its ledger."""
+    """A sweep as its ledger describes it."""
 
     folder: Path
     header: Event
@@ -94,33 +107,41 @@ class SweepRecord:
     def objective(self) -> str:
         return str(self.header.get("objective", "throughput"))
 
+    def ranked(self) -> list[TrialRow]:
+        """Return the completed trials with a result, the best first."""
+        return rank_trials(self.rows, self.objective)
+
     def best(self) -> TrialRow | None:
-        """The best completed trial by the objective."""
-        scored = [
-            (score, -row.trial, row)
-            for row in self.rows
-            if row.status == "completed" and (score := row.score(self.objective)) is not None
-        ]
-        return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+        return next(iter(self.ranked()), None)
 
 
 def read_sweep_record(folder: Path) -> SweepRecord:
-    """The sweep of a folder. UserError where there is none."""
+    """Read the sweep of a folder; UserError if there is none or its ledger was tampered with."""
     events = read_events(folder / LEDGER)
     headers = of_kind(events, "sweep")
     if not headers:
         raise UserError(
-            f"{folder} holds no sweep: {LEDGER} was needed there; give the folder that 'orchestrator sweep' wrote"
+            f"{folder} holds no sweep: it has no {LEDGER} with a header; "
+            "give the folder that 'orchestrator sweep' wrote"
         )
-    rows = {row.trial: row for event in of_kind(events, "trial") if (row := parse_trial(event)) is not None}
-    settings = headers[-1].get("settings")
-    for names in (settings if isinstance(settings, dict) else {}, *(row.point for row in rows.values())):
-        if foreign := _NEVER_KEPT & names.keys():
-            raise UserError(
-                f"{folder / LEDGER} sets {min(foreign)}, which no sweep keeps: someone changed it. Where a run goes, and which cluster it "
-                "joins, is yours to say; take the line out, or sweep anew"
-            )
-    return SweepRecord(folder, headers[-1], tuple(rows[number] for number in sorted(rows)))
+    header = headers[-1]
+    trials = [parse_trial(event) for event in of_kind(events, "trial")]
+    rows = {row.trial: row for row in trials if row is not None}
+    settings = header.get("settings")
+    _check_settings(folder, settings if isinstance(settings, dict) else {})
+    for row in rows.values():
+        _check_settings(folder, row.point)
+    return SweepRecord(folder, header, tuple(rows[number] for number in sorted(rows)))
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that decide where a run writes and which cluster it joins: they come from the user only."""
+    foreign = SETTINGS_NOT_KEPT & settings.keys()
+    if foreign:
+        raise UserError(
+            f"{folder / LEDGER} sets {min(foreign)}, which no sweep records: the file was changed. "
+            "Only you choose the run folder and the cluster; remove the line, or start a new sweep"
+        )
 
 
 def holds_sweep(folder: Path) -> bool:
@@ -128,19 +149,19 @@ def holds_sweep(folder: Path) -> bool:
 
 
 def parse_trial(event: Event) -> TrialRow | None:
-    """The row of a line; None for one that is no trial of ours. Fields that it does not know are left out, and so are values
-    of another kind than the field's: a damaged figure is no figure."""
-    if (
-        not _is(event.get("trial"), "int")
-        or not isinstance(event.get("point"), dict)
-        or event.get("status") not in STATUSES
-    ):
+    """Return the trial of an event; None if it is none.
+
+    Unknown fields and values of the wrong type are left out: a damaged figure is no figure.
+    """
+    is_trial = _has_type(event.get("trial"), "int") and isinstance(event.get("point"), dict)
+    if not is_trial or event.get("status") not in STATUSES:
         return None
-    known = {f.name: str(f.type) for f in fields(TrialRow)}
-    return TrialRow(**{name: value for name, value in event.items() if name in known and _is(value, known[name])})
+    types = {field.name: str(field.type) for field in fields(TrialRow)}
+    known = {name: value for name, value in event.items() if name in types and _has_type(value, types[name])}
+    return TrialRow(**known)
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
+_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "str": (str,),
@@ -149,14 +170,18 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _is(value: Any, declared: str) -> bool:
-    kinds = next(kinds for start, kinds in _KINDS.items() if declared.startswith(start))
-    endless = isinstance(value, int | float) and not abs(value) <= sys.float_info.max
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)) and not endless
+def _has_type(value: Any, declared: str) -> bool:
+    """Return whether a value fits a field's declared type, such as ``int | None``."""
+    types = next(types for prefix, types in _TYPES.items() if declared.startswith(prefix))
+    if isinstance(value, bool):
+        return bool in types
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        return False  # infinite, nan, or an integer past the floats
+    return isinstance(value, types)
 
 
 class Ledger:
-    """The ledger of a sweep that is under way."""
+    """The ledger of a running sweep, locked against a second process."""
 
     def __init__(self, folder: Path, secrets: Secrets = ()) -> None:
         self._lock = (folder / LEDGER).open("a")
@@ -164,7 +189,7 @@ class Ledger:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                f"{folder} is being swept by another process; wait for it, or end it first"
+                f"another process is running the sweep in {folder}; wait for it, or end it first"
             ) from None
         self._log = EventLog(folder / LEDGER, secrets=secrets)
 
@@ -172,15 +197,14 @@ class Ledger:
         self._log.write("sweep", **header)
 
     def add(self, row: TrialRow) -> None:
-        filled = {f.name: getattr(row, f.name) for f in fields(TrialRow)}
-        needed = ("trial", "point", "status", "reason", "seconds")
-        filled["point"] = {
+        values = {field.name: getattr(row, field.name) for field in fields(TrialRow)}
+        values["point"] = {
             name: str(value) if isinstance(value, Path) else value for name, value in row.point.items()
         }
-        self._log.write(
-            "trial",
-            **{name: value for name, value in filled.items() if name in needed or value not in (None, {})},
-        )
+        written = {
+            name: value for name, value in values.items() if name in _REQUIRED or value not in (None, {})
+        }
+        self._log.write("trial", **written)
 
     def close(self) -> None:
         self._log.close()

@@ -1,4 +1,4 @@
-"""Where a worker's events go: to the run's record from the main one, nowhere from the others."""
+"""Event logs of a worker: the main worker writes events to the run folder, the others discard them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from orchestrator.record.events import Event
 
 
 class Log(Protocol):
+    """Receiver of a worker's events."""
+
     def write(self, event: str, **fields: Any) -> None: ...
 
     def write_all(self, events: Iterable[Event]) -> None: ...
@@ -17,7 +19,7 @@ class Log(Protocol):
 
 
 class SilentLog:
-    """Of a worker that is not the main one: all of them see the same events, and one tells."""
+    """Log of a worker that is not the main one: all workers have the same events, and one writes them."""
 
     def write(self, event: str, **fields: Any) -> None:
         pass

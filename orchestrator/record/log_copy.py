@@ -1,4 +1,4 @@
-"""Logs that others wrote, kept without the secrets in them."""
+"""Copies of foreign log files, without the secrets in them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from orchestrator.redaction import Secrets, mask
 
 
 def copy_masked(source: Path, target: Path, secrets: Secrets) -> None:
-    """Copy a log, masked line by line. Where ``target`` is the log itself, it is written anew only if there is something to hide."""
-    if source == target and not _holds_any(source, secrets):
+    """Copy a log and mask it line by line. If ``target`` is ``source``, rewrite it only if it holds a secret."""
+    if source == target and not _holds_secret(source, secrets):
         return
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-    beside.unlink(missing_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)
     try:
+        # Mode "x" never writes through a link that someone placed under this name.
         with (
-            _opened(source) as read,
-            beside.open("x", encoding="utf-8", errors="surrogateescape", newline="") as write,
+            _open_log(source) as reader,
+            partial.open("x", encoding="utf-8", errors="surrogateescape", newline="") as writer,
         ):
-            write.writelines(mask(line, secrets) for line in read)
-        beside.replace(target)
+            writer.writelines(mask(line, secrets) for line in reader)
+        partial.replace(target)
     finally:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
 
 
-def _holds_any(path: Path, secrets: Secrets) -> bool:
-    with _opened(path) as read:
-        return any(mask(line, secrets) != line for line in read)
+def _holds_secret(path: Path, secrets: Secrets) -> bool:
+    with _open_log(path) as reader:
+        return any(mask(line, secrets) != line for line in reader)
 
 
-def _opened(path: Path) -> TextIO:
+def _open_log(path: Path) -> TextIO:
+    """Open a log for reading, so that its bytes survive a round trip whatever their encoding is."""
     return path.open(encoding="utf-8", errors="surrogateescape", newline="")

@@ -1,11 +1,11 @@
-"""What the run takes of its machine: a background thread that samples GPUs (NVML) and host (psutil).
+"""Resource use of a run: a background thread samples the GPUs (NVML) and the host (psutil).
 
     with Monitor(gpu_indices=(0,)) as monitor:
         train()
     monitor.summary()["devices"][0]["memory_used"]["max"]
 
-A quantity that cannot be read is ``None``. Neither a missing driver nor an error of the sampler reaches the training;
-both are shown, in ``info()["gpu_error"]`` and ``summary()["error"]``.
+A quantity that cannot be read is ``None``. Neither a missing driver nor an error of the sampler
+reaches the training. Both are reported, in ``info()["gpu_error"]`` and ``summary()["error"]``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any, Protocol
 from orchestrator.record.nvml import DeviceSample, NvmlGpus
 from orchestrator.types import bytes_text
 
-REARM_BELOW = 0.05  # memory use must fall this far under the limit before a second warning
+REARM_BELOW = 0.05
+"""Memory use must fall this far below the limit before a second warning."""
+
+MIN_CPU_SECONDS = 0.1
+"""Clock ticks are 10 ms, so the CPU use of a shorter span means nothing."""
 
 
 @dataclass(frozen=True)
 class HostSample:
-    """Use of the machine (percent, bytes), its memory within the limits of our container.
+    """Use of the machine (percent, bytes); its memory is counted within the limits of the container.
 
     ``process_memory`` is the resident memory of this process.
     """
@@ -37,7 +41,7 @@ class HostSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """Everything read at one moment."""
+    """Host and GPUs at one moment."""
 
     time: float
     host: HostSample
@@ -45,10 +49,10 @@ class Sample:
 
 
 class Gpus(Protocol):
-    """Where device samples come from: NVML, or a fake in tests."""
+    """Source of device samples: NVML, or a fake in tests."""
 
     error: str | None
-    """Why some or all of the GPUs asked for are not read; None when all are."""
+    """The reason why some or all of the requested GPUs are not read; None if all are."""
 
     def driver(self) -> str | None: ...
 
@@ -56,7 +60,7 @@ class Gpus(Protocol):
 
 
 class _HostReader:
-    """Reads the host. Keeps its own CPU times, because ``psutil.cpu_percent`` keeps them per thread and begins with 0."""
+    """Reads the host. Keeps its own CPU times: ``psutil.cpu_percent`` keeps them per thread and begins with 0."""
 
     def __init__(self) -> None:
         import psutil
@@ -71,19 +75,26 @@ class _HostReader:
 
     def read(self) -> HostSample:
         total, free = self._usable_memory()  # about 1 ms
-        # What is not free is used: psutil's own "used" leaves out shared memory, which Ray's object store lives in.
-        return HostSample(self._cpu_percent(), total - free, total, self._process.memory_info().rss)
+        # Used is all that is not free: psutil's "used" leaves out shared memory, where Ray's object
+        # store is.
+        return HostSample(
+            cpu_percent=self._cpu_percent(),
+            memory_used=total - free,
+            memory_total=total,
+            process_memory=self._process.memory_info().rss,
+        )
 
     def _cpu_percent(self) -> float | None:
         now = self._cpu_times()
-        busy, total = now[0] - self._before[0], now[1] - self._before[1]
-        if total >= 0.1:  # clock ticks are 10 ms: a shorter span says nothing, so the last answer stands
+        busy = now[0] - self._before[0]
+        total = now[1] - self._before[1]
+        if total >= MIN_CPU_SECONDS:
             self._percent = 100 * min(1.0, max(0.0, busy / total))
             self._before = now
         return self._percent
 
     def _cpu_times(self) -> tuple[float, float]:
-        """Seconds all cores were busy, and seconds in all."""
+        """Return the seconds that all cores were busy, and the seconds of all cores."""
         times = self._psutil.cpu_times()
         # Linux counts the time of guests within user and nice already.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -91,29 +102,30 @@ class _HostReader:
 
 
 class _Statistics:
-    """Mean and maximum of each quantity of a device, or of the host, in constant memory."""
+    """Mean and maximum of each quantity of a GPU or the host, in constant memory."""
 
     def __init__(self, labels: Mapping[str, Any] | None = None) -> None:
         self._labels = dict(labels or {})
-        self._seen: dict[str, tuple[int, float, float]] = {}  # count, sum, maximum
+        self._totals: dict[str, tuple[int, float, float]] = {}  # count, sum, maximum
 
     def add(self, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
             if value is not None:
-                count, total, largest = self._seen.get(name, (0, 0.0, value))
-                self._seen[name] = (count + 1, total + value, max(largest, value))
+                count, total, largest = self._totals.get(name, (0, 0.0, value))
+                self._totals[name] = (count + 1, total + value, max(largest, value))
 
     def summary(self) -> dict[str, Any]:
         return self._labels | {
             name: {"mean": total / count, "max": largest}
-            for name, (count, total, largest) in self._seen.items()
+            for name, (count, total, largest) in self._totals.items()
         }
 
 
 class Monitor:
     """Samples the machine every ``interval_s`` between ``start`` and ``stop``.
 
-    ``on_warning`` is called from the sampling thread when memory runs short, once per crossing of ``memory_warning``.
+    ``on_warning`` is called from the sampling thread each time memory use rises above
+    ``memory_warning``.
     """
 
     def __init__(
@@ -132,7 +144,7 @@ class Monitor:
         self._host_reader = _HostReader()
         self._lock = threading.Lock()
         self._latest: Sample | None = None
-        self._samples = 0
+        self._num_samples = 0
         self._host = _Statistics()
         self._devices: dict[int, _Statistics] = {}
         self._warned: set[str] = set()
@@ -152,7 +164,8 @@ class Monitor:
     def stop(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            # A driver that hangs must not hold up the end of a run: the thread is a daemon and may be left behind.
+            # A driver that hangs must not delay the end of a run. The thread is a daemon and may be
+            # abandoned.
             self._thread.join(timeout=self._interval_s + 5)
             self._thread = None
 
@@ -163,19 +176,22 @@ class Monitor:
         self.stop()
 
     def record(self) -> Sample:
-        """Takes one sample now and counts it in the summary."""
-        # Read outside the lock: a driver that hangs here then hangs the sampling thread, not the summary at the run's end.
-        sample = Sample(time.time(), self._host_reader.read(), self._gpus.read() if self._gpus else ())
+        """Take a sample now and add it to the summary."""
+        # Read outside the lock: a driver that hangs then blocks the sampling thread, but not
+        # ``summary``.
+        devices = self._gpus.read() if self._gpus else ()
+        sample = Sample(time.time(), self._host_reader.read(), devices)
         with self._lock:
             self._latest = sample
-            self._samples += 1
+            self._num_samples += 1
             self._host.add(asdict(sample.host))
             for device in sample.devices:
                 values = asdict(device)
                 labels = {name: values.pop(name) for name in ("index", "name")}
                 self._devices.setdefault(device.index, _Statistics(labels)).add(values)
-            warnings = self._crossings(sample)
-        for warning in warnings:  # outside the lock: the receiver may well ask for a summary
+            warnings = self._new_warnings(sample)
+        # Outside the lock: the receiver may call ``summary``.
+        for warning in warnings:
             self._warn(warning)
         return sample
 
@@ -183,7 +199,7 @@ class Monitor:
         return self._latest
 
     def info(self) -> dict[str, Any]:
-        """What does not change: the GPUs' names and memory, the driver, cores and RAM."""
+        """Return the constants: names and memory of the GPUs, the driver, cores and RAM."""
         import psutil
 
         from orchestrator.plan.inventory.cpu import usable_memory
@@ -202,17 +218,17 @@ class Monitor:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Mean and maximum of each quantity over all samples, and the sampler's last error, if it had one."""
+        """Return mean and maximum of each quantity over all samples, and the sampler's last error, if any."""
         with self._lock:
             return {
-                "samples": self._samples,
+                "samples": self._num_samples,
                 "host": self._host.summary(),
                 "devices": [self._devices[index].summary() for index in sorted(self._devices)],
                 "error": self._error,
             }
 
     def event_fields(self) -> dict[str, Any]:
-        """The ``host`` and ``devices`` of a monitor event: the latest sample, or a fresh one while no thread takes them."""
+        """Return ``host`` and ``devices`` of a monitor event: the latest sample, or a new one without a thread."""
         if self._thread is None or self._latest is None:
             self._try_record()
         sample = self._latest
@@ -229,29 +245,30 @@ class Monitor:
         try:
             self.record()
         except Exception as error:
-            first, self._error = self._error is None, f"{type(error).__name__}: {error}"
-            if first:
+            is_first = self._error is None
+            self._error = f"{type(error).__name__}: {error}"
+            if is_first:
                 self._warn(
-                    f"the monitor could not take a sample ({self._error}); training goes on, its figures may lack samples"
+                    f"the monitor could not take a sample ({self._error}); "
+                    "training continues, its figures may lack samples"
                 )
 
-    def _crossings(self, sample: Sample) -> list[str]:
-        """Warnings for memory that has just come over the limit. One that stays there is not reported again."""
+    def _new_warnings(self, sample: Sample) -> list[str]:
+        """Return warnings for memory that has just risen above the limit; memory that stays there gets no second."""
         levels = [("host memory", sample.host.memory_used, sample.host.memory_total)]
         levels += [
             (f"memory of GPU {device.index}", device.memory_used, device.memory_total)
             for device in sample.devices
         ]
         warnings: list[str] = []
-        for what, used, total in levels:
+        for name, used, total in levels:
             share = used / total if used is not None and total else 0.0
-            if share >= self._memory_warning and what not in self._warned:
-                self._warned.add(what)
-                warnings.append(
-                    f"{what} is {share:.0%} full ({bytes_text(used or 0)} of {bytes_text(total or 0)}); a smaller batch needs less"
-                )
+            if share >= self._memory_warning and name not in self._warned:
+                self._warned.add(name)
+                sizes = f"{bytes_text(used or 0)} of {bytes_text(total or 0)}"
+                warnings.append(f"{name} is {share:.0%} full ({sizes}); a smaller batch needs less")
             elif share < self._memory_warning - REARM_BELOW:
-                self._warned.discard(what)
+                self._warned.discard(name)
         return warnings
 
     def _warn(self, message: str) -> None:
@@ -259,5 +276,6 @@ class Monitor:
             return
         try:
             self._on_warning(message)
-        except Exception as error:  # the receiver's fault must not end the sampling, nor vanish
+        except Exception as error:
+            # The receiver's fault must neither end the sampling nor vanish.
             self._error = f"on_warning raised {type(error).__name__}: {error}"

@@ -9,42 +9,40 @@ from orchestrator.record.events import Event
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event under the names that trackers show; empty for events without any."""
+    """Return the numbers of an event by the names that trackers show; empty for events without numbers."""
     match event["event"]:
         case "step":
-            named = {
-                "loss": event.get("loss"),
-                "grad_norm": event.get("grad_norm"),
-                "learning_rate": event.get("lr"),
-            }
-            return _numbers(
-                "train/", named | _mapping(event.get("metrics")) | {"samples_per_second": _rate(event)}
-            )
+            return _prefixed("train/", _step_values(event))
         case "evaluate":
-            return _numbers("validation/", {"loss": event.get("loss")} | _mapping(event.get("metrics")))
+            return _prefixed("validation/", {"loss": event.get("loss")} | _mapping(event.get("metrics")))
         case "phases":
-            return _numbers("phases/", _without(event, "steps") | _mapping(event.get("seconds")))
+            return _prefixed("phases/", _fields(event, "steps") | _mapping(event.get("seconds")))
         case "exchange":
-            return _numbers(
-                "exchange/", {f"{name}_per_step": event.get(name) for name in ("bytes", "seconds", "rows")}
-            )
+            names = ("bytes", "seconds", "rows")
+            return _prefixed("exchange/", {f"{name}_per_step": event.get(name) for name in names})
         case "epoch":
             memory = {f"memory_{name}": value for name, value in _mapping(event.get("memory")).items()}
-            return _numbers("epoch/", _without(event, "epoch") | memory)
+            return _prefixed("epoch/", _fields(event, "epoch") | memory)
         case "recovery":
-            return _numbers("recovery/", _without(event, "attempt"))
+            return _prefixed("recovery/", _fields(event, "attempt"))
         case "monitor":
-            return _numbers("monitor/", _monitor_values(event))
+            return _prefixed("monitor/", _monitor_values(event))
         case "load":
-            return _numbers(
-                "experts/",
-                {
-                    f"layer{layer}_imbalance": _imbalance(loads)
-                    for layer, loads in enumerate(event.get("loads") or ())
-                },
+            layers = enumerate(event.get("loads") or ())
+            return _prefixed(
+                "experts/", {f"layer{layer}_imbalance": _imbalance(loads) for layer, loads in layers}
             )
         case _:
             return {}
+
+
+def _step_values(event: Event) -> dict[str, Any]:
+    fields = {
+        "loss": event.get("loss"),
+        "grad_norm": event.get("grad_norm"),
+        "learning_rate": event.get("lr"),
+    }
+    return fields | _mapping(event.get("metrics")) | {"samples_per_second": _samples_per_second(event)}
 
 
 def _monitor_values(event: Event) -> dict[str, Any]:
@@ -59,32 +57,35 @@ def _monitor_values(event: Event) -> dict[str, Any]:
 
 
 def _imbalance(loads: Iterable[Any]) -> float | None:
-    """Tokens of the busiest expert over the mean: 1 is even; None where no token came."""
+    """Return the tokens of the busiest expert over the mean: 1 is balanced, None without tokens."""
     counts = [to_float(count) or 0.0 for count in loads]
     return max(counts) * len(counts) / sum(counts) if sum(counts) else None
 
 
-def _rate(event: Event) -> float | None:
-    samples, seconds = to_float(event.get("samples")), to_float(event.get("seconds"))
+def _samples_per_second(event: Event) -> float | None:
+    samples = to_float(event.get("samples"))
+    seconds = to_float(event.get("seconds"))
     return samples / seconds if samples and seconds else None
 
 
 def to_float(value: Any) -> float | None:
-    """The number that a field of an event holds, also as the text 'nan' or 'inf'; None where it holds something else."""
+    """Return the number in a field of an event, also from the texts 'nan' and 'inf'; None for other values."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _numbers(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
     return {
-        prefix + str(name): found for name, value in values.items() if (found := to_float(value)) is not None
+        prefix + str(name): number
+        for name, value in values.items()
+        if (number := to_float(value)) is not None
     }
 
 
-def _without(event: Event, *names: str) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in ("event", "time", "step", *names)}
+def _fields(event: Event, *excluded: str) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in ("event", "time", "step", *excluded)}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

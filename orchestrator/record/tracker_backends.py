@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow behind one protocol. Each is imported when it is built, not before."""
+"""TensorBoard, Weights & Biases and MLflow behind one protocol. Each is imported when it is built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from typing import Any, Protocol
 from orchestrator.errors import UserError
 
 PROJECT = "expert-orchestrator"
+MLFLOW_MAX_PARAMS = 100  # of one call
+MLFLOW_MAX_METRICS = 1000  # of one call
 
 
 class Tracker(Protocol):
-    """What a tracker must do. It is built, called and closed in one thread of its own."""
+    """An experiment tracker. It is built, called and closed in one thread of its own."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -32,7 +34,7 @@ TrackerFactory = Callable[[Path, str, Mapping[str, Any]], Tracker]
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, written with the tensorboard package alone."""
+    """Writer of event files in RUN/tensorboard. It needs the tensorboard package only."""
 
     def __init__(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -44,27 +46,20 @@ class TensorBoard:
         self.text("config", f"# {run_name}\n\n```json\n{json.dumps(config, indent=2, default=str)}\n```")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._write(
-            step,
-            [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()],
-        )
+        new_value = self._summaries.Summary.Value
+        self._write(step, [new_value(tag=name, simple_value=value) for name, value in values.items()])
 
     def text(self, name: str, content: str) -> None:
         from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto
 
         metadata = create_summary_metadata(name, "")
-        self._write(
-            0,
-            [self._summaries.Summary.Value(tag=name, metadata=metadata, tensor=make_tensor_proto([content]))],
-        )
+        tensor = make_tensor_proto([content])
+        self._write(0, [self._summaries.Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
 
     def _write(self, step: int, values: list[Any]) -> None:
-        self._writer.add_event(
-            self._events.Event(
-                wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values)
-            )
-        )
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
@@ -76,78 +71,81 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # Its messages and its capture of the console would break up the progress bar; without a limit, wandb's own hook at
-        # the end of the process would wait for a lost network for ever (what was not sent stays in the folder for 'wandb sync').
-        # The command line, git's addresses and what was changed since the last commit may hold secrets: W&B would upload them.
+        # Its messages and its capture of the console would break up the progress bar. Without a
+        # limit, wandb's own hook at the end of the process would wait for a lost network for ever;
+        # updates that were not sent stay in the folder for 'wandb sync'. The command line, git's
+        # addresses and uncommitted changes may hold secrets, and W&B would upload them.
         settings = wandb.Settings(
             silent=True, console="off", finish_timeout=60, x_disable_meta=True, disable_git=True
         )
-        # Without an API key wandb would ask for one on the terminal, from this thread, in the middle of the training.
-        if wandb.setup(settings).settings.mode in ("online", "run", "shared") and not wandb.login(
-            prompt=False
-        ):
+        # Without an API key wandb would ask for one on the terminal, from this thread, in the
+        # middle of the training.
+        is_online = wandb.setup(settings).settings.mode in ("online", "run", "shared")
+        if is_online and not wandb.login(prompt=False):
             raise UserError(
-                "the tracker wandb found no API key. Run 'wandb login' first, or set WANDB_MODE=offline to log to files alone."
+                "the tracker wandb found no API key. Run 'wandb login' first, "
+                "or set WANDB_MODE=offline to log to files alone."
             )
-        # wandb makes the folder "wandb" in the one it is given.
+        # wandb creates the folder "wandb" in the folder it is given.
         self._run = wandb.init(
             project=PROJECT, name=run_name, dir=str(run_dir), config=dict(config), settings=settings
         )
-        # An axis of our own: W&B's refuses a step that comes again, as one replayed after a recovery does.
+        # A step axis of our own: W&B's axis refuses a step that comes again, as after a recovery.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
 
     def text(self, name: str, content: str) -> None:
-        (Path(self._run.dir) / f"{_file_name(name)}.txt").write_text(
-            content, encoding="utf-8"
-        )  # W&B uploads this folder
+        # W&B uploads this folder.
+        path = Path(self._run.dir) / f"{_file_name(name)}.txt"
+        path.write_text(content, encoding="utf-8")
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """A run in MLflow: in RUN/mlflow/mlflow.db, unless a tracking URI was set for mlflow itself."""
+    """A run in MLflow: in RUN/mlflow/mlflow.db, unless mlflow itself has a tracking URI."""
 
     def __init__(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
         import mlflow
         from mlflow.entities import Metric, Param
 
-        for name in ("mlflow", "alembic"):  # they announce each table of a new database on the user's screen
+        # Both announce each table of a new database on the user's screen.
+        for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         self._metric = Metric
-        self._waiting: list[Metric] = []
-        self._last_write = time.monotonic()
+        self._pending: list[Metric] = []
+        self._last_write_s = time.monotonic()
         folder = None if mlflow.is_tracking_uri_set() else (run_dir / "mlflow").resolve()
         self._client = mlflow.MlflowClient(tracking_uri=_sqlite(folder) if folder else None)
         self._run_id = self._client.create_run(self._experiment(folder), run_name=run_name).info.run_id
         params = [Param(_mlflow_name(name), str(value)[:500]) for name, value in _flat(config)]
-        for begin in range(0, len(params), 100):  # the most that one call takes
-            self._client.log_batch(self._run_id, params=params[begin : begin + 100])
+        for start in range(0, len(params), MLFLOW_MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MLFLOW_MAX_PARAMS])
 
     def _experiment(self, folder: Path | None) -> str:
         known = self._client.get_experiment_by_name(PROJECT)
-        return (
-            known.experiment_id
-            if known
-            else self._client.create_experiment(PROJECT, folder and (folder / "artifacts").as_uri())
-        )
+        if known:
+            return known.experiment_id
+        return self._client.create_experiment(PROJECT, folder and (folder / "artifacts").as_uri())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        self._waiting += [
-            self._metric(_mlflow_name(name), value, now, step) for name, value in values.items()
+        now_ms = int(time.time() * 1000)
+        self._pending += [
+            self._metric(_mlflow_name(name), value, now_ms, step) for name, value in values.items()
         ]
-        # A write costs about 10 ms, longer than many a training step: several steps share one.
-        if len(self._waiting) >= 500 or time.monotonic() - self._last_write > 2:
+        # A write costs about 10 ms, longer than many training steps: several steps share one.
+        if len(self._pending) >= 500 or time.monotonic() - self._last_write_s > 2:
             self._write()
 
     def _write(self) -> None:
-        waiting, self._waiting, self._last_write = self._waiting, [], time.monotonic()
-        for begin in range(0, len(waiting), 1000):  # the most that one call takes
-            self._client.log_batch(self._run_id, metrics=waiting[begin : begin + 1000])
+        pending = self._pending
+        self._pending = []
+        self._last_write_s = time.monotonic()
+        for start in range(0, len(pending), MLFLOW_MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=pending[start : start + MLFLOW_MAX_METRICS])
 
     def text(self, name: str, content: str) -> None:
         self._client.log_text(self._run_id, content, f"{_file_name(name)}.txt")
@@ -157,21 +155,28 @@ class MLflow:
         self._client.set_terminated(self._run_id)
 
 
-FACTORIES: Mapping[str, TrackerFactory] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+FACTORIES: Mapping[str, TrackerFactory] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 def find_factories(names: Iterable[str]) -> dict[str, TrackerFactory]:
-    """The trackers of these names. One that is unknown or not installed is a UserError, before anything is started."""
+    """Return the factories of these trackers; UserError for one that is unknown or not installed.
+
+    The check needs no import of a tracker, so it is done before anything starts.
+    """
     chosen: dict[str, TrackerFactory] = {}
     for name in names:
         if name not in FACTORIES:
             raise UserError(f"unknown tracker {name!r}; known are {', '.join(FACTORIES)}")
         spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # no origin: a folder that happens to be called wandb, as wandb leaves behind
+        # Without an origin it is a folder of that name in the working directory, such as wandb
+        # leaves behind.
+        if spec is None or spec.origin is None:
             raise UserError(
-                f"the tracker {name} was asked for, but it is not installed. Install it: pip install '{PROJECT}[{name}]'"
+                f"the tracker {name} is not installed. Install it: pip install '{PROJECT}[{name}]'"
             )
         chosen[name] = FACTORIES[name]
     return chosen
@@ -186,14 +191,13 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 
 
 def _sqlite(folder: Path) -> str:
-    folder.mkdir(
-        parents=True, exist_ok=True
-    )  # MLflow's file store is closed to new runs; its database needs the folder
+    # MLflow's file store is closed to new runs; its database needs the folder.
+    folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 def _mlflow_name(name: str) -> str:
-    """The name as MLflow accepts it: it refuses the whole batch for one sign it does not like."""
+    """Return a name that MLflow accepts: it refuses a whole batch for one character that it does not allow."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[:250])
 
 

@@ -1,4 +1,4 @@
-"""Whether an event is one that a run wrote: the summary counts with its figures. A record may be damaged, or made up by someone."""
+"""Check of the event fields that the summary calculates with: a file may be damaged or forged."""
 
 from __future__ import annotations
 
@@ -10,61 +10,73 @@ from orchestrator.record.events import Event
 
 Check = Callable[[Any], bool]
 
-_MOST = 2**53  # that a float can count
+_MAX_INTEGER = 2**53  # a float counts exactly up to here
+_MAX_NUMBER = 1e300  # sums of larger numbers overflow
 
 
 def is_valid(event: Event) -> bool:
-    """Whether every field that the summary counts with is there, and of its kind."""
-    needed, may = _NEEDED.get(event["event"], {}), _MAY.get(event["event"], {})
-    return all(name in event and check(event[name]) for name, check in needed.items()) and all(
-        check(event[name]) for name, check in may.items() if event.get(name) is not None
+    """Return whether every field that the summary calculates with is present and of its type."""
+    required = _REQUIRED.get(event["event"], {})
+    optional = _OPTIONAL.get(event["event"], {})
+    has_required = all(name in event and check(event[name]) for name, check in required.items())
+    return has_required and all(
+        check(event[name]) for name, check in optional.items() if event.get(name) is not None
     )
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER
 
 
-def _figure(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < 1e300
-        and math.isfinite(value)
-    )
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < _MAX_NUMBER and math.isfinite(value)
 
 
-def _loss(value: Any) -> bool:
-    return value in ("nan", "inf", "-inf") if isinstance(value, str) else _number(value)
+def _is_loss(value: Any) -> bool:
+    # A diverged run has losses that JSON carries as text only.
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, float) or _is_finite(value)
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, float) or _figure(value)
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, dict) and _is_finite(value.get("allocated"))
 
 
-def _memory(value: Any) -> bool:
-    return isinstance(value, dict) and _figure(value.get("allocated"))
-
-
-def _there(value: Any) -> bool:  # noqa: ARG001
+def _is_present(value: Any) -> bool:  # noqa: ARG001
     return True
 
 
-def _mapping(value: Any) -> bool:
+def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-_STEP: Mapping[str, Check] = {"step": _whole}
-_NEEDED: Mapping[str, Mapping[str, Check]] = {
-    "step": {**_STEP, "seconds": _figure, "samples": _figure, "units": _figure, "loss": _loss},
-    "evaluate": {**_STEP, "loss": _loss, "metrics": _mapping},
-    "epoch": {**_STEP, "epoch": _whole},
-    "end": {"status": _there, "reason": _there},
-    **dict.fromkeys(("phases", "exchange", "load", "monitor"), _STEP),
+_STEP: Mapping[str, Check] = {"step": _is_integer}
+_REQUIRED: Mapping[str, Mapping[str, Check]] = {
+    "step": {
+        "step": _is_integer,
+        "seconds": _is_finite,
+        "samples": _is_finite,
+        "units": _is_finite,
+        "loss": _is_loss,
+    },
+    "evaluate": {"step": _is_integer, "loss": _is_loss, "metrics": _is_mapping},
+    "epoch": {"step": _is_integer, "epoch": _is_integer},
+    "end": {"status": _is_present, "reason": _is_present},
+    "phases": _STEP,
+    "exchange": _STEP,
+    "load": _STEP,
+    "monitor": _STEP,
 }
-_MAY: Mapping[str, Mapping[str, Check]] = {
-    "epoch": {"memory": _memory},
-    "end": {"memory": _memory, "seconds": _figure},
-    "start": {**_STEP, "workers": _whole},
-    "recovery": {**_STEP, "workers": _whole, "lost_steps": _figure, "total_seconds": _figure},
+_OPTIONAL: Mapping[str, Mapping[str, Check]] = {
+    "epoch": {"memory": _is_memory},
+    "end": {"memory": _is_memory, "seconds": _is_finite},
+    "start": {"step": _is_integer, "workers": _is_integer},
+    "recovery": {
+        "step": _is_integer,
+        "workers": _is_integer,
+        "lost_steps": _is_finite,
+        "total_seconds": _is_finite,
+    },
 }

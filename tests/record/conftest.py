@@ -1,4 +1,4 @@
-"""Real trackers, kept from the network and from the home folder."""
+"""Fixture for real trackers, without the network and the home folder."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working folder, and trackers that neither reach the network nor write to the home folder."""
+    """Enter an empty working folder; keep trackers from the network and from the home folder."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)

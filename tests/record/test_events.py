@@ -1,4 +1,4 @@
-"""The run's record survives kills, odd numbers and lines it does not know."""
+"""Tests of the event log: it survives kills, non-finite numbers and unknown lines."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from orchestrator.record.events import (
     by_step,
     encode_event,
     last_events,
-    truncate_torn_line,
     of_kind,
     read_events,
+    truncate_torn_line,
 )
 
 
@@ -31,7 +31,7 @@ def write_steps(path: Path, *steps: int) -> None:
     log.close()
 
 
-def test_what_is_written_is_read_in_order(path: Path) -> None:
+def test_events_are_read_in_the_order_they_were_written(path: Path) -> None:
     write_steps(path, 1, 2, 3)
     events = read_events(path)
     assert [event["step"] for event in events] == [1, 2, 3]
@@ -65,16 +65,14 @@ def test_a_torn_final_line_is_cut_before_the_next_append(path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_file_that_is_one_torn_line_starts_afresh(path: Path) -> None:
+def test_a_file_of_one_torn_line_is_emptied(path: Path) -> None:
     path.write_bytes(b'{"event": "sta')
     write_steps(path, 1)
     assert [event["step"] for event in read_events(path)] == [1]
 
 
-def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events_module, "_TAIL", 16)
+def test_a_torn_line_longer_than_a_block_is_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_TAIL_BYTES", 16)
     write_steps(path, 1, 2)
     whole = path.read_bytes()
     for torn in (b"x", b"x" * 15, b"x" * 16, b"x" * 17, b"x" * 1000, b""):
@@ -86,14 +84,16 @@ def test_a_torn_line_longer_than_what_is_looked_at_once_is_cut(
     assert path.read_bytes() == b""
 
 
-def test_of_a_long_record_the_newest_lines_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_events_reads_the_newest_lines_of_a_long_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert last_events(path) == []
     write_steps(path, *range(1, 100))
-    assert [event["step"] for event in last_events(path)] == list(range(1, 100)), "all of a short one"
-    monkeypatch.setattr(events_module, "_TAIL", 500)
-    found = [event["step"] for event in last_events(path)]
-    assert found == list(range(found[0], 100))
-    assert 2 <= len(found) < 10
+    assert [event["step"] for event in last_events(path)] == list(range(1, 100)), "all of a short file"
+    monkeypatch.setattr(events_module, "_TAIL_BYTES", 500)
+    steps = [event["step"] for event in last_events(path)]
+    assert steps == list(range(steps[0], 100))
+    assert 2 <= len(steps) < 10
 
 
 def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
@@ -111,13 +111,13 @@ def test_by_step_takes_the_last_line_of_a_replayed_step(path: Path) -> None:
     assert len(of_kind(read_events(path), "step")) == 5
 
 
-def test_numbers_that_json_cannot_carry_become_their_names() -> None:
+def test_non_finite_numbers_become_text() -> None:
     line = encode_event(
         {"event": "step", "loss": math.nan, "metrics": {"a": math.inf, "b": [1.0, -math.inf], "c": (2.5,)}}
     )
-    read = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))
-    assert read == {"event": "step", "loss": "nan", "metrics": {"a": "inf", "b": [1.0, "-inf"], "c": [2.5]}}
-    assert math.isnan(float(read["loss"]))
+    event = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))
+    assert event == {"event": "step", "loss": "nan", "metrics": {"a": "inf", "b": [1.0, "-inf"], "c": [2.5]}}
+    assert math.isnan(float(event["loss"]))
 
 
 def test_a_nan_survives_the_file(path: Path) -> None:
@@ -139,14 +139,14 @@ def test_listeners_get_every_event_in_order(path: Path) -> None:
     assert second == first
 
 
-def test_listeners_see_the_line_already_on_disk(path: Path) -> None:
-    """What a listener shows is in the record, even if the listener then kills the process."""
-    seen: list[int] = []
-    log = EventLog(path, [lambda event: seen.append(len(read_events(path)))])
+def test_listeners_are_called_after_the_write(path: Path) -> None:
+    """An event that a listener shows is in the file, even if the listener then kills the process."""
+    num_on_disk: list[int] = []
+    log = EventLog(path, [lambda event: num_on_disk.append(len(read_events(path)))])
     log.write("start")
     log.write("end")
     log.close()
-    assert seen == [1, 2]
+    assert num_on_disk == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_unicode_line_separators_do_not_split_an_event(path: Path) -> None:
     assert read_events(path)[0]["message"] == "one\u2028two\u0085three\r\nfour"
 
 
-def test_a_run_without_a_record_has_no_events(path: Path) -> None:
+def test_a_missing_file_has_no_events(path: Path) -> None:
     assert read_events(path) == []

@@ -1,4 +1,4 @@
-"""The ledger of a sweep: what is written reads back, and what is damaged is left out."""
+"""Tests of the ledger of a sweep: rows are read back, damaged values are left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, parse_trial, holds_sweep, read_sweep_record
+from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, holds_sweep, parse_trial, read_sweep_record
 
 DONE = TrialRow(
     1,
@@ -22,7 +22,7 @@ DONE = TrialRow(
 )
 
 
-def written(folder: Path, *rows: TrialRow, objective: str = "throughput") -> Path:
+def write_ledger(folder: Path, *rows: TrialRow, objective: str = "throughput") -> Path:
     folder.mkdir(exist_ok=True)
     ledger = Ledger(folder)
     ledger.begin({"task": "digits", "objective": objective})
@@ -32,18 +32,18 @@ def written(folder: Path, *rows: TrialRow, objective: str = "throughput") -> Pat
     return folder
 
 
-def test_rows_read_back(tmp_path: Path) -> None:
+def test_rows_are_read_back(tmp_path: Path) -> None:
     rows = (
         DONE,
         TrialRow(2, {"batch_size": 64}, "infeasible", "too many"),
         TrialRow(3, {"batch_size": 1}, "failed", "no"),
     )
-    record = read_sweep_record(written(tmp_path, *rows))
+    record = read_sweep_record(write_ledger(tmp_path, *rows))
     assert (record.rows, record.header["task"], holds_sweep(tmp_path)) == (rows, "digits", True)
 
 
-def test_a_later_line_of_a_trial_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    written(tmp_path, TrialRow(1, {}, "failed", "no"), DONE)
+def test_the_last_line_of_a_trial_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
+    write_ledger(tmp_path, TrialRow(1, {}, "failed", "no"), DONE)
     with (tmp_path / LEDGER).open("a") as file:
         file.write('{"event": "trial", "trial": 9, "point": {}, "sta')
     assert read_sweep_record(tmp_path).rows == (DONE,)
@@ -53,7 +53,7 @@ def test_a_later_line_of_a_trial_counts_and_a_torn_one_does_not(tmp_path: Path) 
     assert [row.trial for row in read_sweep_record(tmp_path).rows] == [1, 2]
 
 
-def test_what_is_of_another_kind_is_left_out() -> None:
+def test_values_of_the_wrong_type_are_left_out() -> None:
     event = {
         "event": "trial",
         "trial": 1,
@@ -68,24 +68,22 @@ def test_what_is_of_another_kind_is_left_out() -> None:
         assert parse_trial(event | broken) is None
 
 
-def test_the_best_is_of_the_objective_and_completed(tmp_path: Path) -> None:
+def test_the_best_trial_completed_and_has_the_best_objective(tmp_path: Path) -> None:
     rows = (
         TrialRow(1, {}, "completed", samples_per_second=10.0, validation_loss=0.5),
         TrialRow(2, {}, "stopped", samples_per_second=99.0, validation_loss=0.1),
         TrialRow(3, {}, "completed", samples_per_second=20.0, validation_loss=0.7),
         TrialRow(4, {}, "completed", samples_per_second=20.0),
     )
-    fast, good = (
-        read_sweep_record(written(tmp_path / "a", *rows)).best(),
-        read_sweep_record(written(tmp_path / "b", *rows, objective="validation_loss")).best(),
-    )
-    assert fast is not None
-    assert good is not None
-    assert (fast.trial, good.trial) == (3, 1)
-    assert read_sweep_record(written(tmp_path / "c", rows[1])).best() is None
+    by_speed = read_sweep_record(write_ledger(tmp_path / "a", *rows))
+    by_loss = read_sweep_record(write_ledger(tmp_path / "b", *rows, objective="validation_loss"))
+    assert [row.trial for row in by_speed.ranked()] == [3, 4, 1], "of equal trials the earlier is first"
+    assert by_speed.best() == rows[2]
+    assert by_loss.best() == rows[0]
+    assert read_sweep_record(write_ledger(tmp_path / "c", rows[1])).best() is None
 
 
-def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+def test_a_folder_without_a_sweep_is_refused(tmp_path: Path) -> None:
     assert not holds_sweep(tmp_path)
     with pytest.raises(UserError, match="holds no sweep"):
         read_sweep_record(tmp_path)

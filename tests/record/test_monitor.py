@@ -1,4 +1,4 @@
-"""The monitor samples, summarises and warns; what it cannot read never reaches the training."""
+"""Tests of the monitor: it samples, summarises and warns, and its errors never reach the training."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.plan.inventory import cpu as host
+from orchestrator.plan.inventory import cpu
 from orchestrator.record.monitor import Monitor, Sample
 from orchestrator.record.nvml import DeviceSample
 from orchestrator.types import GIB
@@ -17,7 +17,7 @@ from tests.support.fake_nvml import fake_nvml
 
 
 class FakeGpus:
-    """One GPU that uses what the test says, reading after reading."""
+    """One GPU whose used memory at each reading the test gives."""
 
     def __init__(self, *used: int | None, total: int = 100) -> None:
         self.error: str | None = None
@@ -42,11 +42,11 @@ class BrokenGpus(FakeGpus):
 def wait_for(condition: Any) -> None:
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "waited 30 s in vain"
+        assert time.monotonic() < deadline, "the condition did not hold within 30 s"
         time.sleep(0.005)
 
 
-def test_one_sample_of_the_host() -> None:
+def test_a_sample_of_the_host_is_plausible() -> None:
     sample = Monitor().record()
     assert isinstance(sample, Sample)
     assert 0 < sample.host.process_memory < sample.host.memory_total
@@ -54,8 +54,8 @@ def test_one_sample_of_the_host() -> None:
     assert sample.devices == ()
 
 
-def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "usable_memory", lambda: (8 * GIB, 5 * GIB))
+def test_memory_is_limited_by_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "usable_memory", lambda: (8 * GIB, 5 * GIB))
     monitor = Monitor()
     sample = monitor.record().host
     assert (sample.memory_used, sample.memory_total) == (3 * GIB, 8 * GIB)
@@ -63,7 +63,8 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_cpu_share_is_measured_from_any_thread() -> None:
-    monitor, before = Monitor(), sum(psutil.cpu_times())
+    monitor = Monitor()
+    before = sum(psutil.cpu_times())
     until = time.monotonic() + 0.5
     while time.monotonic() < until:  # keep a core busy
         pass
@@ -91,7 +92,7 @@ def test_the_thread_samples_until_it_is_stopped() -> None:
     assert monitor.summary()["samples"] == readings
 
 
-def test_it_can_be_started_twice_and_again() -> None:
+def test_the_monitor_can_be_started_twice_and_restarted() -> None:
     gpus = FakeGpus(10)
     monitor = Monitor(interval_s=0.001, gpus=gpus)
     assert monitor.start() is monitor.start()
@@ -143,7 +144,7 @@ def test_the_fields_of_a_monitor_event() -> None:
     json.dumps(fields)
 
 
-def test_event_fields_read_anew_only_while_no_thread_does() -> None:
+def test_event_fields_take_a_sample_only_without_a_thread() -> None:
     gpus = FakeGpus(10)
     monitor = Monitor(interval_s=60, gpus=gpus)
     monitor.event_fields()
@@ -156,28 +157,20 @@ def test_event_fields_read_anew_only_while_no_thread_does() -> None:
     monitor.stop()
 
 
-def test_it_warns_once_per_crossing() -> None:
+def test_memory_above_the_limit_is_warned_of_once() -> None:
     warnings: list[str] = []
-    used = (
-        50,
-        95,
-        99,
-        93,
-        96,
-        80,
-        97,
-        97,
-    )  # 93 is under the limit, but not far enough to count the next as a crossing
+    # 93 is below the limit, but not far enough to arm the warning again.
+    used = (50, 95, 99, 93, 96, 80, 97, 97)
     monitor = Monitor(gpus=FakeGpus(*used, total=100), memory_warning=0.95, on_warning=warnings.append)
-    seen = []
+    num_warnings = []
     for _ in used:
         monitor.record()
-        seen.append(len([warning for warning in warnings if "GPU 0" in warning]))
-    assert seen == [0, 1, 1, 1, 1, 1, 2, 2]
+        num_warnings.append(len([warning for warning in warnings if "GPU 0" in warning]))
+    assert num_warnings == [0, 1, 1, 1, 1, 1, 2, 2]
     assert "95% full" in warnings[0]
 
 
-def test_it_warns_of_the_host_memory() -> None:
+def test_host_memory_is_warned_of_too() -> None:
     warnings: list[str] = []
     monitor = Monitor(memory_warning=1e-9, on_warning=warnings.append)
     monitor.record()
@@ -186,19 +179,19 @@ def test_it_warns_of_the_host_memory() -> None:
     assert "host memory" in warnings[0]
 
 
-def test_a_device_that_tells_nothing_is_no_error() -> None:
+def test_a_gpu_without_values_is_no_error() -> None:
     monitor = Monitor(gpus=FakeGpus(None))
     monitor.record()
     assert "memory_used" not in monitor.summary()["devices"][0]
 
 
-def test_an_error_of_the_sampler_is_kept_and_does_not_end_it() -> None:
+def test_an_error_of_the_sampler_is_reported_and_does_not_end_it() -> None:
     warnings: list[str] = []
     gpus = FakeGpus(10)
     broken = BrokenGpus()
     monitor = Monitor(interval_s=0.001, gpus=broken, on_warning=warnings.append).start()
     wait_for(lambda: monitor.summary()["error"])
-    broken.read = gpus.read  # it comes back
+    broken.read = gpus.read  # the driver returns
     wait_for(lambda: monitor.summary()["samples"])
     monitor.stop()
     assert monitor.summary()["error"] == "OSError: the driver went away"
@@ -209,7 +202,7 @@ def test_an_error_in_event_fields_does_not_reach_the_training() -> None:
     assert Monitor(gpus=BrokenGpus()).event_fields() == {"host": {}, "devices": []}
 
 
-def test_a_receiver_of_warnings_that_raises_is_kept_too() -> None:
+def test_an_error_of_the_warning_receiver_is_reported() -> None:
     def refuse(message: str) -> None:
         raise RuntimeError("no mail today")
 
@@ -218,8 +211,9 @@ def test_a_receiver_of_warnings_that_raises_is_kept_too() -> None:
     assert monitor.summary()["error"] == "on_warning raised RuntimeError: no mail today"
 
 
-def test_a_driver_that_hangs_does_not_hold_up_the_summary() -> None:
-    entered, release = threading.Event(), threading.Event()
+def test_a_driver_that_hangs_does_not_block_the_summary() -> None:
+    entered = threading.Event()
+    release = threading.Event()
 
     class HangingGpus(FakeGpus):
         def read(self) -> tuple[DeviceSample, ...]:
@@ -234,7 +228,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_summary() -> None:
     monitor.stop()
 
 
-def test_info_of_the_machine() -> None:
+def test_info_describes_the_machine() -> None:
     info = Monitor(gpus=FakeGpus(10, total=80 * GIB)).info()
     assert info["devices"] == [{"index": 0, "name": "Fake 1", "memory_total": 80 * GIB}]
     assert info["driver"] == "555.1"
@@ -243,7 +237,7 @@ def test_info_of_the_machine() -> None:
     assert info["memory_total"] > 0
 
 
-def test_a_gpu_that_is_not_there_is_named_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_named_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     monitor = Monitor(gpu_indices=(7, 1, "GPU-cccc"))
     assert [device.index for device in monitor.record().devices] == [1]

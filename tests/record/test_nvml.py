@@ -1,4 +1,4 @@
-"""What NVML gives is read by index and by uuid; what it does not give is None."""
+"""Tests of reading NVML by index and by UUID; values that NVML lacks are None."""
 
 import sys
 
@@ -9,7 +9,7 @@ from orchestrator.types import GIB
 from tests.support.fake_nvml import fake_nvml
 
 
-def test_nvml_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     gpus = NvmlGpus((0, "GPU-bbbb"))
     assert gpus.error is None
@@ -18,7 +18,7 @@ def test_nvml_by_index_and_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == DeviceSample(0, "Card 0", 4 * GIB, 80 * GIB, 3 * GIB, 0, 7, 61, 250.0)
 
 
-def test_what_nvml_does_not_give_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_nvml_lacks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "Name",
         "MemoryInfo",

@@ -1,4 +1,4 @@
-"""Events become the numbers that trackers show."""
+"""Tests of the numbers that trackers show of events."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from orchestrator.record.scalars import scalars
 
 
-def test_step_events() -> None:
+def test_numbers_of_a_step_event() -> None:
     event = {
         "event": "step",
         "time": 1.0,

@@ -1,4 +1,4 @@
-"""What people see: a bar on a terminal, few plain lines elsewhere, trouble in one line, and nothing that hurts the run."""
+"""Tests of the output of a run: a bar on a terminal, few plain lines elsewhere, and no harm to the run."""
 
 import io
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.record.screen import Screen, _make_bar, _BarState
+from orchestrator.record.screen import Screen, _BarState, _make_bar
 
 ESCAPE = "\x1b"
 
@@ -83,7 +83,7 @@ def test_piped_output_is_plain_and_short() -> None:
     assert lines[-1] == "warning: slow disk"
 
 
-def test_piped_lines_of_a_resumed_run_go_on_from_its_step() -> None:
+def test_piped_lines_of_a_resumed_run_continue_from_its_step() -> None:
     screen, out = piped()
     screen(start(100, first=45))
     for number in range(46, 101):
@@ -138,10 +138,10 @@ def test_the_bar_shows_step_loss_speed_memory_and_time() -> None:
     screen(END)
     last = drawn_lines(out.getvalue())[-1]
     assert re.search(r"50/100 .* loss 0\.1523  1\.3k samples/s  3\.0 GiB [-\d:]+", last)
-    assert out.getvalue().endswith(f"{ESCAPE}[?25h")  # the cursor is given back
+    assert out.getvalue().endswith(f"{ESCAPE}[?25h")  # the cursor is visible again
 
 
-def test_host_memory_is_shown_without_gpus_and_tokens_where_they_are_counted() -> None:
+def test_without_gpus_host_memory_is_shown_and_tokens_if_counted() -> None:
     screen, out = piped()
     screen(start(2))
     screen({"event": "monitor", "host": {"process_memory": 2**30}, "devices": []})
@@ -149,7 +149,7 @@ def test_host_memory_is_shown_without_gpus_and_tokens_where_they_are_counted() -
     assert out.getvalue().strip() == "epoch 1  step 1/2  loss 0.1523  16.4k tokens/s  1.0 GiB"
 
 
-def test_the_speed_forgets_the_first_steps() -> None:
+def test_the_speed_is_that_of_the_last_steps() -> None:
     screen, out = piped()
     screen(start(1000))
     screen(step(1, seconds=60.0))  # compiling
@@ -158,27 +158,26 @@ def test_the_speed_forgets_the_first_steps() -> None:
     assert out.getvalue().splitlines()[-1].endswith("64 samples/s")
 
 
-def test_an_evaluation_stands_above_the_bar() -> None:
+def test_an_evaluation_is_a_line_above_the_bar() -> None:
     screen, out = terminal()
     screen(start(100))
     screen(step(69))
     screen(EVALUATE)
     screen(END)
     lines = drawn_lines(out.getvalue())
-    assert (
-        lines.index(next(line for line in lines if "validation loss 0.1523  accuracy 0.9617  ★ best" in line))
-        < len(lines) - 1
-    )
+    text = "validation loss 0.1523  accuracy 0.9617  ★ best"
+    evaluation = next(index for index, line in enumerate(lines) if text in line)
+    assert evaluation < len(lines) - 1
     assert "69/100" in lines[-1]
 
 
-def test_an_evaluation_that_is_not_the_best() -> None:
+def test_only_the_best_evaluation_has_a_star() -> None:
     screen, out = piped()
     screen({**EVALUATE, "best": False, "metrics": {"accuracy": "nan", "note": "text"}})
     assert out.getvalue().strip() == "epoch 4  step 69  validation loss 0.1523  accuracy nan"
 
 
-TROUBLE = [
+WARNINGS = [
     ({"event": "warning", "kind": "disk", "message": "the disk is slow"}, "warning: the disk is slow"),
     ({"event": "failure", "kind": "worker", "message": "rank 1 died"}, "rank 1 died ..."),
     (
@@ -205,7 +204,7 @@ TROUBLE = [
     ),
     (
         {"event": "oom", "step": 12, "micro_batch": 32, "next_micro_batch": 16, "where": "backward"},
-        "out of memory at step 12 (backward) with a micro-batch of 32; going on with 16",
+        "out of memory at step 12 (backward) with a micro-batch of 32; continuing with 16",
     ),
     (
         {"event": "oom", "step": 2, "micro_batch": 1, "next_micro_batch": None, "where": "forward"},
@@ -227,8 +226,8 @@ TROUBLE = [
 ]
 
 
-@pytest.mark.parametrize(("event", "text"), TROUBLE)
-def test_trouble_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("event", "text"), WARNINGS)
+def test_a_warning_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
     screen, out = piped(width=120)
     screen(event)
     assert text in out.getvalue()
@@ -238,7 +237,7 @@ def test_trouble_is_one_yellow_line(event: dict[str, Any], text: str) -> None:
     assert text in without_escapes(out.getvalue())
 
 
-def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
+def test_a_recovery_takes_two_lines_and_the_steps_continue() -> None:
     screen, out = piped()
     screen(start(100))
     screen(step(40))
@@ -269,8 +268,8 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     )
     screen(step(36))
     screen({"event": "failure", "kind": "killed", "rank": 0, "step": 36, "final": True})
-    told = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
-    assert told == [
+    lines = [line.split("  loss")[0] for line in out.getvalue().splitlines()]
+    assert lines == [
         "epoch 1  step 40/100",
         "step 40: host 1 was lost ...",
         "recovered in 12.3 s on 2 workers at step 35, 5 steps repeated",
@@ -278,9 +277,9 @@ def test_a_recovery_is_told_in_two_lines_and_the_steps_go_on() -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [piped, terminal])
-def test_text_from_outside_is_neither_markup_nor_control(make: Any) -> None:
-    screen, out = make(width=120)
+@pytest.mark.parametrize("open_screen", [piped, terminal])
+def test_text_from_outside_is_neither_markup_nor_control(open_screen: Any) -> None:
+    screen, out = open_screen(width=120)
     screen.banner([("[red]task[/red]", "[/oops] [bold]x")], "[link=http://x]title")
     screen({"event": "warning", "message": f"[/nope] [blink]a{ESCAPE}[2Jb\nc\rd :smile:"})
     screen({**EVALUATE, "metrics": {"[red]acc": 0.5}})
@@ -312,7 +311,7 @@ def test_the_banner_is_a_panel_on_a_terminal() -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_the_banner_is_plain_where_it_is_piped() -> None:
+def test_the_banner_is_plain_in_a_pipe() -> None:
     screen, out = piped()
     screen.banner([("processes", "4"), ("folder", "results/digits-1")], title="expert-orchestrator 0.1.0")
     assert out.getvalue() == "expert-orchestrator 0.1.0\n  processes  4\n  folder     results/digits-1\n"
@@ -322,7 +321,7 @@ def test_quiet_shows_nothing() -> None:
     out = io.StringIO()
     screen = Screen(Console(file=out, force_terminal=True), quiet=True)
     screen.banner([("a", "b")], "title")
-    for event in (start(2), step(1), EVALUATE, TROUBLE[0][0], END):
+    for event in (start(2), step(1), EVALUATE, WARNINGS[0][0], END):
         screen(event)
     screen.close()
     assert out.getvalue() == ""
@@ -353,14 +352,14 @@ def test_a_display_that_fails_does_not_end_the_run(
     def fail(*arguments: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr(screen._console, "print", fail)
+    monkeypatch.setattr(screen._display.console, "print", fail)
     for number in (1, 2, 3):
         screen(step(number))
     assert len(caplog.records) == 1
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
-def test_events_it_does_not_know_and_odd_values_are_harmless(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_events_and_odd_values_are_harmless(caplog: pytest.LogCaptureFixture) -> None:
     screen, out = piped()
     screen({"event": "comet"})
     screen({"event": "monitor", "devices": None, "host": None})
@@ -372,7 +371,7 @@ def test_events_it_does_not_know_and_odd_values_are_harmless(caplog: pytest.LogC
 
 
 class SpyFile(io.StringIO):
-    """Notes which threads write."""
+    """A file that records the threads that write to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,21 +383,21 @@ class SpyFile(io.StringIO):
 
 
 def test_a_step_draws_nothing_itself() -> None:
-    """The cost of a step event is that of a few assignments: drawing is left to rich's thread, eight times a second."""
+    """A step event costs a few assignments: rich's thread draws, eight times per second."""
     out = SpyFile()
     screen = Screen(Console(file=out, force_terminal=True, width=80))
     screen(start(100_000))
     out.writers.clear()
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     for number in range(1, 5001):
         screen(step(number))
-    spent_us = (time.perf_counter() - began) / 5000 * 1e6
+    spent_us = (time.perf_counter() - start_s) / 5000 * 1e6
     assert threading.get_ident() not in out.writers
-    assert spent_us < 500  # about 2 on a quiet machine; this bound only catches drawing in place
+    assert spent_us < 500  # about 2 on a quiet machine; this bound only catches drawing in the step
     screen.close()
 
 
-def test_a_second_start_begins_a_new_bar_and_close_may_be_repeated() -> None:
+def test_a_second_start_opens_a_new_bar_and_close_may_be_repeated() -> None:
     screen, out = terminal()
     screen(start(10))
     screen(step(7))

@@ -1,4 +1,4 @@
-"""The outcome of a run, counted from its events: failures, recoveries, what was lost and what it cost."""
+"""Tests of the summary of a run from its events: failures, recoveries, lost steps, goodput."""
 
 from typing import Any
 
@@ -41,15 +41,15 @@ BEGIN = [start(0, 0), *steps(1, 40, 0), FAILURE]
 AFTER = steps(36, 45, 50, loss=2.0)
 END = at(61, "end", status="completed", reason="all steps done", steps=45, seconds=11.0)
 ORDERS = {
-    "told before the start": [*BEGIN, recovery(50, 35), start(50, 35), *AFTER, END],
-    "told after the start": [*BEGIN, start(50, 35), recovery(50, 35), *AFTER, END],
-    "told after some steps": [*BEGIN, start(50, 35), *AFTER[:3], recovery(53, 35), *AFTER[3:], END],
+    "recovery before start": [*BEGIN, recovery(50, 35), start(50, 35), *AFTER, END],
+    "recovery after start": [*BEGIN, start(50, 35), recovery(50, 35), *AFTER, END],
+    "recovery after some steps": [*BEGIN, start(50, 35), *AFTER[:3], recovery(53, 35), *AFTER[3:], END],
     "without new processes": [*BEGIN, recovery(50, 35), *AFTER, END],
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_recovery_counts_once_whenever_it_is_told(order: str) -> None:
+def test_a_recovery_counts_once_wherever_it_is_recorded(order: str) -> None:
     summary = summarise(ORDERS[order])
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (1, 1, 5)
     assert summary["goodput"] == pytest.approx(45 / (50 + 10))
@@ -58,15 +58,15 @@ def test_a_recovery_counts_once_whenever_it_is_told(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_was_undone_is_gone(order: str) -> None:
-    events = [
-        event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40
-    ]  # ends before it has caught up
-    assert [event["step"] for event in by_step(effective_events(events))] == list(range(1, 38))
-    assert [event["loss"] for event in by_step(effective_events(events))][-3:] == [1.0, 2.0, 2.0]
+def test_discarded_steps_are_gone(order: str) -> None:
+    # The run ends before it has caught up.
+    events = [event for event in ORDERS[order] if event.get("step", 0) < 38 or event["time"] <= 40]
+    steps = by_step(effective_events(events))
+    assert [step["step"] for step in steps] == list(range(1, 38))
+    assert [step["loss"] for step in steps][-3:] == [1.0, 2.0, 2.0]
 
 
-def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
+def test_a_resume_by_the_user_counts_as_a_recovery() -> None:
     again = [
         start(500, 35),
         *steps(36, 45, 500),
@@ -74,13 +74,13 @@ def test_a_restart_by_hand_is_a_recovery_of_its_own() -> None:
     ]
     summary = summarise([start(0, 0), *steps(1, 40, 0), *again])
     assert (summary["failures"], summary["recoveries"], summary["lost_steps"]) == (0, 1, 5)
-    assert summary["seconds"] == 40 + 11  # the pause between the two is nobody's
-    mixed = summarise([*ORDERS["told before the start"], start(500, 45), *steps(46, 50, 500)])
+    assert summary["seconds"] == 40 + 11  # without the pause between the two
+    mixed = summarise([*ORDERS["recovery before start"], start(500, 45), *steps(46, 50, 500)])
     assert mixed["recoveries"] == 2
     assert mixed["status"] == "killed"  # an earlier end says nothing about this one
 
 
-def test_two_recoveries_to_the_same_step() -> None:
+def test_two_recoveries_to_the_same_step_count_twice() -> None:
     twice = [
         *BEGIN,
         recovery(50, 35),
@@ -98,8 +98,8 @@ def test_two_recoveries_to_the_same_step() -> None:
     assert len(split_sessions(twice)) == 1
 
 
-def test_running_out_of_memory_is_a_recovery_too() -> None:
-    assert summarise([*ORDERS["told before the start"], at(70, "oom", step=45)])["recoveries"] == 2
+def test_running_out_of_memory_counts_as_a_recovery() -> None:
+    assert summarise([*ORDERS["recovery before start"], at(70, "oom", step=45)])["recoveries"] == 2
 
 
 def test_a_final_failure_counts_and_is_not_recovered_from() -> None:
@@ -110,11 +110,11 @@ def test_a_final_failure_counts_and_is_not_recovered_from() -> None:
     assert (summary["failures"], summary["recoveries"], summary["status"]) == (1, 0, "failed")
 
 
-def test_fewer_workers_after_a_recovery() -> None:
+def test_workers_are_those_after_the_last_recovery() -> None:
     assert summarise([*BEGIN, recovery(50, 35, workers=1), *AFTER])["workers"] == 1
 
 
-def test_lines_that_a_killed_writer_lost_are_known_to_the_recovery() -> None:
+def test_lost_steps_include_lines_that_a_killed_writer_lost() -> None:
     assert summarise([*BEGIN, recovery(50, 35, lost=7), start(50, 35), *AFTER])["lost_steps"] == 7
 
 
@@ -132,12 +132,10 @@ def exchange(step: int, count: int, size: float) -> Event:
     return at(step, "exchange", step=step, steps=count, bytes=size, seconds=size / 1000, rows=7)
 
 
-def test_imbalance_and_exchange_of_hosts() -> None:
+def test_imbalance_and_exchange_of_expert_parallel_hosts() -> None:
     begin = start(0, 0) | {"strategy": "expert_parallel"}
-    early = [
-        load(1, 600, 0, 0),
-        load(2, 0, 0, 200),
-    ]  # the gate settles: the second half is told, as in the report
+    # The gate settles: the summary counts the second half, as the report does.
+    early = [load(1, 600, 0, 0), load(2, 0, 0, 200)]
     events = [
         begin,
         PLACED,
@@ -156,8 +154,8 @@ def test_imbalance_and_exchange_of_hosts() -> None:
     )
 
 
-def test_steps_that_are_done_again_count_once() -> None:
-    """Loads and exchanges past the step that a recovery went back to are gone with their steps."""
+def test_loads_of_repeated_steps_count_once() -> None:
+    """A recovery discards loads and exchanges past its step, like the steps themselves."""
     before = [PLACED, load(35, 6, 3, 2), load(40, 600, 0, 0), exchange(35, 1, 10), exchange(40, 1, 999)]
     again = [PLACED | {"step": 35}, load(40, 6, 3, 2), exchange(40, 1, 10)]
     begin = [
@@ -167,19 +165,14 @@ def test_steps_that_are_done_again_count_once() -> None:
     assert (summary["imbalance"], summary["exchange_bytes_per_step"]) == (1.0, 10)
 
 
-def test_without_hosts_there_is_nothing_to_say_of_them() -> None:
+def test_without_hosts_their_figures_are_none() -> None:
     summary = summarise(ORDERS["without new processes"])
     assert {
         summary[name] for name in ("imbalance", "exchange_bytes_per_step", "exchange_seconds_per_step")
     } == {None}
 
 
-def test_nothing_recorded_is_nothing_claimed() -> None:
+def test_without_events_nothing_is_claimed() -> None:
     summary = summarise([])
-    assert (
-        summary["status"],
-        summary["steps"],
-        summary["goodput"],
-        summary["seconds"],
-        summary["workers"],
-    ) == ("killed", 0, None, 0, None)
+    names = ("status", "steps", "goodput", "seconds", "workers")
+    assert [summary[name] for name in names] == ["killed", 0, None, 0, None]

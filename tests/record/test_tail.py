@@ -1,4 +1,4 @@
-"""Following a record that another process writes: every event once and in order, whatever happens to the file."""
+"""Tests of following another process's event log: every event once, in order, whatever happens to the file."""
 
 import io
 import json
@@ -36,42 +36,45 @@ def steps(events: list[Event]) -> list[int]:
 
 
 def test_a_file_may_appear_later_and_grow(path: Path) -> None:
-    heard: list[Event] = []
-    follower = Follower(path, [heard.append])
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
     assert follower.poll() == 0
     append(path, line(1) + line(2))
     assert follower.poll() == 2
     assert follower.poll() == 0
     append(path, line(3))
     assert follower.poll() == 1
-    assert steps(heard) == [1, 2, 3]
+    assert steps(received) == [1, 2, 3]
 
 
-def test_each_reader_hears_every_event_in_order(path: Path) -> None:
-    heard: list[tuple[str, int]] = []
+def test_each_listener_gets_every_event_in_order(path: Path) -> None:
+    received: list[tuple[str, int]] = []
     follower = Follower(
         path,
-        [lambda event: heard.append(("a", event["step"])), lambda event: heard.append(("b", event["step"]))],
+        [
+            lambda event: received.append(("a", event["step"])),
+            lambda event: received.append(("b", event["step"])),
+        ],
     )
     append(path, line(1) + line(2))
     follower.poll()
-    assert heard == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert received == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
 @pytest.mark.parametrize("cut", range(1, len(line(2))))
 def test_a_torn_line_waits_for_its_rest(path: Path, cut: int) -> None:
-    heard: list[Event] = []
-    follower = Follower(path, [heard.append])
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
     append(path, line(1) + line(2)[:cut])
     assert follower.poll() == 1
     append(path, line(2)[cut:])
     assert follower.poll() == 1
-    assert steps(heard) == [1, 2]
+    assert steps(received) == [1, 2]
 
 
-def test_a_torn_line_that_the_next_writer_cuts_off_is_never_heard(path: Path) -> None:
-    heard: list[Event] = []
-    follower = Follower(path, [heard.append])
+def test_a_torn_line_that_the_next_writer_cuts_off_is_never_passed_on(path: Path) -> None:
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
     append(path, line(1) + b'{"event": "step", "step": 2, "loss": 0.123456789')
     follower.poll()
     log = EventLog(path)  # cuts
@@ -79,69 +82,71 @@ def test_a_torn_line_that_the_next_writer_cuts_off_is_never_heard(path: Path) ->
     log.write("start", step=0)
     log.close()
     follower.poll()
-    assert [event["event"] for event in heard] == ["step", "start"]
+    assert [event["event"] for event in received] == ["step", "start"]
 
 
-def test_following_may_begin_where_an_earlier_process_stopped(path: Path) -> None:
+def test_following_may_start_at_an_offset(path: Path) -> None:
     append(path, line(1) + line(2) + b'{"event": "st')
-    heard: list[Event] = []
-    follower = Follower(path, [heard.append], from_offset=path.stat().st_size)  # in the middle of a torn line
+    received: list[Event] = []
+    follower = Follower(
+        path, [received.append], from_offset=path.stat().st_size
+    )  # in the middle of a torn line
     assert whole_line_bytes(path) == len(line(1) + line(2))
     log = EventLog(path)
-    log.write("step", step=3, note="longer than what was cut off")
+    log.write("step", step=3, note="longer than the torn line")
     log.close()
     follower.poll()
-    assert steps(heard) == [3]
+    assert steps(received) == [3]
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(path: Path) -> None:
-    heard: list[Event] = []
+    received: list[Event] = []
     append(path, line(1) + line(2))
-    follower = Follower(path, [heard.append])
+    follower = Follower(path, [received.append])
     follower.poll()
-    beside = path.with_name("new")
-    beside.write_bytes(line(7))
-    os.replace(beside, path)
+    replacement = path.with_name("new")
+    replacement.write_bytes(line(7))
+    os.replace(replacement, path)
     follower.poll()
-    assert steps(heard) == [1, 2, 7]
+    assert steps(received) == [1, 2, 7]
 
 
 @pytest.mark.parametrize("odd", [b"\n", b"no json\n", b"[1]\n", b"\xff\xfe\n", b'{"step": 3}\n'])
-def test_lines_that_are_no_events_are_passed_over(path: Path, odd: bytes) -> None:
-    heard: list[Event] = []
+def test_lines_that_are_no_events_are_skipped(path: Path, odd: bytes) -> None:
+    received: list[Event] = []
     append(path, line(1) + odd + line(2))
-    assert Follower(path, [heard.append]).poll() == 2
-    assert steps(heard) == [1, 2]
+    assert Follower(path, [received.append]).poll() == 2
+    assert steps(received) == [1, 2]
 
 
-def test_a_reader_that_raises_ends_neither_the_following_nor_the_others(
+def test_a_listener_that_raises_stops_neither_the_follower_nor_the_others(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[Event] = []
-    seen: list[int] = []
+    received: list[Event] = []
+    called: list[int] = []
 
-    def odd_one(event: Event) -> None:
-        seen.append(event["step"])
+    def failing_listener(event: Event) -> None:
+        called.append(event["step"])
         if event["step"] != 2:
             raise KeyError("loss")
 
     append(path, line(1) + line(2) + line(3))
     with caplog.at_level(logging.WARNING, logger="orchestrator"):
-        assert Follower(path, [odd_one, heard.append]).poll() == 3
-    assert steps(heard) == seen == [1, 2, 3]
+        assert Follower(path, [failing_listener, received.append]).poll() == 3
+    assert steps(received) == called == [1, 2, 3]
     assert len(caplog.records) == 1
-    assert "odd_one" in caplog.text
+    assert "failing_listener" in caplog.text
 
 
-def test_closing_hands_on_what_is_left(path: Path) -> None:
-    heard: list[Event] = []
-    follower = Follower(path, [heard.append])
+def test_close_passes_on_the_remaining_events(path: Path) -> None:
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
     append(path, line(1))
     follower.close()
     append(path, line(2))
     assert follower.poll() == 0
     follower.close()
-    assert steps(heard) == [1]
+    assert steps(received) == [1]
 
 
 def test_a_run_is_finished_until_it_starts_again(path: Path) -> None:
@@ -177,8 +182,8 @@ def test_the_screen_shows_a_run_of_another_process(path: Path) -> None:
     out = io.StringIO()
     screen = Screen(Console(file=out, force_terminal=False, width=80))
     screen.banner([("processes", "2")], "run")
-    heard: list[Event] = []
-    follower = Follower(path, [screen, heard.append])
+    received: list[Event] = []
+    follower = Follower(path, [screen, received.append])
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) as writer:
         end = time.monotonic() + 60
         while not follower.finished and time.monotonic() < end:
@@ -186,7 +191,7 @@ def test_the_screen_shows_a_run_of_another_process(path: Path) -> None:
             time.sleep(0.003)
         writer.wait()
     follower.close()
-    assert [event["step"] for event in heard if event["event"] == "step"] == list(range(1, 201))
+    assert [event["step"] for event in received if event["event"] == "step"] == list(range(1, 201))
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["run", "  processes  2"]
     assert lines[2].startswith("epoch 1  step 1/200  loss 1")

@@ -1,4 +1,4 @@
-"""Trouble in one line."""
+"""Tests of the one-line texts of failures and recoveries."""
 
 from typing import Any
 
@@ -17,6 +17,7 @@ FAILURES: list[tuple[dict[str, Any], str]] = [
         {"kind": "resources", "message": "10.0.0.2 is gone", "rank": None, "step": 4},
         "step 4: 10.0.0.2 is gone",
     ),
+    ({"message": " \n"}, "failure"),
     ({}, "failure"),
 ]
 RECOVERIES: list[tuple[dict[str, Any], str]] = [
@@ -39,10 +40,10 @@ RECOVERIES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "text"), FAILURES)
-def test_a_failure(fields: dict[str, Any], text: str) -> None:
+def test_failure_text(fields: dict[str, Any], text: str) -> None:
     assert failure_text({"event": "failure", **fields}) == text
 
 
 @pytest.mark.parametrize(("fields", "text"), RECOVERIES)
-def test_a_recovery(fields: dict[str, Any], text: str) -> None:
+def test_recovery_text(fields: dict[str, Any], text: str) -> None:
     assert recovery_text({"event": "recovery", **fields}) == text

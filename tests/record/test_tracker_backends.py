@@ -1,4 +1,4 @@
-"""Every tracker keeps the same contract, the fake of the other tests too."""
+"""Contract tests of every tracker, including the fake of the other tests."""
 
 import importlib.util
 import json
@@ -14,9 +14,9 @@ import pytest
 from orchestrator.errors import UserError
 from orchestrator.record.tracker_backends import (
     FACTORIES,
-    TrackerFactory,
     MLflow,
     TensorBoard,
+    TrackerFactory,
     WeightsAndBiases,
     find_factories,
 )
@@ -45,20 +45,23 @@ def read_wandb(tracker: Any, run_dir: Path) -> tuple[dict[str, Points], str]:
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # offline, finish() returns a moment before the last lines are on disk; the end of a process waits, as this does
+    # Offline, finish() returns shortly before the last lines are on disk. The end of a process
+    # waits for them, and so does teardown.
+    wandb.teardown()
     (run_file,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    data, at = run_file.read_bytes(), 7  # a header, then records: checksum, length, kind, content
+    data = run_file.read_bytes()
+    offset = 7  # after the header; a record is checksum, length, kind, content
     points: dict[str, Points] = {}
-    while at < len(data):
-        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+    while offset < len(data):
+        end = offset + 7 + int.from_bytes(data[offset + 4 : offset + 6], "little")
         record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
-        record.ParseFromString(data[at + 7 : end])
+        record.ParseFromString(data[offset + 7 : end])
         row = {
             "".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
         }
         for name in (name for name in row if "/" in name):
             points.setdefault(name, []).append((row["step"], float(row[name])))
-        at = end
+        offset = end
     return points, (run_file.parent / "files" / "plan.txt").read_text()
 
 
@@ -90,7 +93,7 @@ KINDS: list[tuple[TrackerFactory, Reader]] = [
 
 
 @pytest.mark.parametrize(("factory", "read"), KINDS, ids=lambda kind: kind.__name__)
-def test_the_contract(
+def test_trackers_keep_the_contract(
     factory: TrackerFactory, read: Reader, tmp_path: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "results" / "run-1"
@@ -104,15 +107,14 @@ def test_the_contract(
     points, text = read(tracker, run_dir)
     assert sorted(points["train/loss"]) == [(1, 1.0), (2, 0.5), (2, 0.75), (3, 0.25)]
     assert points["validation/loss"] == [(3, 0.25)]
-    assert 0.5 in [
-        value for name, values in points.items() if name.startswith("validation/top") for _, value in values
-    ]
+    top = [values for name, values in points.items() if name.startswith("validation/top")]
+    assert 0.5 in [value for values in top for _, value in values]
     assert text == "two workers"
-    assert not list(elsewhere.iterdir()), "a tracker keeps to the run folder"
-    assert "".join(capfd.readouterr()) == "", "a tracker keeps off the screen"
+    assert not list(elsewhere.iterdir()), "a tracker writes to the run folder only"
+    assert "".join(capfd.readouterr()) == "", "a tracker prints nothing"
 
 
-def test_mlflow_goes_where_it_was_told_to(
+def test_mlflow_uses_the_tracking_uri_of_the_user(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
@@ -126,26 +128,26 @@ def test_mlflow_goes_where_it_was_told_to(
     assert len(mlflow.MlflowClient(uri).search_experiments(filter_string="name = 'expert-orchestrator'")) == 1
 
 
-def test_wandb_keeps_neither_the_command_nor_what_git_knows(
+def test_wandb_stores_neither_the_command_line_nor_git_data(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may hold a password, and W&B would upload it."""
     import wandb
 
-    wandb.teardown()  # it remembers what it was first set up with
+    wandb.teardown()  # it keeps its first settings
     (elsewhere / "train.py").write_text("TOKEN = 'x'\n")
     for command in ("init -q", "remote add origin https://me:canary-of-git@git.example/x", "add train.py"):
         subprocess.run(["git", *command.split()], check=True)
     subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"], check=True)
-    (elsewhere / "train.py").write_text("TOKEN = 'canary-that-was-changed'\n")
+    (elsewhere / "train.py").write_text("TOKEN = 'canary-uncommitted'\n")
     monkeypatch.setattr(sys, "argv", ["train.py", "--data-dir", "s3://me:canary-of-the-command@host/x"])
     tracker = WeightsAndBiases(tmp_path, "run-1", CONFIG)
     tracker.log(1, {"train/loss": 0.5})
     tracker.close()
     wandb.teardown()
-    kept = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
-    assert kept
-    assert not [path for path in kept if b"canary" in path.read_bytes()]
+    files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if b"canary" in path.read_bytes()]
 
 
 def test_wandb_without_a_key_does_not_ask_on_the_terminal(
@@ -158,7 +160,7 @@ def test_wandb_without_a_key_does_not_ask_on_the_terminal(
         WeightsAndBiases(tmp_path, "run-1", CONFIG)
 
 
-def test_unknown_and_missing_trackers_are_the_users_to_mend(
+def test_unknown_and_missing_trackers_are_user_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="'tensorbord'; known are tensorboard, wandb, mlflow"):

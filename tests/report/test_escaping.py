@@ -15,7 +15,7 @@ from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.svg import esc
 from orchestrator.report.sweep.page import sweep_page
 from tests.support.fake_run import FakeRun, run_events, write_run
-from tests.support.fake_sweep import FakeSweep, made
+from tests.support.fake_sweep import FakeSweep, write_record
 
 EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'
 KEYS = (
@@ -110,7 +110,7 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
         task=EVIL,
         settings={EVIL: EVIL},
     )
-    assert_harmless(sweep_page(made(tmp_path, sweep)))
+    assert_harmless(sweep_page(write_record(tmp_path, sweep)))
 
 
 def test_what_cannot_be_seen_is_shown_as_a_mark() -> None:

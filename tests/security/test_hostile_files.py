@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from orchestrator.cli.main import main
-from orchestrator.config.space import parse_space
+from orchestrator.config.space_parser import parse_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.redaction import MASK
 from tests.support.audit_writes import changes

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.cli.main import TrainOptions
-from orchestrator.config.reader import Resolved, dump, read_file, read_flags
+from orchestrator.cli.train import TrainOptions
+from orchestrator.config.flags import read_flags
+from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.writer import dump
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, read_events
 from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
@@ -35,11 +37,15 @@ from orchestrator.redaction import (
     secrets_of,
     longest_first,
 )
-from orchestrator.train.checkpoint.state import Progress, capture, restore
-from orchestrator.train.checkpoint.store import CheckpointStore, Contents, load
+from orchestrator.train.checkpoint.capture import capture
+from orchestrator.train.checkpoint.files import Contents, load
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.run_dir import planned_before, write_intentions
+from orchestrator.train.worker.run_dir import read_earlier_plan, write_config_and_plan
 from orchestrator.trainer import Trainer
 from tests.support.canaries import CANARIES, ENVIRONMENT, PASSWORD, URL, assert_none_in, leaky_task
 
@@ -302,17 +308,16 @@ def test_bytes_beneath_a_stream_are_masked_too() -> None:
 
 
 @pytest.fixture
-def learning() -> tuple[nn.Linear, torch.optim.Optimizer, Precision]:
+def learning() -> TrainState:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return model, optimizer, Precision("fp32", torch.device("cpu"))
+    return TrainState(model, optimizer, Precision("fp32", torch.device("cpu")))
 
 
-def saved(folder: Path, parts: Any, progress: Progress) -> Contents:
-    model, optimizer, precision = parts
-    contents = capture(model, optimizer, precision, progress, World.single_process())
+def saved(folder: Path, state: TrainState, progress: Progress) -> Contents:
+    contents = capture(state, progress, World.single_process())
     assert contents is not None
     return load(CheckpointStore(folder).save(progress.step, contents))
 
@@ -331,7 +336,7 @@ def test_a_word_that_is_a_secret_spoils_no_checkpoint(
     for name, value in WORDS.items():
         monkeypatch.setenv(name, value)
     was = Progress(step=3, position=5, samples=40, validation={"loss": 0.5})
-    assert restore(saved(tmp_path, learning, was), *learning) == was
+    assert restore(saved(tmp_path, learning, was), learning) == was
 
 
 def test_a_word_that_is_a_secret_spoils_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,8 +346,8 @@ def test_a_word_that_is_a_secret_spoils_no_plan(tmp_path: Path, monkeypatch: pyt
     argv = ["--task", "synthetic", *SIZES, "--gpu-mode", "cpu", "--run-dir", str(tmp_path / "run")]
     prepared = Trainer(config=read_flags(TrainOptions, argv, "orchestrator train")[1]).prepare()
     (tmp_path / "run").mkdir()
-    write_intentions(prepared, tmp_path / "run", {})
-    assert planned_before(tmp_path / "run")["batch_size"] == 8
+    write_config_and_plan(prepared, tmp_path / "run", {})
+    assert read_earlier_plan(tmp_path / "run")["batch_size"] == 8
 
 
 def test_secrets_of_who_asks_are_masked_where_they_are_not_known(
@@ -369,7 +374,7 @@ def test_secrets_of_who_asks_are_masked_where_they_are_not_known(
     assert set(prepared.secrets) == set(secrets_of({"A_KEY": CANARIES[3], "B_KEY": CANARIES[4]})), (
         "those that it holds, and no others"
     )
-    write_intentions(prepared, tmp_path, {})
+    write_config_and_plan(prepared, tmp_path, {})
     log = EventLog(tmp_path / "events.jsonl", secrets=prepared.hidden)
     log.write("warning", kind="data", message=f"nothing in /data/{CANARIES[3]}")
     log.close()

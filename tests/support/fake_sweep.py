@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.record.ledger import Ledger, TrialRow, SweepRecord, read_sweep_record
+from orchestrator.record.ledger import Ledger, SweepRecord, TrialRow, read_sweep_record
 from orchestrator.types import GIB, MIB
 
 GRID: Mapping[str, Sequence[Any]] = {
@@ -57,12 +57,12 @@ def write_sweep(
     ledger = Ledger(folder)
     ledger.begin(header(sweep, len(chosen)))
     for number, point in enumerate(chosen[: len(chosen) - sweep.left], start=1):
-        ledger.add(row(sweep, number, point))
+        ledger.add(trial_row(sweep, number, point))
     ledger.close()
     return folder
 
 
-def made(
+def write_record(
     folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
 ) -> SweepRecord:
     return read_sweep_record(write_sweep(folder, sweep, points))
@@ -94,9 +94,9 @@ def header(sweep: FakeSweep, trials: int) -> dict[str, Any]:
     }
 
 
-def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
+def trial_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
     """The row of a trial, ended as the sweep says."""
-    whole = measured(sweep, number, point)
+    whole = measured_row(sweep, number, point)
     if (whole.workers or 1) > sweep.devices:
         reason = f"needs {whole.workers} devices, the cluster has {sweep.devices}"
         return TrialRow(number, dict(point), "infeasible", reason)
@@ -111,7 +111,7 @@ def row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
     return whole
 
 
-def measured(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
+def measured_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
     chance = random.Random(f"{sweep.seed} {sorted(point.items())}")
     workers, batch, accumulation = (
         int(point.get("workers", 1)),

@@ -32,7 +32,7 @@ SPEEDS_DIFFER = 1.1
 
 
 @dataclass(frozen=True)
-class HostedLayer:
+class LayerLoad:
     """A layer's experts on their hosts. Times are multiples of the mean host's, None where there is nothing to go by."""
 
     index: int
@@ -57,16 +57,16 @@ class HostedLayer:
     @cached_property
     def shares(self) -> list[float]:
         """Each expert's part of the layer's size."""
-        whole = sum(self.placement.sizes)
-        return [size / whole for size in self.placement.sizes]
+        whole = sum(self.placement.row_costs)
+        return [size / whole for size in self.placement.row_costs]
 
 
 @dataclass(frozen=True)
-class Hosting:
+class HostLoad:
     """The last placement, and the second half of what was counted under it: how the gate settled, not how it began."""
 
     placement: RecordedPlacement
-    layers: list[HostedLayer]
+    layers: list[LayerLoad]
     steps: tuple[int, int] | None
     """First and last step that the measured figures speak of; None where nothing was counted."""
     measured: list[float] | None
@@ -89,7 +89,7 @@ class Hosting:
     @cached_property
     def detailed(self) -> bool:
         """Whether each expert can be shown by itself."""
-        experts = sum(layer.placement.experts for layer in self.layers)
+        experts = sum(layer.placement.num_experts for layer in self.layers)
         return len(self.layers) * len(self.hosts) <= MAX_BARS and experts <= MAX_SEGMENTS
 
     @cached_property
@@ -98,7 +98,7 @@ class Hosting:
         held = [
             sum(layer.shares[expert] for expert in experts)
             for layer in self.layers
-            for experts in layer.placement.held
+            for experts in layer.placement.experts_by_host
         ]
         return max(held, default=0.0) or 1.0
 
@@ -122,7 +122,7 @@ class Hosting:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """Per step: bytes and rows that went to other hosts, and seconds that the mean host waited for them."""
 
     bytes: float | None
@@ -133,44 +133,44 @@ class Exchange:
 
 
 @remembered
-def hosting(record: RunRecord) -> Hosting | None:
+def host_load(record: RunRecord) -> HostLoad | None:
     """The placement that the run ended with; None where there is none, or it names no layers."""
     placement, recent = settled_loads(record.events, record.loads) or (None, [])
     if placement is None or not placement.layers:
         return None
     rows = sum_counts(token_counts(event) for event in recent)
     work = [sum(layer) for layer in zip(*placement.work(rows), strict=True)]
-    predicted = [layer.predicted for layer in placement.layers]
+    predicted = [layer.predicted_times for layer in placement.layers]
     told, counted = sum(map(sum, rows)), placement.times(rows)
-    return Hosting(
+    return HostLoad(
         placement=placement,
         layers=[
-            HostedLayer(
+            LayerLoad(
                 index=index,
                 placement=layer,
-                use=_use(rows[index] if index < len(rows) else [], layer.experts),
-                measured=placement.against_mean(counted[index]) if index < len(counted) else None,
-                predicted=placement.against_mean(layer.predicted),
+                use=_use(rows[index] if index < len(rows) else [], layer.num_experts),
+                measured=placement.relative_times(counted[index]) if index < len(counted) else None,
+                predicted=placement.relative_times(layer.predicted_times),
             )
             for index, layer in enumerate(placement.layers)
         ],
         steps=(max(1, recent[0]["step"] - int(measurement(recent[0].get("steps")) or 1) + 1), recent[-1]["step"])
         if told
         else None,
-        measured=placement.against_mean([sum(host) for host in zip(*counted, strict=True)])
+        measured=placement.relative_times([sum(host) for host in zip(*counted, strict=True)])
         if counted
         else None,
-        predicted=placement.against_mean([sum(host) for host in zip(*predicted, strict=True)]),
+        predicted=placement.relative_times([sum(host) for host in zip(*predicted, strict=True)]),
         work=[host / sum(work) for host in work] if sum(work) else None,
-        slowest=imbalance(placement.waits(counted)),
+        slowest=imbalance(placement.layer_waits(counted)),
         imbalance=settled_imbalance(record.events, record.loads),
-        predicted_imbalance=imbalance(placement.waits(predicted)),
+        predicted_imbalance=imbalance(placement.layer_waits(predicted)),
         unplaced=_unplaced(placement, rows) / told if told else 0.0,
     )
 
 
 @remembered
-def exchange(record: RunRecord) -> Exchange | None:
+def exchange_cost(record: RunRecord) -> ExchangeCost | None:
     if not record.exchanges:
         return None
     sent, waited, rows = (mean_per_step(record.exchanges, name) for name in ("bytes", "seconds", "rows"))
@@ -178,7 +178,7 @@ def exchange(record: RunRecord) -> Exchange | None:
     step = sum(phase_seconds(record).values()) or (rate.step_s if rate else 0.0)
     if sent is None and waited is None and rows is None:
         return None
-    return Exchange(sent, waited, rows, waited / step if waited is not None and step else None)
+    return ExchangeCost(sent, waited, rows, waited / step if waited is not None and step else None)
 
 
 def ids_text(ids: Sequence[int]) -> str:
@@ -198,21 +198,21 @@ def slowest_text(measured: float | None, predicted: float | None, who: str = "sl
     return ", ".join(told)
 
 
-def span_text(found: Hosting) -> str:
+def span_text(found: HostLoad) -> str:
     """Where the measured figures come from."""
     return f"steps {found.steps[0]} to {found.steps[1]}" if found.steps else "no load was counted"
 
 
-def lost_text(found: Hosting) -> str:
+def lost_text(found: HostLoad) -> str:
     """What the figures leave out; empty where it is nothing."""
     return (
         f"{found.unplaced:.1%} of the rows went to experts whose host is not known" if found.unplaced else ""
     )
 
 
-def held_text(found: Hosting, place: int) -> str:
+def held_text(found: HostLoad, place: int) -> str:
     """How many experts a host holds: '8 per layer', '6 to 10 per layer'."""
-    many = sorted(len(layer.placement.held[place]) for layer in found.layers)
+    many = sorted(len(layer.placement.experts_by_host[place]) for layer in found.layers)
     return (
         plural(many[0], "expert", "experts") + " per layer"
         if many[0] == many[-1]
@@ -226,5 +226,5 @@ def _use(rows: Sequence[float], experts: int) -> list[float | None]:
 
 
 def _unplaced(placement: RecordedPlacement, rows: Sequence[Sequence[float]]) -> float:
-    known = sum(layer.unplaced(row) for layer, row in zip(placement.layers, rows, strict=False))
+    known = sum(layer.unplaced_rows(row) for layer, row in zip(placement.layers, rows, strict=False))
     return known + sum(map(sum, rows[len(placement.layers) :]))

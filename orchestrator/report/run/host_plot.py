@@ -22,9 +22,9 @@ from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
 from orchestrator.report.run.host_load import (
     HOST_DOUBLINGS,
     UNEVEN,
-    HostedLayer,
-    Hosting,
-    hosting,
+    LayerLoad,
+    HostLoad,
+    host_load,
     lost_text,
     slowest_text,
     span_text,
@@ -45,13 +45,13 @@ MAX_CELLS_NAMED = 40
 
 
 def hosts_figure(record: RunRecord) -> Figure | None:
-    found = hosting(record)
+    found = host_load(record)
     if found is None or len(found.hosts) < 2:
         return None
     return _by_expert(record, found) if found.detailed else _by_layer(record, found)
 
 
-def _by_expert(record: RunRecord, found: Hosting) -> Figure:
+def _by_expert(record: RunRecord, found: HostLoad) -> Figure:
     """A row per layer: which experts each host holds, and the time they take it."""
     rows, hosts = len(found.layers), len(found.hosts)
     figure = new_figure(rows * (BAR_IN * hosts + 0.42) + 1.5, _title(record))
@@ -74,11 +74,11 @@ def _by_expert(record: RunRecord, found: Hosting) -> Figure:
     return figure
 
 
-def _draw_experts(axes: Axes, found: Hosting, layer: HostedLayer) -> None:
+def _draw_experts(axes: Axes, found: HostLoad, layer: LayerLoad) -> None:
     dress(axes, f"Layer {layer.index}  {layer.name}".strip(), "")
     axes.grid(False, axis="y")
     colors, widest = warmth(), found.widest
-    for host, held in enumerate(layer.placement.held):
+    for host, held in enumerate(layer.placement.experts_by_host):
         left = 0.0
         for expert in held:
             share, use = layer.shares[expert], layer.use[expert]
@@ -106,7 +106,7 @@ def _draw_experts(axes: Axes, found: Hosting, layer: HostedLayer) -> None:
 
 
 def _draw_times(
-    axes: Axes, found: Hosting, measured: list[float] | None, predicted: list[float] | None
+    axes: Axes, found: HostLoad, measured: list[float] | None, predicted: list[float] | None
 ) -> None:
     """A host's time against the mean: the thick bar as measured, the thin one as predicted."""
     dress(axes, "", "")
@@ -136,7 +136,7 @@ def _label(axes: Axes, text: str) -> None:
     axes.set_xlabel(text, fontsize=8, color=MUTED, loc="right", labelpad=1)
 
 
-def _name_hosts(axes: Axes, found: Hosting, between: str) -> None:
+def _name_hosts(axes: Axes, found: HostLoad, between: str) -> None:
     every = -(-len(found.hosts) // MAX_NAMES)
     shown = range(0, len(found.hosts), every)
     axes.yaxis.set_ticks(
@@ -145,7 +145,7 @@ def _name_hosts(axes: Axes, found: Hosting, between: str) -> None:
     axes.set_ylim(len(found.hosts) - 0.5, -0.5)
 
 
-def _time_key(figure: Figure, found: Hosting) -> None:
+def _time_key(figure: Figure, found: HostLoad) -> None:
     from matplotlib.patches import Patch
 
     seen = [Patch(color=COLORS[0], label=f"measured, {span_text(found)}")] if found.steps else []
@@ -162,7 +162,7 @@ def _time_key(figure: Figure, found: Hosting) -> None:
     )
 
 
-def _use_key(figure: Figure, grid: Any, found: Hosting) -> None:
+def _use_key(figure: Figure, grid: Any, found: HostLoad) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -177,7 +177,7 @@ def _use_key(figure: Figure, grid: Any, found: Hosting) -> None:
     )
 
 
-def _by_layer(record: RunRecord, found: Hosting) -> Figure:
+def _by_layer(record: RunRecord, found: HostLoad) -> Figure:
     """A cell per host and layer, and the hosts over all layers beside it."""
     hosts = len(found.hosts)
     figure = new_figure(min(14.0, 0.3 * hosts) + 2.4, _title(record))
@@ -206,7 +206,7 @@ def _by_layer(record: RunRecord, found: Hosting) -> Figure:
     return figure
 
 
-def _draw_map(axes: Axes, found: Hosting) -> Any:
+def _draw_map(axes: Axes, found: HostLoad) -> Any:
     layers, hosts = found.layers, range(len(found.hosts))
     named = len(layers) <= MAX_CELLS_NAMED and len(hosts) <= MAX_CELLS_NAMED
     dress(axes, "Hosts and layers", "numbers are experts held" if named else "")
@@ -234,7 +234,7 @@ def _draw_map(axes: Axes, found: Hosting) -> Any:
     )
     if named:
         for column, layer in enumerate(layers):
-            for host, held in enumerate(layer.placement.held):
+            for host, held in enumerate(layer.placement.experts_by_host):
                 ink = "white" if abs(cells[host][column]) > 0.6 * HOST_DOUBLINGS else INK
                 axes.text(
                     column, host, str(len(held)), ha="center", va="center_baseline", fontsize=7.5, color=ink

@@ -8,12 +8,12 @@ from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
 from orchestrator.report.run.host_load import (
     HOST_DOUBLINGS,
     UNEVEN,
-    Exchange,
-    HostedLayer,
-    Hosting,
-    exchange,
+    ExchangeCost,
+    LayerLoad,
+    HostLoad,
+    exchange_cost,
     held_text,
-    hosting,
+    host_load,
     ids_text,
     lost_text,
     slowest_text,
@@ -37,7 +37,7 @@ STRONG = 0.6
 
 
 def living(record: RunRecord) -> str:
-    found, sent = hosting(record), exchange(record)
+    found, sent = host_load(record), exchange_cost(record)
     if found is not None and len(found.hosts) < 2:
         found = None
     if found is None and sent is None:
@@ -50,14 +50,14 @@ def living(record: RunRecord) -> str:
     )
 
 
-def _aside(found: Hosting | None) -> str:
+def _aside(found: HostLoad | None) -> str:
     if found is None:
         return ""
     placed = f", placed by {found.placement.method}" if found.placement.method else ""
     return found.placement.sentence or f"{plural(len(found.hosts), 'host', 'hosts')}{placed}"
 
 
-def _imbalance_tile(found: Hosting | None) -> list[tuple[str, str, str]]:
+def _imbalance_tile(found: HostLoad | None) -> list[tuple[str, str, str]]:
     if found is None or (found.imbalance is None and found.predicted_imbalance is None):
         return []
     predicted = (
@@ -70,7 +70,7 @@ def _imbalance_tile(found: Hosting | None) -> list[tuple[str, str, str]]:
     return [("imbalance", f"{found.imbalance:.2f}×", f"slowest of each step; {predicted}")]
 
 
-def _exchange_tiles(sent: Exchange | None) -> list[tuple[str, str, str]]:
+def _exchange_tiles(sent: ExchangeCost | None) -> list[tuple[str, str, str]]:
     if sent is None:
         return []
     tiles = []
@@ -83,7 +83,7 @@ def _exchange_tiles(sent: Exchange | None) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _pictures(found: Hosting) -> str:
+def _pictures(found: HostLoad) -> str:
     """A card per layer, or one card for all where there are too many experts to show each."""
     if not found.detailed:
         return f'<div class="grid one">{_map_card(found)}</div>{_map_key(found)}'
@@ -91,7 +91,7 @@ def _pictures(found: Hosting) -> str:
     return f'<div class="grid one">{cards}</div>{_experts_key(found)}'
 
 
-def _layer_card(found: Hosting, layer: HostedLayer) -> str:
+def _layer_card(found: HostLoad, layer: LayerLoad) -> str:
     cells = [_segments(layer, host, found.widest) for host in range(len(found.hosts))]
     told = slowest_text(layer.slowest, layer.predicted_imbalance)
     return _card(
@@ -105,15 +105,15 @@ def _card(title: str, beside: str, told: str, body: str) -> str:
     return f'<figure class="card chart"><figcaption>{esc(title)} {unit}{keys}</figcaption>{body}</figure>'
 
 
-def _segments(layer: HostedLayer, host: int, widest: float) -> str:
-    held = layer.placement.held[host]
+def _segments(layer: LayerLoad, host: int, widest: float) -> str:
+    held = layer.placement.experts_by_host[host]
     return (
         "".join(_segment(layer, expert, layer.shares[expert] / widest) for expert in held)
         or "<em>no expert</em>"
     )
 
 
-def _segment(layer: HostedLayer, expert: int, width: float) -> str:
+def _segment(layer: LayerLoad, expert: int, width: float) -> str:
     use = layer.use[expert]
     strength = doublings(use) / MAX_DOUBLINGS if use is not None else 0.0
     color = (
@@ -129,7 +129,7 @@ def _segment(layer: HostedLayer, expert: int, width: float) -> str:
     return f'<i{strong} style="width:{100 * width:.2f}%{color}" title="{about}">{label}</i>'
 
 
-def _map_card(found: Hosting) -> str:
+def _map_card(found: HostLoad) -> str:
     """A strip per host: its time in each layer."""
     height = ROW_PX if len(found.hosts) <= MANY_HOSTS else ROW_PX - 8
     times = [
@@ -153,7 +153,7 @@ def _map_card(found: Hosting) -> str:
 
 
 def _rows(
-    found: Hosting,
+    found: HostLoad,
     cells: Sequence[str],
     measured: list[float] | None,
     predicted: list[float] | None,
@@ -186,7 +186,7 @@ def _over(time: float) -> str:
     return ' class="over"' if time > UNEVEN else ""
 
 
-def _experts_key(found: Hosting) -> str:
+def _experts_key(found: HostLoad) -> str:
     scale = (
         '<div class="scale">an expert\'s rows: a quarter of the even share or less<i></i>four times or more</div>'
         if found.steps
@@ -195,14 +195,14 @@ def _experts_key(found: Hosting) -> str:
     return f'{scale}<p class="beside">Experts by number, as wide as their share of the layer\'s size. {_times_key(found)}</p>'
 
 
-def _map_key(found: Hosting) -> str:
+def _map_key(found: HostLoad) -> str:
     told = "as measured" if found.steps else "as predicted"
     scale = f'<div class="scale">time of a host in a layer, {told}: half the mean or less<i></i>twice or more</div>'
     why = "Hosts wait for the slowest in every layer, so that even totals may hide uneven layers."
     return f'{scale}<p class="beside">{_times_key(found)} {why}</p>'
 
 
-def _times_key(found: Hosting) -> str:
+def _times_key(found: HostLoad) -> str:
     measured = (
         f"from the rows of {span_text(found)}, orange above {UNEVEN:g}×; thin: as predicted"
         if found.steps
@@ -212,14 +212,14 @@ def _times_key(found: Hosting) -> str:
     return f"Bars: rows × size / speed of a host against the mean host (dashed), {measured}.{lost}"
 
 
-def _hosts_table(found: Hosting) -> str:
+def _hosts_table(found: HostLoad) -> str:
     body = "".join(_table_row(found, place) for place in range(len(found.hosts)))
     names = ("host", "device", "speed", "experts", "share of the work", "time / mean", "predicted")
     shown = " open" if len(found.hosts) <= MANY_HOSTS else ""
     return f'<details class="card"{shown}><summary>Hosts <small>{len(found.hosts)}</small></summary>{table(names, body)}</details>'
 
 
-def _table_row(found: Hosting, place: int) -> str:
+def _table_row(found: HostLoad, place: int) -> str:
     host = found.hosts[place]
     device = esc(" · ".join(part for part in (host.name, host.device) if part)) or "–"
     beside = esc(
@@ -243,8 +243,8 @@ def _speed(speed: float | None) -> str:
     return esc(flops_text(speed)) if speed >= MEASURED else f"{speed:g}, relative"
 
 
-def _held(found: Hosting, place: int) -> str:
+def _held(found: HostLoad, place: int) -> str:
     if not found.detailed:
         return held_text(found, place)
-    held = [(layer.index, ids_text(layer.placement.held[place]) or "none") for layer in found.layers]
+    held = [(layer.index, ids_text(layer.placement.experts_by_host[place]) or "none") for layer in found.layers]
     return "".join(f"<div>layer {index}: {ids}</div>" for index, ids in held)

@@ -33,7 +33,7 @@ SMOOTH_FROM = 30
 
 
 @dataclass(frozen=True)
-class Curve:
+class PanelCurve:
     label: str
     points: Points
     look: Look = "line"
@@ -45,7 +45,7 @@ class Panel:
     """One chart: its curves, and the steps worth marking on its x axis."""
 
     title: str
-    curves: tuple[Curve, ...]
+    curves: tuple[PanelCurve, ...]
     unit: str = ""
     x_label: str = "step"
     from_zero: bool = False
@@ -153,7 +153,7 @@ def _shown(record: RunRecord, found: Iterable[Panel]) -> list[Panel]:
     return [panel for panel in kept if panel.curves or panel.broken]
 
 
-def _has_number(curve: Curve) -> bool:
+def _has_number(curve: PanelCurve) -> bool:
     return any(not math.isnan(y) for _, y in curve.points)
 
 
@@ -163,13 +163,13 @@ def _points(pairs: Iterable[tuple[int, Any]]) -> Points:
     return [(x, y if abs(y) < HUGE else math.nan) for x, y in known]
 
 
-def _eased(label: str, points: Points, color: int = 0) -> tuple[Curve, ...]:
+def _eased(label: str, points: Points, color: int = 0) -> tuple[PanelCurve, ...]:
     """A noisy series: pale as it is, and strong as it runs on average."""
     if len(points) < SMOOTH_FROM:
-        return (Curve(label, points, "line", color),)
+        return (PanelCurve(label, points, "line", color),)
     return (
-        Curve(f"{label}, each step", decimate(points), "raw", color),
-        Curve(label, decimate(smooth(points)), "line", color),
+        PanelCurve(f"{label}, each step", decimate(points), "raw", color),
+        PanelCurve(label, decimate(smooth(points)), "line", color),
     )
 
 
@@ -177,7 +177,7 @@ def _scored(record: RunRecord, name: str) -> Panel:
     """The loss or a metric, in training and in evaluation."""
     train = _points((event["step"], score(event, name)) for event in record.steps)
     tested = _points((event["step"], score(event, name)) for event in record.evaluations)
-    curves = (*_eased("train", train), Curve("validation", decimate(tested, MAX_DOTS), "dots", 1))
+    curves = (*_eased("train", train), PanelCurve("validation", decimate(tested, MAX_DOTS), "dots", 1))
     if name != "loss":
         return Panel(name.replace("_", " ").capitalize(), curves)
     return Panel("Loss", curves, marks=_marks(record), broken=_broken(record, "loss"))
@@ -204,7 +204,7 @@ def _epoch_time(record: RunRecord) -> Panel:
     points = _points((event["epoch"] + 1, event.get("seconds")) for event in record.epochs)
     look: Look = "bars" if len(points) <= MAX_BARS else "line"
     return Panel(
-        "Epoch time", (Curve("epoch time", decimate(points), look, 2),), "s", x_label="epoch", from_zero=True
+        "Epoch time", (PanelCurve("epoch time", decimate(points), look, 2),), "s", x_label="epoch", from_zero=True
     )
 
 
@@ -215,7 +215,7 @@ def _norm(record: RunRecord) -> Panel:
 
 def _rate(record: RunRecord) -> Panel:
     points = _points((event["step"], event.get("lr")) for event in record.steps)
-    return Panel("Learning rate", (Curve("learning rate", decimate(points), "line", 4),), from_zero=True)
+    return Panel("Learning rate", (PanelCurve("learning rate", decimate(points), "line", 4),), from_zero=True)
 
 
 def _speed(record: RunRecord) -> Panel:
@@ -227,12 +227,12 @@ def _speed(record: RunRecord) -> Panel:
     return Panel("Throughput", _eased("throughput", points, 5), unit, from_zero=True)
 
 
-def _host_curves(record: RunRecord, label: str, name: str, unit: float) -> tuple[Curve, ...]:
+def _host_curves(record: RunRecord, label: str, name: str, unit: float) -> tuple[PanelCurve, ...]:
     points = _points((event["step"], section(event, "host").get(name)) for event in record.monitors)
     return _eased(label, [(x, y / unit) for x, y in points], color=1)
 
 
-def _device_curves(record: RunRecord, name: str, unit: float) -> list[Curve]:
+def _device_curves(record: RunRecord, name: str, unit: float) -> list[PanelCurve]:
     series: dict[str, Points] = {}
     for event in record.monitors:
         for device in entries(event, "devices"):

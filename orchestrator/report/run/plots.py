@@ -21,7 +21,7 @@ from orchestrator.report.draw.mpl import (
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.expert_load import MAX_DOUBLINGS, LayerLoad, doublings, layer_loads
 from orchestrator.report.run.host_plot import hosts_figure
-from orchestrator.report.run.panels import Curve, Panel, panels
+from orchestrator.report.run.panels import PanelCurve, Panel, panels
 from orchestrator.report.run.read import RunRecord
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.legend(fontsize=7.5, frameon=False, labelcolor=MUTED, handlelength=1.4, loc="best")
 
 
-def _draw_curve(axes: Axes, curve: Curve) -> None:
+def _draw_curve(axes: Axes, curve: PanelCurve) -> None:
     xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
     color = COLORS[curve.color % len(COLORS)]
     if curve.look == "bars":

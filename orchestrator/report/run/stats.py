@@ -27,7 +27,7 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Peaks in bytes, of the device on a GPU and of the process on a CPU."""
 
     allocated: float
@@ -118,7 +118,7 @@ def shares(parts: dict[str, float]) -> dict[str, float]:
 
 
 @remembered
-def memory(record: RunRecord) -> Memory | None:
+def memory(record: RunRecord) -> MemoryUse | None:
     """The peak that was measured, beside the plan's estimate and limit."""
     measured = [section(event, "memory") for event in record.epochs]
     allocated = max(values(measured, "allocated"), default=None) or finite(
@@ -129,7 +129,7 @@ def memory(record: RunRecord) -> Memory | None:
     planned = section(record.plan, "memory")
     # On a CPU the peak is the process's resident memory: there is no reserve.
     reserved = max(values(measured, "reserved"), default=None) if record.on_gpu else None
-    return Memory(allocated, reserved or None, finite(planned.get("limit")), finite(planned.get("total")))
+    return MemoryUse(allocated, reserved or None, finite(planned.get("limit")), finite(planned.get("total")))
 
 
 def device_use(record: RunRecord) -> list[Use]:

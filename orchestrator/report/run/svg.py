@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.report.draw.axes import Axis, tick_text
 from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
-from orchestrator.report.run.panels import Curve, Panel, Points
+from orchestrator.report.run.panels import PanelCurve, Panel, Points
 from orchestrator.report.run.stats import shares
 
 SPAN = 1000
@@ -133,7 +133,7 @@ def _marks(panel: Panel, x: Axis) -> str:
     return "".join(lines) + (f'<path class="broken" d="{ticks}"/>' if ticks else "")
 
 
-def _curve(curve: Curve, x: Axis, y: Axis) -> str:
+def _curve(curve: PanelCurve, x: Axis, y: Axis) -> str:
     color = f'style="--c:var(--c{curve.color % COLORS})"'
     if curve.look == "raw":
         return f'<path class="raw" {color} d="{_path(curve.points, x, y)}"/>'

@@ -10,11 +10,11 @@ from orchestrator.record.events import Event
 from orchestrator.record.text import failure_text
 from orchestrator.report.run.expert_load import IDLE, busiest, layer_loads
 from orchestrator.report.run.host_load import (
-    Exchange,
-    Hosting,
-    exchange,
+    ExchangeCost,
+    HostLoad,
+    exchange_cost,
     held_text,
-    hosting,
+    host_load,
     slowest_text,
     span_text,
 )
@@ -218,7 +218,7 @@ def _experts(record: RunRecord) -> list[Row]:
 
 def _hosts(record: RunRecord) -> list[Row]:
     """Where the experts live, how evenly their hosts are used, and what travels between them."""
-    found, sent = hosting(record), exchange(record)
+    found, sent = host_load(record), exchange_cost(record)
     rows: list[Row] = []
     if found is not None:
         rows.append(("placement", found.placement.sentence or found.placement.method))
@@ -233,13 +233,13 @@ def _hosts(record: RunRecord) -> list[Row]:
     return [(name, text) for name, text in rows if text]
 
 
-def _host_text(found: Hosting, place: int, share: float) -> str:
+def _host_text(found: HostLoad, place: int, share: float) -> str:
     time = f", time {found.measured[place]:.2f}× the mean" if found.measured else ""
     pace = f", {found.pace(place)}" if found.pace(place) else ""
     return f"{held_text(found, place)}{pace}, {share:.1%} of the work{time}"
 
 
-def _exchange(sent: Exchange) -> list[Row]:
+def _exchange(sent: ExchangeCost) -> list[Row]:
     parts = [f"{bytes_text(sent.bytes)} per step to other hosts"] if sent.bytes is not None else []
     parts += [f"{sent.rows:,.0f} rows"] if sent.rows is not None else []
     waited = f"{seconds_text(sent.seconds)} per step" if sent.seconds is not None else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.report.run.expert_load import busiest, idlest, layer_loads
-from orchestrator.report.run.host_load import UNEVEN, exchange, hosting
+from orchestrator.report.run.host_load import UNEVEN, exchange_cost, host_load
 from orchestrator.report.run.read import RunRecord, remembered, section
 from orchestrator.report.run.stats import (
     compiled,
@@ -185,7 +185,7 @@ def _together(*parts: Verdict | None) -> Verdict | None:
 
 
 def _exchanging(record: RunRecord) -> Verdict | None:
-    sent = exchange(record)
+    sent = exchange_cost(record)
     if sent is None or sent.share is None or sent.share < COMMUNICATION_SHARE:
         return None
     hosts = f" between {record.workers} hosts" if record.workers else ""
@@ -334,7 +334,7 @@ def _imbalance(record: RunRecord) -> Verdict | None:
 
 
 def _uneven_hosts(record: RunRecord) -> Verdict | None:
-    found = hosting(record)
+    found = host_load(record)
     if found is None or found.imbalance is None or found.imbalance <= UNEVEN:
         return None
     predicted = found.predicted_imbalance
@@ -354,7 +354,7 @@ def _uneven_hosts(record: RunRecord) -> Verdict | None:
 
 def _placed_better(record: RunRecord) -> tuple[str, ...]:
     """What to change where hosts are uneven and experts were not placed by cost: those that are done first wait in the exchange too."""
-    found = hosting(record)
+    found = host_load(record)
     if found is None or found.imbalance is None or found.imbalance <= UNEVEN:
         return ()
     asked, gain = (

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from orchestrator.record.ledger import SweepRecord
 from orchestrator.report.draw.axes import Axis
-from orchestrator.report.run.panels import Curve, Panel, Points
+from orchestrator.report.run.panels import PanelCurve, Panel, Points
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import SPAN, chart, esc
 from orchestrator.report.sweep.facts import (
@@ -20,7 +20,7 @@ from orchestrator.report.sweep.facts import (
     series_label,
     swept,
 )
-from orchestrator.report.sweep.heatmap import Cell, Grid, grid
+from orchestrator.report.sweep.heatmap import Cell, HeatMap, heat_map
 from orchestrator.report.sweep.parallel_coords import SPREAD, Line, Parallel, Scale, parallel
 from orchestrator.report.sweep.scaling import Series, interval_of, series_of, speed_of
 
@@ -72,10 +72,10 @@ def _speed_panel(title: str, found: Sequence[Series], labels: Sequence[str]) -> 
             for point in series.points
         ]
         base = rates[0][1] / rates[0][0]
-        curves.append(Curve("ideal", [(devices, base * devices) for devices, *_ in rates], "raw", color))
-        curves.append(Curve(label, [(devices, rate) for devices, rate, _ in rates], "dots", color))
+        curves.append(PanelCurve("ideal", [(devices, base * devices) for devices, *_ in rates], "raw", color))
+        curves.append(PanelCurve(label, [(devices, rate) for devices, rate, _ in rates], "dots", color))
         curves.append(
-            Curve(
+            PanelCurve(
                 label,
                 _whiskers([(devices, rate, rate * part) for devices, rate, part in rates]),
                 "raw",
@@ -92,15 +92,15 @@ def _efficiency_panel(title: str, about: str, found: Sequence[Series], labels: S
             (float(point.devices), 100 * point.efficiency, 100 * (point.uncertainty or 0.0))
             for point in series.points
         ]
-        curves.append(Curve(label, [(devices, part) for devices, part, _ in parts], "dots", color))
-        curves.append(Curve(label, _whiskers(parts), "raw", color))
+        curves.append(PanelCurve(label, [(devices, part) for devices, part, _ in parts], "dots", color))
+        curves.append(PanelCurve(label, _whiskers(parts), "raw", color))
     ends = [
         float(devices)
         for devices in (min(s.base_devices for s in found), max(s.points[-1].devices for s in found))
     ]
     return DevicePanel(
         title,
-        (Curve("ideal", [(end, 100.0) for end in ends], "raw", 5), *curves),
+        (PanelCurve("ideal", [(end, 100.0) for end in ends], "raw", 5), *curves),
         f"%, {about}",
         "devices",
         from_zero=True,
@@ -113,7 +113,7 @@ def _whiskers(points: Sequence[tuple[float, float, float]]) -> Points:
 
 
 def heat_card(record: SweepRecord) -> str:
-    found = grid(record)
+    found = heat_map(record)
     if found is None:
         return ""
     settings = in_words(found.x) + (f" and {in_words(found.y)}" if found.y else "")
@@ -130,7 +130,7 @@ def heat_card(record: SweepRecord) -> str:
     return f'<figure class="card chart">{caption}<div class="scroll" style="border:0">{table}</div></figure>'
 
 
-def _heat_row(found: Grid, place: int) -> str:
+def _heat_row(found: HeatMap, place: int) -> str:
     return f'<tr><th scope="row">{esc(found.rows[place])}</th>{"".join(map(_heat_cell, found.cells[place]))}</tr>'
 
 

@@ -48,7 +48,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Grid:
+class HeatMap:
     """Cells by row and column. ``y`` is empty where one setting alone was swept."""
 
     x: str
@@ -60,7 +60,7 @@ class Grid:
     """Swept settings that the grid does not show: each cell has the best over them."""
 
 
-def grid(record: SweepRecord) -> Grid | None:
+def heat_map(record: SweepRecord) -> HeatMap | None:
     """None where nothing was swept or nothing was measured."""
     names = swept(record)
     if not names or not ranked(record):
@@ -72,7 +72,7 @@ def grid(record: SweepRecord) -> Grid | None:
     y, others = (rest[0] if rest else ""), tuple(name for name in names if name not in chosen)
     lines = levels[y].labels if y else ("",)
     cells = _cells(record, (x, levels[x]), (y, levels[y]) if y else None)
-    return Grid(x, y, levels[x].labels, lines, cells, others)
+    return HeatMap(x, y, levels[x].labels, lines, cells, others)
 
 
 def effect(record: SweepRecord, name: str) -> float:

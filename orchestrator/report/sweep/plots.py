@@ -10,7 +10,7 @@ from orchestrator.report.draw.axes import tick_text
 from orchestrator.report.draw.mpl import COLORS, INK, LINE, MUTED, dress, new_figure, plain, png
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.sweep.facts import in_words, objective_name, one_line, series_label, title
-from orchestrator.report.sweep.heatmap import Cell, Grid, grid
+from orchestrator.report.sweep.heatmap import Cell, HeatMap, heat_map
 from orchestrator.report.sweep.parallel_coords import SPREAD, Line, Parallel, parallel
 from orchestrator.report.sweep.scaling import Series, all_series, interval_of, speed_of
 
@@ -127,7 +127,7 @@ def _speed_axis(axes: Axes, devices: list[int]) -> None:
 
 
 def heat_figure(record: SweepRecord) -> Figure | None:
-    found = grid(record)
+    found = heat_map(record)
     if found is None:
         return None
     settings = in_words(found.x) + (f" and {in_words(found.y)}" if found.y else "")
@@ -179,7 +179,7 @@ def _draw_cell(axes: Axes, x: int, y: int, cell: Cell, columns: int) -> None:
     )
 
 
-def _heat_axes(axes: Axes, found: Grid) -> None:
+def _heat_axes(axes: Axes, found: HeatMap) -> None:
     axes.grid(False)
     axes.set_xlim(0, len(found.columns))
     axes.set_ylim(len(found.rows), 0)

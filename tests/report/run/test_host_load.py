@@ -3,9 +3,9 @@ import pytest
 from orchestrator.record.summary import summarise
 from orchestrator.report.run.host_load import (
     MAX_BARS,
-    exchange,
+    exchange_cost,
     held_text,
-    hosting,
+    host_load,
     ids_text,
     slowest_text,
     span_text,
@@ -22,11 +22,11 @@ def load(step, *loads):
 
 
 def hosting_of(tmp_path, *events):
-    return hosting(read_run_record(write_events(tmp_path, list(events))))
+    return host_load(read_run_record(write_events(tmp_path, list(events))))
 
 
 def test_where_the_experts_of_a_run_live(tmp_path):
-    found = hosting(read_run_record(write_run(tmp_path, HOSTED)))
+    found = host_load(read_run_record(write_run(tmp_path, HOSTED)))
     assert found is not None
     assert [layer.name for layer in found.layers] == ["blocks.0.ffn", "blocks.1.ffn"]
     assert [held_text(found, host) for host in range(3)] == [
@@ -44,7 +44,7 @@ def test_where_the_experts_of_a_run_live(tmp_path):
 
 def test_the_second_half_counts_and_the_summary_says_the_same(tmp_path):
     record = read_run_record(write_events(tmp_path, [PLACED, load(10, [400, 0]), load(20, [100, 50])]))
-    found = hosting(record)
+    found = host_load(record)
     assert found is not None
     assert found.placement.layers[0].host_of == (1, 0)
     assert found.measured == [1.0, 1.0]
@@ -64,12 +64,12 @@ def test_what_was_counted_under_an_earlier_placement_is_not_this_ones(tmp_path):
 
 
 def test_hosts_that_differ_say_so(tmp_path):
-    mixed = hosting(
+    mixed = host_load(
         read_run_record(
             write_run(tmp_path / "a", FakeRun(hosted=True, workers=3, experts=5, speeds=(1.0, 2.0, 4.0)))
         )
     )
-    alike = hosting(read_run_record(write_run(tmp_path / "b", HOSTED)))
+    alike = host_load(read_run_record(write_run(tmp_path / "b", HOSTED)))
     assert mixed is not None
     assert alike is not None
     assert [mixed.pace(host) for host in range(3)] == ["speed 1×", "speed 2×", "speed 4×"]
@@ -78,7 +78,7 @@ def test_hosts_that_differ_say_so(tmp_path):
 
 def test_many_hosts_and_layers_are_not_shown_one_by_one(tmp_path):
     few, many = (
-        hosting(read_run_record(write_run(tmp_path / str(n), FakeRun(hosted=True, workers=n, experts=5, steps=20))))
+        host_load(read_run_record(write_run(tmp_path / str(n), FakeRun(hosted=True, workers=n, experts=5, steps=20))))
         for n in (6, 7)
     )
     assert few is not None
@@ -124,13 +124,13 @@ def test_what_a_picture_says_is_what_it_shows(tmp_path):
 
 
 def test_fewer_hosts_after_a_recovery(tmp_path):
-    found = hosting(read_run_record(write_run(tmp_path, FakeRun(hosted=True, workers=3, experts=5, recover_at=77))))
+    found = host_load(read_run_record(write_run(tmp_path, FakeRun(hosted=True, workers=3, experts=5, recover_at=77))))
     assert found is not None
     assert (len(found.hosts), found.placement.step) == (2, 60)
 
 
 def test_the_exchange_per_step_and_its_share(tmp_path):
-    found = exchange(
+    found = exchange_cost(
         read_run_record(write_run(tmp_path / "a", FakeRun(hosted=True, workers=2, experts=4, exchange=0.3)))
     )
     assert found is not None
@@ -138,7 +138,7 @@ def test_the_exchange_per_step_and_its_share(tmp_path):
     assert found.bytes == 64 * 128 * 2 * 4 / 2 * 1024
     assert found.seconds == pytest.approx(0.3 * 0.08)
     assert found.share == pytest.approx(0.3)
-    assert exchange(read_run_record(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
+    assert exchange_cost(read_run_record(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
 
 
 def test_the_exchange_without_phases_is_held_against_the_median_step(tmp_path):
@@ -147,10 +147,10 @@ def test_the_exchange_without_phases_is_held_against_the_median_step(tmp_path):
         for event in run_events(FakeRun(hosted=True, workers=2, experts=4, exchange=0.3))
         if event["event"] != "phases"
     ]
-    found = exchange(read_run_record(write_events(tmp_path / "a", events)))
+    found = exchange_cost(read_run_record(write_events(tmp_path / "a", events)))
     assert found is not None
     assert found.share == pytest.approx(0.3, rel=0.1)
-    alone = exchange(
+    alone = exchange_cost(
         read_run_record(
             write_events(tmp_path / "b", [{"event": "exchange", "step": 1, "seconds": 2.0, "bytes": "x"}])
         )
@@ -158,7 +158,7 @@ def test_the_exchange_without_phases_is_held_against_the_median_step(tmp_path):
     assert alone is not None
     assert (alone.seconds, alone.share, alone.bytes, alone.rows) == (2.0, None, None, None)
     assert (
-        exchange(
+        exchange_cost(
             read_run_record(
                 write_events(
                     tmp_path / "c", [{"event": "exchange", "step": 1}, {"event": "exchange", "bytes": 1}]

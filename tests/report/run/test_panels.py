@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.report.run.panels import MAX_POINTS, Curve, Panel, decimate, device_panels, panels, smooth
+from orchestrator.report.run.panels import MAX_POINTS, PanelCurve, Panel, decimate, device_panels, panels, smooth
 from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 
@@ -97,7 +97,7 @@ def test_smoothing_leaves_a_flat_series_flat(level, count):
 
 
 def test_a_panel_scales_to_its_curves():
-    panel = Panel("x", (Curve("a", [(1.0, 2.0), (9.0, 4.0)]),))
+    panel = Panel("x", (PanelCurve("a", [(1.0, 2.0), (9.0, 4.0)]),))
     assert (panel.x_axis.low, panel.x_axis.high) == (1.0, 9.0)
     assert panel.y_axis.low < 2 < 4 < panel.y_axis.high
 
@@ -109,7 +109,7 @@ def test_all_step_charts_of_a_run_share_their_axis(tmp_path):
 
 
 def test_a_chart_of_evaluations_alone_says_so():
-    assert Panel("Accuracy", (Curve("validation", [(1.0, 1.0)], "dots", 1),)).needs_key
+    assert Panel("Accuracy", (PanelCurve("validation", [(1.0, 1.0)], "dots", 1),)).needs_key
     assert not Panel(
-        "Loss", (Curve("train, each step", [(1.0, 1.0)], "raw"), Curve("train", [(1.0, 1.0)]))
+        "Loss", (PanelCurve("train, each step", [(1.0, 1.0)], "raw"), PanelCurve("train", [(1.0, 1.0)]))
     ).needs_key

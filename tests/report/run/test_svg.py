@@ -4,7 +4,7 @@ import re
 import struct
 import zlib
 
-from orchestrator.report.run.panels import Curve, Panel
+from orchestrator.report.run.panels import PanelCurve, Panel
 from orchestrator.report.run.svg import bar, chart, esc, heat_image, stacked
 
 
@@ -12,7 +12,7 @@ def test_a_chart_has_its_curves_labels_and_scale():
     text = chart(
         Panel(
             "Loss",
-            (Curve("train", [(1.0, 2.0), (3.0, 1.0)]), Curve("validation", [(3.0, 1.5)], "dots", 1)),
+            (PanelCurve("train", [(1.0, 2.0), (3.0, 1.0)]), PanelCurve("validation", [(3.0, 1.5)], "dots", 1)),
             unit="nats",
         )
     )
@@ -24,7 +24,7 @@ def test_a_chart_has_its_curves_labels_and_scale():
 
 def test_a_gap_lifts_the_pen():
     text = chart(
-        Panel("x", (Curve("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 1.0), (3.0, 2.0)]),), broken=(1.0,))
+        Panel("x", (PanelCurve("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 1.0), (3.0, 2.0)]),), broken=(1.0,))
     )
     line = re.search(r'class="line"[^>]* d="([^"]*)"', text)
     assert line is not None
@@ -38,7 +38,7 @@ def test_a_panel_without_a_single_number_is_drawn():
 
 
 def test_bars_stand_on_the_lower_edge():
-    text = chart(Panel("t", (Curve("t", [(1.0, 3.0), (2.0, 4.0)], "bars"),), from_zero=True))
+    text = chart(Panel("t", (PanelCurve("t", [(1.0, 3.0), (2.0, 4.0)], "bars"),), from_zero=True))
     assert text.count("V1000z") == 2
 
 
@@ -48,7 +48,7 @@ def test_everything_is_escaped():
         chart(
             Panel(
                 evil,
-                (Curve(evil, [(1.0, 1.0)]), Curve(evil, [(1.0, 2.0)])),
+                (PanelCurve(evil, [(1.0, 1.0)]), PanelCurve(evil, [(1.0, 2.0)])),
                 unit=evil,
                 x_label=evil,
                 marks=((1.0, evil),),

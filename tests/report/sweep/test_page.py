@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from orchestrator.cli.commands import show_report
+from orchestrator.cli.report import show_report
 from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
 from orchestrator.report.sweep.page import draw_sweep, sweep_page
@@ -18,7 +18,7 @@ from tests.support.fake_sweep import (
     NOTHING,
     SWEEPS,
     FakeSweep,
-    made,
+    write_record,
     random_points,
     write_sweep,
 )
@@ -26,7 +26,7 @@ from tests.support.fake_sweep import (
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name) -> None:
-    found = checked(sweep_page(made(tmp_path, SWEEPS[name])))
+    found = checked(sweep_page(write_record(tmp_path, SWEEPS[name])))
     assert found.tags.count("script") == 1
     links = [
         value
@@ -38,21 +38,21 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name) -> N
 
 
 def test_the_page_runs_its_own_script_only(tmp_path) -> None:
-    text = sweep_page(made(tmp_path))
+    text = sweep_page(write_record(tmp_path))
     digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
     assert f"<script>{JS}</script>" in text
 
 
 def test_hostile_text_stays_text(tmp_path) -> None:
-    text = sweep_page(made(tmp_path, HOSTILE))
+    text = sweep_page(write_record(tmp_path, HOSTILE))
     assert "<script>alert" not in text
     assert "\x1b" not in text
     assert checked(text).tags.count("img") == 0
 
 
 def test_all_parts_of_a_full_sweep_are_there(tmp_path) -> None:
-    text = sweep_page(made(tmp_path, EXPERTS))
+    text = sweep_page(write_record(tmp_path, EXPERTS))
     for said in ("Scaling", "What matters", "All trials"):
         assert f"<h2>{said}" in text, said
     for said in (
@@ -71,7 +71,7 @@ def test_all_parts_of_a_full_sweep_are_there(tmp_path) -> None:
 
 
 def test_parts_without_data_are_left_out(tmp_path) -> None:
-    text = sweep_page(made(tmp_path, NOTHING))
+    text = sweep_page(write_record(tmp_path, NOTHING))
     assert "<h2>Scaling" not in text
     assert "<h2>What matters" not in text
     assert "No trial was completed with a result" in text
@@ -79,7 +79,7 @@ def test_parts_without_data_are_left_out(tmp_path) -> None:
 
 
 def test_a_sweep_that_is_not_finished_says_so(tmp_path) -> None:
-    text = sweep_page(made(tmp_path, FakeSweep(left=20)))
+    text = sweep_page(write_record(tmp_path, FakeSweep(left=20)))
     assert "16 of 36 trials so far" in text
     assert "broken off" in text
 
@@ -97,7 +97,7 @@ def rows_of(text: str) -> list[list[tuple[str, str]]]:
 
 
 def test_every_trial_is_in_the_table_and_the_best_is_first(tmp_path) -> None:
-    record = made(tmp_path, MIXED)
+    record = write_record(tmp_path, MIXED)
     rows, best = rows_of(sweep_page(record)), record.best()
     assert best is not None
     assert sorted(int(float(row[0][0])) for row in rows) == [row.trial for row in record.rows]
@@ -109,7 +109,7 @@ def test_every_trial_is_in_the_table_and_the_best_is_first(tmp_path) -> None:
 
 
 def test_figures_are_sorted_by_their_value_and_blanks_are_none(tmp_path) -> None:
-    record = made(tmp_path, MIXED)
+    record = write_record(tmp_path, MIXED)
     text = sweep_page(record)
     names = re.findall(r"<th scope=\"col\"[^>]*data-first=\"(\w+)\">([^<]*)</th>", text)
     place = [name for _, name in names].index("samples/s")
@@ -120,12 +120,12 @@ def test_figures_are_sorted_by_their_value_and_blanks_are_none(tmp_path) -> None
 
 
 def test_what_the_plan_made_of_auto_is_shown(tmp_path) -> None:
-    record = made(tmp_path, FakeSweep(space={"precision": ("auto", "fp32")}))
+    record = write_record(tmp_path, FakeSweep(space={"precision": ("auto", "fp32")}))
     assert "auto → bf16" in sweep_page(record)
 
 
 def test_without_its_script_the_table_is_plain(tmp_path) -> None:
-    before = sweep_page(made(tmp_path)).partition("<script>")[0].partition("</style>")[2]
+    before = sweep_page(write_record(tmp_path)).partition("<script>")[0].partition("</style>")[2]
     assert "<button" not in before
     assert "aria-sort=" not in before
 
@@ -166,7 +166,7 @@ def test_a_damaged_ledger_is_drawn_as_far_as_it_goes(tmp_path) -> None:
 
 
 def test_the_same_folder_gives_the_same_page(tmp_path) -> None:
-    assert sweep_page(made(tmp_path, MIXED)) == sweep_page(made(tmp_path, MIXED))
+    assert sweep_page(write_record(tmp_path, MIXED)) == sweep_page(write_record(tmp_path, MIXED))
 
 
 def test_no_sweep_is_the_users_mistake(tmp_path) -> None:
@@ -180,4 +180,4 @@ def test_report_of_a_sweep_folder_draws_the_sweep(tmp_path, capsys) -> None:
 
 
 def test_a_long_sweep_stays_a_small_page(tmp_path) -> None:
-    assert len(sweep_page(made(tmp_path, points=random_points(1000)))) < 1_500_000
+    assert len(sweep_page(write_record(tmp_path, points=random_points(1000)))) < 1_500_000

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.report.sweep.heatmap import effect, explained, grid, levels_of
+from orchestrator.report.sweep.heatmap import effect, explained, heat_map, levels_of
 from orchestrator.report.sweep.parallel_coords import NEAR, numeric_scale, parallel, word_scale
 from orchestrator.report.sweep.plots import (
     MOST_SERIES,
@@ -24,7 +24,7 @@ from tests.support.fake_sweep import (
     SINGLE,
     SWEEPS,
     FakeSweep,
-    made,
+    write_record,
     random_points,
 )
 
@@ -40,19 +40,19 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_are_drawn_where_there_is_something_to_see(tmp_path, name) -> None:
-    written = draw_pictures(made(tmp_path, SWEEPS[name]), tmp_path)
+    written = draw_pictures(write_record(tmp_path, SWEEPS[name]), tmp_path)
     assert [path.name for path in written] == DRAWN[name]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
 def test_a_picture_that_is_out_of_date_goes(tmp_path) -> None:
     (tmp_path / "scaling.png").write_bytes(b"old")
-    draw_pictures(made(tmp_path, ONE), tmp_path)
+    draw_pictures(write_record(tmp_path, ONE), tmp_path)
     assert not (tmp_path / "scaling.png").exists()
 
 
 def test_the_scaling_picture_shows_both_kinds(tmp_path) -> None:
-    record = made(tmp_path, EXPERTS)
+    record = write_record(tmp_path, EXPERTS)
     shown = shown_series(record)
     assert len(shown) == MOST_SERIES
     assert {series.kind for series in shown} == {"strong", "weak"}
@@ -65,7 +65,7 @@ def test_the_scaling_picture_shows_both_kinds(tmp_path) -> None:
 
 
 def test_the_heat_map_is_over_the_two_settings_that_matter_most(tmp_path) -> None:
-    found = grid(made(tmp_path, MIXED))
+    found = heat_map(write_record(tmp_path, MIXED))
     assert found is not None
     assert {found.x, found.y} == {"batch_size", "precision"}
     assert set(found.others) == {"accumulation_steps", "workers"}
@@ -77,8 +77,8 @@ def test_the_heat_map_is_over_the_two_settings_that_matter_most(tmp_path) -> Non
 
 
 def test_a_cell_has_the_best_over_the_rest_and_the_best_cell_is_the_best_trial(tmp_path) -> None:
-    record = made(tmp_path, MIXED)
-    found, best = grid(record), record.best()
+    record = write_record(tmp_path, MIXED)
+    found, best = heat_map(record), record.best()
     assert found is not None
     assert best is not None
     strongest = [cell for line in found.cells for cell in line if cell.strength == 1]
@@ -86,13 +86,13 @@ def test_a_cell_has_the_best_over_the_rest_and_the_best_cell_is_the_best_trial(t
 
 
 def test_a_lower_loss_is_stronger(tmp_path) -> None:
-    record = made(
+    record = write_record(
         tmp_path,
         FakeSweep(
             objective="validation_loss", space={"learning_rate": (1e-4, 2e-3, 1e-1), "workers": (1, 2)}
         ),
     )
-    found = grid(record)
+    found = heat_map(record)
     assert found is not None
     cells = [cell for line in found.cells for cell in line if cell.value is not None]
     assert max(cells, key=lambda cell: cell.strength).value == min(
@@ -110,15 +110,15 @@ def test_a_lower_loss_is_stronger(tmp_path) -> None:
     ],
 )
 def test_a_cell_without_a_result_says_why(tmp_path, sweep, short) -> None:
-    found = grid(made(tmp_path, sweep))
+    found = heat_map(write_record(tmp_path, sweep))
     assert found is not None
     assert [cell.text for cell in found.cells[0]][1] == short
 
 
 def test_no_grid_where_nothing_was_swept_or_measured(tmp_path) -> None:
-    assert grid(made(tmp_path / "a", ONE)) is None
-    assert grid(made(tmp_path / "b", NOTHING)) is None
-    assert parallel(made(tmp_path / "c", ONE)) is None
+    assert heat_map(write_record(tmp_path / "a", ONE)) is None
+    assert heat_map(write_record(tmp_path / "b", NOTHING)) is None
+    assert parallel(write_record(tmp_path / "c", ONE)) is None
 
 
 def test_a_setting_that_explains_nothing_has_no_effect() -> None:
@@ -128,7 +128,7 @@ def test_a_setting_that_explains_nothing_has_no_effect() -> None:
 
 
 def test_a_setting_drawn_at_random_does_not_explain_everything(tmp_path) -> None:
-    record = made(tmp_path, points=random_points(120))
+    record = write_record(tmp_path, points=random_points(120))
     assert effect(record, "learning_rate") < 0.2 < effect(record, "batch_size")
 
 
@@ -168,7 +168,7 @@ def test_words_and_numbers_share_an_axis() -> None:
 
 
 def test_lines_go_from_the_worst_to_the_best(tmp_path) -> None:
-    record = made(tmp_path, MIXED)
+    record = write_record(tmp_path, MIXED)
     found, best = parallel(record), record.best()
     assert found is not None
     assert best is not None
@@ -187,7 +187,7 @@ def test_lines_go_from_the_worst_to_the_best(tmp_path) -> None:
 
 
 def test_two_hundred_trials_of_six_settings(tmp_path) -> None:
-    record = made(tmp_path, points=random_points(200))
+    record = write_record(tmp_path, points=random_points(200))
     found = parallel(record)
     assert found is not None
     assert len(found.scales) == 7
@@ -195,11 +195,11 @@ def test_two_hundred_trials_of_six_settings(tmp_path) -> None:
 
 
 def test_one_setting_is_a_strip(tmp_path) -> None:
-    found = grid(made(tmp_path, SINGLE))
+    found = heat_map(write_record(tmp_path, SINGLE))
     assert found is not None
     assert (found.y, len(found.cells)) == ("", 1)
 
 
 def test_hostile_names_are_no_formulas(tmp_path) -> None:
-    record = made(tmp_path, replace(HOSTILE, failing=()))
+    record = write_record(tmp_path, replace(HOSTILE, failing=()))
     assert len(draw_pictures(record, tmp_path)) == 3

@@ -18,7 +18,7 @@ from orchestrator.report.sweep.scaling import (
     series_of,
     settings_of,
 )
-from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, made
+from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 
 
 def trial(
@@ -147,16 +147,16 @@ def test_only_completed_rows_scale(status: str) -> None:
 
 
 def test_one_process_is_the_base_of_every_strategy(tmp_path) -> None:
-    found = series_of(made(tmp_path, EXPERTS), "weak")
+    found = series_of(write_record(tmp_path, EXPERTS), "weak")
     assert {s.settings["strategy"] for s in found} == {"data_parallel", "expert_parallel"}
     assert all(s.points[0].row.strategy == "single" and len(s.points) == 4 for s in found)
     assert all(s.points[-1].row.strategy == s.settings["strategy"] for s in found)
 
 
 def test_series_need_two_numbers_of_devices(tmp_path) -> None:
-    assert all_series(made(tmp_path / "a", SINGLE)) == []
-    assert all_series(made(tmp_path / "b", NOTHING)) == []
-    assert {s.kind for s in all_series(made(tmp_path / "c", STRONG))} == {"strong", "weak"}
+    assert all_series(write_record(tmp_path / "a", SINGLE)) == []
+    assert all_series(write_record(tmp_path / "b", NOTHING)) == []
+    assert {s.kind for s in all_series(write_record(tmp_path / "c", STRONG))} == {"strong", "weak"}
 
 
 def test_the_best_of_each_number_of_devices_is_by_the_objective() -> None:
@@ -173,7 +173,7 @@ def test_the_best_of_each_number_of_devices_is_by_the_objective() -> None:
 
 
 def test_the_best_is_the_ledgers_best(tmp_path) -> None:
-    record = made(tmp_path, MIXED)
+    record = write_record(tmp_path, MIXED)
     assert ranked(record)[0] == record.best()
 
 
