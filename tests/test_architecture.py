@@ -24,6 +24,8 @@ ENTRY_POINTS = {"orchestrator.__main__"}
 TORCH_FREE_EXPERTS = {
     "experts.types",
     "experts.placement",
+    "experts.placement_greedy",
+    "experts.placement_problem",
     "experts.placement_search",
     "experts.evolution",
 }
@@ -42,7 +44,7 @@ RAY_FREE = {
     "orchestrator.runtime.recovery",
     "orchestrator.runtime.failures",
     "orchestrator.runtime.expert_parallel.states",
-    "orchestrator.runtime.expert_parallel.recovery_log",
+    "orchestrator.runtime.recovery_log",
     "orchestrator.runtime.expert_parallel.heartbeats",
 }
 PRIVATE_RAY = ("ray._private", "ray._raylet", "ray._common", "ray.core.generated", "ray.train.v2._internal")
@@ -337,6 +339,7 @@ YAML_LOADS = {
 }
 IMPORTERS = {
     "orchestrator": "re-exports a fixed list of names",
+    "orchestrator.cli.main": "imports the module of a verb, from a fixed list",
     "orchestrator.runtime.cluster.prestart": "imports a fixed list of modules",
     "orchestrator.train.parts.compiling": "imports one private module of torch by a fixed name",
     "orchestrator.tasks.load": "the user names a task on the command line or in a config",

@@ -1,4 +1,4 @@
-"""What sections must agree on: settings that exclude each other are refused, both sides named."""
+"""Checks between sections: settings that exclude each other are refused, and the message names both."""
 
 from __future__ import annotations
 
@@ -8,99 +8,108 @@ from orchestrator.config.model import MoeSettings
 from orchestrator.config.parallel import ParallelSettings
 
 
-def check_devices(mode: str, parallel: ParallelSettings) -> None:
-    """The four ways to say how many devices train must not contradict each other."""
-    workers, named = parallel.workers, len(parallel.devices)
-    if mode == "cpu" and named:
-        raise ValueError(
-            f"devices {listed(parallel.devices)} are GPUs, but gpu_mode is cpu; leave one of them out"
-        )
-    if mode == "cpu" and parallel.backend == "nccl":
+def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
+    """Raise ValueError if `gpu_mode`, `workers`, `devices` and `backend` contradict each other."""
+    workers = parallel.workers
+    num_devices = len(parallel.devices)
+    devices = listed(parallel.devices)
+    if gpu_mode == "cpu" and num_devices:
+        raise ValueError(f"devices {devices} are GPUs, but gpu_mode is cpu; leave one of them out")
+    if gpu_mode == "cpu" and parallel.backend == "nccl":
         raise ValueError(
             "backend nccl works between GPUs, but gpu_mode is cpu; leave --backend out, or give gloo"
         )
-    if mode == "single_gpu" and workers not in ("auto", 1):
+    if gpu_mode == "single_gpu" and workers not in ("auto", 1):
         raise ValueError(
-            f"gpu_mode single_gpu is one worker, but workers is {workers}; leave one of them out, or give --gpu-mode multi_gpu"
+            f"gpu_mode single_gpu is one worker, but workers is {workers}; "
+            "leave one of them out, or give --gpu-mode multi_gpu"
         )
-    if mode == "single_gpu" and named > 1:
+    if gpu_mode == "single_gpu" and num_devices > 1:
         raise ValueError(
-            f"gpu_mode single_gpu takes one GPU, but devices names {named} ({listed(parallel.devices)}); leave one of them out"
+            f"gpu_mode single_gpu takes one GPU, but devices names {num_devices} ({devices}); leave one of them out"
         )
-    if mode == "multi_gpu" and (workers == 1 or named == 1):
-        found = "workers is 1" if workers == 1 else f"devices names one ({listed(parallel.devices)})"
+    if gpu_mode == "multi_gpu" and (workers == 1 or num_devices == 1):
+        found = "workers is 1" if workers == 1 else f"devices names one ({devices})"
         raise ValueError(f"gpu_mode multi_gpu is two GPUs or more, but {found}; leave one of them out")
-    if named and isinstance(workers, int) and workers > named:
+    if num_devices and isinstance(workers, int) and workers > num_devices:
         raise ValueError(
-            f"workers is {workers}, one GPU each, but devices names {named} ({listed(parallel.devices)}); lower --workers or name more"
+            f"workers is {workers}, one GPU each, but devices names {num_devices} ({devices}); "
+            "lower --workers or name more"
         )
 
 
-def check_product(mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:
-    """The three sizes of a step, where all are given, must agree."""
-    size, parts, whole = batch.batch_size, batch.accumulation_steps, batch.global_batch_size
-    if not isinstance(size, int) or parts is None or whole is None:
+def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:
+    """Raise ValueError if batch size × accumulation × workers is not the global batch size; all must be given."""
+    size = batch.batch_size
+    accumulation = batch.accumulation_steps
+    global_size = batch.global_batch_size
+    if not isinstance(size, int) or accumulation is None or global_size is None:
         return
-    holders, among = parallel.workers, f"workers {parallel.workers}"
-    if mode == "single_gpu":
-        holders, among = 1, "workers 1"
+    data_ranks = parallel.workers
+    ranks_text = f"workers {parallel.workers}"
+    if gpu_mode == "single_gpu":
+        data_ranks = 1
+        ranks_text = "workers 1"
     if parallel.parallel_strategy == "expert_parallel" and parallel.gate == "primary":
-        holders, among = 1, "1, as gate primary keeps the batch on one host,"
-    product = f"batch_size {size} × accumulation_steps {parts} × {among}"
-    if holders == "auto":
+        data_ranks = 1
+        ranks_text = "1, as gate primary keeps the batch on one host,"
+    product = f"batch_size {size} × accumulation_steps {accumulation} × {ranks_text}"
+    if data_ranks == "auto":
         raise ValueError(
-            f"{product} may or may not be global_batch_size {whole}; give two of the three sizes, or --workers N"
+            f"{product} may or may not be global_batch_size {global_size}; "
+            "give two of the three sizes, or --workers N"
         )
-    if size * parts * holders != whole:
+    total = size * accumulation * data_ranks
+    if total != global_size:
         raise ValueError(
-            f"{product} is {size * parts * holders}, not global_batch_size {whole}; give two of the three sizes"
+            f"{product} is {total}, not global_batch_size {global_size}; give two of the three sizes"
         )
 
 
 def check_strategy(parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings) -> None:
-    """What a strategy cannot do, where it is asked for by name. The plan, left to choose, takes one that can."""
+    """Raise ValueError for settings that the requested strategy cannot serve.
+
+    With `parallel_strategy auto` the plan takes a strategy that can.
+    """
     if parallel.parallel_strategy == "expert_parallel":
-        if found := needs_whole_models(parallel, batch):
+        unfit = needs_data_parallel(parallel, batch)
+        if unfit is not None:
+            setting, reason = unfit
             raise ValueError(
-                f"{found[0]} works with data_parallel, but parallel_strategy is expert_parallel: {found[1]}; leave one of them out"
+                f"{setting} works with data_parallel, but parallel_strategy is expert_parallel: {reason}; "
+                "leave one of them out"
             )
         if moe.experts == 0:
             raise ValueError(
                 "experts is 0, a dense model, but parallel_strategy is expert_parallel, which shares out experts; "
                 "raise --experts, or give --parallel-strategy data_parallel"
             )
-    setting = _between_experts(parallel)
+    setting = _needs_expert_parallel(parallel)
     if parallel.parallel_strategy == "data_parallel" and setting:
         raise ValueError(
-            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: every worker has all experts and its own gate; "
-            "leave it out, or give --parallel-strategy expert_parallel"
+            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: every worker has all "
+            "experts and its own gate; leave it out, or give --parallel-strategy expert_parallel"
         )
 
 
-def needs_whole_models(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
-    """A setting that works only where every worker has the whole model, so not in expert parallel; and why."""
-    found = (
-        (
-            f"sharding {parallel.sharding}",
-            parallel.sharding in ("zero2", "zero3"),
-            "experts are divided there, and nothing else",
-        ),
-        ("cpu_offload", parallel.cpu_offload, "experts are divided there, and nothing else"),
+def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
+    """Return a requested setting that works only if every worker has the whole model, and why; None without one."""
+    only_experts = "experts are divided there, and nothing else"
+    without_ddp = "gradients are summed without DDP there"
+    candidates = (
+        (f"sharding {parallel.sharding}", parallel.sharding in ("zero2", "zero3"), only_experts),
+        ("cpu_offload", parallel.cpu_offload, only_experts),
         ("sync_batchnorm", parallel.sync_batchnorm, "its hosts keep their own statistics"),
-        ("static_graph", parallel.static_graph, "gradients are summed without DDP there"),
-        ("find_unused_parameters", parallel.find_unused_parameters, "gradients are summed without DDP there"),
-        (
-            "no gradient_as_bucket_view",
-            not parallel.gradient_as_bucket_view,
-            "gradients are summed without DDP there",
-        ),
+        ("static_graph", parallel.static_graph, without_ddp),
+        ("find_unused_parameters", parallel.find_unused_parameters, without_ddp),
+        ("no gradient_as_bucket_view", not parallel.gradient_as_bucket_view, without_ddp),
         ("batch_size auto", batch.batch_size == "auto", "whole models are measured, and it divides them"),
     )
-    return next(((setting, why) for setting, given, why in found if given), None)
+    return next(((setting, reason) for setting, requested, reason in candidates if requested), None)
 
 
-def _between_experts(parallel: ParallelSettings) -> str | None:
-    """A setting that means something between expert hosts only."""
+def _needs_expert_parallel(parallel: ParallelSettings) -> str | None:
+    """Return a requested setting that has a meaning only between expert hosts; None without one."""
     if parallel.gate == "primary":
         return "gate primary"
     if parallel.placement != "auto":

@@ -72,7 +72,7 @@ class ParallelSettings:
     nccl_debug: bool = False
     """NCCL's own messages, in the workers' logs."""
 
-    def patience(self, hosts: bool) -> int:
+    def step_timeout_s(self, hosts: bool) -> int:
         """Seconds that workers, or hosts of experts, may wait for each other in a step."""
         return self.collective_timeout if self.collective_timeout is not None else 10 if hosts else 120
 

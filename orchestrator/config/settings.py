@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
-from orchestrator.config.cross_checks import check_devices, check_product, check_strategy
+from orchestrator.config.cross_checks import check_batch_product, check_devices, check_strategy
 from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
@@ -169,7 +169,7 @@ class Config:
             possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe)
-        check_product(self.device.gpu_mode, self.parallel, self.batch)
+        check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
 
     def _paths(self) -> dict[str, Path | str | None]:
         """Settings that are, or may be, paths."""

@@ -1,4 +1,4 @@
-"""What a sweep is asked to do: which trials, how long each, and what makes one better than another."""
+"""The request for a sweep: which trials, how long each, and which objective compares them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import MOST_POINTS, Space, Values, plain_point, points_space
+from orchestrator.config.settings import Config, setting_types
+from orchestrator.config.space import MAX_POINTS, Space, Values, plain_point
+from orchestrator.config.space_parser import points_space, space_from_json
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
@@ -15,7 +16,8 @@ from orchestrator.redaction import MASK
 Search = Literal["grid", "random", "optuna"]
 Objective = Literal["throughput", "validation_loss"]
 
-_SECONDS = 10.0
+_TRIAL_SECONDS = 10.0
+_LEDGER_FIELDS = ("search", "objective", "asha", "trial_seconds", "trial_steps")
 
 
 @dataclass(frozen=True)
@@ -25,83 +27,79 @@ class Sweep:
     space: Space
     search: Search = "grid"
     trials: int | None = None
-    """Trials to be made in all; None: every point of the grid."""
+    """Number of trials; None: every point of the grid."""
     objective: Objective = "throughput"
     asha: bool = False
-    trial_seconds: float = _SECONDS
+    trial_seconds: float = _TRIAL_SECONDS
     trial_steps: int | None = None
     concurrent: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("--trials", self.trials),
-            ("--trial-steps", self.trial_steps),
-            ("--concurrent", self.concurrent),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; it must be at least 1")
-        if self.search != "grid" and (self.trials or 0) > MOST_POINTS:
-            raise UserError(f"--trials is {self.trials:,}; at most {MOST_POINTS:,} are made")
-        if not 0 < self.trial_seconds < 1e6:
-            raise UserError(f"--trial-seconds is {self.trial_seconds}; it must be positive and finite")
+        self._check_numbers()
         if self.search != "grid" and self.trials is None:
             raise UserError(f"--search {self.search} needs to know when it is over: give --trials N")
         if self.objective == "throughput" and self.trial_steps is not None:
             raise UserError(
                 "--trial-steps is for --objective validation_loss; how long a trial is measured is --trial-seconds"
             )
-        if self.objective == "validation_loss" and self.trial_seconds != _SECONDS:
+        if self.objective == "validation_loss" and self.trial_seconds != _TRIAL_SECONDS:
             raise UserError(
                 "--trial-seconds is for --objective throughput; how long a trial trains is --trial-steps"
             )
         if self.search == "grid":
-            self.space.grid()
+            self.space.grid()  # raises for ranges, and for too many points
         elif self.search == "optuna" and self.space.given:
             raise UserError(
                 "--search optuna looks for points of its own, and the space is a list of points; leave --search out"
             )
 
+    def _check_numbers(self) -> None:
+        for name in ("trials", "trial_steps", "concurrent"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if self.search != "grid" and (self.trials or 0) > MAX_POINTS:
+            raise UserError(f"--trials is {self.trials:,}; at most {MAX_POINTS:,} are made")
+        if not 0 < self.trial_seconds < 1e6:
+            raise UserError(f"--trial-seconds is {self.trial_seconds}; it must be positive and finite")
+
     @property
-    def points(self) -> int:
-        """How many trials there are to be."""
+    def num_trials(self) -> int:
+        """The number of trials of the whole sweep."""
         if self.search == "grid":
             return min(self.space.size, self.trials or self.space.size)
         assert self.trials is not None
         return min(self.trials, self.space.size)
 
     def header(self) -> dict[str, Any]:
-        """What the ledger keeps of it."""
-        names = ("search", "objective", "asha", "trial_seconds", "trial_steps")
-        given = {"points": [plain_point(point) for point in self.space.given]} if self.space.given else {}
+        """Return the fields of the ledger from which `of_header` makes the sweep again."""
+        points = {"points": [plain_point(point) for point in self.space.given]} if self.space.given else {}
         return {
             "space": self.space.texts(),
             "domains": self.space.to_json(),
-            **given,
-            "trials": self.points,
-            **{name: getattr(self, name) for name in names},
+            **points,
+            "trials": self.num_trials,
+            **{name: getattr(self, name) for name in _LEDGER_FIELDS},
         }
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any], concurrent: int | None) -> Sweep:
-        """The sweep that a ledger was begun for."""
-        hidden = [name for name, domain in as_mapping(header.get("domains")).items() if MASK in str(domain)]
-        if hidden:
+        """Return the sweep of a ledger."""
+        domains = as_mapping(header.get("domains"))
+        masked = [name for name, domain in domains.items() if MASK in str(domain)]
+        if masked:
             raise UserError(
-                f"the ledger keeps the values of {hidden[0]} without the secrets in them; begin the sweep anew"
+                f"the ledger keeps the values of {masked[0]} without the secrets in them; begin the sweep anew"
             )
         try:
-            space = (
-                points_space(header["points"], "the ledger")
-                if "points" in header
-                else Space.of_json(header["domains"])
-            )
-            names = ("search", "trials", "objective", "asha", "trial_seconds", "trial_steps")
+            if "points" in header:
+                space = points_space(header["points"], "the ledger")
+            else:
+                space = space_from_json(header["domains"])
             hints = get_type_hints(cls)
-            return cls(
-                space,
-                concurrent=concurrent,
-                **{name: as_declared(name, hints[name], header[name]) for name in names},
-            )
+            names = ("trials", *_LEDGER_FIELDS)
+            values = {name: as_declared(name, hints[name], header[name]) for name in names}
+            return cls(space, concurrent=concurrent, **values)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the ledger does not say what was to be swept ({error!r}); begin the sweep anew"
@@ -109,26 +107,12 @@ class Sweep:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """Of a ledger: empty where it holds something else."""
+    """Return a value of a ledger that should be a mapping; an empty one if it is something else."""
     return value if isinstance(value, Mapping) else {}
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """The settings that differ from their defaults, by flat name, as JSON has them."""
-    plain = flat_values(Config())
-    return {name: value for name, value in flat_values(config).items() if value != plain[name]}
-
-
-def flat_values(config: Config) -> dict[str, Any]:
-    """Every setting by its flat name, as JSON has it."""
-    from orchestrator.config.reader import to_json
-
-    tree = to_json(config)
-    return {name: tree[section][name] if section else tree[name] for name, section in flat_names().items()}
-
-
-def workers_asked(space: Space, config: Config) -> list[int]:
-    """The numbers of workers that the trials of a sweep ask for; empty where that is left to the plan."""
+def requested_workers(space: Space, config: Config) -> list[int]:
+    """Return the numbers of workers that the trials of a sweep ask for; empty if the plan decides."""
     domain = space.domains.get("workers")
     if domain is None:
         return [config.parallel.workers] if isinstance(config.parallel.workers, int) else []
@@ -136,8 +120,8 @@ def workers_asked(space: Space, config: Config) -> list[int]:
     return [value for value in values if isinstance(value, int)]
 
 
-def restored(settings: Mapping[str, Any]) -> Config:
-    """The config that a ledger keeps."""
+def config_from_ledger(settings: Mapping[str, Any]) -> Config:
+    """Return the config of a ledger."""
     unknown = [name for name in settings if name not in setting_types()]
     if unknown:
         raise UserError(

@@ -442,7 +442,7 @@ def test_a_bug_of_ours_keeps_its_traceback(call: Call, monkeypatch: pytest.Monke
     def broken(argv: object) -> int:
         raise RuntimeError("a bug")
 
-    monkeypatch.setitem(VERBS, "plan", broken)
+    monkeypatch.setattr("orchestrator.cli.plan.run", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         call("plan")
 

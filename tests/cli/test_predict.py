@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import predict as predicting
+from orchestrator.cli import scaling
 from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
-from orchestrator.plan.cost.model import Link, Interconnect
+from orchestrator.plan.cost.model import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
 from tests.plan.cost.test_model import device
 
@@ -125,7 +125,7 @@ def test_a_calibration_of_the_gpu_goes_before_its_data_sheet(tmp_path: Path) -> 
     write_calibration(calibration("NVIDIA H200"), path)
     config = Config.of(task="digits", width=16, layers=1, experts=0, batch_size=8, precision="fp32")
     measured, known = (
-        predicting.cluster_rows(config, parse_cluster(f"gpu={gpu}"), path) for gpu in ("h200", "h100")
+        scaling.cluster_rows(config, parse_cluster(f"gpu={gpu}"), path) for gpu in ("h200", "h100")
     )
     assert "calibration of NVIDIA H200" in measured[1]
     assert "data sheet" in known[1]

@@ -13,20 +13,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cli.main import CheckOptions, InitOptions, PlanOptions, ReportOptions, TrainOptions
-from orchestrator.config.reader import (
-    Resolved,
-    absolute,
-    check_flags,
-    dump,
-    read_file,
-    read_flags,
-    read_own,
-    to_json,
-    write_file,
-)
+from orchestrator.cli.check import CheckOptions
+from orchestrator.cli.init import InitOptions
+from orchestrator.cli.plan import PlanOptions
+from orchestrator.cli.report import ReportOptions
+from orchestrator.cli.train import TrainOptions
+from orchestrator.config.aliases import ALIASES
+from orchestrator.config.flags import check_flags, read_flags, read_options
+from orchestrator.config.reader import Resolved, read_file
 from orchestrator.config.settings import Config, flat_names, section_types, setting_types
-from orchestrator.config.spellings import SPELLINGS
+from orchestrator.config.writer import dump, to_json, with_absolute_paths, write_file
 from orchestrator.errors import UserError
 from tests.support.inventories import VALUES, configs
 
@@ -216,7 +212,7 @@ def mutations(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", flat_names())
 def test_any_slip_of_a_letter_finds_its_way_back(name: str):
-    for wrong in set(mutations(name)) - {name, *flat_names(), *section_types(), *SPELLINGS}:
+    for wrong in set(mutations(name)) - {name, *flat_names(), *section_types(), *ALIASES}:
         with pytest.raises(UserError, match=rf"\(did you mean --{name.replace('_', '-')}\?\)"):
             check_flags([f"--{wrong}"], ())
 
@@ -541,33 +537,35 @@ def test_a_verbs_own_flags_are_suggested_too():
     with pytest.raises(UserError, match=r"unknown flag --jsn \(did you mean --json\?\)"):
         read_flags(PlanOptions, ["--jsn"], "orchestrator plan")
     with pytest.raises(UserError, match=r"unknown flag --ful \(did you mean --full\?\)"):
-        read_own(CheckOptions, ["--ful"], "orchestrator check")
+        read_options(CheckOptions, ["--ful"], "orchestrator check")
 
 
 def test_verbs_without_settings(tmp_path: Path):
-    assert read_own(CheckOptions, ["--json"], "x") == CheckOptions(json=True)
-    assert read_own(InitOptions, ["a.yaml", "--force"], "x", positional="path") == InitOptions(
+    assert read_options(CheckOptions, ["--json"], "x") == CheckOptions(json=True)
+    assert read_options(InitOptions, ["a.yaml", "--force"], "x", positional="path") == InitOptions(
         Path("a.yaml"), True
     )
-    assert read_own(ReportOptions, ["--folder", "a"], "x", positional="folder") == ReportOptions(Path("a"))
+    assert read_options(ReportOptions, ["--folder", "a"], "x", positional="folder") == ReportOptions(
+        Path("a")
+    )
 
 
 # --- other forms
 
 
 def test_absolute_leaves_absolute_paths_and_nothing_relative(tmp_path: Path):
-    config = absolute(Config.of(run_dir="a", data_dir="/b", init_from="c/d", epochs=3), tmp_path)
+    config = with_absolute_paths(Config.of(run_dir="a", data_dir="/b", init_from="c/d", epochs=3), tmp_path)
     assert config == Config.of(run_dir=tmp_path / "a", data_dir="/b", init_from=tmp_path / "c/d", epochs=3)
-    assert absolute(Config(), tmp_path) == Config()
+    assert with_absolute_paths(Config(), tmp_path) == Config()
 
 
 def test_a_placement_file_and_a_checkpoint_are_paths_too(tmp_path: Path):
-    assert absolute(Config.of(placement="a.json", resume="b"), tmp_path) == Config.of(
+    assert with_absolute_paths(Config.of(placement="a.json", resume="b"), tmp_path) == Config.of(
         placement=str(tmp_path / "a.json"), resume=str(tmp_path / "b")
     )
-    assert absolute(Config.of(placement="/a.json"), tmp_path).parallel.placement == "/a.json"
+    assert with_absolute_paths(Config.of(placement="/a.json"), tmp_path).parallel.placement == "/a.json"
     for word in ("auto", "round_robin"):
-        assert absolute(Config.of(placement=word, resume="auto"), tmp_path) == Config.of(
+        assert with_absolute_paths(Config.of(placement=word, resume="auto"), tmp_path) == Config.of(
             placement=word, resume="auto"
         )
 

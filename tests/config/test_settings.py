@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.commands import setting_texts
+from orchestrator.config.reference import setting_texts
 from orchestrator.config.settings import Config, did_you_mean, flat_names, section_types, setting_types
 from orchestrator.errors import UserError
 from tests.support.inventories import VALUES

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.config.space import (
-    MOST_POINTS,
-    Range,
-    Values,
-    parse_space,
-    point_flags,
-    point_key,
-    read_space,
-)
-from orchestrator.config.sweep import Sweep, restored, settings_of, workers_asked
+from orchestrator.config.space import MAX_POINTS, Range, Values, point_flags, point_key
+from orchestrator.config.space_parser import parse_space, read_space
+from orchestrator.config.sweep import Sweep, config_from_ledger, requested_workers
+from orchestrator.config.writer import changed_settings
 from orchestrator.errors import UserError
 
 
@@ -64,7 +58,7 @@ def test_a_domain_is_read(entry: str, name: str, domain: Values | Range) -> None
         ("gpu-mode=cpu,auto", "is not swept over"),
         ("learning-rate=1e-3,nan", "learning_rate is nan"),
         ("batch-size=0,4", "batch_size is 0"),
-        ("batch-size=auto,16", "give the sizes to be tried"),
+        ("batch-size=auto,16", "give the sizes to try"),
     ],
 )
 def test_a_mistake_is_told(entry: str, said: str) -> None:
@@ -88,7 +82,7 @@ def test_a_grid_has_every_combination_once() -> None:
         parse_space(["learning-rate=1e-4..1e-2:log"]).grid()
     with pytest.raises(UserError, match="the grid has 1,002,001 points"):
         parse_space(["batch-size=1..1001:1", "experts=1..1001:1"]).grid()
-    assert MOST_POINTS < 1_002_001
+    assert MAX_POINTS < 1_002_001
 
 
 def test_draws_are_the_same_for_a_seed_and_none_comes_twice() -> None:
@@ -139,7 +133,7 @@ def test_a_file_may_list_points(tmp_path: Path) -> None:
     assert {point_key(point) for point in space.draws(0)} == {point_key(point) for point in space.grid()}
     assert space.domains["batch_size"] == Values((16, 64))
     again = Sweep.of_header(Sweep(space).header(), None)
-    assert (Sweep(space).points, again.points) == (2, 2)
+    assert (Sweep(space).num_trials, again.num_trials) == (2, 2)
     assert [point_key(point) for point in again.space.grid()] == [point_key(point) for point in space.grid()]
     with pytest.raises(UserError, match="leave --search out"):
         Sweep(space, "optuna", 2)
@@ -183,17 +177,17 @@ def test_a_space_reads_back_the_same_from_the_ledger(tmp_path: Path) -> None:
 
 def test_a_large_space_can_be_drawn_from() -> None:
     space = parse_space(["batch-size=1..1001:1", "experts=1..1001:1"])
-    assert (space.size, Sweep(space, "random", 7).points) == (1_002_001, 7)
+    assert (space.size, Sweep(space, "random", 7).num_trials) == (1_002_001, 7)
 
 
 def test_a_sweep_is_checked_and_kept() -> None:
     space = parse_space(["batch-size=1,2,3", "workers=1,2"])
     sweep = Sweep(space, "optuna", 4, asha=True)
     assert (
-        sweep.points,
-        Sweep(space).points,
-        Sweep(space, trials=4).points,
-        Sweep(space, "random", 99).points,
+        sweep.num_trials,
+        Sweep(space).num_trials,
+        Sweep(space, trials=4).num_trials,
+        Sweep(space, "random", 99).num_trials,
     ) == (4, 6, 4, 6)
     assert Sweep.of_header(sweep.header(), None) == sweep
     mistakes: tuple[tuple[dict[str, Any], str], ...] = (
@@ -213,11 +207,11 @@ def test_a_sweep_is_checked_and_kept() -> None:
 
 def test_settings_are_kept_by_what_differs() -> None:
     config = Config.of(batch_size=16, task="text", expert_hidden_size=(8, 16), data_dir=Path("/data"))
-    kept = settings_of(config)
+    kept = changed_settings(config)
     assert kept == {"task": "text", "batch_size": 16, "expert_hidden_size": [8, 16], "data_dir": "/data"}
-    assert restored(kept) == config
+    assert config_from_ledger(kept) == config
     with pytest.raises(UserError, match="does not know: 'bath_size'"):
-        restored({"bath_size": 3})
-    assert workers_asked(parse_space(["workers=1,4,auto"]), config) == [1, 4]
-    assert workers_asked(parse_space(["workers=1..7"]), config) == [1, 7]
-    assert workers_asked(parse_space(["experts=3,4"]), Config.of(workers=3)) == [3]
+        config_from_ledger({"bath_size": 3})
+    assert requested_workers(parse_space(["workers=1,4,auto"]), config) == [1, 4]
+    assert requested_workers(parse_space(["workers=1..7"]), config) == [1, 7]
+    assert requested_workers(parse_space(["experts=3,4"]), Config.of(workers=3)) == [3]

@@ -23,7 +23,7 @@ from orchestrator.runtime.ray_internals import (
 )
 from orchestrator.types import GIB
 
-_CONTROLLER = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.bootstrap")
+_CONTROLLER = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.data_parallel.worker")
 _WORKER = (
     *_CONTROLLER,
     "torch.distributed.fsdp",  # imported late by whoever first wraps a model, or steps an optimizer: as is the next

@@ -17,7 +17,7 @@ from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.cpu import usable_cores
 from orchestrator.plan.inventory.hardware import inventory, secret_values, visible_gpus
-from orchestrator.plan.workers import choose_workers, spares_of
+from orchestrator.plan.workers import choose_workers, num_spares
 from orchestrator.redaction import mask
 from orchestrator.runtime.cluster.auth import MODE, lock_token, show_token, warn_if_open
 from orchestrator.runtime.ray_internals import (
@@ -57,7 +57,7 @@ def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
     """A cluster for one run; yields whether it is someone else's."""
     settings = config.parallel
     before = dict(os.environ)
-    for name, value in (_SHORT | _waiting(settings.patience(hosts=False))).items():
+    for name, value in (_SHORT | _waiting(settings.step_timeout_s(hosts=False))).items():
         os.environ.setdefault(name, value)
     ours = not ray.is_initialized()
     try:
@@ -176,7 +176,7 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
     not preloaded into its processes: Ray Train has more actors that do without than workers that need it."""
     settings, cores = config.parallel, usable_cores()
     gpus = 0 if config.device.gpu_mode == "cpu" else len(settings.devices) or visible_gpus()
-    workers = (settings.workers if isinstance(settings.workers, int) else 0) + spares_of(config)
+    workers = (settings.workers if isinstance(settings.workers, int) else 0) + num_spares(config)
     if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers or workers > 4 * cores:
         here = inventory()  # before a cluster is started for nothing
         choose_workers(config, Cluster.of(here, settings.devices), here)
@@ -188,7 +188,7 @@ def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -
         )
     slots = max(workers, cores)
     if not gpus and workers > cores:
-        who = "workers and spares" if spares_of(config) else "workers"
+        who = "workers and spares" if num_spares(config) else "workers"
         note(f"{workers} {who} on {cores} cores: the cluster started for this run declares {slots} CPU slots")
     for name, value in _CALM.items():
         os.environ.setdefault(name, value)

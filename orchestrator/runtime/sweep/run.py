@@ -27,15 +27,15 @@ from ray.tune import (
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
-from orchestrator.config.reader import to_json
+from orchestrator.config.writer import to_json
 from orchestrator.config.settings import Config, flat_names, setting_types
-from orchestrator.config.space import MOST_POINTS, Point, Space, Values, point_key
-from orchestrator.config.sweep import Sweep, workers_asked
+from orchestrator.config.space import MAX_POINTS, Point, Space, Values, point_key
+from orchestrator.config.sweep import Sweep, requested_workers
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
-from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, on_gpus
+from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, uses_gpus
 from orchestrator.record.ledger import Ledger, TrialRow, parse_trial
 from orchestrator.record.sweep_screen import SweepScreen
 from orchestrator.redaction import secrets_in, mask
@@ -44,7 +44,7 @@ from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source, needed_optuna
 from orchestrator.runtime.sweep.trial import Common, Trial
 from orchestrator.tasks.load import BUILT_IN
-from orchestrator.train.worker.run_dir import Prepared
+from orchestrator.train.worker.run_dir import PreparedRun
 
 _SLICES = 8  # parts of a trial after which it may be stopped early
 _HALVING = 2
@@ -64,7 +64,7 @@ class Ground:
     def of(cls, config: Config, space: Space, inventory: Inventory, cluster: Cluster) -> Ground:
         """A GPU for each worker; or, on CPUs, as many cores as let the largest number of workers that can be had run, so that
         workers of all trials are alike and their numbers compare."""
-        on_gpu = on_gpus(config, cluster) and bool(inventory.gpus)
+        on_gpu = uses_gpus(config, cluster) and bool(inventory.gpus)
         if on_gpu:  # trials side by side share a node's cores, one part for each of its GPUs
             return cls(
                 inventory,
@@ -72,7 +72,7 @@ class Ground:
                 True,
                 max(1, inventory.cores // max(1, *(node.gpus for node in cluster.nodes))),
             )
-        possible = [count for count in workers_asked(space, config) if count <= cluster.cpus]
+        possible = [count for count in requested_workers(space, config) if count <= cluster.cpus]
         if not possible:
             possible = _left_open(config, space, inventory, cluster)
         elif any(
@@ -144,7 +144,7 @@ def check_first(sweep: Sweep, config: Config, found: Inventory) -> None:
         )
     if sweep.search == "optuna":
         needed_optuna()
-    if not sweep.space.listed or sweep.space.size > MOST_POINTS or cluster_runs(config):
+    if not sweep.space.listed or sweep.space.size > MAX_POINTS or cluster_runs(config):
         return
     here = Cluster.of(found, config.parallel.devices)
     asked = config.parallel.workers if isinstance(config.parallel.workers, int) else 0
@@ -160,7 +160,7 @@ def check_first(sweep: Sweep, config: Config, found: Inventory) -> None:
 
 def run_sweep(
     sweep: Sweep,
-    prepared: Prepared,
+    prepared: PreparedRun,
     ground: Ground,
     ledger: Ledger,
     done: tuple[TrialRow, ...],
@@ -189,7 +189,7 @@ def run_sweep(
     points = Points(
         source_of(sweep, config, prepared.plan, done, needs),
         done,
-        sweep.points,
+        sweep.num_trials,
         lambda row: row.score(sweep.objective),
         needs,
         record,
@@ -218,7 +218,11 @@ def _line(error: Exception) -> str:
 
 
 def source_of(
-    sweep: Sweep, config: Config, plan: Plan, done: tuple[TrialRow, ...], needs: Callable[[Point], int | TrialRow]
+    sweep: Sweep,
+    config: Config,
+    plan: Plan,
+    done: tuple[TrialRow, ...],
+    needs: Callable[[Point], int | TrialRow],
 ) -> Source:
     """A list of points in its own order. Of a grid or of draws, points that cannot be tried come first, to be told at once; then
     trials with the same number of workers follow one another: workers are kept from one to the next."""
@@ -231,15 +235,15 @@ def source_of(
     points = (
         sweep.space.grid()
         if sweep.search == "grid"
-        else list(islice(sweep.space.draws(config.run.seed), sweep.points))
+        else list(islice(sweep.space.draws(config.run.seed), sweep.num_trials))
     )
-    wanted = {point_key(point): needs(point) for point in points[: sweep.points]}
+    wanted = {point_key(point): needs(point) for point in points[: sweep.num_trials]}
 
     def workers(point: Point) -> int:
         want = wanted[point_key(point)]
         return 0 if isinstance(want, TrialRow) else want
 
-    return Listed(sorted(points[: sweep.points], key=workers))
+    return Listed(sorted(points[: sweep.num_trials], key=workers))
 
 
 def planned_point(space: Space, config: Config, plan: Plan) -> Point:
@@ -305,7 +309,7 @@ def _fit(
                 mode="max",
                 search_alg=points,
                 scheduler=scheduler,
-                num_samples=sweep.points + 1,
+                num_samples=sweep.num_trials + 1,
                 max_concurrent_trials=sweep.concurrent,
                 reuse_actors=True,
                 trial_name_creator=_name,
@@ -363,7 +367,11 @@ class _Recorder(_Kept, Callback):
     """Writes down what came of each trial, as soon as it is known."""
 
     def __init__(
-        self, points: Points, record: Callable[[TrialRow], None], screen: SweepScreen, asked: Callable[[], bool]
+        self,
+        points: Points,
+        record: Callable[[TrialRow], None],
+        screen: SweepScreen,
+        asked: Callable[[], bool],
     ) -> None:
         self._points, self._record, self._screen, self._asked = points, record, screen, asked
 
@@ -384,7 +392,9 @@ class _Recorder(_Kept, Callback):
             return
         config, told = trial.config, trial_error(trial)
         reason = f"the process that led the trial was lost{f': {told}' if told else ''}"
-        self._told(trial, TrialRow(config["trial"], config["point"], "failed", reason, workers=config["workers"]))
+        self._told(
+            trial, TrialRow(config["trial"], config["point"], "failed", reason, workers=config["workers"])
+        )
 
     def _told(self, trial: Any, row: TrialRow) -> None:
         self._record(row)

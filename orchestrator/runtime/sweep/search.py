@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import MOST_POINTS, Point, Range, Space, Values, point_key
+from orchestrator.config.space import MAX_POINTS, Point, Range, Space, Values, point_key
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep.surrogate import Surrogate
@@ -70,7 +70,7 @@ class Optuna:
         self._asked: dict[str, list[Any]] = {}
         self._worst: float | None = None
         self._first = list(first)
-        small = space.listed and space.size <= MOST_POINTS
+        small = space.listed and space.size <= MAX_POINTS
         self._model = _Modelled(space, seed) if small else None
 
     def _distribution(self, domain: Values | Range) -> Any:

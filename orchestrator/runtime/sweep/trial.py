@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 from ray.tune import Trainable
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from experts.actor_host import ExpertHost
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point
-from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.errors import OrchestratorError, OutOfMemory, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.record.ledger import TrialRow
@@ -213,7 +212,7 @@ class _Gang:
     def _failure(self, calls: list[Any]) -> _Failed:
         ended, under_way = ray.wait(calls, num_returns=len(calls), timeout=0)
         told = [
-            _told(rank, error)
+            _trial_failure(rank, error)
             for rank, call in enumerate(calls)
             if call in ended and (error := _error(call)) is not None
         ]
@@ -241,21 +240,25 @@ def _error(call: Any) -> BaseException | None:
     return None
 
 
-def _told(rank: int, error: BaseException) -> _Failed:
-    """A worker's failure in a line."""
-    if isinstance(error, RayActorError):
-        return _Failed("lost", f"worker {rank} was lost: its process ended, or was ended for want of memory")
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    from orchestrator.train.parts.comm_errors import is_communication_error
+_STATUSES = {"worker": "lost", "memory": "out_of_memory", "communication": "silence", "error": "refused"}
+"""Statuses by the kind of a worker's failure; all other kinds are ``failed``."""
+
+
+def _trial_failure(rank: int, error: BaseException) -> _Failed:
+    """Return the failure of a worker as a status and one line."""
+    from orchestrator.runtime.failures import cause_of, classify
     from orchestrator.train.parts.memory import is_out_of_memory
 
+    cause = cause_of(error)
     if is_out_of_memory(cause) or (isinstance(cause, OrchestratorError) and "out of memory" in str(cause)):
-        return _Failed("out_of_memory", first_line(cause))
-    if is_communication_error(cause):
-        return _Failed("silence", "workers lost touch with each other")
-    if isinstance(cause, OrchestratorError):
-        return _Failed("refused", first_line(cause))
-    return _Failed("failed", f"{type(cause).__name__}: {first_line(cause)}")
+        error = OutOfMemory(first_line(cause))
+    failure = classify(error, rank)
+    status = _STATUSES.get(failure.kind, "failed")
+    if status == "lost":
+        return _Failed(status, f"{failure.message}: its process ended, or was killed for lack of memory")
+    if status == "silence":
+        return _Failed(status, "workers lost contact with each other")
+    return _Failed(status, first_line(failure.message))
 
 
 # --- a worker
@@ -287,11 +290,11 @@ def _trial_work(
     common: Common, point: Point, place: tuple[str, int], rank: int, size: int
 ) -> Iterator[_Measuring]:
     from orchestrator.measure.trial import TrialLimits, open_trial
-    from orchestrator.runtime.bootstrap import work_in
+    from orchestrator.runtime.bootstrap import enter_working_dir
     from orchestrator.tasks.load import load_task
 
     config = common.config.but(**point)
-    work_in(common.folder, config.parallel.nccl_debug, common.hidden)
+    enter_working_dir(common.folder, config.parallel.nccl_debug, common.hidden)
     task = common.task or load_task(config)
     plan, facts = _planned(common, config, task)
     check_batch(config, point, size, facts.samples)
@@ -306,7 +309,9 @@ def _trial_work(
 def _planned(common: Common, config: Config, task: Any) -> tuple[Plan, ModelFacts]:
     """The plan of the trial, as ``train`` would make it; the cores are those that the trial was given."""
     from orchestrator.measure.model_facts import model_facts
-    from orchestrator.plan.planning import choose_precision, choose_worker_device, plan
+    from orchestrator.plan.compute import choose_precision
+    from orchestrator.plan.device import choose_worker_device
+    from orchestrator.plan.planning import plan
     from orchestrator.plan.schedule import choose_loader_workers
     from orchestrator.types import Choice
 
@@ -351,7 +356,7 @@ def _world(config: Config, plan: Plan, place: tuple[str, int], rank: int, size: 
     if plan.strategy.value == "single":
         yield World.single_process(device)
         return
-    patience = config.parallel.patience(hosts=False)
+    patience = config.parallel.step_timeout_s(hosts=False)
     store = tcp_store(*place, size, rank == 0, patience)
     with process_group_world(store, rank, size, device, plan.backend.value, patience) as world:
         yield world

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.cli.sweep import tuned
+from orchestrator.cli.tuned import tuned
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.config.space import Point, Space, parse_space, points_space
+from orchestrator.config.space import Point, Space
+from orchestrator.config.space_parser import parse_space, points_space
 from orchestrator.config.sweep import Sweep
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.measure.trial import TrialResult

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import Point, parse_space, point_key
+from orchestrator.config.space import Point, point_key
+from orchestrator.config.space_parser import parse_space
 from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source
 
@@ -96,5 +97,7 @@ def test_optuna_stands_rows_of_another_space() -> None:
         {"batch_size": 1, "learning_rate": "x"},
         {"x": [1]},
     )
-    done = tuple(TrialRow(n, point, "completed", samples_per_second=1.0) for n, point in enumerate(strange, 1))
+    done = tuple(
+        TrialRow(n, point, "completed", samples_per_second=1.0) for n, point in enumerate(strange, 1)
+    )
     assert len(drained(points(Optuna(space, 0, []), done, most=8))) == 3

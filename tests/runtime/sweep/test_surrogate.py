@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from orchestrator.config.space import Point, Space, parse_space, point_key
+from orchestrator.config.space import Point, Space, point_key
+from orchestrator.config.space_parser import parse_space
 from orchestrator.record.ledger import TrialRow
 from orchestrator.runtime.sweep import surrogate
 from orchestrator.runtime.sweep.search import Optuna, Points

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.main import TrainOptions
-from orchestrator.config.reader import check_flags, read_file, read_flags
+from orchestrator.cli.train import TrainOptions
+from orchestrator.config.aliases import ALIASES, ONE_PROCESS, Alias, advice
+from orchestrator.config.flags import check_flags, read_flags
+from orchestrator.config.reader import read_file
 from orchestrator.config.settings import Config, flat_names
-from orchestrator.config.spelling import Spelling
-from orchestrator.config.spellings import ONE_PROCESS, SPELLINGS, answer
 from orchestrator.errors import UserError
 
 GIVEN = (
@@ -21,10 +21,10 @@ GIVEN = (
 )  # fmt: skip
 
 
-def every() -> list[tuple[str, Spelling]]:
+def every() -> list[tuple[str, Alias]]:
     """Every old name with its answer, and with those that it has for certain values."""
-    found = [(old, spelling) for old, spelling in SPELLINGS.items()]
-    return found + [(old, other) for old, spelling in found for other in spelling.elsewhere.values()]
+    found = [(old, spelling) for old, spelling in ALIASES.items()]
+    return found + [(old, other) for old, spelling in found for other in spelling.by_value.values()]
 
 
 def test_every_target_is_a_setting_of_ours():
@@ -36,32 +36,30 @@ def test_every_target_is_a_setting_of_ours():
 def test_a_value_that_belongs_elsewhere_is_known_there_by_its_lower_case():
     wrong = [
         (old, value)
-        for old, spelling in SPELLINGS.items()
-        for value in spelling.elsewhere
+        for old, spelling in ALIASES.items()
+        for value in spelling.by_value
         if value != value.lower()
     ]
     assert wrong == []
 
 
 def test_no_answer_says_that_there_is_but_one_device():
-    answers = [
-        answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN for flag in (True, False)
-    ]
+    answers = [advice(old, value, flag) or "" for old in ALIASES for value in GIVEN for flag in (True, False)]
     assert [text for text in answers if "one device" in text] == []
 
 
 def test_no_old_spelling_is_a_setting_of_ours():
-    assert SPELLINGS.keys().isdisjoint(flat_names())
+    assert ALIASES.keys().isdisjoint(flat_names())
 
 
 def test_old_spellings_are_kept_in_the_form_they_are_looked_up_in():
-    assert [old for old in SPELLINGS if old != old.lower().replace("-", "_")] == []
+    assert [old for old in ALIASES if old != old.lower().replace("-", "_")] == []
 
 
 def test_a_name_without_a_target_says_what_to_do():
     assert [
         old
-        for old, spelling in SPELLINGS.items()
+        for old, spelling in ALIASES.items()
         if spelling.name is None and "leave it out" not in spelling.note
     ] == []
 
@@ -134,7 +132,7 @@ def test_what_launchers_need_and_ray_does_not_is_left_out(old: str):
 @pytest.mark.parametrize("old", ["nnodes", "num_nodes", "num_machines"])
 def test_the_number_of_nodes_is_rays_matter(old: str):
     assert "leave it out; --workers is the number of devices on all of them" in (
-        answer(old, "2", flag=True) or ""
+        advice(old, "2", flag=True) or ""
     )
 
 
@@ -143,7 +141,7 @@ def test_the_number_of_nodes_is_rays_matter(old: str):
     [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")],
 )
 def test_the_old_data_parallel_is_told_of_one_process_per_gpu(old: str, value: str):
-    assert answer(old, value, flag=True) == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
+    assert advice(old, value, flag=True) == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
 
 
 # --- every answer can be followed
@@ -151,7 +149,7 @@ def test_the_old_data_parallel_is_told_of_one_process_per_gpu(old: str, value: s
 
 def advised(flag: bool) -> list[str]:
     """Every distinct answer of the table to what people give, without its note."""
-    answers = {answer(old, value, flag) or "" for old in SPELLINGS for value in GIVEN}
+    answers = {advice(old, value, flag) or "" for old in ALIASES for value in GIVEN}
     written = {
         re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")
     }
@@ -286,34 +284,34 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
     ],
 )
 def test_values_are_translated(old: str, value: str | None, flag: str, line: str):
-    assert answer(old, value, flag=True) == f"write {flag}"
+    assert advice(old, value, flag=True) == f"write {flag}"
     section = flat_names()[line.partition(":")[0]]
-    assert answer(old, value, flag=False) == f"write {line} under {section}:"
+    assert advice(old, value, flag=False) == f"write {line} under {section}:"
 
 
 @pytest.mark.parametrize(
     "old", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"]
 )
 def test_a_degree_of_expert_parallel_is_a_strategy_and_a_number_of_hosts(old: str):
-    assert answer(old, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
+    assert advice(old, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
     assert (
-        answer(old, "4", flag=False)
+        advice(old, "4", flag=False)
         == "write parallel_strategy: expert_parallel and workers: 4 under parallel:"
     )
-    assert answer(old, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
+    assert advice(old, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
 
 
 def test_a_number_of_shared_experts_is_no_size():
     assert (
-        answer("n_shared_experts", "2", flag=True)
+        advice("n_shared_experts", "2", flag=True)
         == "write --shared-expert-size … (one expert of their hidden sizes together)"
     )
     assert (
-        answer("num_shared_experts", "0", flag=True)
+        advice("num_shared_experts", "0", flag=True)
         == "leave it out: that is the default of shared_expert_size"
     )
     assert (
-        answer("drop_tokens", "false", flag=False) == "leave it out: that is the default of capacity_factor"
+        advice("drop_tokens", "false", flag=False) == "leave it out: that is the default of capacity_factor"
     )
 
 
@@ -332,8 +330,8 @@ def test_yamls_truth_values_are_understood(tmp_path: Path, text: str, name: str)
 
 
 def test_a_name_nobody_uses_is_not_answered():
-    assert answer("epochs", "3", flag=True) is None
-    assert answer("flux_capacitor", None, flag=False) is None
+    assert advice("epochs", "3", flag=True) is None
+    assert advice("flux_capacitor", None, flag=False) is None
 
 
 def test_following_the_answer_gives_what_was_meant(tmp_path: Path):

@@ -1,0 +1,95 @@
+"""`orchestrator bench`: measure forward and backward time of a task, or calibrate the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.config.flags import read_flags
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.types import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from orchestrator.measure.bench import BenchResult
+
+_PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure forward and backward time of a task, warm-up excluded."""
+
+    settings: Config
+    config: Path | None = None
+    """YAML file with settings; flags win over it."""
+    iterations: int = 20
+    """Steps to measure."""
+    precisions: bool = False
+    """Compare fp32, tf32, bf16 and fp16: speed, memory and loss."""
+    calibrate: bool = False
+    """Measure the machine itself instead, for predictions of the step time (plan); takes less than a minute."""
+    calibration: Path | None = None
+    """File of the calibration. Default: calibration.json in the results folder."""
+    json: bool = False
+    """Print JSON for machines."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, resolved = read_flags(BenchOptions, argv, "orchestrator bench")
+    if options.calibrate:
+        from orchestrator.cli.calibrate import calibrate_machine
+
+        return calibrate_machine(options.calibration, options.json)
+    return _measure_task(resolved, options)
+
+
+def _measure_task(resolved: Resolved, options: BenchOptions) -> int:
+    from rich.console import Console
+
+    from orchestrator.trainer import Trainer
+
+    if options.iterations < 2:
+        raise UserError(f"--iterations is {options.iterations}; a median and a spread need at least 2")
+    with Console(stderr=True).status("measuring …"):
+        results = Trainer(config=resolved).bench(options.iterations, options.precisions)
+    if options.json:
+        Console().print_json(json.dumps([asdict(result) for result in results]))
+    else:
+        Console().print(_bench_table(results, resolved.config.task))
+    return 0
+
+
+def _bench_table(results: list[BenchResult], task: str) -> Table:
+    from orchestrator.cli.tables import make_table
+
+    first = results[0]
+    title = (
+        f"{task} on {first.device}, batch {first.batch_size}, {first.iterations} steps; "
+        "median ± half the distance of the quartiles"
+    )
+    table = make_table("precision", *_PHASES, "total", "samples/s", "of fp32", "memory", "loss", title=title)
+    fp32_speed = next((result.samples_per_second for result in results if result.precision == "fp32"), None)
+    for result in results:
+        table.add_row(*_cells(result, fp32_speed))
+    return table
+
+
+def _cells(result: BenchResult, fp32_speed: float | None) -> list[str]:
+    median = result.median
+    spread = f" ±{result.spread['total'] / median['total']:.0%}"
+    return [
+        result.precision,
+        *(seconds_text(median.get(phase, 0.0)) for phase in _PHASES),
+        seconds_text(median["total"]) + spread,
+        f"{result.samples_per_second:,.0f}",
+        f"{result.samples_per_second / fp32_speed:.2f}×" if fp32_speed else "",
+        bytes_text(result.peak_memory_bytes),
+        f"{result.loss:.4f}",
+    ]

@@ -1,0 +1,37 @@
+"""`orchestrator report`: draw the report of a run or a sweep again, from its folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.flags import read_options
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Draw plots, performance_summary.txt and report.html again from a run folder."""
+
+    folder: Path
+    """The folder of a run or of a sweep."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options = read_options(ReportOptions, argv, "orchestrator report", positional="folder")
+    return show_report(options.folder)
+
+
+def show_report(folder: Path) -> int:
+    """Draw the report, and print the path of each file."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from orchestrator.record.ledger import holds_sweep
+    from orchestrator.report.run.page import draw_report
+    from orchestrator.report.sweep.page import draw_sweep
+
+    draw = draw_sweep if holds_sweep(folder) else draw_report
+    for path in draw(folder):
+        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    return 0

@@ -1,0 +1,205 @@
+"""`plan --cluster`: the predicted scaling table of a cluster, which need not exist."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.cli.calibrate import find_calibration
+from orchestrator.cli.predict import Tracer, make_tracer
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.plan.cost.devices import known_gpu, short_name
+from orchestrator.plan.cost.model import DeviceCosts, Machine, Parallelism, predicted_memory
+from orchestrator.plan.cost.scaling import (
+    IMBALANCE,
+    ClusterSpec,
+    ScalingJob,
+    ScalingRow,
+    by_kind,
+    given_keys,
+    machine_of,
+    parse_cluster,
+    scaling_rows,
+)
+from orchestrator.types import PrecisionName, bytes_text, seconds_text
+
+COLUMNS = (
+    "devices", "batch", "step", "samples/s", "speed-up", "efficiency", "memory", "limited by", "made of",
+)  # fmt: skip
+_LEFT_ALIGNED = ("made of", "limited by")
+_TITLES = {
+    "weak": "weak scaling: as many samples on each device",
+    "strong": "strong scaling: one global batch for all",
+}
+_MAX_DEFAULT_BATCH = 64
+"""Most samples of a micro-batch, if none were asked for."""
+_STRONG_MICRO_BATCHES = 64
+"""Micro-batches of the global batch of strong scaling, if no global batch was asked for."""
+_FILE_COLUMNS = 150
+"""Width of the table if the output is not a terminal."""
+_MIN_SHARE = 0.02
+"""Parts of a step below this share are not listed."""
+
+
+def show_cluster(resolved: Resolved, text: str, calibration: Path | None, as_json: bool) -> int:
+    """Print the predicted scaling table of the cluster that a text describes."""
+    spec = parse_cluster(text)
+    with Console(stderr=True).status("tracing the model …"):
+        job, machine, source = _cluster_job(resolved.config, spec, calibration)
+        rows = scaling_rows(job, machine)
+    assumptions = _assumptions(resolved, given_keys(text), spec, job)
+    if as_json:
+        content = {
+            "cluster": spec.text(),
+            "source": source,
+            "notes": assumptions,
+            "rows": [row.to_json() for row in rows],
+        }
+        Console().print_json(json.dumps(content))
+        return 0
+    console = Console() if Console().is_terminal else Console(width=_FILE_COLUMNS)
+    for (kind, strategy), group in by_kind(rows).items():
+        title = f"{spec.text()}; {strategy.replace('_', ' ')}, {_TITLES[kind]}"
+        console.print(_scaling_table(title, group, spec))
+    console.print(Text("\n".join([f"predicted from {source}", *assumptions])), soft_wrap=True)
+    return 0
+
+
+def _assumptions(
+    resolved: Resolved, given: Mapping[str, str], spec: ClusterSpec, job: ScalingJob
+) -> list[str]:
+    """Return notes: what the tables assume, why they end where they do, and which flags they do not use."""
+    notes: list[str] = []
+    if job.experts and spec.devices > 1:
+        notes.append(
+            f"the busiest device's experts are taken to have {IMBALANCE - 1:.0%} more rows than the mean"
+        )
+    if 0 < job.experts < spec.devices:
+        notes.append(
+            f"expert parallel has at most {job.experts} devices: there are as many experts, "
+            "and each device holds one at least"
+        )
+    if job.global_batch < spec.devices:
+        notes.append(
+            f"strong scaling has at most {job.global_batch} devices: its global batch has as many samples"
+        )
+    if "net" not in given and spec.nodes > 1:
+        notes.append(
+            f"a network of {spec.net_gbit:g} Gbit/s per node is assumed, none was given (net=400gbit)"
+        )
+    if resolved.origin("workers") != "default":
+        workers = resolved.config.parallel.workers
+        notes.append(f"--workers {workers} is not used: there is a row for each number of devices")
+    return notes
+
+
+# --- the prediction
+
+
+def cluster_rows(
+    config: Config, spec: ClusterSpec, calibration: Path | None = None
+) -> tuple[list[ScalingRow], str]:
+    """Return the rows of the table, and the source of the device's figures."""
+    job, machine, source = _cluster_job(config, spec, calibration)
+    return scaling_rows(job, machine), source
+
+
+def _cluster_job(
+    config: Config, spec: ClusterSpec, calibration: Path | None
+) -> tuple[ScalingJob, Machine, str]:
+    from orchestrator.measure.step_trace import experts_of
+    from orchestrator.tasks.load import load_task
+
+    task = load_task(config)
+    gpu = known_gpu(spec.gpu)
+    precision = _precision(config, gpu.capability)
+    grouped = precision == "bf16" and gpu.capability >= (9, 0)
+    recompute = config.device.activation_checkpointing == "on"
+    tracer = make_tracer(task, True, precision, grouped, recompute)
+    measured = _measured_device(spec, calibration)
+    machine = machine_of(spec, measured[0] if measured else None)
+    batch = config.batch.batch_size
+    if not isinstance(batch, int):
+        batch = _largest_fitting_batch(tracer, machine.device, config.batch.gpu_memory_fraction)
+    global_batch = config.batch.global_batch_size or batch * _STRONG_MICRO_BATCHES
+    units = getattr(task, "units_per_sample", 1)
+    tf32 = gpu.capability >= (8, 0) and config.device.tf32 != "off"
+    job = ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32)
+    data_sheet = f"data sheet figures of {gpu.names[0]} and the shares of them that an H200 achieves"
+    return job, machine, measured[1] if measured else data_sheet
+
+
+def _measured_device(spec: ClusterSpec, path: Path | None) -> tuple[DeviceCosts, str] | None:
+    """Return the GPU's measured figures and their source, if the calibration is of that GPU."""
+    calibration = find_calibration(path)
+    if calibration is None or short_name(calibration.machine) != spec.gpu:
+        return None
+    source = f"the calibration of {calibration.machine} of {calibration.made[:10]}"
+    return calibration.profile(1).device, source
+
+
+def _precision(config: Config, capability: tuple[int, int]) -> PrecisionName:
+    if config.device.precision != "auto":
+        return config.device.precision
+    return "bf16" if capability >= (8, 0) else "fp16"
+
+
+def _largest_fitting_batch(tracer: Tracer, device: DeviceCosts, memory_fraction: float) -> int:
+    """Return the largest power of two, up to a limit, whose step fits into the memory."""
+    batch = _MAX_DEFAULT_BATCH
+    limit = memory_fraction * device.memory_bytes
+    while batch > 1 and predicted_memory(tracer(batch, 1, 1), device, Parallelism()).total > limit:
+        batch //= 2
+    return batch
+
+
+# --- the table
+
+
+def _scaling_table(title: str, rows: list[ScalingRow], spec: ClusterSpec) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        border_style="dim",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for column in COLUMNS:
+        justify = "left" if column in _LEFT_ALIGNED else "right"
+        table.add_column(column, no_wrap=column != "made of", justify=justify)
+    for row in rows:
+        style = "" if row.predicted.memory.fits else "red"
+        table.add_row(*scaling_cells(row, spec), style=style)
+    return table
+
+
+def scaling_cells(row: ScalingRow, spec: ClusterSpec) -> list[str]:
+    """Return a row of the table; the parts of the step come in order of size."""
+    prediction = row.predicted
+    memory = prediction.memory
+    total = prediction.step_seconds
+    parts = sorted(prediction.parts.items(), key=lambda part: -abs(part[1]))
+    made_of = [
+        f"{name} {seconds / total:.0%}" for name, seconds in parts if abs(seconds) >= _MIN_SHARE * total
+    ]
+    accumulation = f"×{row.micro_batches}" if row.micro_batches > 1 else ""
+    excess = "" if memory.fits else f" > {bytes_text(memory.limit or 0)} of a {spec.gpu.upper()}"
+    return [
+        f"{row.devices:,}",
+        f"{row.micro_batch}{accumulation}",
+        seconds_text(total),
+        f"{prediction.samples_per_second:,.0f}",
+        f"{row.speed_up:,.2f}×",
+        f"{row.efficiency:.0%}",
+        bytes_text(memory.total) + excess,
+        prediction.limited_by,
+        ", ".join(made_of),
+    ]

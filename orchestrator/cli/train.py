@@ -1,0 +1,62 @@
+"""`orchestrator train`: train a task and write a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.flags import read_flags
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.errors import Interrupted, UserError
+from orchestrator.plan.inventory.hardware import launched_by
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a task and write a report into the run folder."""
+
+    settings: Config
+    config: Path | None = None
+    """YAML file with settings; flags win over it."""
+    tuned: Path | None = None
+    """Folder of a sweep: train with the settings of its best trial that fits the devices here; flags win over them."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, resolved = read_flags(TrainOptions, argv, "orchestrator train")
+    _refuse_launchers()
+    if options.tuned is not None:
+        resolved = _take_tuned_settings(options.tuned, resolved)
+    from orchestrator.trainer import Trainer
+
+    result = Trainer(config=resolved).fit()
+    if result.status == "stopped":
+        raise Interrupted(
+            f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto"
+        )
+    return 0
+
+
+def _refuse_launchers() -> None:
+    """Raise UserError under torchrun and its kind: each of its processes would start workers of its own."""
+    launcher = launched_by()
+    if launcher:
+        raise UserError(
+            f"started by {launcher}, which starts one process per GPU; here Ray starts the workers. "
+            "Start it plainly: orchestrator train --workers N …; "
+            "or send it to a cluster: ray job submit --working-dir . -- python -m orchestrator train …"
+        )
+
+
+def _take_tuned_settings(folder: Path, resolved: Resolved) -> Resolved:
+    from rich.console import Console
+    from rich.text import Text
+
+    from orchestrator.cli.tuned import tuned
+    from orchestrator.trainer import Trainer
+
+    resolved, message = tuned(folder, resolved, lambda config: Trainer(config=config).devices())
+    Console().print(Text(message), soft_wrap=True)
+    return resolved

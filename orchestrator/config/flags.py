@@ -1,0 +1,161 @@
+"""Reads the flags of a verb, laid over the file that `--config` names.
+
+Unknown flags are refused before the parser sees them, so that the answer can name the nearest known flag, or
+our name for a flag of another trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar, get_origin
+
+from orchestrator.config import aliases
+from orchestrator.config.checks import Switch
+from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.settings import Config, flat_names, nearest, setting_types
+from orchestrator.errors import UserError
+
+Options = TypeVar("Options")
+
+_TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
+
+
+def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[Options, Resolved]:
+    """Read the options of a verb that takes settings, and the settings with their origins.
+
+    `options` is a dataclass with a field `settings: Config`, whose settings become flags without a prefix.
+    """
+    import tyro
+
+    own_flags = [field.name for field in fields(options) if field.name != "settings"]  # pyright: ignore[reportArgumentType]
+    check_flags(argv, own_flags)
+    path = _config_path(argv)
+    base = read_file(path) if path else Resolved(Config(), {})
+    result = tyro.cli(
+        options,
+        args=list(_normalised(argv)),
+        default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+        prog=prog,
+    )
+    config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
+    flags = {_setting_of(token): token.partition("=")[0] for token in argv if token.startswith("--")}
+    origins = {name: f"flag {flag}" for name, flag in flags.items() if name in flat_names()}
+    resolved = Resolved(config, {**base.origins, **origins})
+    _check_cluster(resolved)
+    return result, resolved
+
+
+def read_options(
+    options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None
+) -> Options:
+    """Read the options of a verb that takes no settings.
+
+    `positional` names the option that may be given first and without its flag.
+    """
+    import tyro
+
+    arguments = list(argv)
+    if positional and arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, f"--{positional}")
+    known = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
+    for token in arguments:
+        name = token[2:].partition("=")[0].replace("-", "_")
+        if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):
+            flag = token.partition("=")[0]
+            raise UserError(f"unknown flag {flag}{_nearest_flag(name, known)}; see {prog} --help")
+    return tyro.cli(options, args=arguments, prog=prog)
+
+
+def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
+    """Raise UserError for an unknown flag, and for a value after a switch that takes none."""
+    known = {*flat_names(), *own_flags, "help", "config"}
+    for token, following in pairwise([*argv, "--"]):
+        if not token.startswith("--") or token == "--":
+            continue
+        name, _, value = token[2:].partition("=")
+        if not value and not following.startswith("--"):
+            value = following
+        if _setting_of(token) in known or name.replace("-", "_") in known:
+            _check_switch(token, name, value)
+            continue
+        advice = aliases.advice(name, value or None, flag=True)
+        if advice:
+            raise UserError(f"unknown flag --{name}; {advice}")
+        raise UserError(f"unknown flag --{name}{_nearest_flag(name, known)}; see --help")
+
+
+def _check_switch(token: str, name: str, value: str) -> None:
+    """Raise UserError for `--profile true` and `--no-compile 1`: the parser's own message would not say what to write."""
+    setting = _setting_of(token)
+    hint = setting_types().get(setting)
+    negated = hint == Switch and name.replace("-", "_") != setting
+    if (hint is bool or negated) and value.lower() in _TRUTH_VALUES:
+        flag = setting.replace("_", "-")
+        raise UserError(f"--{name} takes no value, but {value!r} follows; write --{flag} or --no-{flag}")
+
+
+def _check_cluster(resolved: Resolved) -> None:
+    """Raise UserError if a file names the cluster to join.
+
+    A run shows the user's token to the cluster that it joins, and the file may be another person's.
+    """
+    address = resolved.config.parallel.ray_address
+    origin = resolved.origin("ray_address")
+    if origin.startswith("file") and address not in ("auto", "local"):
+        raise UserError(
+            f"{origin.removeprefix('file ')}: ray_address is {address!r}; a file may say auto or local only, because "
+            f"a run shows your token to the cluster that it joins: give --ray-address {address} if you know it"
+        )
+
+
+def _normalised(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the flags in the forms that the parser knows.
+
+    A list (`--devices 0,2`, `--devices=0,2`) becomes `--devices 0 2`. A switch that the plan may decide becomes
+    `--compile on` from `--compile`, and `--compile off` from `--no-compile`.
+    """
+    in_list = False
+    for token, following in pairwise([*argv, "--"]):
+        if not token.startswith("--"):
+            yield from token.split(",") if in_list else [token]
+            continue
+        flag, equals, value = token.partition("=")
+        setting = _setting_of(token)
+        hint = setting_types().get(setting)
+        if hint == Switch and not equals:
+            negated = setting != flag[2:].replace("-", "_")
+            yield f"--{setting.replace('_', '-')}"
+            if negated or following.startswith("--"):
+                yield "off" if negated else "on"
+            in_list = False
+            continue
+        in_list = get_origin(hint) is tuple
+        yield from [flag, *value.split(",")] if in_list and equals else [token]
+
+
+def _nearest_flag(name: str, known: Iterable[str]) -> str:
+    near = nearest(name.replace("-", "_"), known)
+    return f" (did you mean --{near.replace('_', '-')}?)" if near else ""
+
+
+def _setting_of(token: str) -> str:
+    """Return the setting of a flag: '--no-compile=x' -> 'compile'."""
+    name = token[2:].partition("=")[0].replace("-", "_")
+    return name if name in flat_names() else name.removeprefix("no_")
+
+
+def _config_path(argv: Sequence[str]) -> Path | None:
+    """Return the file that `--config` names; the last one, as with every flag."""
+    path: Path | None = None
+    for token, following in pairwise([*argv, "--"]):
+        if token == "--config":
+            if following.startswith("--"):
+                raise UserError("--config needs the path of a YAML file")
+            path = Path(following)
+        if token.startswith("--config="):
+            path = Path(token.partition("=")[2])
+    return path

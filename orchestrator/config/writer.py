@@ -1,0 +1,85 @@
+"""A config in other forms: as YAML that reads back, as JSON values, and with absolute paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.config.parallel import PLACEMENTS
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config, flat_names, section_types
+from orchestrator.redaction import Secrets, mask, mask_tree
+
+
+def write_file(
+    resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()
+) -> None:
+    """Write the whole config as YAML. It reads back to the same config, except for masked secrets."""
+    path.write_text(dump(resolved, comments, secrets), encoding="utf-8")
+
+
+def dump(resolved: Resolved, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> str:
+    """Return the config as YAML; the comment of a setting is the given one, or else its origin."""
+    if comments is None:
+        comments = {name: resolved.origin(name) for name in flat_names()}
+    comments = {name: mask(comment, secrets) for name, comment in comments.items()}
+    lines = [_yaml_line("task", mask(resolved.config.task, secrets), comments.get("task", ""))]
+    for section in section_types():
+        lines += ["", f"{section}:"]
+        settings = getattr(resolved.config, section)
+        for field in fields(settings):
+            value = mask_tree(_to_json(getattr(settings, field.name)), secrets)
+            lines.append("  " + _yaml_line(field.name, value, comments.get(field.name, "")))
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_line(name: str, value: Any, comment: str) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+    # One line: a comment with a line break would become a setting.
+    return f"{name}: {text}" + (f"  # {' '.join(comment.split())}" if comment else "")
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """Return the config as a tree of JSON values."""
+    return _to_json(asdict(config))
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """Return every setting by its flat name, as a JSON value."""
+    tree = to_json(config)
+    return {name: tree[section][name] if section else tree[name] for name, section in flat_names().items()}
+
+
+def changed_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, by flat name, as JSON values."""
+    defaults = flat_values(Config())
+    return {name: value for name, value in flat_values(config).items() if value != defaults[name]}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_to_json(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def with_absolute_paths(config: Config, folder: Path) -> Config:
+    """Return the config with relative paths taken from `folder`: workers may have another working folder."""
+    changes: dict[str, Any] = {}
+    for section in section_types():
+        settings: Any = getattr(config, section)
+        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        paths = {name: folder / value for name, value in values.items() if isinstance(value, Path)}
+        if paths:
+            changes[section] = replace(settings, **paths)
+    config = replace(config, **changes)
+    # Two settings are a word or a path, and therefore declared as text.
+    if config.checkpoint.resume not in (None, "auto"):
+        config = config.but(resume=str(folder / str(config.checkpoint.resume)))
+    placement = config.parallel.placement
+    return config if placement in PLACEMENTS else config.but(placement=str(folder / placement))
