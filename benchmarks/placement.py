@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support import header, markdown_table, write_result
-from experts.placement import ExpertCost, HostFacts, Placement, given, place, round_robin
+from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of, round_robin
 
 HOSTS = {"3 hosts, 1:2:4": (1, 2, 4), "7 hosts, 1:2:4": (1, 1, 2, 2, 4, 4, 4), "8 hosts, equal": (1,) * 8}
 EXPERTS = (8, 16, 32, 64, 128, 256)
@@ -35,7 +35,7 @@ def zipf(count: int, sizes: Sequence[int], speeds: Sequence[float], draw: random
 
 
 def contiguous(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement:
-    return given([expert * len(hosts) // len(experts) for expert in range(len(experts))], experts, hosts)
+    return placement_of([expert * len(hosts) // len(experts) for expert in range(len(experts))], experts, hosts)
 
 
 def equal_counts(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement:
@@ -47,12 +47,12 @@ def equal_counts(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement
         host_of[expert] = host
         load[host] += experts[expert].work
         held[host] += 1
-    return given(host_of, experts, hosts)
+    return placement_of(host_of, experts, hosts)
 
 
 def optimum(experts: list[ExpertCost], hosts: list[HostFacts]) -> float:
     every = itertools.product(range(len(hosts)), repeat=len(experts))
-    return min(given(host_of, experts, hosts).slowest for host_of in every)
+    return min(placement_of(host_of, experts, hosts).slowest for host_of in every)
 
 
 def compared(seed: int) -> str:

@@ -1,9 +1,8 @@
-"""Which host holds which expert: the assignment whose slowest host is done first, within the memory of each. Pure.
+"""Placement of experts on hosts: the assignment whose slowest host finishes first, within the memory of each host.
 
 Loads are balanced over measured speeds, so hosts may hold different numbers of experts and nothing has to divide evenly.
-Work is counted in whole units, so sums are exact in any order: every host and every Python comes to the same placement.
-``placement_search`` looks for it.
-"""
+Work is counted in whole units, so that sums are exact in any order: every host and every Python computes the same
+placement. All functions are pure; ``placement_search`` does the search."""
 
 from __future__ import annotations
 
@@ -14,21 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experts.placement_search import CLOSE, PROVEN, Search, Task, heuristic, lower_bound, overfull
+from experts.placement_problem import CLOSE, PROVEN, PlacementProblem, first_overfull_host, lower_bound
+from experts.placement_search import BranchAndBound, heuristic
 
-_UNITS = (
-    2**32
-)  # of work, in the heaviest expert: coarse enough to hide the rounding of a common factor, and what is below is none
-_SMALL = 24  # experts; with more the search over all hosts rarely ends
-_SEARCH_TRIES = 50_000  # hosts tried for an expert by the whole search: about half a second
+# Units of work of the heaviest expert. Few enough that rounding hides a common factor; less work than a unit is none.
+_WORK_UNITS = 2**32
+_MAX_EXACT = 24  # experts; with more, branch and bound over all hosts rarely ends
+_SEARCH_TRIES = 50_000  # hosts that branch and bound tries for experts: about half a second
 
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """``work``: FLOPs of the rows expected for it; ``bytes``: its parameters, gradients and optimizer state."""
+    """Expected cost of an expert."""
 
     work: float
+    """FLOPs of the rows expected for it."""
     bytes: float = 0.0
+    """Memory of its parameters, gradients and optimizer state."""
 
     def __post_init__(self) -> None:
         for name, value in (("work", self.work), ("bytes", self.bytes)):
@@ -38,10 +39,12 @@ class ExpertCost:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """``speed``: measured FLOPs per second; ``memory``: bytes it may use for experts, of all layers together."""
+    """Speed and memory of a host."""
 
     speed: float
+    """Measured FLOPs per second."""
     memory: float = math.inf
+    """Bytes that it may use for experts of all layers together."""
     node: str = ""
 
     def __post_init__(self) -> None:
@@ -53,34 +56,40 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds what, and how long each host is expected to compute. ``bound`` and ``mean`` say what could be hoped for:
-    no placement's slowest host is faster than ``bound``; ``mean`` is all work over all speed."""
+    """The host of each expert, and the expected computing time of each host."""
 
     host_of: tuple[int, ...]
     seconds: tuple[float, ...]
     bound: float
+    """A lower bound: no placement's slowest host takes less."""
     method: str
     mean: float
+    """All work over the speed of all hosts."""
 
     @property
     def slowest(self) -> float:
+        """Seconds of the slowest host."""
         return max(self.seconds)
 
     @property
     def imbalance(self) -> float:
+        """The slowest host's time as a multiple of the mean."""
         return self.slowest / self.mean if self.mean else 1.0
 
     @property
     def gap(self) -> float:
+        """The slowest host's time above the lower bound, as a fraction of it."""
         return max(0.0, self.slowest / self.bound - 1) if self.bound else 0.0
 
     def held(self, host: int) -> tuple[int, ...]:
+        """Return the experts of a host."""
         return tuple(expert for expert, holder in enumerate(self.host_of) if holder == host)
 
     def sentence(self) -> str:
-        experts, hosts = _counted(len(self.host_of), "expert"), _counted(len(self.seconds), "host")
-        measure = f"slowest host {self.imbalance:.2f} of the mean, {self.gap:.1%} above the lower bound"
-        return f"{experts} on {hosts} ({self.method}): {measure}"
+        experts = _count(len(self.host_of), "expert")
+        hosts = _count(len(self.seconds), "host")
+        balance = f"slowest host {self.imbalance:.2f} of the mean, {self.gap:.1%} above the lower bound"
+        return f"{experts} on {hosts} ({self.method}): {balance}"
 
 
 class CannotPlace(ValueError):
@@ -88,66 +97,105 @@ class CannotPlace(ValueError):
 
 
 def place(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()) -> Placement:
-    """The assignment with the fastest slowest host; ``used`` are the bytes that other layers took on each host.
+    """Return the placement with the fastest slowest host. ``used`` are the bytes that other layers took on each host.
 
-    Heaviest first, each to where it would be done first, then descent from the slowest host; never worse than round robin.
-    Up to ``_SMALL`` experts a branch and bound follows. The method is "exact" where nothing better exists, else "lpt".
-    An expert without work goes, in its turn, to the host with the fewest experts; so do ties, then to the lowest index.
-    """
-    task = _task(experts, hosts, used)
-    _check_room(task, hosts)
-    best, limit = heuristic(task)
-    proven = limit <= task.bound * PROVEN
-    if not proven and len(experts) <= _SMALL:
-        search = Search(task, limit, _SEARCH_TRIES if limit > task.bound * CLOSE else _SEARCH_TRIES // 10)
-        best, proven = search.best or best, search.tries > 0
+    Experts are assigned heaviest first, each to the host that would finish it first; then a descent relieves the slowest
+    host. The result is never worse than round robin. Up to ``_MAX_EXACT`` experts a branch and bound follows. The
+    method is "exact" where nothing better exists, else "lpt". An expert without work goes, in its turn, to the host
+    with the fewest experts; so do ties, then to the lowest index."""
+    problem = _problem(experts, hosts, used)
+    _check_total_memory(problem, hosts)
+    best, limit = heuristic(problem)
+    proven = limit <= problem.bound * PROVEN
+    if not proven and len(experts) <= _MAX_EXACT:
+        tries = _SEARCH_TRIES if limit > problem.bound * CLOSE else _SEARCH_TRIES // 10
+        search = BranchAndBound(problem, limit, tries)
+        best = search.best or best
+        proven = search.tries_left > 0
     if best is None:
-        raise CannotPlace(_no_division(task, proven))
+        raise CannotPlace(_no_assignment_text(problem, proven))
     return _placement(best, experts, hosts, "exact" if proven else "lpt")
 
 
 def round_robin(
     experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()
 ) -> Placement:
-    """Expert ``i`` on host ``i`` modulo the number of hosts, whatever it costs."""
-    task = _task(experts, hosts, used)
+    """Return the placement of expert ``i`` on host ``i`` modulo the number of hosts, whatever it costs."""
+    problem = _problem(experts, hosts, used)
     host_of = [expert % len(hosts) for expert in range(len(experts))]
-    _check_memory(host_of, task, hosts)
+    _check_memory(host_of, problem, hosts)
     return _placement(host_of, experts, hosts, "round_robin")
 
 
-def given(
+def placement_of(
     host_of: Sequence[int],
     experts: Sequence[ExpertCost],
     hosts: Sequence[HostFacts],
     used: Sequence[float] = (),
 ) -> Placement:
-    """An assignment made by someone else, checked."""
-    task = _task(experts, hosts, used)
-    _check_ids(host_of, len(experts), len(hosts), "the placement")
-    _check_memory(host_of, task, hosts)
+    """Check an assignment that the user gave, and return it as a placement."""
+    problem = _problem(experts, hosts, used)
+    _check_assignment(host_of, len(experts), len(hosts), "the placement")
+    _check_memory(host_of, problem, hosts)
     return _placement(host_of, experts, hosts, "file")
 
 
-def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
-    """A placement file: ``{"host_of": [0, 1, 1]}`` for every layer, or ``{"layers": [[0, 1, 1], [1, 0, 0]]}`` for each.
-    ``experts`` are the numbers of experts of the layers."""
-    found = _parsed(text)
-    per_layer = [found["host_of"]] * layers if "host_of" in found else found["layers"]
-    if not isinstance(per_layer, list) or len(per_layer) != layers:
-        what = _counted(len(per_layer), "layer") if isinstance(per_layer, list) else reprlib.repr(per_layer)
+def _problem(
+    experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]
+) -> PlacementProblem:
+    if not hosts:
         raise ValueError(
-            f'the placement file has {what} under "layers"; the model needs a list of {_counted(layers, "MoE layer")}'
+            f"{_count(len(experts), 'expert')} cannot be placed on no host; at least one is needed"
         )
-    for layer, (host_of, count) in enumerate(zip(per_layer, experts, strict=True)):
-        _check_ids(host_of, count, hosts, f"layer {layer} of the placement file")
+    if used and len(used) != len(hosts):
+        raise ValueError(f"bytes in use are given for {_count(len(used), 'host')}; there are {len(hosts)}")
+    heaviest = max((expert.work for expert in experts), default=0.0) or 1.0
+    work = [float(round(expert.work / heaviest * _WORK_UNITS)) for expert in experts]
+    speed = [host.speed for host in hosts]
+    used = used or [0.0] * len(hosts)
+    memory = [max(0.0, host.memory - taken) for host, taken in zip(hosts, used, strict=True)]
+    sizes = [expert.bytes for expert in experts]
+    return PlacementProblem(work, sizes, speed, memory, lower_bound(work, speed))
+
+
+def _placement(
+    host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], method: str
+) -> Placement:
+    work_on: list[list[float]] = [[] for _ in hosts]
+    for expert, host in zip(experts, host_of, strict=True):
+        work_on[host].append(expert.work)
+    work = [expert.work for expert in experts]
+    speed = [host.speed for host in hosts]
+    seconds = tuple(math.fsum(share) / host.speed for share, host in zip(work_on, hosts, strict=True))
+    mean = math.fsum(work) / math.fsum(speed)
+    return Placement(tuple(host_of), seconds, lower_bound(work, speed), method, mean)
+
+
+# --- placement files
+
+
+def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
+    """Read a placement file and return the host of each expert, by layer.
+
+    The file is ``{"host_of": [0, 1, 1]}`` for every layer, or ``{"layers": [[0, 1, 1], [1, 0, 0]]}`` for each.
+    ``experts`` are the numbers of experts of the layers."""
+    content = _parse(text)
+    per_layer = [content["host_of"]] * layers if "host_of" in content else content["layers"]
+    if not isinstance(per_layer, list) or len(per_layer) != layers:
+        actual = _count(len(per_layer), "layer") if isinstance(per_layer, list) else reprlib.repr(per_layer)
+        needed = _count(layers, "MoE layer")
+        raise ValueError(
+            f'the placement file has {actual} under "layers"; the model needs a list of {needed}'
+        )
+    for layer, (host_of, num_experts) in enumerate(zip(per_layer, experts, strict=True)):
+        _check_assignment(host_of, num_experts, hosts, f"layer {layer} of the placement file")
     return [tuple(host_of) for host_of in per_layer]
 
 
 def check_placement(text: str, hosts: int | None) -> None:
-    """What can be said of a placement file before the model is known; ``hosts`` is None where their number is not known either."""
-    found = _parsed(text)
-    per_layer = [found["host_of"]] if "host_of" in found else found["layers"]
+    """Check a placement file before the model is known. ``hosts`` is None where their number is not known either."""
+    content = _parse(text)
+    per_layer = [content["host_of"]] if "host_of" in content else content["layers"]
     if not isinstance(per_layer, list):
         raise ValueError(
             f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for each MoE layer'
@@ -161,122 +209,91 @@ def check_placement(text: str, hosts: int | None) -> None:
         _check_hosts(host_of, hosts, where)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the placement file is not JSON: {str(error)[:80]}") from None
-    if not isinstance(found, dict) or found.keys() not in ({"host_of"}, {"layers"}):
-        what = f"the keys {reprlib.repr(sorted(found))}" if isinstance(found, dict) else reprlib.repr(found)
-        raise ValueError(
-            f'the placement file has {what}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}'
-        )
-    return found
-
-
-# --- what is to be placed
-
-
-def _task(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float]) -> Task:
-    if not hosts:
-        raise ValueError(
-            f"{_counted(len(experts), 'expert')} cannot be placed on no host; at least one is needed"
-        )
-    if used and len(used) != len(hosts):
-        raise ValueError(f"bytes in use are given for {_counted(len(used), 'host')}; there are {len(hosts)}")
-    heaviest = max((expert.work for expert in experts), default=0.0) or 1.0
-    work, speed = (
-        [float(round(expert.work / heaviest * _UNITS)) for expert in experts],
-        [host.speed for host in hosts],
-    )
-    room = [
-        max(0.0, host.memory - taken) for host, taken in zip(hosts, used or [0.0] * len(hosts), strict=True)
-    ]
-    return Task(work, [expert.bytes for expert in experts], speed, room, lower_bound(work, speed))
-
-
-def _placement(
-    host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], method: str
-) -> Placement:
-    shares: list[list[float]] = [[] for _ in hosts]
-    for expert, host in zip(experts, host_of, strict=True):
-        shares[host].append(expert.work)
-    work, speed = [expert.work for expert in experts], [host.speed for host in hosts]
-    seconds = tuple(math.fsum(share) / host.speed for share, host in zip(shares, hosts, strict=True))
-    return Placement(
-        tuple(host_of), seconds, lower_bound(work, speed), method, math.fsum(work) / math.fsum(speed)
+    if isinstance(content, dict) and content.keys() in ({"host_of"}, {"layers"}):
+        return content
+    is_object = isinstance(content, dict)
+    actual = f"the keys {reprlib.repr(sorted(content))}" if is_object else reprlib.repr(content)
+    raise ValueError(
+        f'the placement file has {actual}; it needs {{"host_of": [...]}} or {{"layers": [[...], ...]}}'
     )
 
 
-# --- checks and words
-
-
-def _check_room(task: Task, hosts: Sequence[HostFacts]) -> None:
-    """What no assignment can hold is told before one is looked for."""
-    needed, offered = math.fsum(task.bytes), math.fsum(task.room)
-    if needed > offered:
-        experts, on = _counted(len(task.work), "expert"), _counted(len(hosts), "host")
-        raise CannotPlace(
-            f"{experts} need {_size(needed)}; {on} have room for {_size(offered)}. Use fewer or smaller experts, or more hosts"
-        )
-    largest = max(range(len(task.bytes)), key=task.bytes.__getitem__, default=None)
-    widest = max(range(len(hosts)), key=task.room.__getitem__)
-    if largest is not None and task.bytes[largest] > task.room[widest]:
-        size, room, where = _size(task.bytes[largest]), _size(task.room[widest]), _named(widest, hosts)
-        raise CannotPlace(
-            f"expert {largest} needs {size}; the most room is {room}, on {where}. Make the experts smaller, or use hosts with more memory"
-        )
-
-
-def _check_memory(host_of: Sequence[int], task: Task, hosts: Sequence[HostFacts]) -> None:
-    found = overfull(host_of, task)
-    if found:
-        host, needed = found
-        raise CannotPlace(
-            f"{_named(host, hosts)} would hold experts of {_size(needed)}; it has room for {_size(task.room[host])}. "
-            "Move some of them elsewhere, or have them placed by cost"
-        )
-
-
-def _no_division(task: Task, proven: bool) -> str:
-    experts, hosts = _counted(len(task.work), "expert"), _counted(len(task.speed), "host")
-    what = "no division of them among the hosts fits" if proven else "no division that fits was found"
-    return (
-        f"{experts} need {_size(math.fsum(task.bytes))}; {hosts} have room for {_size(math.fsum(task.room))}, but {what}. "
-        "Leave more room, or make the experts smaller"
-    )
-
-
-def _check_ids(host_of: Any, experts: int, hosts: int, where: str) -> None:
-    if not isinstance(host_of, Sequence) or isinstance(host_of, str) or len(host_of) != experts:
-        what = (
-            _counted(len(host_of), "host number")
-            if isinstance(host_of, list | tuple)
-            else reprlib.repr(host_of)
-        )
-        raise ValueError(f"{where} has {what}; it needs a list of {experts}, one for each expert")
+def _check_assignment(host_of: Any, experts: int, hosts: int, where: str) -> None:
+    is_sequence = isinstance(host_of, Sequence) and not isinstance(host_of, str)
+    if not is_sequence or len(host_of) != experts:
+        countable = isinstance(host_of, list | tuple)
+        actual = _count(len(host_of), "host number") if countable else reprlib.repr(host_of)
+        raise ValueError(f"{where} has {actual}; it needs a list of {experts}, one for each expert")
     _check_hosts(host_of, hosts, where)
 
 
 def _check_hosts(host_of: Sequence[Any], hosts: int | None, where: str) -> None:
+    upper_limit = "" if hosts is None else f" to {hosts - 1}"
     for expert, host in enumerate(host_of):
+        # type() and not isinstance(): True is an int too.
         if type(host) is not int or host < 0 or (hosts is not None and host >= hosts):
-            most = "" if hosts is None else f" to {hosts - 1}"
             raise ValueError(
-                f"{where} puts expert {expert} on host {reprlib.repr(host)}; hosts are whole numbers from 0{most}"
+                f"{where} puts expert {expert} on host {reprlib.repr(host)}; "
+                f"hosts are whole numbers from 0{upper_limit}"
             )
 
 
-def _named(host: int, hosts: Sequence[HostFacts]) -> str:
+# --- memory
+
+
+def _check_total_memory(problem: PlacementProblem, hosts: Sequence[HostFacts]) -> None:
+    """Refuse experts that no assignment can hold, before the search."""
+    needed = math.fsum(problem.bytes)
+    offered = math.fsum(problem.memory)
+    if needed > offered:
+        raise CannotPlace(f"{_memory_text(problem)}. Use fewer or smaller experts, or more hosts")
+    largest = max(range(len(problem.bytes)), key=problem.bytes.__getitem__, default=None)
+    widest = max(range(len(hosts)), key=problem.memory.__getitem__)
+    if largest is not None and problem.bytes[largest] > problem.memory[widest]:
+        raise CannotPlace(
+            f"expert {largest} needs {_size(problem.bytes[largest])}; the most memory is "
+            f"{_size(problem.memory[widest])}, on {_host_text(widest, hosts)}. Make the experts smaller, or use hosts "
+            "with more memory"
+        )
+
+
+def _check_memory(host_of: Sequence[int], problem: PlacementProblem, hosts: Sequence[HostFacts]) -> None:
+    overfull = first_overfull_host(host_of, problem)
+    if overfull:
+        host, needed = overfull
+        raise CannotPlace(
+            f"{_host_text(host, hosts)} would hold experts of {_size(needed)}; it has memory for "
+            f"{_size(problem.memory[host])}. Move some of them to other hosts, or have them placed by cost"
+        )
+
+
+def _no_assignment_text(problem: PlacementProblem, proven: bool) -> str:
+    reason = "no division of them among the hosts fits" if proven else "no division that fits was found"
+    return f"{_memory_text(problem)}, but {reason}. Leave more memory, or make the experts smaller"
+
+
+def _memory_text(problem: PlacementProblem) -> str:
+    experts = _count(len(problem.work), "expert")
+    hosts = _count(len(problem.speed), "host")
+    needed = _size(math.fsum(problem.bytes))
+    return f"{experts} need {needed}; {hosts} have memory for {_size(math.fsum(problem.memory))}"
+
+
+def _host_text(host: int, hosts: Sequence[HostFacts]) -> str:
     return f"host {host} ({hosts[host].node})" if hosts[host].node else f"host {host}"
 
 
-def _counted(count: int, noun: str) -> str:
+def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _size(count: float) -> str:
+def _size(num_bytes: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"

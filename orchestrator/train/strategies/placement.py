@@ -17,8 +17,8 @@ from experts.placement import (
     ExpertCost,
     HostFacts,
     Placement,
-    given,
     place,
+    placement_of,
     read_placement,
     round_robin,
 )
@@ -161,7 +161,7 @@ def _layers(
     costs = _costs(facts, loads)
     try:
         if (chosen := placement_file(config, facts, len(hosts))) is not None:
-            return _in_turn(costs, hosts, lambda number, *rest: given(chosen[number], *rest))
+            return _in_turn(costs, hosts, lambda number, *rest: placement_of(chosen[number], *rest))
         before = known.get("placement")
         alike = (known.get("placement_asked"), known.get("placement_hosts")) == (
             config.parallel.placement,
@@ -172,7 +172,7 @@ def _layers(
                 return _in_turn(
                     costs,
                     hosts,
-                    lambda number, *rest: replace(given(before[number], *rest), method="as before"),
+                    lambda number, *rest: replace(placement_of(before[number], *rest), method="as before"),
                 )
         make = round_robin if plan.placement.value == "round_robin" else place
         return _in_turn(costs, hosts, lambda _, *rest: make(*rest))
