@@ -25,14 +25,15 @@ from typing import Any
 import psutil
 
 from benchmarks.support import header, markdown_table, write_result
-from experts.placement import ExpertCost, HostFacts, Placement, given, place
+from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan
-from orchestrator.record.host_balance import placement_of
-from orchestrator.runtime.recovery import Failure, HostStatus, Tally, regroup, worst
+from orchestrator.record.host_balance import parse_placement
+from orchestrator.runtime.recovery import Failure, FailureHistory, HostStatus, decide_regroup, root_cause
 from orchestrator.types import GIB, MIB, seconds_text
 
 SMALLEST, TIMES, EACH = 16, 4, 4  # hosts, hosts of the next size to those before it, experts of a host
@@ -112,7 +113,7 @@ def balancing(size: Size, draw: random.Random) -> dict[str, Stage]:
     placed, now = place(costs(before), hosts), costs(drifted(before, draw))
     return {
         "balancing: placing anew from drifted loads": lambda: (
-            given(placed.host_of, now, hosts),
+            placement_of(placed.host_of, now, hosts),
             place(now, hosts),
         )
     }
@@ -127,7 +128,9 @@ def recovering(size: Size, draw: random.Random) -> dict[str, Stage]:
     def decision() -> object:
         members = tuple(range(size.hosts))
         seats = HostStatus(members, frozenset({size.hosts // 2}))
-        return regroup(worst(told), seats, Tally(failures=1), max_failures=3, patient=False)
+        return decide_regroup(
+            root_cause(told), seats, FailureHistory(failures=1), max_failures=3, patient=False
+        )
 
     return {
         "recovery: the decision": decision,
@@ -184,10 +187,12 @@ def telling(size: Size, draw: random.Random) -> dict[str, Stage]:
     from orchestrator.train.strategies.shares import MeasuredDevice
 
     made = place(costs(zipf(size.experts, draw)), [HostFacts(1.0)] * size.hosts)
-    hosting = PlacementDecision((made,), (MeasuredDevice("a GPU", 1.0),) * size.hosts, ("a node",) * size.hosts)
+    hosting = PlacementDecision(
+        (made,), (MeasuredDevice("a GPU", 1.0),) * size.hosts, ("a node",) * size.hosts
+    )
     facts = model_of(size.experts)
     return {
-        "placement event, written and read": lambda: placement_of(
+        "placement event, written and read": lambda: parse_placement(
             json.loads(json.dumps({"event": "placement", **hosting.event(facts)}))
         )
     }
@@ -270,7 +275,7 @@ def drift_table(size: Size, seed: int, times: int = 3) -> str:
     placed = place(costs(loads), hosts)
     for number in range(1, times + 1):
         loads = drifted(loads, draw)
-        stale, anew = given(placed.host_of, costs(loads), hosts), place(costs(loads), hosts)
+        stale, anew = placement_of(placed.host_of, costs(loads), hosts), place(costs(loads), hosts)
         rows.append(
             [
                 number,

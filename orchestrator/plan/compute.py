@@ -6,7 +6,8 @@ from __future__ import annotations
 from orchestrator.config.settings import Config
 from orchestrator.plan.device import gpu_of
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO, set_switch
 from orchestrator.types import Choice, PrecisionName, Rejected, seconds_text
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.cluster import chosen_gpus
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.workers import check_gpu_mode
 from orchestrator.types import GIB, Choice, Rejected, bytes_text
 

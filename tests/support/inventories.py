@@ -14,7 +14,8 @@ from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.types import GIB, KIB, MIB
 

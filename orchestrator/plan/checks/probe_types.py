@@ -1,4 +1,4 @@
-"""What a probe of the machine is, and the verdict it returns."""
+"""The probe of a machine check, its result, and the subprocess that some probes run in."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-SUBPROCESS_SECONDS = 120.0
-GPU_FIX = "run nvidia-smi; update the driver or install the torch build that fits it; --gpu-mode cpu trains without a GPU"
+SUBPROCESS_TIMEOUT_S = 120.0
+GPU_FIX = (
+    "run nvidia-smi; update the driver or install the torch build that fits it; "
+    "--gpu-mode cpu trains without a GPU"
+)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The verdict of one probe: what was found, what was needed, what to do."""
+    """The result of one probe: what was found, what was needed, and what to do."""
 
     name: str
     status: Literal["pass", "fail", "skip"]
@@ -28,7 +31,8 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class MachineProbe:
-    """A check still to be run. ``fix`` is for errors that the check itself does not foresee."""
+    """A check that has not run yet. ``fix`` is the advice for errors that the check itself does
+    not expect."""
 
     name: str
     run: Callable[[], CheckResult]
@@ -36,24 +40,30 @@ class MachineProbe:
 
 
 def verdict(name: str, passed: bool, found: str, needed: str, fix: str) -> CheckResult:
-    return (
-        CheckResult(name, "pass", found, needed) if passed else CheckResult(name, "fail", found, needed, fix)
-    )
+    """Return a passed check, or a failed one with its fix."""
+    if passed:
+        return CheckResult(name, "pass", found, needed)
+    return CheckResult(name, "fail", found, needed, fix)
 
 
-def run_python(code: str, *arguments: str, timeout: float) -> tuple[bool, str]:
-    """Whether a fresh Python ran the code, and the last line it wrote. One that is late is killed
-    with all it started."""
+def run_python(code: str, *arguments: str, timeout_s: float) -> tuple[bool, str]:
+    """Run code in a fresh Python; return whether it succeeded and the last line that it wrote.
+
+    A process that exceeds the timeout is killed with all processes that it started.
+    """
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
         try:
-            output, errors = child.communicate(timeout=timeout)
-        except BaseException as error:  # Ctrl-C too: it reaches only us, the child has a session of its own
+            output, errors = child.communicate(timeout=timeout_s)
+        except BaseException as error:
+            # Ctrl-C too: the child has a session of its own, so the signal reaches only this
+            # process.
             os.killpg(child.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                return False, f"no answer after {timeout:g} s"
+                return False, f"no answer after {timeout_s:g} s"
             raise
-    lines = [line for line in (errors if child.returncode else output).splitlines() if line.strip()]
-    return child.returncode == 0, lines[-1].strip() if lines else f"exit code {child.returncode}, no message"
+    text = errors if child.returncode else output
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return child.returncode == 0, lines[-1] if lines else f"exit code {child.returncode}, no message"

@@ -1,9 +1,9 @@
-"""Checks that try things instead of believing what is reported: numbers are multiplied, a file
-written, a port bound.
+"""Checks of this machine that try things instead of trusting reports: a file is written, a port is
+bound.
 
-Every probe is a function of plain arguments that returns a ``Check``; ``run_probes`` runs them one
-after another, each guarded, so that one broken part of the machine never hides the verdict on the
-others.
+Every check is a function of plain arguments that returns a ``CheckResult``. ``run_guarded`` turns
+any error of a check into a failed check, so that one broken part of the machine does not hide the
+results of the others.
 """
 
 from __future__ import annotations
@@ -24,215 +24,211 @@ from pathlib import Path
 from orchestrator.plan.checks.arithmetic import arithmetic_probes
 from orchestrator.plan.checks.probe_types import (
     GPU_FIX,
-    SUBPROCESS_SECONDS,
+    SUBPROCESS_TIMEOUT_S,
     CheckResult,
     MachineProbe,
     run_python,
     verdict,
 )
-from orchestrator.plan.inventory.hardware import Gpu, Inventory, existing_folder, gpu_processes, nvml_view
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory, existing_folder, num_visible
+from orchestrator.plan.inventory.nvml import gpu_processes, nvml_view
 from orchestrator.types import GIB, MIB, bytes_text
 
-MIN_PYTHON, MIN_TORCH, MIN_RAY = (3, 11), (2, 11), (2, 56)
-MIN_DISK, MIN_SHARED_MEMORY, MIN_RAM, MIN_OPEN_FILES = GIB, 64 * MIB, 2 * GIB, 1024
-MIN_GPU_MEMORY_FREE = 0.2
-RAY_PORT, DASHBOARD_PORT = 6379, 8265
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+MIN_RAY = (2, 56)
+MIN_DISK_BYTES = GIB
+MIN_SHARED_MEMORY_BYTES = 64 * MIB
+MIN_RAM_BYTES = 2 * GIB
+MIN_OPEN_FILES = 1024
+MIN_GPU_MEMORY_FREE = 0.2  # share of the GPU's memory
+RAY_PORT = 6379
+DASHBOARD_PORT = 8265
 
 RAY_FIX = 'pip install -U "ray[default,train,tune]>=2.56"'
 
 _RAY_CODE = "import ray; print(ray.__version__)"
 
 
-def run_probes(inventory: Inventory, folder: Path) -> Iterator[CheckResult]:
-    """Every check of this machine, one after another; ``folder`` is where runs would be
-    written."""
-    yield from map(run_guarded, probes_for(inventory, folder))
-
-
 def run_guarded(probe: MachineProbe) -> CheckResult:
-    """The probe's verdict with its time; an error of any kind is a failed check, not the end of
-    the others."""
+    """Run a probe and return its result with its time; an error of any kind is a failed check."""
     start = time.perf_counter()
     try:
         check = probe.run()
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        found = f"{type(error).__name__}: {textwrap.shorten(first, 200, placeholder=' …')}"
+        lines = str(error).strip().splitlines() or ["no message"]
+        found = f"{type(error).__name__}: {textwrap.shorten(lines[0], 200, placeholder=' …')}"
         check = CheckResult(probe.name, "fail", found, "no error", probe.fix)
     return replace(check, seconds=time.perf_counter() - start)
 
 
 def probes_for(inventory: Inventory, folder: Path) -> tuple[MachineProbe, ...]:
-    """The checks in their order, for callers that name each before it runs."""
+    """Return all probes of this machine in their order; ``folder`` is where runs would be
+    written."""
     return (*_host_probes(inventory, folder), *_gpu_probes(inventory), *arithmetic_probes(inventory))
 
 
 def _host_probes(inventory: Inventory, folder: Path) -> Iterator[MachineProbe]:
-    floors = (
+    needed_versions = (
         ("python", MIN_PYTHON, "install Python 3.11 or newer"),
         ("torch", MIN_TORCH, 'pip install -U "torch>=2.11"'),
+        ("ray", MIN_RAY, RAY_FIX),
     )
-    for name, least, fix in (*floors, ("ray", MIN_RAY, RAY_FIX)):
-        yield MachineProbe(name, partial(version, name, inventory.versions.get(name), least, fix), fix)
-    yield MachineProbe("ray imports", ray_imports, RAY_FIX)
-    yield MachineProbe("ports", ports_free, "look at the network settings of this machine or container")
-    yield MachineProbe("RAM", partial(ram_free, inventory.ram_free), "look at the memory of this machine")
-    yield MachineProbe("shared memory", shared_memory, "mount a tmpfs at /dev/shm")
-    yield MachineProbe("open files", open_files, "raise the limit: ulimit -n 65536")
-    yield MachineProbe("disk", partial(disk_writable, folder), "give another folder by --run-dir")
+    for name, least, fix in needed_versions:
+        yield MachineProbe(name, partial(check_version, name, inventory.versions.get(name), least, fix), fix)
+    yield MachineProbe("ray imports", check_ray_import, RAY_FIX)
+    yield MachineProbe("ports", check_ports, "check the network settings of this machine or container")
+    yield MachineProbe("RAM", partial(check_ram, inventory.ram_free), "check the memory of this machine")
+    yield MachineProbe("shared memory", check_shared_memory, "mount a tmpfs at /dev/shm")
+    yield MachineProbe("open files", check_open_files, "raise the limit: ulimit -n 65536")
+    yield MachineProbe("disk", partial(check_disk, folder), "choose another folder with --run-dir")
 
 
 def _gpu_probes(inventory: Inventory) -> Iterator[MachineProbe]:
-    def count() -> CheckResult:
-        nvml = nvml_view()
-        return gpu_count(len(inventory.gpus), nvml.visible if nvml else None, inventory.gpu_error)
+    def check_count() -> CheckResult:
+        return check_gpu_count(len(inventory.gpus), num_visible(nvml_view()), inventory.gpu_error)
 
-    yield MachineProbe("GPU count", count, GPU_FIX)
-    yield MachineProbe("GPU models", partial(gpu_models, inventory.gpus), GPU_FIX)
+    yield MachineProbe("GPU count", check_count, GPU_FIX)
+    yield MachineProbe("GPU models", partial(check_gpu_models, inventory.gpus), GPU_FIX)
     for gpu in inventory.gpus:
-        yield MachineProbe(f"cuda:{gpu.index} memory", partial(gpu_memory, gpu), GPU_FIX)
+        yield MachineProbe(f"cuda:{gpu.index} memory", partial(check_gpu_memory, gpu), GPU_FIX)
 
 
 # --- the host
 
 
-def version(name: str, found: str | None, least: tuple[int, ...], fix: str) -> CheckResult:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", (found or "").partition("+")[0]))
-    return verdict(name, numbers >= least, found or "not installed", f">= {'.'.join(map(str, least))}", fix)
+def check_version(name: str, installed: str | None, least: tuple[int, ...], fix: str) -> CheckResult:
+    release = (installed or "").partition("+")[0]
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release))
+    needed = f">= {'.'.join(map(str, least))}"
+    return verdict(name, numbers >= least, installed or "not installed", needed, fix)
 
 
-def ray_imports(code: str = _RAY_CODE, timeout: float = SUBPROCESS_SECONDS) -> CheckResult:
-    """In a process of its own: Ray's import starts threads and signal handlers that we do not want
-    here."""
-    passed, line = run_python(code, timeout=timeout)
+def check_ray_import(code: str = _RAY_CODE, timeout_s: float = SUBPROCESS_TIMEOUT_S) -> CheckResult:
+    """Import Ray in a process of its own, because the import starts threads and sets signal
+    handlers."""
+    passed, line = run_python(code, timeout_s=timeout_s)
     return verdict("ray imports", passed, line, "import ray without an error", RAY_FIX)
 
 
-def ports_free(ray: int = RAY_PORT, dashboard: int = DASHBOARD_PORT, spare: int = 0) -> CheckResult:
-    """Taken ports of Ray are no failure: somebody's cluster may be running. That no port at all is
-    to be had is one."""
+def check_ports(
+    ray_port: int = RAY_PORT, dashboard_port: int = DASHBOARD_PORT, any_port: int = 0
+) -> CheckResult:
+    """Fail only if no port at all is free. Ray's own ports may be taken by a running cluster."""
     taken = []
-    if not _can_bind(ray):
-        taken.append(f"{ray} in use: a Ray cluster may be running; we would join it")
-    if not _can_bind(dashboard):
-        taken.append(f"{dashboard} in use: Ray's dashboard would take the next free port")
-    found = "; ".join(taken) or f"{ray} and {dashboard} free"
-    if _can_bind(spare):
+    if not _can_bind(ray_port):
+        taken.append(f"{ray_port} in use: a Ray cluster may be running; a run would join it")
+    if not _can_bind(dashboard_port):
+        taken.append(f"{dashboard_port} in use: Ray's dashboard would take the next free port")
+    found = "; ".join(taken) or f"{ray_port} and {dashboard_port} free"
+    if _can_bind(any_port):
         return CheckResult("ports", "pass", found)
-    fix = "allow sockets in this container; close programs with many connections, or widen net.ipv4.ip_local_port_range"
+    fix = (
+        "allow sockets in this container; close programs with many connections, "
+        "or widen net.ipv4.ip_local_port_range"
+    )
     return CheckResult(
-        "ports", "fail", f"{found}; no free port to be had", "a free port for the workers to meet at", fix
+        "ports", "fail", f"{found}; there is no free port", "a free port for the workers' rendezvous", fix
     )
 
 
 def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a connection closed a minute ago is not "in use"
+    with socket.socket() as listener:
+        # Without SO_REUSEADDR a connection that was closed a minute ago counts as in use.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            listener.bind(("", port))
         except OSError:
             return False
     return True
 
 
-def ram_free(free: int, least: int = MIN_RAM) -> CheckResult:
+def check_ram(free: int, least: int = MIN_RAM_BYTES) -> CheckResult:
     fix = "close other programs, or raise the memory limit of the container"
     return verdict("RAM", free >= least, f"{bytes_text(free)} free", f"{bytes_text(least)} free", fix)
 
 
-def shared_memory(folder: Path = Path("/dev/shm"), least: int = MIN_SHARED_MEMORY) -> CheckResult:
-    """Ray's object store and the data loader's processes pass tensors through it."""
+def check_shared_memory(folder: Path = Path("/dev/shm"), least: int = MIN_SHARED_MEMORY_BYTES) -> CheckResult:
+    """Check the memory through which Ray's object store and the data loader's processes pass
+    tensors."""
     if not folder.is_dir():
         return CheckResult("shared memory", "skip", f"this system has no {folder}")
-    size = shutil.disk_usage(folder)
-    found = f"{bytes_text(size.free)} free of {bytes_text(size.total)} at {folder}"
-    fix = f"start the container with --shm-size=8g (docker), or delete what fills {folder}"
-    return verdict("shared memory", size.free >= least, found, f"{bytes_text(least)} free", fix)
+    usage = shutil.disk_usage(folder)
+    found = f"{bytes_text(usage.free)} free of {bytes_text(usage.total)} at {folder}"
+    fix = f"start the container with --shm-size=8g (docker), or delete files in {folder}"
+    return verdict("shared memory", usage.free >= least, found, f"{bytes_text(least)} free", fix)
 
 
-def open_files(limit: int | None = None, least: int = MIN_OPEN_FILES) -> CheckResult:
+def check_open_files(limit: int | None = None, least: int = MIN_OPEN_FILES) -> CheckResult:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     unlimited = limit == resource.RLIM_INFINITY
     found = "no limit" if unlimited else f"a limit of {limit}"
-    return verdict(
-        "open files",
-        unlimited or limit >= least,
-        found,
-        f"at least {least}",
-        "raise the limit: ulimit -n 65536",
-    )
+    passed = unlimited or limit >= least
+    return verdict("open files", passed, found, f"at least {least}", "raise the limit: ulimit -n 65536")
 
 
-def disk_writable(folder: Path, least: int = MIN_DISK) -> CheckResult:
+def check_disk(folder: Path, least: int = MIN_DISK_BYTES) -> CheckResult:
+    """Write a file to the folder's file system and read it back."""
     needed = f"a folder to write to, with {bytes_text(least)} free"
-    home, payload = existing_folder(folder), os.urandom(MIB)
+    parent = existing_folder(folder)
+    payload = os.urandom(MIB)
     try:
-        with tempfile.NamedTemporaryFile(dir=home, prefix=".orchestrator-check-") as file:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=".orchestrator-check-") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-            same = Path(file.name).read_bytes() == payload
+            intact = Path(file.name).read_bytes() == payload
     except OSError as error:
-        fix = "choose a folder that you may write to by --run-dir"
-        return CheckResult("disk", "fail", f"cannot write to {home}: {error.strerror}", needed, fix)
-    free = shutil.disk_usage(home).free
+        fix = "choose a folder with write permission with --run-dir"
+        return CheckResult("disk", "fail", f"cannot write to {parent}: {error.strerror}", needed, fix)
+    free = shutil.disk_usage(parent).free
     found = (
-        f"{bytes_text(free)} free at {home}" if same else f"what was written to {home} reads back otherwise"
+        f"{bytes_text(free)} free at {parent}" if intact else f"a file in {parent} was not read back intact"
     )
-    return verdict(
-        "disk",
-        same and free >= least,
-        found,
-        needed,
-        "free some space, or choose a folder on another disk by --run-dir",
-    )
+    fix = "free some space, or choose a folder on another disk with --run-dir"
+    return verdict("disk", intact and free >= least, found, needed, fix)
 
 
 # --- GPUs
 
 
-def gpu_count(torch_sees: int, nvml_sees: int | None, error: str | None = None) -> CheckResult:
-    name, needed = "GPU count", "torch and the driver see the same GPUs"
+def check_gpu_count(torch_count: int, nvml_count: int | None, error: str | None = None) -> CheckResult:
+    name = "GPU count"
+    needed = "torch and the driver see the same GPUs"
     if error:
         found, _, fix = error.partition("\n")
         return CheckResult(name, "fail", found, needed, fix or GPU_FIX)
-    if nvml_sees is None:
-        found = (
-            f"torch sees {torch_sees}; NVML cannot tell, so GPU use is not monitored"
-            if torch_sees
-            else "no GPU"
-        )
-        return CheckResult(name, "skip", found)
-    if torch_sees == nvml_sees == 0:
+    if torch_count == 0 and not nvml_count:
         return CheckResult(name, "skip", "no GPU")
-    fix = f"look at CUDA_VISIBLE_DEVICES and at nvidia-smi for GPUs that have failed; {GPU_FIX}"
-    return verdict(name, torch_sees == nvml_sees, f"torch sees {torch_sees}, NVML {nvml_sees}", needed, fix)
+    if nvml_count is None:
+        found = f"torch sees {torch_count}; NVML does not work, so GPU use is not monitored"
+        return CheckResult(name, "skip", found)
+    fix = f"check CUDA_VISIBLE_DEVICES, and nvidia-smi for GPUs that have failed; {GPU_FIX}"
+    found = f"torch sees {torch_count}, NVML {nvml_count}"
+    return verdict(name, torch_count == nvml_count, found, needed, fix)
 
 
-def gpu_models(gpus: Sequence[Gpu]) -> CheckResult:
+def check_gpu_models(gpus: Sequence[Gpu]) -> CheckResult:
     if not gpus:
         return CheckResult("GPU models", "skip", "no GPU")
     counts = Counter(gpu.name for gpu in gpus)
-    listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
-    return CheckResult(
-        "GPU models", "pass", listed if len(counts) == 1 else f"mixed: {listed}; the slowest sets the pace"
-    )
+    models = ", ".join(f"{count} × {name}" for name, count in counts.items())
+    if len(counts) > 1:
+        models = f"mixed: {models}; the slowest sets the pace"
+    return CheckResult("GPU models", "pass", models)
 
 
-def gpu_memory(gpu: Gpu, holders: Sequence[str] | None = None) -> CheckResult:
+def check_gpu_memory(gpu: Gpu, processes: Sequence[str] | None = None) -> CheckResult:
+    """Check the free memory; ``processes`` on the GPU are looked up if they are not given."""
+    name = f"cuda:{gpu.index} memory"
     found = f"{bytes_text(gpu.memory_free)} free of {bytes_text(gpu.memory_total)}"
     least = MIN_GPU_MEMORY_FREE * gpu.memory_total
     if gpu.memory_free >= least:
-        return CheckResult(f"cuda:{gpu.index} memory", "pass", found)
-    others = (
-        ", ".join(gpu_processes(gpu.uuid) if holders is None else holders)
-        or "a process the driver does not name"
-    )
-    fix = "end that process, or choose another GPU by CUDA_VISIBLE_DEVICES"
-    return CheckResult(
-        f"cuda:{gpu.index} memory", "fail", f"{found}; held by {others}", f"{bytes_text(least)} free", fix
-    )
+        return CheckResult(name, "pass", found)
+    processes = gpu_processes(gpu.uuid) if processes is None else processes
+    users = ", ".join(processes) or "a process the driver does not name"
+    fix = "end that process, or choose another GPU with CUDA_VISIBLE_DEVICES"
+    return CheckResult(name, "fail", f"{found}; used by {users}", f"{bytes_text(least)} free", fix)

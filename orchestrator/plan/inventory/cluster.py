@@ -1,4 +1,4 @@
-"""What a cluster has, as plain values: the nodes that Ray counts, or this machine alone. Pure."""
+"""The nodes of a cluster as plain values: those that Ray counts, or this machine alone. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import ResourceError
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster. ``cpus`` and ``gpus`` are what Ray may hand out there, ``cores``
-    what the machine has."""
+    """One machine of a cluster. ``cpus`` and ``gpus`` are Ray's slots on it, ``cores`` those of
+    the machine."""
 
     address: str
     cpus: int
@@ -24,9 +25,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines a run may use. ``joined``: it ran before us, so its slots are what they are;
-    one that we start is ours to declare. ``most_gpus`` and ``most_cpus`` are what an autoscaler
-    may reach; None: what is there is all there will be."""
+    """The machines that a run may use.
+
+    ``joined`` means that the cluster was already running, so that its slots are given; a cluster
+    that the run starts declares its own. ``most_gpus`` and ``most_cpus`` are the limits of an
+    autoscaler; None without one.
+    """
 
     nodes: tuple[Node, ...]
     joined: bool
@@ -35,11 +39,10 @@ class Cluster:
 
     @classmethod
     def of(cls, inventory: Inventory, devices: Sequence[int] = ()) -> Cluster:
-        """This machine alone, with all its GPUs or those of ``--devices``."""
-        return cls(
-            (Node(HERE, inventory.cores, len(chosen_gpus(inventory, devices)), inventory.cores),),
-            joined=False,
-        )
+        """Return this machine alone, with all of its GPUs or those of ``--devices``."""
+        num_gpus = len(chosen_gpus(inventory, devices))
+        node = Node(LOCALHOST, inventory.cores, num_gpus, inventory.cores)
+        return cls((node,), joined=False)
 
     @property
     def gpus(self) -> int:
@@ -55,7 +58,7 @@ class Cluster:
 
     @property
     def reachable_gpus(self) -> int:
-        """GPUs there are, or will be once the autoscaler has brought all it may."""
+        """GPUs of the cluster after the autoscaler has added all it may."""
         return max(self.gpus, self.most_gpus or 0)
 
     @property
@@ -63,54 +66,55 @@ class Cluster:
         return max(self.cpus, self.most_cpus or 0)
 
     def workers_on_node(self, workers: int, on_gpu: bool) -> int:
-        """The most workers that share a node's cores and memory: all on our own machine; elsewhere
-        as many as the node has GPUs, and on CPUs an even part, for they are spread over the
-        nodes."""
+        """Return the most workers that share the cores and the memory of one node.
+
+        On this machine alone that is all of them. In a cluster it is the number of GPUs of a node;
+        workers on CPUs are spread evenly over the nodes.
+        """
         if not self.joined or not self.nodes:
             return workers
         if on_gpu:
-            return max(1, min(workers, max((node.gpus for node in self.nodes), default=0) or workers))
+            most_gpus_of_a_node = max((node.gpus for node in self.nodes), default=0)
+            return max(1, min(workers, most_gpus_of_a_node or workers))
         return -(-workers // len(self.nodes))
 
     def text(self, kind: str) -> str:
-        """Its ``GPUs`` or ``CPUs`` for messages: ``the cluster has 6 GPUs (2 nodes: 4 + 2)``."""
+        """Return the ``GPUs`` or ``CPUs`` for messages: ``the cluster has 6 GPUs (2 nodes: 4 +
+        2)``."""
         counts = [node.gpus if kind == "GPUs" else node.cpus for node in self.nodes]
-        whole = f"{sum(counts)} {kind if sum(counts) != 1 else kind[:-1]}"
+        total = f"{sum(counts)} {kind if sum(counts) != 1 else kind[:-1]}"
         if not self.joined:
-            return f"this machine has {whole}"
+            return f"this machine has {total}"
         nodes = f"{len(counts)} node{'s' * (len(counts) != 1)}"
-        each = (
-            f" × {counts[0]}"
-            if len(set(counts)) == 1
-            else f": {' + '.join(map(str, counts))}"
-            if counts
-            else ""
-        )
-        return f"the cluster has {whole} ({nodes}{each})"
+        if len(set(counts)) == 1:
+            nodes += f" × {counts[0]}"
+        elif counts:
+            nodes += f": {' + '.join(map(str, counts))}"
+        return f"the cluster has {total} ({nodes})"
 
 
 def chosen_gpus(inventory: Inventory, devices: Sequence[int]) -> tuple[Gpu, ...]:
-    """The GPUs that ``--devices`` names, in its order; all of them where it is left out."""
+    """Return the GPUs that ``--devices`` names, in its order; all of them without it."""
     if not devices:
         return inventory.gpus
-    found = {gpu.index: gpu for gpu in inventory.gpus}
-    missing = [index for index in devices if index not in found]
+    by_index = {gpu.index: gpu for gpu in inventory.gpus}
+    missing = [index for index in devices if index not in by_index]
     if missing:
-        raise ResourceError(_missing(devices, missing, inventory))
-    return tuple(found[index] for index in devices)
+        raise ResourceError(_missing_gpus_text(devices, missing, inventory))
+    return tuple(by_index[index] for index in devices)
 
 
-def _missing(devices: Sequence[int], missing: Sequence[int], inventory: Inventory) -> str:
-    asked, count = ",".join(map(str, devices)), len(inventory.gpus)
-    there = f"this machine has {count} GPU{'s' * (count != 1)}" + (
-        f", counted from 0 to {count - 1}" if count > 1 else ""
-    )
-    why = f": {inventory.gpu_error}" if not count and inventory.gpu_error else ""
-    number = (
-        f"; for a number of GPUs use --workers {devices[0]}"
-        if len(devices) == 1 and 0 < devices[0] <= count
-        else ""
-    )
-    named = ", ".join(map(str, missing))
+def _missing_gpus_text(devices: Sequence[int], missing: Sequence[int], inventory: Inventory) -> str:
+    count = len(inventory.gpus)
+    found = f"this machine has {count} GPU{'s' * (count != 1)}"
+    if count > 1:
+        found += f", counted from 0 to {count - 1}"
+    elif not count and inventory.gpu_error:
+        found += f": {inventory.gpu_error}"
     instead = "Choose among those" if count else "Leave it out"
-    return f"--devices {asked} names GPU {named}, but {there}{why}. {instead}{number}, or see 'orchestrator check'"
+    # Other trainers' --devices is a count.
+    if len(devices) == 1 and 0 < devices[0] <= count:
+        instead += f"; for a number of GPUs use --workers {devices[0]}"
+    flag = f"--devices {','.join(map(str, devices))}"
+    named = ", ".join(map(str, missing))
+    return f"{flag} names GPU {named}, but {found}. {instead}, or see 'orchestrator check'"

@@ -1,8 +1,7 @@
-"""What this machine has: GPUs, cores, memory, versions. Read once, handed on as a frozen value.
+"""The hardware and software of this machine as a frozen value, and the environment variables that
+matter.
 
-NVML is asked beside torch for two reasons: it answers without creating a CUDA context (some
-hundred MB per GPU), and it still answers where torch sees no GPU at all, so that we can say
-why.
+The environment of the process is read here and nowhere else below ``runtime``.
 """
 
 from __future__ import annotations
@@ -11,37 +10,26 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from orchestrator.plan.inventory.cpu import cpu_facts, system_text, usable_cores, usable_memory
+from orchestrator.plan.inventory.gpus import Gpu, find_gpus, import_torch
+from orchestrator.plan.inventory.nvml import NvmlView, nvml_view
 from orchestrator.redaction import Secrets, secrets_of
-from orchestrator.types import JSON, bytes_text
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as torch counts it (``index`` is that of ``cuda:index``). Memory in bytes."""
-
-    index: int
-    name: str
-    memory_total: int
-    memory_free: int
-    capability: tuple[int, int]
-    multiprocessors: int
-    uuid: str | None = None
+from orchestrator.types import JSON
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """One machine. ``cores`` and RAM are what this process may use, limits of its container
-    included; memory in bytes."""
+    """One machine. ``cores`` and RAM are those that this process may use, limits of its container
+    included.
+
+    Memory is in bytes.
+    """
 
     gpus: tuple[Gpu, ...]
     cores: int
@@ -53,10 +41,10 @@ class Inventory:
     """The CPU has bf16 units; without them bf16 is emulated, far slower than fp32."""
     driver: str | None
     versions: Mapping[str, str]
-    """python, platform, torch, cuda, cudnn, nccl, ray; what is not there has no key."""
+    """Versions of python, platform, torch, cuda, cudnn, nccl and ray; a missing one has no key."""
     gpu_error: str | None
-    """Why GPUs that are there cannot be used: a line with what is wrong, a line with what to
-    do."""
+    """Why present GPUs cannot be used: a line that says what is wrong, and a line that says what
+    to do."""
     disk_free: int
 
     @property
@@ -65,7 +53,7 @@ class Inventory:
 
     @property
     def min_gpu_memory(self) -> int:
-        """Memory of the smallest GPU; 0 where there is none."""
+        """Memory of the smallest GPU; 0 without GPUs."""
         return min((gpu.memory_total for gpu in self.gpus), default=0)
 
     def to_json(self) -> dict[str, JSON]:
@@ -73,25 +61,15 @@ class Inventory:
         return asdict(self) | {"gpus": gpus, "versions": dict(self.versions)}
 
 
-@dataclass(frozen=True)
-class NvmlView:
-    """What the driver says, whatever CUDA_VISIBLE_DEVICES hides."""
-
-    driver: str
-    memory_free: Mapping[str, int | None]
-    """By uuid, in NVML's order; None for a GPU that shares the host's memory."""
-
-    @property
-    def visible(self) -> int | None:
-        return count_visible(tuple(self.memory_free), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
 def inventory(disk: Path = Path(".")) -> Inventory:
-    """This machine, as this process sees it. ``disk`` is the folder whose file system
-    ``disk_free`` is about."""
+    """Return this machine as this process sees it. ``disk_free`` is that of the file system of
+    ``disk``."""
     nvml = nvml_view()
-    torch, torch_error = _import_torch()
-    gpus, gpu_error = _gpus(torch, nvml) if torch else ((), torch_error)
+    torch, torch_error = import_torch()
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error = torch_error
+    if torch:
+        gpus, gpu_error = find_gpus(torch, nvml, num_visible(nvml))
     cpu_name, cpu_bf16 = cpu_facts(system_text(Path("/proc/cpuinfo")))
     ram_total, ram_free = usable_memory()
     return Inventory(
@@ -109,171 +87,22 @@ def inventory(disk: Path = Path(".")) -> Inventory:
     )
 
 
-def launched_by(environment: Mapping[str, str] | None = None) -> str | None:
-    """The launcher that started this process, if one did: we start our own workers, so under one
-    each would start a run."""
-    variables = os.environ if environment is None else environment
-    # accelerate starts its processes through torchrun, so its own mark is looked for first.
-    if "ACCELERATE_MIXED_PRECISION" in variables:
-        return "accelerate"
-    if "TORCHELASTIC_RUN_ID" in variables:
-        return "torchrun"
-    if {"LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"} <= variables.keys():
-        return "deepspeed"
-    size = variables.get("WORLD_SIZE", "")
-    return (
-        "a distributed launcher" if "LOCAL_RANK" in variables and size.isdecimal() and int(size) > 1 else None
-    )
+def num_visible(nvml: NvmlView | None) -> int | None:
+    """Return the number of GPUs of the driver that CUDA shows this process; None if NVML cannot
+    tell."""
+    return nvml.num_visible(os.environ.get("CUDA_VISIBLE_DEVICES")) if nvml else None
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that this process may use, without importing torch."""
+    return num_visible(nvml_view()) or 0
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists already."""
+    """Return the folder itself, or its nearest parent that exists."""
     path = path.absolute()
-    # os.path and not Path.exists, which raises for a folder that we may not look into
+    # os.path instead of Path.exists, which raises for a folder without read permission.
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-
-
-# --- GPUs
-
-
-@contextmanager
-def _nvml_session() -> Iterator[Any]:
-    """The NVML bindings, or None where there is no NVIDIA driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except (
-        Exception
-    ):  # bindings missing, library missing, driver and library out of step: all mean that NVML cannot tell
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def nvml_view() -> NvmlView | None:
-    """The driver's view of the GPUs, or None where NVML does not work."""
-    with _nvml_session() as nvml:
-        if nvml is None:
-            return None
-        free: dict[str, int | None] = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            with suppress(
-                nvml.NVMLError
-            ):  # a GPU that fell off the bus is not counted; one without memory of its own is
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                uuid = nvml.nvmlDeviceGetUUID(handle)
-                free[uuid] = None
-                free[uuid] = nvml.nvmlDeviceGetMemoryInfo(handle).free
-        return NvmlView(nvml.nvmlSystemGetDriverVersion(), free)
-
-
-def count_visible(uuids: Sequence[str], visible: str | None) -> int | None:
-    """How many GPUs CUDA_VISIBLE_DEVICES leaves, by CUDA's rules: the first entry that names no
-    GPU ends the list, a repeated one empties it. None for MIG slices, which NVML counts
-    otherwise."""
-    if visible is None:
-        return len(uuids)
-    if visible.startswith("MIG-"):
-        return None
-    found: list[str] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        by_number = uuids[int(entry) : int(entry) + 1] if entry.isdecimal() else ()
-        named = [*by_number, *(uuid for uuid in uuids if entry.startswith("GPU-") and uuid.startswith(entry))]
-        if len(named) != 1:
-            break
-        if named[0] in found:
-            return 0
-        found.append(named[0])
-    return len(found)
-
-
-def gpu_processes(uuid: str | None) -> tuple[str, ...]:
-    """Other processes that hold memory of a GPU, as far as the driver tells: 'python (pid 4711,
-    3.0 GiB)'."""
-    with _nvml_session() as nvml:
-        if nvml is None or uuid is None:
-            return ()
-        with suppress(nvml.NVMLError):
-            processes = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
-            return tuple(_process_text(p.pid, p.usedGpuMemory) for p in processes if p.pid != os.getpid())
-        return ()
-
-
-def _process_text(pid: int, held: int | None) -> str:
-    name = "a process"
-    with suppress(
-        psutil.Error
-    ):  # inside a container the driver may give pids of the host, which mean nothing here
-        name = psutil.Process(pid).name()
-    return f"{name} (pid {pid}{f', {bytes_text(held)}' if held else ''})"
-
-
-def _import_torch() -> tuple[Any, str | None]:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: a library of CUDA that does not load
-        return (
-            None,
-            f"torch cannot be imported: {_first_line(error)}\ninstall it anew: pip install --force-reinstall torch",
-        )
-    return torch, None
-
-
-def _gpus(torch: Any, nvml: NvmlView | None) -> tuple[tuple[Gpu, ...], str | None]:
-    # torch tells a driver that is too old by a warning, and answers False.
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            if torch.cuda.is_available():
-                return tuple(_gpu(torch, index, nvml) for index in range(torch.cuda.device_count())), None
-            reason = _first_line(caught[-1].message) if caught else "torch.cuda.is_available() is False"
-        except Exception as error:  # torch raises its set-up errors under several classes
-            reason = _first_line(error)
-    return (), _unusable(torch, nvml, reason)
-
-
-def _first_line(message: object) -> str:
-    return str(message).strip().partition("\n")[0]
-
-
-def _gpu(torch: Any, index: int, nvml: NvmlView | None) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    raw = getattr(properties, "uuid", None)
-    uuid = None if raw is None else f"GPU-{str(raw).removeprefix('GPU-')}"
-    free = nvml.memory_free.get(uuid or "") if nvml else None
-    if free is None:
-        free = torch.cuda.mem_get_info(index)[0]
-    capability = (properties.major, properties.minor)
-    return Gpu(
-        index,
-        properties.name,
-        properties.total_memory,
-        free,
-        capability,
-        properties.multi_processor_count,
-        uuid,
-    )
-
-
-def _unusable(torch: Any, nvml: NvmlView | None, reason: str) -> str | None:
-    """Why torch sees no GPU where the driver shows some; None where there is none, or the user has
-    hidden them all."""
-    count = nvml.visible if nvml else 0
-    if nvml is None or count == 0:
-        return None
-    found = (
-        f"the driver ({nvml.driver}) shows {count or 'some'} GPU(s), but torch {torch.__version__} sees none"
-    )
-    if torch.version.cuda is None:
-        return f"{found}: it is a build without CUDA\ninstall a build with CUDA, as https://pytorch.org/get-started/locally shows"
-    return (
-        f"{found}: {reason}\nupdate the NVIDIA driver to one that supports CUDA {torch.version.cuda}, "
-        f"or install a torch built for an older CUDA; in a container, start it with --gpus all"
-    )
 
 
 def _versions(torch: Any) -> dict[str, str]:
@@ -285,41 +114,57 @@ def _versions(torch: Any) -> dict[str, str]:
     versions["torch"] = str(torch.__version__)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-        with suppress(
-            RuntimeError, AttributeError
-        ):  # built without cuDNN, or one that does not fit the build
+        with suppress(RuntimeError, AttributeError):  # no cuDNN, or one that does not match the build
             if number := torch.backends.cudnn.version():
                 versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        with suppress(RuntimeError, AttributeError):  # built without NCCL
+        with suppress(RuntimeError, AttributeError):  # a build without NCCL
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
 
 
+# --- environment
+
+
+def launched_by(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the launcher that started this process, if one did.
+
+    This project starts its own workers: under a launcher each process would start a run of its
+    own.
+    """
+    variables = os.environ if environment is None else environment
+    # accelerate starts its processes through torchrun, so its own variable is checked first.
+    if "ACCELERATE_MIXED_PRECISION" in variables:
+        return "accelerate"
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return "torchrun"
+    if {"LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"} <= variables.keys():
+        return "deepspeed"
+    world_size = variables.get("WORLD_SIZE", "")
+    several = world_size.isdecimal() and int(world_size) > 1
+    return "a distributed launcher" if "LOCAL_RANK" in variables and several else None
+
+
 def set_environment(name: str, value: str) -> None:
-    """Set a variable that a library reads at its start, unless the user has set it."""
+    """Set a variable that a library reads when it starts, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
-def visible_gpus() -> int:
-    """GPUs that this process may use, as the driver counts them; without importing torch."""
-    nvml = nvml_view()
-    return (nvml.visible or 0) if nvml else 0
-
-
 def in_cluster() -> bool:
-    """Whether this process was started inside a Ray cluster, as the entry point of a job, or was
-    told of one."""
+    """Return whether this process runs inside a Ray job, or RAY_ADDRESS names a cluster."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
 
 
 def secret_values() -> Secrets:
-    """The secrets of this process's environment, to be masked wherever something is written or
+    """Return the secrets of this process's environment, to be redacted in everything written or
     shown."""
     return secrets_of(os.environ)
 
 
 def results_folder() -> Path:
-    """Where runs are kept that were given no folder: beside the user's work; or, in a Ray job,
-    whose working folder is a copy that goes with the job, where Ray keeps its own results."""
-    here = Path.cwd()
-    return Path.home() / "ray_results" if "runtime_resources" in here.parts else here / "results"
+    """Return the folder of runs without ``--run-dir``: ``results`` in the working directory.
+
+    The working directory of a Ray job is a copy that is deleted with the job, so a job writes
+    where Ray keeps its own results.
+    """
+    folder = Path.cwd()
+    return Path.home() / "ray_results" if "runtime_resources" in folder.parts else folder / "results"

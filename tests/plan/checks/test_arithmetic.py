@@ -1,4 +1,4 @@
-"""Each check of the arithmetic against a fault put in its way, and against none."""
+"""Each check of the arithmetic, with and without a fault."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from tests.support.probe_checks import assert_fails
 
 FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "wrong products": (
-        lambda: arithmetic.device_computes("cpu", 0.0),
+        lambda: arithmetic.check_device("cpu", 0.0),
         "relative error",
         "below 0e+00",
-        "install torch anew",
+        "reinstall torch",
     ),
     "wrong bf16": (
-        lambda: arithmetic.low_precision("bf16", "cpu", tolerance=0.0),
+        lambda: arithmetic.check_low_precision("bf16", "cpu", tolerance=0.0),
         "wrong products",
         "relative error below",
         "--precision fp32",
     ),
     "wrong fp16": (
-        lambda: arithmetic.low_precision("fp16", "cpu", tolerance=0.0),
+        lambda: arithmetic.check_low_precision("fp16", "cpu", tolerance=0.0),
         "wrong products",
         "relative error below",
         "--precision fp32",
     ),
     "fused AdamW differs": (
-        lambda: arithmetic.fused_adamw("cpu", -1.0),
+        lambda: arithmetic.check_fused_adamw("cpu", -1.0),
         "relative difference",
         "below",
         "torch build",
     ),
     "no compiler": (
-        lambda: arithmetic.compiles("cpu", "raise SystemExit('no g++')"),
+        lambda: arithmetic.check_compile("cpu", "raise SystemExit('no g++')"),
         "no g++",
         "compiled",
         "without --compile",
     ),
     "compiler crashes": (
-        lambda: arithmetic.compiles("cpu", "import os; os.abort()"),
+        lambda: arithmetic.check_compile("cpu", "import os; os.abort()"),
         "exit code -6",
         "compiled",
         "C++ compiler",
@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_says_found_needed_and_fix(fault: str):
+def test_a_fault_is_reported_with_what_was_found_and_needed_and_a_fix(fault: str):
     check, found, needed, fix = FAULTS[fault]
     assert_fails(check(), found, needed, fix)
 
@@ -64,16 +64,19 @@ def test_a_fault_says_found_needed_and_fix(fault: str):
     ("errors", "why"),
     [((3e-7, 3e-7), "switched off"), ((3e-7, 0.5), "wrong"), ((3e-7, float("nan")), "not a number")],
 )
-def test_tf32_that_is_switched_off_or_wrong(
+def test_tf32_that_is_switched_off_or_wrong_fails(
     monkeypatch: pytest.MonkeyPatch, errors: tuple[float, float], why: str
 ):
     monkeypatch.setattr(arithmetic, "_tf32_errors", lambda _: errors)
     assert_fails(
-        arithmetic.tf32("cuda:0", (8, 0)), f"{errors[1]:.1e} with tf32", "an error", "NVIDIA_TF32_OVERRIDE"
+        arithmetic.check_tf32("cuda:0", (8, 0)),
+        f"{errors[1]:.1e} with tf32",
+        "an error",
+        "NVIDIA_TF32_OVERRIDE",
     )
 
 
-def test_a_compiler_that_hangs_is_ended_with_all_it_started(tmp_path: Path):
+def test_a_compiler_that_hangs_is_killed_with_its_children(tmp_path: Path):
     pid_file = tmp_path / "pid"
     code = f"""
 import pathlib, subprocess, sys, time
@@ -81,12 +84,15 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
 time.sleep(120)"""
     assert_fails(
-        arithmetic.compiles("cpu", code, timeout=5), "no answer after 5 s", "compiled", "without --compile"
+        arithmetic.check_compile("cpu", code, timeout_s=5),
+        "no answer after 5 s",
+        "compiled",
+        "without --compile",
     )
-    assert gone(int(pid_file.read_text()))
+    assert has_ended(int(pid_file.read_text()))
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     for _ in range(100):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -94,8 +100,8 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_emulated_bf16_passes_and_tells_its_measured_price():
-    check = arithmetic.low_precision("bf16", "cpu", emulated=True)
+def test_emulated_bf16_passes_and_reports_its_slowdown():
+    check = arithmetic.check_low_precision("bf16", "cpu", emulated=True)
     assert check.status == "pass"
     assert re.match(
         r"works, (but emulated: about [\d.]+ times slower than|[\d.]+ times as fast as) fp32", check.found
@@ -103,27 +109,28 @@ def test_emulated_bf16_passes_and_tells_its_measured_price():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "emulated", "text"),
+    ("slowdown", "emulated", "text"),
     [
         (104.4, True, "works, but emulated: about 104 times slower than fp32"),
         (1.26, False, "works, but about 1.3 times slower than fp32"),
         (0.0625, False, "works, 16.0 times as fast as fp32"),
     ],
 )
-def test_speed_text(ratio: float, emulated: bool, text: str):
-    assert arithmetic._speed_text(ratio, emulated) == text
+def test_the_slowdown_is_reported_in_words(slowdown: float, emulated: bool, text: str):
+    assert arithmetic._slowdown_text(slowdown, emulated) == text
 
 
-def test_tf32_that_does_not_apply_is_skipped():
-    assert arithmetic.tf32("cpu", None).status == "skip"
-    assert arithmetic.tf32("cuda:0", (7, 5)).found == "compute capability 7.5"
+def test_tf32_is_skipped_without_its_units():
+    assert arithmetic.check_tf32("cpu", None).status == "skip"
+    assert arithmetic.check_tf32("cuda:0", (7, 5)).found == "compute capability 7.5"
 
 
-def test_random_state_and_precision_are_left_alone():
+def test_random_state_and_precision_stay_unchanged():
     import torch
 
     torch.manual_seed(3)
-    before, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    arithmetic.device_computes("cpu")
+    before = torch.get_rng_state()
+    precision = torch.get_float32_matmul_precision()
+    arithmetic.check_device("cpu")
     assert torch.equal(before, torch.get_rng_state())
     assert torch.get_float32_matmul_precision() == precision

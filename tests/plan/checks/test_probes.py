@@ -1,5 +1,5 @@
-"""Each check against a fault put in its way: the message says what was found, what was needed,
-what to do."""
+"""Each check of the host and its GPUs against a fault: the message says what was found, what was
+needed, and what to do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from orchestrator.plan.checks import arithmetic, probes
 from orchestrator.plan.checks.probe_types import GPU_FIX, CheckResult, MachineProbe
-from orchestrator.plan.checks.probes import probes_for, run_guarded, run_probes
-from orchestrator.plan.inventory.hardware import Gpu, Inventory
+from orchestrator.plan.checks.probes import probes_for, run_guarded
+from orchestrator.plan.inventory.gpus import Gpu
+from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.types import GIB, MIB
 from tests.support.probe_checks import assert_fails
 
@@ -26,7 +27,7 @@ def machine(*gpus: Gpu, error: str | None = None) -> Inventory:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -44,57 +45,57 @@ def free_port() -> int:
 
 FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
     "old python": (
-        lambda: probes.version("python", "3.9.18", probes.MIN_PYTHON, "install Python"),
+        lambda: probes.check_version("python", "3.9.18", probes.MIN_PYTHON, "install Python"),
         "3.9.18",
         ">= 3.11",
         "install Python",
     ),
     "old torch": (
-        lambda: probes.version("torch", "2.9.1+cu126", probes.MIN_TORCH, "pip install"),
+        lambda: probes.check_version("torch", "2.9.1+cu126", probes.MIN_TORCH, "pip install"),
         "2.9.1",
         ">= 2.11",
         "pip install",
     ),
     "no ray": (
-        lambda: probes.version("ray", None, probes.MIN_RAY, probes.RAY_FIX),
+        lambda: probes.check_version("ray", None, probes.MIN_RAY, probes.RAY_FIX),
         "not installed",
         ">= 2.56",
         "pip install",
     ),
     "ray does not import": (
-        lambda: probes.ray_imports("import no_such_ray"),
+        lambda: probes.check_ray_import("import no_such_ray"),
         "No module named 'no_such_ray'",
         "import ray",
         "pip install",
     ),
     "ray hangs": (
-        lambda: probes.ray_imports("import time; time.sleep(60)", 0.2),
+        lambda: probes.check_ray_import("import time; time.sleep(60)", 0.2),
         "no answer after 0.2 s",
         "import ray",
         "pip install",
     ),
-    "little RAM": (lambda: probes.ram_free(900 * MIB), "900.0 MiB free", "2.0 GiB", "memory limit"),
-    "few open files": (lambda: probes.open_files(256), "256", "1024", "ulimit -n"),
+    "little RAM": (lambda: probes.check_ram(900 * MIB), "900.0 MiB free", "2.0 GiB", "memory limit"),
+    "few open files": (lambda: probes.check_open_files(256), "256", "1024", "ulimit -n"),
     "GPU not seen": (
-        lambda: probes.gpu_count(1, 2),
+        lambda: probes.check_gpu_count(1, 2),
         "torch sees 1, NVML 2",
         "the same GPUs",
         "CUDA_VISIBLE_DEVICES",
     ),
     "torch without CUDA": (
-        lambda: probes.gpu_count(0, 2, "no CUDA\nget a build"),
+        lambda: probes.check_gpu_count(0, 2, "no CUDA\nget a build"),
         "no CUDA",
         "the same GPUs",
         "get a build",
     ),
-    "GPU held": (
-        lambda: probes.gpu_memory(T4, ["jupyter (pid 4711)"]),
-        "held by jupyter (pid 4711)",
+    "GPU in use": (
+        lambda: probes.check_gpu_memory(T4, ["jupyter (pid 4711)"]),
+        "used by jupyter (pid 4711)",
         "3.2 GiB free",
         "end that process",
     ),
-    "GPU held, nobody named": (
-        lambda: probes.gpu_memory(T4, []),
+    "GPU in use by an unnamed process": (
+        lambda: probes.check_gpu_memory(T4, []),
         "1.0 GiB free of 16.0 GiB",
         "3.2 GiB free",
         "another GPU",
@@ -103,24 +104,24 @@ FAULTS: dict[str, tuple[Callable[[], CheckResult], str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_says_found_needed_and_fix(fault: str):
+def test_a_fault_is_reported_with_what_was_found_and_needed_and_a_fix(fault: str):
     check, found, needed, fix = FAULTS[fault]
     assert_fails(check(), found, needed, fix)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path):
-    (tmp_path / "file").write_text("in the way")
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path):
+    (tmp_path / "file").write_text("a file, not a folder")
     assert_fails(
-        probes.disk_writable(tmp_path / "file" / "run"),
+        probes.check_disk(tmp_path / "file" / "run"),
         "cannot write to",
         "a folder to write to",
         "--run-dir",
     )
 
 
-def test_a_disk_that_is_full(tmp_path: Path):
+def test_a_full_disk_fails(tmp_path: Path):
     assert_fails(
-        probes.disk_writable(tmp_path, least=2**60),
+        probes.check_disk(tmp_path, least=2**60),
         f"free at {tmp_path}",
         "1073741824.0 GiB free",
         "free some space",
@@ -128,13 +129,15 @@ def test_a_disk_that_is_full(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shared_memory_that_is_small(tmp_path: Path):
-    assert_fails(probes.shared_memory(tmp_path, least=2**60), f"at {tmp_path}", "GiB free", "--shm-size")
-
-
-def test_no_port_to_be_had(taken: int):
+def test_small_shared_memory_fails(tmp_path: Path):
     assert_fails(
-        probes.ports_free(free_port(), free_port(), spare=taken),
+        probes.check_shared_memory(tmp_path, least=2**60), f"at {tmp_path}", "GiB free", "--shm-size"
+    )
+
+
+def test_a_machine_without_a_free_port_fails(taken_port: int):
+    assert_fails(
+        probes.check_ports(free_port(), free_port(), any_port=taken_port),
         "no free port",
         "a free port",
         "ip_local_port_range",
@@ -142,15 +145,13 @@ def test_no_port_to_be_had(taken: int):
 
 
 def test_a_device_that_raises_fails_with_the_first_line():
-    check = run_guarded(
-        MachineProbe("cuda:9 computes", lambda: arithmetic.device_computes("cuda:9"), GPU_FIX)
-    )
+    check = run_guarded(MachineProbe("cuda:9 computes", lambda: arithmetic.check_device("cuda:9"), GPU_FIX))
     assert_fails(check, "Error", "no error", "nvidia-smi")
     assert "\n" not in check.found
     assert len(check.found) < 260
 
 
-def test_an_error_without_a_message_is_told_by_its_class():
+def test_an_error_without_a_message_is_reported_by_its_class():
     def broken() -> CheckResult:
         raise MemoryError
 
@@ -159,53 +160,53 @@ def test_an_error_without_a_message_is_told_by_its_class():
     )
 
 
-# --- what is no fault
+# --- no faults
 
 
-def test_taken_ports_of_ray_are_no_fault(taken: int):
-    check = probes.ports_free(ray=taken, dashboard=free_port())
+def test_taken_ports_of_ray_are_no_fault(taken_port: int):
+    check = probes.check_ports(ray_port=taken_port, dashboard_port=free_port())
     assert check.status == "pass"
-    assert f"{taken} in use: a Ray cluster may be running; we would join it" in check.found
-    assert "next free port" in probes.ports_free(ray=free_port(), dashboard=taken).found
+    assert f"{taken_port} in use: a Ray cluster may be running; a run would join it" in check.found
+    assert "next free port" in probes.check_ports(ray_port=free_port(), dashboard_port=taken_port).found
 
 
-def test_mixed_models_are_told_not_failed():
-    check = probes.gpu_models([H200, T4])
+def test_mixed_models_are_reported_and_pass():
+    check = probes.check_gpu_models([H200, T4])
     assert (check.status, check.found) == (
         "pass",
         "mixed: 1 × NVIDIA H200, 1 × Tesla T4; the slowest sets the pace",
     )
-    assert probes.gpu_models([H200, H200]).found == "2 × NVIDIA H200"
+    assert probes.check_gpu_models([H200, H200]).found == "2 × NVIDIA H200"
 
 
 def test_checks_that_do_not_apply_are_skipped(tmp_path: Path):
-    assert probes.gpu_count(0, None).status == "skip"
-    assert probes.gpu_count(0, 0).status == "skip"
-    assert "not monitored" in probes.gpu_count(2, None).found
-    assert probes.gpu_models([]).status == "skip"
-    assert probes.shared_memory(tmp_path / "none").status == "skip"
+    assert probes.check_gpu_count(0, None).status == "skip"
+    assert probes.check_gpu_count(0, 0).status == "skip"
+    assert "not monitored" in probes.check_gpu_count(2, None).found
+    assert probes.check_gpu_models([]).status == "skip"
+    assert probes.check_shared_memory(tmp_path / "none").status == "skip"
 
 
 def test_no_limit_on_open_files_passes():
     import resource
 
-    assert probes.open_files(resource.RLIM_INFINITY).found == "no limit"
+    assert probes.check_open_files(resource.RLIM_INFINITY).found == "no limit"
 
 
-def test_a_disk_check_leaves_nothing_and_makes_nothing(tmp_path: Path):
-    assert probes.disk_writable(tmp_path / "results" / "run", least=1).status == "pass"
+def test_a_disk_check_leaves_no_files(tmp_path: Path):
+    assert probes.check_disk(tmp_path / "results" / "run", least=1).status == "pass"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prereleases_and_local_versions_count():
-    assert probes.version("torch", "2.11.0a0+git123", (2, 11), "").status == "pass"
-    assert probes.version("torch", "10.0", (2, 11), "").status == "pass"
+def test_prereleases_and_local_versions_pass():
+    assert probes.check_version("torch", "2.11.0a0+git123", (2, 11), "").status == "pass"
+    assert probes.check_version("torch", "10.0", (2, 11), "").status == "pass"
 
 
-# --- all together
+# --- all probes
 
 
-def test_every_gpu_computes_and_the_weakest_sets_what_is_expected(tmp_path: Path):
+def test_every_gpu_is_checked_and_features_on_the_weakest(tmp_path: Path):
     by_name = {probe.name: probe for probe in probes_for(machine(H200, T4), tmp_path)}
     assert {"cuda:0 computes", "cuda:1 computes", "cuda:0 memory", "cuda:1 memory"} <= by_name.keys()
     assert by_name["tf32"].run().found == "compute capability 7.5"
@@ -213,10 +214,10 @@ def test_every_gpu_computes_and_the_weakest_sets_what_is_expected(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_all_probes_of_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_probes_of_a_cpu_machine_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The one real compilation of these tests."""
     monkeypatch.setattr(probes, "nvml_view", lambda: None)
-    checks = list(run_probes(machine(), tmp_path))
+    checks = [run_guarded(probe) for probe in probes_for(machine(), tmp_path)]
     assert [check.name for check in checks] == [probe.name for probe in probes_for(machine(), tmp_path)]
     assert {check.name: check.found for check in checks if check.status == "fail"} == {}
     assert {check.name for check in checks if check.status == "skip"} == {"GPU count", "GPU models", "tf32"}

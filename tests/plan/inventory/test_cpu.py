@@ -1,4 +1,4 @@
-"""Cores and memory of machines that are not here: control groups as files."""
+"""The CPU, and the cores and memory of invented control groups."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from orchestrator.types import GIB
         ("Features\t: fp asimd asimddp\nCPU part\t: 0xd0c\n", "ARM Neoverse-N1", False),
     ],
 )
-def test_cpu_facts(cpuinfo: str, name: str, bf16: bool):
+def test_the_name_and_bf16_units_are_read_from_cpuinfo(cpuinfo: str, name: str, bf16: bool):
     assert cpu_facts(cpuinfo) == (name, bf16)
 
 
-def test_cpu_facts_of_an_unknown_system_still_name_something():
+def test_an_unknown_cpu_still_has_a_name():
     assert cpu_facts("")[0]
 
 
 def cgroups(root: Path, membership: str, files: dict[str, str]) -> Path:
-    for name, text in {
-        "proc/self/cgroup": membership,
-        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
-    }.items():
+    """Write the control groups of a process below ``root``."""
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    texts["proc/self/cgroup"] = membership
+    for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
     return root
@@ -83,13 +83,13 @@ def test_memory_respects_the_limit_and_counts_cached_files_as_free(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("big_machine")
-def test_memory_limit_of_version_1(tmp_path: Path):
+def test_memory_respects_a_limit_of_cgroup_v1(tmp_path: Path):
     files = {"memory/a/memory.limit_in_bytes": str(4 * GIB), "memory/a/memory.usage_in_bytes": str(GIB)}
     assert usable_memory(cgroups(tmp_path, "4:memory:/a", files)) == (4 * GIB, 3 * GIB)
 
 
 @pytest.mark.usefixtures("big_machine")
-def test_memory_without_a_limit_is_the_machine_s(tmp_path: Path):
+def test_memory_without_a_limit_is_that_of_the_machine(tmp_path: Path):
     files = {
         "memory/a/memory.limit_in_bytes": "9223372036854771712",
         "memory/a/memory.usage_in_bytes": str(GIB),
