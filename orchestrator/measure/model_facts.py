@@ -24,8 +24,8 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.data import Feed, LoaderOptions, as_dataset, tensors_of, to_device
-from orchestrator.train.parts.memory import block_lists
 from orchestrator.train.parts.precision import autocast
+from orchestrator.train.parts.recompute import block_lists
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import as_loss, build_checked_model, check_trainable
 from orchestrator.types import PrecisionName
@@ -99,7 +99,12 @@ def first_samples(data: Any, count: int) -> Any:
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
     feed = Feed(
-        data, World.single_process(), global_batch=count, micro_batch=count, seed=None, feeding=LoaderOptions()
+        data,
+        World.single_process(),
+        global_batch=count,
+        micro_batch=count,
+        seed=None,
+        loader=LoaderOptions(),
     )
     return next(feed.steps(0)).micro_batches[0].fetch()
 

@@ -33,8 +33,8 @@ from orchestrator.measure.op_recorder import Recorder
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.train.data import as_dataset
-from orchestrator.train.parts.memory import recompute_blocks
 from orchestrator.train.parts.precision import autocast
+from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.step import as_loss, build_checked_model
 from orchestrator.types import PrecisionName
 

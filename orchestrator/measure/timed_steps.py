@@ -45,7 +45,7 @@ def build_steps(
     parts = build_parts(config, chosen, task, world, host_of=host_of)
     together = micro_batch * world.data_ranks * chosen.accumulation_steps.value
     feed = Feed(
-        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, feeding=LoaderOptions()
+        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, loader=LoaderOptions()
     )
     return StepRunner(
         build_stepper(config, world, parts, micro_batch, lambda *_, **__: None), _kept(next(feed.steps(0)))

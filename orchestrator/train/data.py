@@ -74,7 +74,7 @@ class Feed:
         global_batch: int,
         micro_batch: int,
         seed: int | None,
-        feeding: LoaderOptions,
+        loader: LoaderOptions,
     ) -> None:
         """``micro_batch`` is the mean per worker. With ``seed`` None the order is the data's own (evaluation)."""
         self.data = as_dataset(data)
@@ -83,11 +83,9 @@ class Feed:
             raise UserError("the data set is empty; at least one sample is needed")
         self.world, self.seed = world, seed
         self.global_batch, self.micro_batch = min(global_batch, self.samples), micro_batch
-        if isinstance(self.data, Gatherable) and feeding.on_device:
+        if isinstance(self.data, Gatherable) and loader.on_device:
             self.data = self.data.to(world.device)
-        self._loader = (
-            None if isinstance(self.data, Gatherable) else _loader(self.data, feeding, world.device)
-        )
+        self._loader = None if isinstance(self.data, Gatherable) else _loader(self.data, loader, world.device)
 
     @property
     def largest_micro_batch(self) -> int:

@@ -14,7 +14,9 @@ from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import build_feed, build_parts, build_stepper, torch_settings
+from orchestrator.train.worker.build import build_feed
+from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.steppers import Events, assert_gradients_equal, gradients
 

@@ -1,4 +1,4 @@
-"""Living parts for tests, without a run folder: a stepper over a built-in task, in fp32 or fp64."""
+"""Steppers for tests without a run folder: a task, a strategy, an optimizer and a feed, in fp32 or fp64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experts.model import place
 from orchestrator.config.settings import Config
@@ -15,9 +15,9 @@ from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.data import Feed, LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.memory import recompute_blocks
 from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
 from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.base import Strategy
@@ -25,6 +25,7 @@ from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
 from orchestrator.train.totals import Totals
+from orchestrator.types import PrecisionName
 
 
 class DoubleDigits(Digits):
@@ -44,16 +45,16 @@ class DoubleText(Text):
 
 
 class Events:
-    """Collects what a stepper or loop tells."""
+    """Collects the events of a stepper or loop."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, event: str, **fields: Any) -> None:
-        self.heard.append((event, fields))
+        self.events.append((event, fields))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.heard if event == kind]
+        return [fields for event, fields in self.events if event == kind]
 
 
 def make_stepper(
@@ -62,7 +63,7 @@ def make_stepper(
     global_batch: int,
     learning_rate: float = 1e-3,
     clip_norm: float = 1.0,
-    tell: Callable[..., None] | None = None,
+    emit: Callable[..., None] | None = None,
     world: World | None = None,
     sharding: str = "none",
     options: DDPOptions | None = None,
@@ -71,77 +72,87 @@ def make_stepper(
     chunks: int = 1,
     bucket_mb: int | None = None,
     recompute: bool = False,
+    precision: PrecisionName = "fp32",
 ) -> tuple[Stepper, Feed]:
-    """``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers."""
-    config = Config.of(learning_rate=learning_rate)
-    world, tell = world or World.single_process(), tell or Events()
+    """Build a stepper and its feed.
+
+    ``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers.
+    """
+    world = world or World.single_process()
+    emit = emit or Events()
     model = task.build_model()
     model.train()
     if sharding == "none":
         model.to(world.device)
-    replica = Strategy(model, task)
+    strategy = Strategy(model, task)
     if sharding != "none":
         shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
-        replica = FSDPStrategy(model, task, world)
+        strategy = FSDPStrategy(model, task, world)
     elif world.size > 1 and host_of is not None:
         place(model, host_of, world.rank)
-        replica = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
+        strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
     elif world.size > 1:
-        replica = DDPStrategy(
-            model, task, world, options or DDPOptions(), lambda message: tell("warning", message=message)
+        strategy = DDPStrategy(
+            model, task, world, options or DDPOptions(), lambda message: emit("warning", message=message)
         )
     if recompute:
-        recompute_blocks(model, replica.context)
-    learner = ScheduledOptimizer(
-        build_adamw(model.parameters(), config.optim, fused=True), warmup_schedule("constant", 0, 1000)
-    )
+        recompute_blocks(model, strategy.context)
+    settings = Config.of(learning_rate=learning_rate).optim
+    adamw = build_adamw(model.parameters(), settings, fused=True)
     feed = Feed(
         task.train_data(),
         world,
         global_batch=global_batch,
         micro_batch=micro_batch,
         seed=0,
-        feeding=LoaderOptions(),
+        loader=LoaderOptions(),
     )
-    precision = Precision("fp32", world.device)
-    return Stepper(
-        world, replica, learner, precision, feed.largest_micro_batch, 0, clip_norm, PhaseClock(), tell
-    ), feed
+    stepper = Stepper(
+        world=world,
+        strategy=strategy,
+        optimizer=ScheduledOptimizer(adamw, warmup_schedule("constant", 0, 1000)),
+        precision=Precision(precision, world.device),
+        micro_batch=feed.largest_micro_batch,
+        seed=0,
+        clip_norm=clip_norm,
+        clock=PhaseClock(),
+        emit=emit,
+    )
+    return stepper, feed
 
 
 def run_steps(stepper: Stepper, feed: Feed, steps: int) -> list[Totals]:
-    done: list[Totals] = []
+    """Run the first steps of training, over as many epochs as they take."""
+    totals: list[Totals] = []
     epoch = 0
-    while len(done) < steps:
-        for portion in feed.steps(epoch):
-            if len(done) < steps:
-                done.append(stepper.run(portion, len(done)))
+    while len(totals) < steps:
+        for batch in feed.steps(epoch):
+            if len(totals) < steps:
+                totals.append(stepper.run(batch, len(totals)))
         epoch += 1
-    return done
+    return totals
 
 
 def mean_loss(totals: Totals) -> float:
     return float(totals.loss) / float(totals.count)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole ones, also of a sharded model: every worker must ask."""
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return full gradients, also of a sharded model: every worker must call."""
     return {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def assert_gradients_equal(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], of_own: float, of_global: float
+    actual: dict[str, Tensor], expected: dict[str, Tensor], of_own: float, of_global: float
 ) -> None:
-    """Each gradient within a share of its own norm plus a share of the global one."""
-    assert ours.keys() == theirs.keys()
-    whole = float(torch.stack([g.double().norm() for g in theirs.values()]).norm())
-    for name, mine in ours.items():
-        off, allowed = (
-            float((mine.double() - theirs[name].double()).norm()),
-            of_own * float(theirs[name].double().norm()) + of_global * whole,
-        )
+    """Each gradient is within a share of its own norm plus a share of the global one."""
+    assert actual.keys() == expected.keys()
+    global_norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
+    for name, gradient in actual.items():
+        off = float((gradient.double() - expected[name].double()).norm())
+        allowed = of_own * float(expected[name].double().norm()) + of_global * global_norm
         assert off <= allowed, f"{name}: off by {off:.3g}, {allowed:.3g} allowed"

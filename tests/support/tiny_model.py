@@ -96,17 +96,17 @@ class HostCase:
     task: Tiny
     hosts: int
     host_of: tuple[tuple[int, ...], ...]
-    micro: int
-    whole: int
-    primary: bool = False
+    micro_batch: int
+    global_batch: int
+    data_on_main: bool = False
     shares: tuple[float, ...] = ()
     chunks: int = 1
     recompute: bool = False
     bucket_mb: int = 1
 
     @property
-    def holders(self) -> int:
-        return 1 if self.primary else self.hosts
+    def data_ranks(self) -> int:
+        return 1 if self.data_on_main else self.hosts
 
 
 def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
@@ -135,8 +135,8 @@ def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
         hosts,
         tuple(tuple(draw.choice(home) for _ in range(experts)) for home in homes),
         micro,
-        whole=draw.randint(1, 4) * micro * (1 if primary else hosts) - draw.randint(0, micro - 1),
-        primary=primary,
+        global_batch=draw.randint(1, 4) * micro * (1 if primary else hosts) - draw.randint(0, micro - 1),
+        data_on_main=primary,
         shares=tuple(draw.choice([1.0, 2.0, 0.25]) for _ in range(hosts))
         if not primary and draw.random() < 0.3
         else (),

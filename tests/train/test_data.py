@@ -27,7 +27,7 @@ def feed(samples: int, whole: int, micro: int, world: World | None = None, seed:
         global_batch=whole,
         micro_batch=micro,
         seed=seed,
-        feeding=LoaderOptions(),
+        loader=LoaderOptions(),
     )
 
 
@@ -112,7 +112,7 @@ def test_a_data_set_of_samples_is_the_same_in_any_process_and_from_any_step(work
             global_batch=6,
             micro_batch=4,
             seed=1,
-            feeding=LoaderOptions(loader_workers=count),
+            loader=LoaderOptions(loader_workers=count),
         )
         return [
             micro.fetch()
@@ -137,7 +137,7 @@ def test_an_error_in_the_data_set_is_the_users() -> None:
             raise FileNotFoundError("image 7 is gone")
 
     made = Feed(
-        Broken(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=LoaderOptions()
+        Broken(), World.single_process(), global_batch=6, micro_batch=4, seed=1, loader=LoaderOptions()
     )
     with pytest.raises(TaskFailed, match="image 7 is gone"):
         next(made.steps(0))
@@ -152,7 +152,7 @@ def test_what_may_be_data() -> None:
     ):
         assert (
             Feed(
-                data, World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=LoaderOptions()
+                data, World.single_process(), global_batch=2, micro_batch=2, seed=0, loader=LoaderOptions()
             ).steps_per_epoch
             == 2
         )
@@ -163,10 +163,10 @@ def test_what_may_be_data() -> None:
             global_batch=2,
             micro_batch=2,
             seed=0,
-            feeding=LoaderOptions(),
+            loader=LoaderOptions(),
         )
     with pytest.raises(UserError, match="empty"):
-        Feed([], World.single_process(), global_batch=2, micro_batch=2, seed=0, feeding=LoaderOptions())
+        Feed([], World.single_process(), global_batch=2, micro_batch=2, seed=0, loader=LoaderOptions())
 
 
 def test_windows_cover_the_text_once() -> None:
@@ -183,7 +183,7 @@ def test_loading_leaves_the_training_process_its_own_randomness() -> None:
     expected = random.random()
     random.seed(5)
     made = Feed(
-        Augmented(), World.single_process(), global_batch=6, micro_batch=4, seed=1, feeding=LoaderOptions()
+        Augmented(), World.single_process(), global_batch=6, micro_batch=4, seed=1, loader=LoaderOptions()
     )
     next(made.steps(0))
     assert random.random() == expected
@@ -197,7 +197,7 @@ def test_closing_a_feed_ends_its_processes() -> None:
         global_batch=6,
         micro_batch=6,
         seed=1,
-        feeding=LoaderOptions(loader_workers=2),
+        loader=LoaderOptions(loader_workers=2),
     )
     next(made.steps(0))
     own = {child.pid for child in multiprocessing.active_children()} - others

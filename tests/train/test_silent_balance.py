@@ -17,12 +17,12 @@ from orchestrator.errors import UserError
 from orchestrator.train import step as stepping
 from tests.support.planted_faults import (
     SIZES,
-    Case,
     Plant,
-    alone,
-    merged,
-    on_hosts,
-    shows,
+    TrainingCase,
+    fails_when_planted,
+    merge_hosts,
+    train_on_hosts,
+    train_single_process,
 )
 from tests.support.steppers import assert_gradients_equal
 from tests.support.tiny_model import Tiny
@@ -40,16 +40,16 @@ def balances_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def balance_does_not_depend_on_the_cut(plant: Plant | None) -> None:
-    case = Case(micro=2, steps=3)
-    expected, hosts = alone(case, plant), on_hosts(case, plant)
+    case = TrainingCase(micro_batch=2, steps=3)
+    expected, hosts = train_single_process(case, plant), train_on_hosts(case, plant)
     assert hosts[0].losses == pytest.approx(expected.losses, rel=1e-12), (
         "the loss depends on how the batch is cut"
     )
-    assert_gradients_equal(merged([host.gradients for host in hosts]), expected.gradients, 1e-10, 1e-12)
+    assert_gradients_equal(merge_hosts([host.gradients for host in hosts]), expected.gradients, 1e-10, 1e-12)
 
 
 def test_balance_loss_wrong_under_accumulation() -> None:
-    shows(
+    fails_when_planted(
         balance_does_not_depend_on_the_cut, balances_each_micro_batch, "loss depends on how the batch is cut"
     )
 
@@ -72,16 +72,16 @@ def counts_both_passes(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_are_those_of_one_pass(plant: Plant | None) -> None:
-    case = Case(Tiny((SIZES, SIZES)), micro=4, steps=3, recompute=True)
-    expected, hosts = alone(case, plant), on_hosts(case, plant)
+    case = TrainingCase(Tiny((SIZES, SIZES)), micro_batch=4, steps=3, recompute=True)
+    expected, hosts = train_single_process(case, plant), train_on_hosts(case, plant)
     for host in hosts:
         assert host.loads == expected.loads, "recomputation changes the loads"
-        assert {sum(load) for load in host.loads[0]} == {case.whole * case.task.top_k}
+        assert {sum(load) for load in host.loads[0]} == {case.global_batch * case.task.top_k}
         assert host.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
 def test_recomputation_counts_expert_loads_twice() -> None:
-    shows(loads_are_those_of_one_pass, counts_both_passes, "recomputation changes the loads")
+    fails_when_planted(loads_are_those_of_one_pass, counts_both_passes, "recomputation changes the loads")
 
 
 # Asynchronous balancer dead without a word. Ours is a part of the step, on every host.
@@ -100,8 +100,8 @@ def settles_once(patch: pytest.MonkeyPatch) -> None:
 
 def biases_move_at_every_step(plant: Plant | None) -> None:
     rate = 0.01
-    case = Case(Tiny((SIZES, SIZES), options={"bias_rate": rate}), steps=4)
-    for host in (alone(case, plant), *on_hosts(case, plant)):
+    case = TrainingCase(Tiny((SIZES, SIZES), options={"bias_rate": rate}), steps=4)
+    for host in (train_single_process(case, plant), *train_on_hosts(case, plant)):
         expected = [torch.zeros(len(SIZES), dtype=torch.float64) for _ in case.task.sizes]
         for step, (loads, biases) in enumerate(zip(host.loads, host.biases, strict=True)):
             for layer, load in enumerate(loads):
@@ -114,7 +114,7 @@ def biases_move_at_every_step(plant: Plant | None) -> None:
 
 
 def test_asynchronous_balancer_dead_without_a_word() -> None:
-    shows(biases_move_at_every_step, never_settles, "layer 0 was not balanced after step 0")
+    fails_when_planted(biases_move_at_every_step, never_settles, "layer 0 was not balanced after step 0")
     with pytest.raises(AssertionError, match="layer 0 was not balanced after step 1"):
         biases_move_at_every_step(settles_once)
 
@@ -129,4 +129,4 @@ class Untold(Tiny):
 
 def test_a_task_that_tells_no_loads_is_refused() -> None:
     with pytest.raises(UserError, match="loads"):
-        alone(Case(Untold((SIZES,))))
+        train_single_process(TrainingCase(Untold((SIZES,))))

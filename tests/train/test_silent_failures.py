@@ -13,25 +13,28 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
-from orchestrator.train.checkpoint import state
-from orchestrator.train.checkpoint.state import Progress, capture, restore
-from orchestrator.train.checkpoint.store import Contents
+from orchestrator.train.checkpoint import capture as capture_module
+from orchestrator.train.checkpoint.capture import capture
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.data import StepBatch, slice_batch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals
 from tests.support.planted_faults import (
     HOSTS,
-    RATE,
+    LEARNING_RATE,
     SIZES,
-    Case,
     Plant,
-    alone,
+    TrainingCase,
     by_expert,
-    hosted,
-    merged,
-    portions,
-    shows,
+    fails_when_planted,
+    merge_hosts,
+    planted_world,
+    step_batches,
+    train_single_process,
 )
 from tests.support.ranks import PEER_GONE, run_ranks
 from tests.support.steppers import make_stepper, mean_loss
@@ -41,21 +44,21 @@ from tests.support.tiny_model import Tiny
 
 
 def keeps_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state, "_bring_together", lambda *_: None)
+    patch.setattr(capture_module, "_gather_experts", lambda *_: None)
 
 
 def keeps_own_moments(patch: pytest.MonkeyPatch) -> None:
-    real = state._bring_together
+    real = capture_module._gather_experts
 
     def in_part(both: dict[str, dict[str, Tensor]], *rest: Any) -> None:
         own = dict(both["optimizer"])
         real(both, *rest)
         both["optimizer"] = own
 
-    patch.setattr(state, "_bring_together", in_part)
+    patch.setattr(capture_module, "_gather_experts", in_part)
 
 
-SAVED = Case(steps=4)
+SAVED = TrainingCase(steps=4)
 SAVED_AT = 2
 
 
@@ -63,12 +66,14 @@ def saved_on_host(
     rank: int, size: int, store: str, plant: Plant | None
 ) -> tuple[Contents | None, dict[str, Tensor]]:
     """A checkpoint in the middle of a run, and the weights at its end."""
-    with hosted(rank, size, store, plant) as world:
+    with planted_world(rank, size, store, plant) as world:
         stepper, feed = SAVED.stepper(world)
         model, contents = stepper.strategy.model, None
-        for step, portion in enumerate(portions(feed, SAVED.steps)):
+        for step, portion in enumerate(step_batches(feed, SAVED.steps)):
             if step == SAVED_AT:
-                contents = capture(model, stepper.optimizer.inner, stepper.precision, Progress(step), world)
+                contents = capture(
+                    TrainState(model, stepper.optimizer.inner, stepper.precision), Progress(step), world
+                )
             stepper.run(portion, step)
         return contents, by_expert(model, dict(model.named_parameters()))
 
@@ -76,8 +81,8 @@ def saved_on_host(
 def resumed_alone(contents: Contents) -> dict[str, Tensor]:
     stepper, feed = SAVED.stepper(World.single_process())
     model = stepper.strategy.model
-    restore(contents, model, stepper.optimizer.inner, stepper.precision)
-    for step, portion in enumerate(portions(feed, SAVED.steps)):
+    restore(contents, TrainState(model, stepper.optimizer.inner, stepper.precision))
+    for step, portion in enumerate(step_batches(feed, SAVED.steps)):
         if step >= SAVED_AT:
             stepper.run(portion, step)
     return by_expert(model, dict(model.named_parameters()))
@@ -86,7 +91,7 @@ def resumed_alone(contents: Contents) -> dict[str, Tensor]:
 def saved(plant: Plant | None) -> tuple[Contents, dict[str, Tensor]]:
     answers = run_ranks(saved_on_host, HOSTS, plant)
     (contents,) = [made for made, _ in answers if made is not None]
-    return contents, merged([weights for _, weights in answers])
+    return contents, merge_hosts([weights for _, weights in answers])
 
 
 def a_checkpoint_has_all_experts(plant: Plant | None) -> None:
@@ -100,7 +105,7 @@ def a_checkpoint_has_all_experts(plant: Plant | None) -> None:
 
 
 def test_checkpoint_keeps_one_ranks_experts() -> None:
-    shows(
+    fails_when_planted(
         a_checkpoint_has_all_experts,
         keeps_own_experts,
         r"the checkpoint lacks .'blocks\.0\.ffn\.bank\.1\.down'",
@@ -124,7 +129,7 @@ class Hurt:
     limit: int
 
 
-HURT = Case(Tiny((SIZES,), samples=48), micro=4, steps=3)
+HURT = TrainingCase(Tiny((SIZES,), samples=48), micro_batch=4, steps=3)
 HURT_AT = 3  # of the forward passes, two in a step
 GONE = "the other host is gone"
 
@@ -144,15 +149,17 @@ def hurt_on_host(rank: int, size: int, store: str, hosts: bool, plant: Plant | N
     """A run of which the second worker runs out of memory in the second step; what each came to."""
     losses, counts, error, kind, limit = [], [], "", "", 0
     try:
-        with hosted(rank, size, store, plant) as world:
+        with planted_world(rank, size, store, plant) as world:
             stepper, feed = (
                 HURT.stepper(world)
                 if hosts
-                else make_stepper(HURT.task, HURT.micro, HURT.whole, RATE, HURT.clip, world=world)
+                else make_stepper(
+                    HURT.task, HURT.micro_batch, HURT.global_batch, LEARNING_RATE, HURT.clip_norm, world=world
+                )
             )
             if rank == 1:
                 stepper._forward = short_of_memory(stepper._forward)
-            for step, portion in enumerate(portions(feed, HURT.steps)):
+            for step, portion in enumerate(step_batches(feed, HURT.steps)):
                 totals = stepper.run(portion, step)
                 losses.append(mean_loss(totals))
                 counts.append(int(totals.count))
@@ -193,9 +200,9 @@ def halves_alone(patch: pytest.MonkeyPatch) -> None:
 def hosts_end_together(plant: Plant | None) -> None:
     """Tokens have left already: nobody can be asked, and the run begins again with less."""
     first, second = run_ranks(hurt_on_host, HOSTS, True, plant)
-    expected = alone(HURT, None).losses[:1]
+    expected = train_single_process(HURT, None).losses[:1]
     assert [len(host.losses) for host in (first, second)] == [1, 1], (
-        f"went on with batches of {second.counts} of {HURT.whole}"
+        f"went on with batches of {second.counts} of {HURT.global_batch}"
     )
     assert first.losses == second.losses == pytest.approx(expected, rel=1e-12)
     assert first.error == GONE
@@ -204,18 +211,18 @@ def hosts_end_together(plant: Plant | None) -> None:
 
 
 def workers_halve_together(plant: Plant | None) -> None:
-    expected = alone(HURT, None).losses
+    expected = train_single_process(HURT, None).losses
     workers = run_ranks(hurt_on_host, HOSTS, False, plant)
     assert [worker.error for worker in workers] == ["", ""]
     for worker in workers:
-        assert worker.counts == [HURT.whole] * HURT.steps, "went on with batches"
+        assert worker.counts == [HURT.global_batch] * HURT.steps, "went on with batches"
         assert worker.losses == pytest.approx(expected, rel=1e-12)
     assert [worker.limit for worker in workers] == [2, 2], "one worker halved alone"
 
 
 def test_one_rank_runs_out_of_memory_and_the_others_keep_their_batch() -> None:
-    shows(hosts_end_together, goes_on_with_half, r"went on with batches of \[16, 12, 16\] of 16")
-    shows(workers_halve_together, goes_on_with_half, "went on with batches")
+    fails_when_planted(hosts_end_together, goes_on_with_half, r"went on with batches of \[16, 12, 16\] of 16")
+    fails_when_planted(workers_halve_together, goes_on_with_half, "went on with batches")
     with pytest.raises(AssertionError, match="one worker halved alone"):
         workers_halve_together(halves_alone)
 

@@ -17,15 +17,15 @@ from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from tests.support.planted_faults import (
     HOSTS,
     SIZES,
-    Case,
     Plant,
-    alone,
+    TrainingCase,
     by_expert,
-    merged,
-    norm,
-    on_host,
-    on_hosts,
-    shows,
+    fails_when_planted,
+    merge_hosts,
+    total_norm,
+    train_on_host,
+    train_on_hosts,
+    train_single_process,
 )
 from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal
@@ -42,14 +42,14 @@ def averages_norms(patch: pytest.MonkeyPatch) -> None:
 
 
 def norms_equal_one_process(plant: Plant | None) -> None:
-    case = Case(steps=3, clip=0.5)
-    expected = alone(case, plant).norms
-    for host in on_hosts(case, plant):
+    case = TrainingCase(steps=3, clip_norm=0.5)
+    expected = train_single_process(case, plant).norms
+    for host in train_on_hosts(case, plant):
         assert host.norms == pytest.approx(expected, rel=1e-12), "the gradient norm is another one on hosts"
 
 
 def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
-    shows(norms_equal_one_process, averages_norms, "gradient norm is another one")
+    fails_when_planted(norms_equal_one_process, averages_norms, "gradient norm is another one")
 
 
 # Each expert group clips by its own norm.
@@ -62,9 +62,9 @@ def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def dense_weights_stay_together(plant: Plant | None) -> None:
-    case = Case(steps=6, clip=0.1)
-    first, second = (host.weights for host in on_hosts(case, plant))
-    expected = alone(case, plant).weights
+    case = TrainingCase(steps=6, clip_norm=0.1)
+    first, second = (host.weights for host in train_on_hosts(case, plant))
+    expected = train_single_process(case, plant).weights
     shared = sorted(first.keys() & second.keys())
     assert "stem.weight" in shared
     assert "blocks.0.ffn.gate.weight_ED" in shared
@@ -74,7 +74,7 @@ def dense_weights_stay_together(plant: Plant | None) -> None:
 
 
 def test_each_expert_group_clips_by_its_own_norm() -> None:
-    shows(dense_weights_stay_together, clips_by_own_norm, "drifted apart")
+    fails_when_planted(dense_weights_stay_together, clips_by_own_norm, "drifted apart")
 
 
 # The norm leaves experts out, or counts replicas once per rank.
@@ -97,17 +97,17 @@ def _dense_norm(replica: ExpertParallelStrategy) -> Tensor:
 
 def clipped_to_the_bound(plant: Plant | None) -> None:
     """What the optimizer got, added up here over each parameter once."""
-    case = Case(clip=0.05)
-    hosts = on_hosts(case, plant)
-    assert min(host.norms[0] for host in hosts) > case.clip
-    clipped = norm(merged([host.gradients for host in hosts]))
-    assert clipped == pytest.approx(case.clip, rel=1e-12), "clipped too little or too much"
-    assert hosts[0].norms == pytest.approx(alone(case, plant).norms, rel=1e-12)
+    case = TrainingCase(clip_norm=0.05)
+    hosts = train_on_hosts(case, plant)
+    assert min(host.norms[0] for host in hosts) > case.clip_norm
+    clipped = total_norm(merge_hosts([host.gradients for host in hosts]))
+    assert clipped == pytest.approx(case.clip_norm, rel=1e-12), "clipped too little or too much"
+    assert hosts[0].norms == pytest.approx(train_single_process(case, plant).norms, rel=1e-12)
 
 
 @pytest.mark.parametrize("plant", [leaves_experts_out, counts_replicas_per_host])
 def test_norm_leaves_experts_out_or_counts_replicas_once_per_rank(plant: Plant) -> None:
-    shows(clipped_to_the_bound, plant, "clipped too little or too much")
+    fails_when_planted(clipped_to_the_bound, plant, "clipped too little or too much")
 
 
 # Expert gradients exactly doubled: invisible under Adam, so gradients are held against differences of the loss.
@@ -138,13 +138,16 @@ def directions(model: nn.Module, part: str) -> dict[str, Tensor]:
 def gradients_are_slopes(part: str, plant: Plant | None) -> None:
     """The gradient along a direction is what the loss does there, on hosts as in one process."""
     small = 1e-5
-    cases = [Case(Nudged((SIZES,), part=part, by=by)) for by in (0.0, small, -small)]
+    cases = [TrainingCase(Nudged((SIZES,), part=part, by=by)) for by in (0.0, small, -small)]
     model = cases[0].task.build_model()
     direction = by_expert(model, directions(model, part))
-    one, hosts = [alone(case, plant) for case in cases], run_ranks(on_host, HOSTS, cases, plant)
+    one, hosts = (
+        [train_single_process(case, plant) for case in cases],
+        run_ranks(train_on_host, HOSTS, cases, plant),
+    )
     for runs, gradients in (
         (one, one[0].gradients),
-        (hosts[0], merged([host[0].gradients for host in hosts])),
+        (hosts[0], merge_hosts([host[0].gradients for host in hosts])),
     ):
         along = sum(float((gradients[name] * direction[name]).sum()) for name in direction)
         slope = (runs[1].losses[0] - runs[2].losses[0]) / (2 * small)
@@ -168,13 +171,16 @@ def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_expert_gradients_exactly_doubled() -> None:
-    shows(
+    fails_when_planted(
         lambda plant: gradients_are_slopes("bank", plant),
         doubles_expert_gradients,
         "gradient of the bank is not the slope",
     )
-    case = Case(steps=6)
-    hidden, right = on_hosts(case, doubles_expert_gradients)[0].losses, alone(case).losses
+    case = TrainingCase(steps=6)
+    hidden, right = (
+        train_on_hosts(case, doubles_expert_gradients)[0].losses,
+        train_single_process(case).losses,
+    )
     assert hidden == pytest.approx(right, rel=1e-4), "the losses would have told"
 
 
@@ -194,13 +200,15 @@ def doubles_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulated_gradients_equal_one_pass(plant: Plant | None) -> None:
-    case = Case(micro=2)  # four micro-batches
-    found = merged([host.gradients for host in on_hosts(case, plant)])
-    assert_gradients_equal(found, alone(case, plant).gradients, 1e-10, 1e-12)
+    case = TrainingCase(micro_batch=2)  # four micro-batches
+    found = merge_hosts([host.gradients for host in train_on_hosts(case, plant)])
+    assert_gradients_equal(found, train_single_process(case, plant).gradients, 1e-10, 1e-12)
 
 
 def test_gradients_doubled_at_every_micro_batch() -> None:
-    shows(accumulated_gradients_equal_one_pass, doubles_at_every_micro_batch, "off by .* allowed")
+    fails_when_planted(
+        accumulated_gradients_equal_one_pass, doubles_at_every_micro_batch, "off by .* allowed"
+    )
 
 
 # Router cut off by a non-differentiable gather.
@@ -217,7 +225,7 @@ def cuts_the_router_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_router_cut_off_by_a_non_differentiable_gather() -> None:
-    shows(
+    fails_when_planted(
         lambda plant: gradients_are_slopes("gate", plant),
         cuts_the_router_off,
         "gradient of the gate is not the slope",

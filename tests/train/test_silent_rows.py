@@ -21,19 +21,19 @@ from experts.layer import MoELayer
 from experts.model import initialise
 from orchestrator.config.settings import Config
 from tests.support.planted_faults import (
-    CHOOSY,
     HOSTS,
-    RATE,
+    LEARNING_RATE,
     SIZES,
-    Case,
+    TOP_1_TASK,
     Plant,
-    alone,
+    TrainingCase,
     by_expert,
-    hosted,
-    merged,
-    on_hosts,
+    fails_when_planted,
+    merge_hosts,
     planted,
-    shows,
+    planted_world,
+    train_on_hosts,
+    train_single_process,
 )
 from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal
@@ -53,17 +53,22 @@ def skips_experts_without_tokens(patch: pytest.MonkeyPatch) -> None:
 
 def idle_experts_keep_momentum_and_decay(plant: Plant | None) -> None:
     """Experts that had tokens in the first step or never, against AdamW with gradients of zero from then on."""
-    case = Case(CHOOSY, micro=1, whole=2, steps=3)
+    case = TrainingCase(TOP_1_TASK, micro_batch=1, global_batch=2, steps=3)
     model = case.task.build_model()
     begun = by_expert(model, dict(model.named_parameters()))
-    hosts = on_hosts(case, plant)
+    hosts = train_on_hosts(case, plant)
     first, *later = [step[0] for step in hosts[0].loads]
     idle = [expert for expert, loads in enumerate(zip(*later, strict=True)) if not any(loads)]
     assert {first[expert] > 0 for expert in idle} == {True, False}, "the case has no such experts"
-    gradients, weights = merged([host.gradients for host in hosts]), merged([host.weights for host in hosts])
+    gradients, weights = (
+        merge_hosts([host.gradients for host in hosts]),
+        merge_hosts([host.weights for host in hosts]),
+    )
     for name in (f"blocks.0.ffn.bank.{expert}.{role}" for expert in idle for role in ("up", "down")):
         expected = nn.Parameter(begun[name])
-        optimizer = torch.optim.AdamW([expected], lr=RATE, weight_decay=Config.of().optim.weight_decay)
+        optimizer = torch.optim.AdamW(
+            [expected], lr=LEARNING_RATE, weight_decay=Config.of().optim.weight_decay
+        )
         for step in range(case.steps):
             expected.grad = (
                 torch.zeros_like(expected) if step else gradients.get(name, torch.zeros_like(expected))
@@ -80,7 +85,9 @@ def idle_experts_keep_momentum_and_decay(plant: Plant | None) -> None:
 
 
 def test_experts_without_tokens_get_no_gradient() -> None:
-    shows(idle_experts_keep_momentum_and_decay, skips_experts_without_tokens, "momentum or decay diverged")
+    fails_when_planted(
+        idle_experts_keep_momentum_and_decay, skips_experts_without_tokens, "momentum or decay diverged"
+    )
 
 
 # Uninitialised tail rows: neither torch's grouped product nor gloo says a word where there are more rows than were written.
@@ -132,7 +139,7 @@ def takes_any_counts(patch: pytest.MonkeyPatch) -> None:
 
 def out_of_step(rank: int, size: int, store: str, ahead: int, plant: Plant | None) -> str:
     """Each sends the other a row; the second host is some exchanges ahead, and tells of the rows of the one it is at."""
-    with hosted(rank, size, store, plant) as world:
+    with planted_world(rank, size, store, plant) as world:
         exchange = GroupExchange(Group(rank, size, world.process_group))
         exchange._num_exchanges = ahead * rank
         told_NC = torch.tensor([[1 + 2 * ahead * rank], [1]])
@@ -153,8 +160,10 @@ def wrong_counts_are_refused(plant: Plant | None) -> None:
 
 
 def test_uninitialised_tail_rows() -> None:
-    shows(short_offsets_are_refused, takes_any_offsets, "took a row that nobody wrote")
-    shows(wrong_counts_are_refused, takes_any_counts, "took rows that nobody sent: .'no word, 4'")
+    fails_when_planted(short_offsets_are_refused, takes_any_offsets, "took a row that nobody wrote")
+    fails_when_planted(
+        wrong_counts_are_refused, takes_any_counts, "took rows that nobody sent: .'no word, 4'"
+    )
 
 
 # 0 × NaN from zero routing weights.
@@ -188,18 +197,20 @@ def weighs_by_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_expert_that_nobody_chose_changes_nothing(plant: Plant | None) -> None:
-    case = Case(CHOOSY, micro=1, whole=2)
-    healthy = alone(case, plant)
+    case = TrainingCase(TOP_1_TASK, micro_batch=1, global_batch=2)
+    healthy = train_single_process(case, plant)
     expert = healthy.loads[0][0].index(0)
     ill = replace(case, task=Poisoned((SIZES,), top_k=1, expert=expert))
-    hosts = on_hosts(ill, plant)
-    for found in (alone(ill, plant), *hosts):
+    hosts = train_on_hosts(ill, plant)
+    for found in (train_single_process(ill, plant), *hosts):
         assert found.losses == pytest.approx(healthy.losses, rel=1e-12), (
             "an expert that nobody chose reached the loss"
         )
         assert found.norms == pytest.approx(healthy.norms, rel=1e-12)
-    assert_gradients_equal(merged([host.gradients for host in hosts]), healthy.gradients, 1e-10, 1e-12)
+    assert_gradients_equal(merge_hosts([host.gradients for host in hosts]), healthy.gradients, 1e-10, 1e-12)
 
 
 def test_zero_times_nan_from_zero_routing_weights() -> None:
-    shows(an_expert_that_nobody_chose_changes_nothing, weighs_by_zero, "nobody chose reached the loss")
+    fails_when_planted(
+        an_expert_that_nobody_chose_changes_nothing, weighs_by_zero, "nobody chose reached the loss"
+    )

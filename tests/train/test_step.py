@@ -108,7 +108,7 @@ def test_out_of_memory_is_survived_with_the_same_result(after_backward: bool) ->
     plain, feed = make_stepper(DoubleDigits(CONFIG), 32, 64)
     events = Events()
     hurt_task = OutOfMemory(DoubleDigits(CONFIG), room=9, calls=range(6, 9), after_backward=after_backward)
-    hurt, hurt_feed = make_stepper(hurt_task, 32, 64, tell=events)
+    hurt, hurt_feed = make_stepper(hurt_task, 32, 64, emit=events)
     for a, b in zip(run_steps(plain, feed, 8), run_steps(hurt, hurt_feed, 8), strict=True):
         assert mean_loss(b) == pytest.approx(mean_loss(a), rel=1e-12)
         assert float(b.norm) == pytest.approx(float(a.norm), rel=1e-12)  # pyright: ignore[reportArgumentType]
@@ -119,7 +119,7 @@ def test_out_of_memory_is_survived_with_the_same_result(after_backward: bool) ->
 
 def test_the_micro_batch_grows_back() -> None:
     events = Events()
-    stepper, feed = make_stepper(OutOfMemory(Digits(CONFIG), room=4, calls=range(1, 2)), 8, 8, tell=events)
+    stepper, feed = make_stepper(OutOfMemory(Digits(CONFIG), room=4, calls=range(1, 2)), 8, 8, emit=events)
     run_steps(stepper, feed, GROW_AFTER)
     assert stepper.max_pass_samples == 4
     run_steps(stepper, feed, 2 * GROW_AFTER)

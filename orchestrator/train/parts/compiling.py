@@ -1,4 +1,4 @@
-"""torch.compile with a way back: a model that does not compile is trained as it is, and the run says so."""
+"""``torch.compile`` that can be undone: a model that does not compile is trained uncompiled."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from experts.gate import Gate
 from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
 
-_LOGS: Any = importlib.import_module("torch._logging")
+_TORCH_LOGGING: Any = importlib.import_module("torch._logging")
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
 _PARTS: dict[str, type[nn.Module]] = {"experts": ExpertBank, "gate": Gate}
-_TOLERATED = 8  # recompilations before a run is told that its shapes keep changing
+_WARN_AFTER = 8  # recompilations before the run warns that its shapes keep changing
 
 
 class Compiled:
-    """What was compiled, how to undo it, and how often it was compiled again."""
+    """The compiled modules of a model, and the reasons for which they were compiled again."""
 
     def __init__(self, model: nn.Module, mode: CompileMode, parts: CompileParts) -> None:
-        self.modules = _chosen(model, parts)
+        self.modules = _modules_to_compile(model, parts)
         self.recompile_reasons: list[str] = []
-        self._told = False
-        self._handler = _Listening(self.recompile_reasons.append)
-        _LOGS.set_logs(recompiles=True)
-        _RECOMPILES.propagate = False  # or torch prints them on the screen
+        self._warned = False
+        self._handler = _RecompileHandler(self.recompile_reasons.append)
+        _TORCH_LOGGING.set_logs(recompiles=True)
+        _RECOMPILES.propagate = False  # otherwise torch prints them on the screen
         _RECOMPILES.addHandler(self._handler)
         for module in self.modules:
             handle: Any = module
@@ -39,7 +39,7 @@ class Compiled:
             )
 
     def undo(self) -> None:
-        """Back to the plain modules, as if nothing had been compiled."""
+        """Return to the plain modules, as if nothing had been compiled."""
         for module in self.modules:
             handle: Any = module
             handle._compiled_call_impl = None
@@ -47,29 +47,35 @@ class Compiled:
         self.close()
 
     def close(self) -> None:
+        """Stop listening to torch's recompilation log."""
         _RECOMPILES.removeHandler(self._handler)
         _RECOMPILES.propagate = True
-        _LOGS.set_logs()
+        _TORCH_LOGGING.set_logs()
 
     def recompile_warning(self) -> str | None:
-        """Once, when the same code was compiled over and over: how often, and the last reason."""
-        if self._told or len(self.recompile_reasons) < _TOLERATED:
+        """Return a warning, once, when code was compiled over and over; it names the last reason."""
+        if self._warned or len(self.recompile_reasons) < _WARN_AFTER:
             return None
-        self._told = True
-        return f"compiled again {len(self.recompile_reasons)} times because shapes or values keep changing; the last reason: {self.recompile_reasons[-1]}"
+        self._warned = True
+        return (
+            f"compiled again {len(self.recompile_reasons)} times because shapes or values keep changing; "
+            f"the last reason: {self.recompile_reasons[-1]}"
+        )
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """The module's call as a function of ours: ``Module.compile`` passes over modules that torch itself defines, an
-    ``nn.Sequential`` for one, without a word."""
+    """Return the module's call as a function of this file.
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        return module._call_impl(*arguments, **named)
+    ``Module.compile`` silently skips modules that torch itself defines, such as ``nn.Sequential``.
+    """
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return module._call_impl(*arguments, **keywords)
 
     return call
 
 
-def _chosen(model: nn.Module, parts: CompileParts) -> list[nn.Module]:
+def _modules_to_compile(model: nn.Module, parts: CompileParts) -> list[nn.Module]:
     if parts == "all":
         return [model]
     modules = [module for module in model.modules() if isinstance(module, _PARTS[parts])]
@@ -78,36 +84,35 @@ def _chosen(model: nn.Module, parts: CompileParts) -> list[nn.Module]:
     return modules
 
 
-class _Listening(logging.Handler):
-    """Catches torch's lines about recompilation; they are not for the screen."""
+class _RecompileHandler(logging.Handler):
+    """Collects torch's messages about recompilations."""
 
-    def __init__(self, heard: Callable[[str], None]) -> None:
+    def __init__(self, on_recompile: Callable[[str], None]) -> None:
         super().__init__()
-        self._heard = heard
+        self._on_recompile = on_recompile
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "Recompiling function" in text:
             lines = [line.strip() for line in text.splitlines() if line.strip()]
-            self._heard(" ".join([lines[0], lines[-1]])[:300])
+            self._on_recompile(" ".join([lines[0], lines[-1]])[:300])
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Whether an exception came out of the compiler rather than out of the model."""
-    if "CUDAGraphs" in str(error):  # memory of a recorded graph that a later replay has overwritten
+    """Return whether an exception comes from the compiler rather than from the model."""
+    # CUDA graphs: memory of a recorded graph that a later replay has overwritten.
+    if "CUDAGraphs" in str(error):
         return True
     modules = {type(cause).__module__ for cause in _causes(error)}
-    return any(
-        name.startswith(("torch._dynamo", "torch._inductor", "triton", "torch.fx")) for name in modules
-    )
+    compiler = ("torch._dynamo", "torch._inductor", "triton", "torch.fx")
+    return any(name.startswith(compiler) for name in modules)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and the chain of its causes."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        following = error.__cause__ or error.__context__
-        if following is None:
-            break
-        error = following
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return chain

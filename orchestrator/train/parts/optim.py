@@ -1,4 +1,4 @@
-"""The optimizer, its schedule, and the last word on gradients before it steps."""
+"""The optimizer with its learning-rate schedule, and the scaling and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import OptimSettings, Schedule
 
-MIN_LR_FACTOR = 0.1  # of the peak, where the cosine ends
+MIN_LR_FACTOR = 0.1  # of the peak learning rate, at the end of the cosine
 
 
 def build_adamw(
     parameters: Iterable[nn.Parameter], settings: OptimSettings, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over all that is trained, in one group: a second one, for norms and biases without decay, costs a third more
-    host time per update."""
+    """Build AdamW over all trainable parameters.
+
+    They form one group: a second one, for norms and biases without decay, costs a third more host
+    time per update.
+    """
     trained = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(
         trained, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=fused
@@ -26,7 +29,7 @@ def build_adamw(
 
 
 def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
-    """Factor of the learning rate at a step counted from 0: linear warm-up, then constant or cosine to a tenth."""
+    """Return the learning-rate factor by step (from 0): warm-up, then constant or cosine to a tenth."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -40,7 +43,10 @@ def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[in
 
 
 class ScheduledOptimizer:
-    """An optimizer with its schedule. Sets the learning rate by step, so that there is no schedule state to save."""
+    """An optimizer and its schedule.
+
+    The learning rate follows from the step, so the schedule has no state to save.
+    """
 
     def __init__(
         self,
@@ -48,28 +54,33 @@ class ScheduledOptimizer:
         factor: Callable[[int], float],
         schedule: Schedule | None = None,
     ) -> None:
-        """``schedule`` names the configured one; a task's own has no name and is left alone."""
-        self.inner, self.factor = optimizer, factor
+        """``schedule`` names the configured schedule; a task's own has no name and is never rebuilt."""
+        self.inner = optimizer
+        self.factor = factor
         self._schedule: Schedule | None = schedule
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._peaks = [float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        self.skips_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._peak_lrs = [
+            float(group.setdefault("initial_lr", group["lr"])) for group in optimizer.param_groups
+        ]
+        # Fused optimizers read ``found_inf`` on the device and skip the update themselves.
+        self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def reschedule(self, warmup: int, total: int) -> None:
+        """Rebuild the configured schedule for another number of steps."""
         if self._schedule is not None:
             self.factor = warmup_schedule(self._schedule, warmup, total)
 
     def learning_rate(self, step: int) -> float:
-        return self._peaks[0] * self.factor(step)
+        return self._peak_lrs[0] * self.factor(step)
 
     def step(self, step: int, finite: Tensor | None) -> None:
-        """Update the weights, unless ``finite`` says that the gradients are not. A fused optimizer looks on the device."""
+        """Update the weights, unless ``finite`` says that the gradients overflowed."""
         factor = self.factor(step)
-        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
+        for group, peak in zip(self.inner.param_groups, self._peak_lrs, strict=True):
             group["lr"] = peak * factor
         if finite is None:
             self.inner.step()
-        elif self.skips_itself:
+        elif self._skips_on_device:
             handle: Any = self.inner
             handle.found_inf = (~finite).float()
             handle.step()
@@ -79,15 +90,18 @@ class ScheduledOptimizer:
 
 
 def norm_of_gradients(gradients: list[Tensor]) -> Tensor:
-    """The norm of several gradients as one, in fp64: each counted once, in their order."""
+    """Return the norm of gradients taken as one vector, in fp64: each counted once, in order."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
 
 
 def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor, clip_norm: float) -> Tensor:
-    """Multiply the gradients by ``factor`` and clip them by their global norm, in one pass. Returns that norm, times the
-    factor, before clipping."""
+    """Multiply gradients by ``factor`` and clip them by their global norm, in one pass over them.
+
+    ``norm`` is the norm before the multiplication. Returns the norm after it and before clipping.
+    """
     if isinstance(factor, Tensor):
         factor = factor.to(norm.device)
     if isinstance(factor, Tensor) or factor != 1.0:
@@ -97,7 +111,8 @@ def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor
     if not gradients:
         return norm
     if isinstance(factor, Tensor):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+        factor = factor.to(gradients[0].dtype)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     elif factor != 1.0:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm

@@ -1,4 +1,4 @@
-"""The arithmetic of forward and backward: fp32, or autocast to bf16 or fp16 over fp32 weights."""
+"""The precision of a pass: fp32, or autocast to bf16 or fp16 over fp32 weights."""
 
 from __future__ import annotations
 
@@ -10,50 +10,57 @@ from torch import Tensor
 
 from orchestrator.types import PrecisionName
 
-_FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-14
-_GROWTH_INTERVAL = 2000
-
-
+_INITIAL_SCALE = 2.0**16
+_MIN_SCALE = 2.0**-14
+_GROWTH_INTERVAL = 2000  # steps with finite gradients before the scale doubles
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(kind: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a forward pass computes in this precision."""
+    """Return the context in which a forward pass computes in this precision."""
     return nullcontext() if kind == "fp32" else torch.autocast(device.type, dtype=_DTYPES[kind])
 
 
 class Precision:
-    """Autocast and, in fp16, the scale of the loss. The scale lives on the device: no step waits for the host."""
+    """Autocast and, in fp16, the loss scale.
+
+    The scale lives on the device, so that no step waits for the host.
+    """
 
     def __init__(self, kind: PrecisionName, device: torch.device) -> None:
         self.kind: PrecisionName = kind
         self.device = device
-        self.scale = torch.full((), _FIRST_SCALE, device=device) if kind == "fp16" else None
+        self.scale = torch.full((), _INITIAL_SCALE, device=device) if kind == "fp16" else None
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.kind, self.device)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss if self.scale is None else loss * self.scale
+    def scaled(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the loss times the loss scale: the start of the backward pass."""
+        return gradient if self.scale is None else gradient * self.scale
 
     def update(self, finite: Tensor) -> None:
-        """After a step: half the scale when a gradient overflowed, double it after a long run of good ones."""
+        """Halve the scale if a gradient overflowed in a step; double it after many good steps."""
         if self.scale is None:
             return
         self._good_steps = torch.where(finite, self._good_steps + 1, 0)
-        grown = self._good_steps >= _GROWTH_INTERVAL
-        self._good_steps = torch.where(grown, 0, self._good_steps)
-        self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
+        grows = self._good_steps >= _GROWTH_INTERVAL
+        self._good_steps = torch.where(grows, 0, self._good_steps)
+        grown = torch.where(grows, self.scale * 2, self.scale)
+        self.scale = torch.where(finite, grown, self.scale / 2)
 
     def scale_underflowed(self) -> bool:
-        """Whether the scale fell so far that no gradient is representable. Reads from the device: at the logging interval."""
-        return self.scale is not None and float(self.scale) < _LEAST_SCALE
+        """Return whether the scale fell so far that no gradient is representable.
+
+        Reads from the device, so it is called at the logging interval only.
+        """
+        return self.scale is not None and float(self.scale) < _MIN_SCALE
 
     def state_dict(self) -> dict[str, float]:
-        return (
-            {} if self.scale is None else {"scale": float(self.scale), "good_steps": float(self._good_steps)}
-        )
+        if self.scale is None:
+            return {}
+        return {"scale": float(self.scale), "good_steps": float(self._good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.scale is not None and "scale" in state:

@@ -1,6 +1,6 @@
 """One worker's view of the workers that train together: rank, device, process group, and their collectives.
 
-A ``World`` is passed by hand; there is no global one. A single process runs the same code without communication.
+A ``World`` is passed by hand; there is no global one. One process runs the same code without communication.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class World:
     shares: tuple[float, ...] = ()
     timeout: timedelta | None = None
     group_factory: GroupFactory | None = None
-    """Forms the groups of a generation that can be left; None where the group lasts as long as the process."""
+    """Forms the groups of one generation, which can be left; None where the group lasts to the end."""
     cpu_group: Group | None = None
     """The group for tensors in host memory, where ``group`` carries only tensors on devices."""
     published_keys: list[str] = field(default_factory=list, compare=False)
@@ -146,8 +146,8 @@ class World:
     ) -> list[tuple[dict[str, Tensor], Any]]:
         """Send every other worker's tensors (in host memory) and plain value to the main worker.
 
-        Returns them by rank on the main worker, and nothing on the others. One worker sends at a time, a piece
-        at a time, which bounds the buffers. ``name`` is used once per generation of the group.
+        Returns them by rank on the main worker, and nothing on the others. One worker sends at a time, a
+        piece at a time, which bounds the buffers. ``name`` is used once per generation of the group.
         """
         layout = [
             [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -189,8 +189,8 @@ class World:
     def wait_for_main(self, name: str) -> None:
         """Wait until the main worker calls this too, however long its work for all takes.
 
-        The wait may outlast the timeout of a collective. It ends with an error if the main worker is lost (its
-        store is gone) or the group is left. ``name`` is used once per generation of the group.
+        The wait may outlast the timeout of a collective. It ends with an error if the main worker is lost
+        (its store is gone) or the group is left. ``name`` is used once per generation of the group.
         """
         if self.size == 1:
             return
@@ -238,15 +238,21 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 _KEEP_ALIVE: list[Any] = []
-"""References to destroyed groups, until the process ends. Gloo's destructor waits for its threads while it holds the
-interpreter lock, and one of them may be waiting for that lock (seen as a hang at the end of one run in ten)."""
+"""References to destroyed groups, until the process ends.
+
+Gloo's destructor waits for its threads while it holds the interpreter lock, and one of them may be waiting
+for that lock: without the references one run in ten hung at its end.
+"""
 
 
 @contextmanager
 def process_group_world(
     store: Store, rank: int, size: int, device: torch.device, backend: str, timeout_s: float
 ) -> Iterator[World]:
-    """Form torch's default process group and yield its world. With NCCL, tensors in host memory use gloo."""
+    """Form torch's default process group and yield its world.
+
+    With NCCL, tensors in host memory use gloo.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend

@@ -1,7 +1,7 @@
 """The interface between the step and a model that may be spread over several workers.
 
-A strategy turns each worker's gradients into the gradient of the global batch. ``Strategy`` itself is the case of one
-process; ``ddp``, ``fsdp`` and ``expert_parallel`` override the parts in which they differ.
+A strategy turns each worker's gradients into the gradient of the global batch. ``Strategy`` itself is the
+case of one process; ``ddp``, ``fsdp`` and ``expert_parallel`` override the parts in which they differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Strategy:
     """A model in one process, whose gradients need no reduction."""
 
     lockstep = False
-    """Whether a forward pass waits for the other workers. Then every worker computes every micro-batch, or none can."""
+    """Whether a forward pass waits for the other workers; then each must compute every micro-batch."""
     num_expert_grads = 0
     """Number of gradients that live on one worker each, over all workers."""
 
@@ -36,19 +36,22 @@ class Strategy:
 
     @property
     def needs_vote(self) -> bool:
-        """Whether workers agree that all passes succeeded, after the backward pass and before any reduction."""
+        """Whether workers vote, before gradients are reduced, on whether all of their passes succeeded."""
         return False
 
     def begin_step(self, all_have_samples: bool) -> None:
-        """Prepare for a step. ``all_have_samples``: every worker has samples in every micro-batch of it."""
+        """Prepare for a step; ``all_have_samples`` if every worker has samples in every micro-batch."""
         if not all_have_samples and self._has_sync_batchnorm:
             raise UserError(
-                "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the epoch is "
-                "too small: choose a --global-batch-size that leaves a larger rest, or fewer --workers"
+                "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the "
+                "epoch is too small: choose a --global-batch-size that leaves a larger rest, or fewer --workers"
             )
 
     def loss(self, batch: Any, last: bool) -> Any:  # noqa: ARG002
-        """Return the task's loss. In the last pass of a step the backward pass may reduce gradients as it runs."""
+        """Return the task's loss.
+
+        In the last pass of a step the backward pass may reduce gradients as it runs.
+        """
         return self.task.loss(self.model, batch)
 
     def all_reduce_gradients(self) -> float:
@@ -74,11 +77,14 @@ class Strategy:
         yield
 
     def expert_grad_squares(self) -> Tensor | None:
-        """Return squared norms of the gradients that live on one worker each, with zeros for other workers'."""
+        """Return squared norms of gradients that live on one worker each, zero for other workers' ones."""
         return None
 
     def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Return the norm of the global gradient, equal on all workers. ``expert_squares`` are summed over them."""
+        """Return the norm of the global gradient, equal on all workers.
+
+        ``expert_squares`` are summed over them.
+        """
         return norm_of_gradients(gradients)
 
     def exchange_stats(self) -> tuple[float, float, float]:

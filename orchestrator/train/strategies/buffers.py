@@ -10,7 +10,10 @@ from orchestrator.errors import UserError
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers in the model's state. Others, such as the placement of experts, may differ by worker."""
+    """Return the buffers in the model's state.
+
+    Others, such as the placement of experts, may differ by worker.
+    """
     names = set(model.state_dict())
     return [buffer for name, buffer in model.named_buffers() if name in names]
 

@@ -1,7 +1,8 @@
 """Replicated data parallel: the whole model on each worker.
 
-Gradients are all-reduced after the backward pass until a micro-batch has proved to fit in memory. Then torch's DDP
-reduces them while the backward pass runs, which is faster, but a worker that runs out of memory in it cannot recover.
+Gradients are all-reduced after the backward pass until a micro-batch has proved to fit in memory. Then
+torch's DDP reduces them while the backward pass runs: that is faster, but no worker can recover from running
+out of memory in it.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class DDPStrategy(Strategy):
     def _check_reduction(self) -> None:
         """Raise if DDP left gradients unreduced in this step.
 
-        DDP notices a parameter without a gradient only when the next step begins, and until then leaves the
-        rest of its bucket unreduced in silence. ``_rebuild_buckets`` runs that check now, before the update.
+        DDP notices a parameter without a gradient only when the next step begins, and until then silently
+        leaves the rest of its bucket unreduced. ``_rebuild_buckets`` makes that check before the update.
         """
         assert self._ddp is not None
         try:
@@ -130,9 +131,9 @@ class DDPStrategy(Strategy):
             if "finished reduction" not in str(error):
                 raise
             raise TrainingFailed(
-                "a parameter got no gradient in this step, though it had one in the first steps, and the workers' "
-                "gradients could not be summed; nothing was updated. Use --find-unused-parameters, and begin again "
-                "with --resume auto"
+                "a parameter got no gradient in this step, though it had one in the first steps, and the "
+                "workers' gradients could not be summed; nothing was updated. Use --find-unused-parameters, "
+                "and begin again with --resume auto"
             ) from None
 
     def _fill_missing_gradients(self) -> None:
@@ -152,9 +153,9 @@ class DDPStrategy(Strategy):
         if not self.options.find_unused_parameters:
             self._has_unused_parameters = True
             self._warn(
-                f"{num_lacking:.0f} of {len(has_gradient)} parameters got no gradient in a step: gradients are summed "
-                "after the backward pass, not during it; --find-unused-parameters lets DDP look for such parameters "
-                "in each step"
+                f"{num_lacking:.0f} of {len(has_gradient)} parameters got no gradient in a step: gradients "
+                "are summed after the backward pass, not during it; --find-unused-parameters lets DDP look "
+                "for such parameters in each step"
             )
 
 
@@ -166,7 +167,7 @@ def _without_buffer_sync() -> dict[str, bool]:
 
 
 class _LossModule(nn.Module):
-    """The module that DDP wraps: it returns the task's loss, so that the task sees its own model, not a wrapper."""
+    """The module that DDP wraps. It computes the task's loss, so the task sees its own model."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Expert parallel: each host has the dense part of the model and some of the experts.
 
-Tokens are sent to the experts' hosts, so an expert's gradient is complete where the expert lives. Gradients of the dense
-part are all-reduced over the hosts while the backward pass runs.
+Tokens are sent to the experts' hosts, so an expert's gradient is complete where the expert lives. Gradients
+of the dense part are all-reduced over the hosts while the backward pass runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class ExpertParallelStrategy(Strategy):
         bucket_mb: int | None = None,
         buffers: Sequence[Tensor] = (),
     ) -> None:
-        """The model's experts are placed already. The main host broadcasts ``buffers`` at the start of each step."""
+        """The model's experts are placed already.
+
+        The main host broadcasts ``buffers`` at the start of each step.
+        """
         assert world.group is not None, "one process has no hosts"
         self.world = world
         self._buffers = tuple(buffers)
@@ -65,7 +68,7 @@ class ExpertParallelStrategy(Strategy):
 
     def begin_step(self, all_have_samples: bool) -> None:
         super().begin_step(all_have_samples)
-        # An optimizer clears only its own parameters, and the all-reduce covers every one that requires a gradient.
+        # An optimizer clears its own parameters only; the all-reduce covers all that require a gradient.
         self.model.zero_grad(set_to_none=True)
         self.world.broadcast(self._buffers)
         self._exchange.meter.take()  # drop the costs of an evaluation
@@ -87,7 +90,7 @@ class ExpertParallelStrategy(Strategy):
         return 1.0
 
     def expert_grad_squares(self) -> Tensor | None:
-        """Each weight of each expert has one position, by layer, role and id, on whichever host the expert lives."""
+        """Each weight of an expert has one position, by layer, role and id, whatever its host."""
         layers: list[Tensor] = []
         for bank in self._banks:
             squares = torch.zeros(2, len(bank.sizes), dtype=torch.float64, device=self.world.device)
@@ -114,18 +117,19 @@ class ExpertParallelStrategy(Strategy):
 class GradientAllReduce:
     """Sums gradients over the hosts in buckets, each as soon as its gradients are complete.
 
-    The list of parameters fixes the buckets, the last parameters first, and buckets are sent in that order. So the sums
-    do not depend on which host was ready when. The group is their own, so that they never block the token exchange.
-    Each gradient carries a flag that it exists: a parameter that no host used stays without one, as in one process.
+    The list of parameters fixes the buckets, the last parameters first, and buckets are sent in that order.
+    So the sums do not depend on which host was ready when. The group is their own, so that they never block
+    the token exchange. Each gradient carries a flag that it exists: a parameter that no host used stays
+    without one, as in one process.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Group, cap_mb: int) -> None:
         self.armed = False
-        """Whether gradients that become complete are sent at once: true in the last backward pass of a step."""
+        """Whether complete gradients are sent at once: true in the last backward pass of a step."""
         self._group = group
         self._buckets = list(gradient_buckets(list(reversed(parameters)), cap_mb))
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
-        # The flags of a bucket whose gradients all exist, made once: new ones cost a copy to the device per step.
+        # The flags of a bucket whose gradients all exist, made once: new ones cost a copy to the device.
         self._all_exist = [
             torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)
             for bucket in self._buckets
@@ -146,7 +150,7 @@ class GradientAllReduce:
         self._sent = []
 
     def _send_buckets(self, incomplete: bool) -> None:
-        """Start the all-reduce of the next buckets in order, up to the first incomplete one unless it is allowed."""
+        """Start the all-reduce of the next buckets in order; stop at an incomplete one unless allowed."""
         while len(self._sent) < len(self._buckets):
             number = len(self._sent)
             if self._num_missing[number] > 0 and not incomplete:

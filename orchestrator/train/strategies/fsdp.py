@@ -1,4 +1,4 @@
-"""Sharded data parallel (FSDP2): each worker keeps a shard of the state, and gradients are reduce-scattered."""
+"""Sharded data parallel (FSDP2): each worker keeps a shard of the state; gradients are reduce-scattered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.tasks.task import Task
-from orchestrator.train.parts.memory import block_lists
 from orchestrator.train.parts.optim import norm_of_gradients
+from orchestrator.train.parts.recompute import block_lists
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
 
@@ -65,7 +65,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free gathered parameters. A forward pass without a backward pass (an evaluation) may have left some."""
+    """Free gathered parameters.
+
+    A forward pass without a backward pass (an evaluation) may have left some.
+    """
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # pyright: ignore[reportCallIssue]
@@ -93,7 +96,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this worker's shard of a tensor; the memory is shared."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    sharded: Any = tensor
+    return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:

@@ -15,22 +15,49 @@ from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch, 
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
-from orchestrator.train.worker.batch_size import BatchSizeResult, BatchTrial, fastest_batch, largest_batch
-from orchestrator.train.worker.build import build_parts, build_stepper
+from orchestrator.train.worker.batch_size import BatchProbe, BatchSizeResult, fastest_batch, largest_batch
+from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.run_dir import PreparedRun, earlier_global_batch
 from orchestrator.types import Choice
 
-_STEPS_IN_AN_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
-_SECONDS = 0.4  # of measuring on a CPU
+_MIN_STEPS_PER_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
+_CPU_START = 8
+_CPU_SECONDS = 0.4  # of measuring on a CPU, where single steps are short and vary
+_CPU_MAX_STEPS = 64
+
+
+def with_measured_batch(prepared: PreparedRun, world: World, known: dict[str, Any], log: Log) -> PreparedRun:
+    """Return the run with a measured batch size, if it has ``--batch-size auto``.
+
+    A restarted run takes the size that its first start measured: ``known`` holds it."""
+    config = prepared.resolved.config
+    if config.batch.batch_size != "auto" or config.run.debug:
+        return prepared
+    if prepared.plan.sharding.value != "none":
+        raise UserError(
+            "--batch-size auto measures whole models, and --sharding divides them; "
+            "leave it out (the plan estimates one), or give a number"
+        )
+    batch_size = known.get("batch_size")
+    reason = "measured when the run was first started"
+    if batch_size is None:
+        log.write("notice", message="measuring the batch size ...")
+        result = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
+        batch_size = result.batch_size
+        reason = result.reason
+    measured = {"batch_size": batch_size} | earlier_global_batch(config, known)
+    new_plan = plan(
+        config, prepared.inventory, prepared.facts, measured, prepared.cluster, prepared.in_cluster
+    )
+    return replace(prepared, plan=replace(new_plan, batch_size=Choice(batch_size, reason)))
 
 
 def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: ModelFacts) -> BatchSizeResult:
-    """Measure the batch size for this task on this device. Several workers probe at the same time, each for itself, and all
-    take the same next step from what the worst of them found."""
-    most = max(
-        1,
-        min(facts.samples // _STEPS_IN_AN_EPOCH, config.batch.global_batch_size or facts.samples)
-        // world.size,
-    )
+    """Measure the batch size for this task on this device.
+
+    Several workers probe at the same time, each on its own, and all go on from the worst result."""
+    max_samples = min(facts.samples // _MIN_STEPS_PER_EPOCH, config.batch.global_batch_size or facts.samples)
+    max_useful = max(1, max_samples // world.size)
     data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
 
@@ -102,18 +129,13 @@ def _raise_on_oom(event: str, **fields: object) -> None:
 def first_batch(data: object, world: World, batch: int) -> StepBatch:
     """A batch of the first samples, begun again where there are too few. It stays on the device."""
     if isinstance(data, Gatherable):
-        made = to_device(data.gather(torch.arange(batch) % len(data)), world.device, pin=False)
-        return StepBatch([MicroBatch(batch, lambda: made)], batch, all_have_samples=True)
-    feed = Feed(
-        _Repeated(data, batch),
-        world,
-        global_batch=batch,
-        micro_batch=batch,
-        seed=None,
-        feeding=LoaderOptions(),
-    )
-    loaded = next(feed.steps(0)).micro_batches[0].fetch()
-    return StepBatch([MicroBatch(batch, lambda: loaded)], batch, all_have_samples=True)
+        loaded = to_device(data.gather(torch.arange(size) % len(data)), world.device, pin=False)
+    else:
+        repeated = _Repeated(data, size)
+        options = LoaderOptions()
+        feed = Feed(repeated, world, global_batch=size, micro_batch=size, seed=None, loader=options)
+        loaded = next(feed.steps(0)).micro_batches[0].fetch()
+    return StepBatch([MicroBatch(size, lambda: loaded)], size, all_have_samples=True)
 
 
 class _Repeated:

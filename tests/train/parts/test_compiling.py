@@ -1,4 +1,4 @@
-"""Compilation: undone without a trace, recompilations noticed, named and kept off the screen."""
+"""Tests of compilation: it can be undone, and recompilations are reported but not printed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from orchestrator.train.parts.compiling import Compiled, is_compile_error
 
 
 @pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo without the code generator behind it."""
+def eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo without its code generator, which is slow."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend="eager", dynamic=False))
     torch._dynamo.reset()
 
 
-def test_recompilations_are_noticed_and_named_but_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_recompilations_are_counted_and_named_but_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     compiled = Compiled(model, "default", "all")
     assert compiled.recompile_warning() is None
     for batch in range(1, 12):
         model(torch.zeros(batch, 4))
-    complaint = compiled.recompile_warning()
-    assert complaint is not None
-    assert "size mismatch at index 0" in complaint
-    assert compiled.recompile_warning() is None  # once
+    warning = compiled.recompile_warning()
+    assert warning is not None
+    assert "size mismatch at index 0" in warning
+    assert compiled.recompile_warning() is None, "the warning comes once"
     compiled.undo()
     assert "Recompiling" not in "".join(capfd.readouterr())
 
 
-def test_undone_is_as_if_never_compiled() -> None:
+def test_undo_restores_the_plain_model() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     names = set(model.state_dict())
     before = model(torch.ones(2, 4))
@@ -45,7 +45,7 @@ def test_undone_is_as_if_never_compiled() -> None:
     assert torch.equal(model(torch.ones(2, 4)), before)
 
 
-def test_parts() -> None:
+def test_only_the_chosen_parts_are_compiled() -> None:
     layer = MoELayer(8, [4, 4], 1)
     assert Compiled(layer, "default", "gate").modules == [layer.gate]
     assert Compiled(layer, "default", "experts").modules == [layer.bank]
@@ -53,11 +53,11 @@ def test_parts() -> None:
         Compiled(nn.Linear(2, 2), "default", "experts")
 
 
-def test_errors_of_the_compiler_are_told_from_errors_of_the_model() -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
+def test_errors_of_the_compiler_differ_from_errors_of_the_model() -> None:
+    def broken_backend(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("code generator")
 
-    compiled = torch._dynamo.optimize(broken)(lambda x: x + 1)
+    compiled = torch._dynamo.optimize(broken_backend)(lambda x: x + 1)
     with pytest.raises(Exception) as caught:
         compiled(torch.zeros(1))
     assert is_compile_error(caught.value)

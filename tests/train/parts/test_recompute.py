@@ -1,4 +1,4 @@
-"""Activation checkpointing of MoE blocks: the same gradients, and nothing is routed or travels a second time."""
+"""Tests of activation checkpointing of MoE blocks: gradients are the same, and no token is routed or sent twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experts.context import MoEContext, RecomputeCache
 from experts.exchange import GroupExchange
 from experts.model import attach
 from orchestrator.errors import UserError
-from orchestrator.train.parts.memory import recompute_blocks
+from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step import Stepper
@@ -28,8 +28,8 @@ from tests.support.steppers import assert_gradients_equal, gradients, make_stepp
 from tests.support.tiny_model import HostCase, Tiny
 
 SIZES = (3, 9, 3, 5, 9, 2, 4)
-HOMES = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
-OPTIONS: dict[str, dict[str, Any]] = {
+HOST_OF = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
+LAYER_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {
         "kind": "ffn",
@@ -44,8 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 STEPS = 3
 
 
-class Seen(TorchDispatchMode):
-    """Counts the operators that run while it is on, in the forward and in the backward pass."""
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that run while it is active, in the forward and in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class Seen(TorchDispatchMode):
 
 
 @contextmanager
-def counted(exchange: GroupExchange) -> Iterator[Counter[str]]:
-    """How often the hosts meet, and how many rows leave or stay."""
+def counted_calls(exchange: GroupExchange) -> Iterator[Counter[str]]:
+    """Count the exchanges between the hosts, and the rows of each."""
     calls: Counter[str] = Counter()
 
-    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(first: Tensor, *rest: Any) -> Any:
             calls[name] += 1
             calls[f"{name} sent"] += len(first)
@@ -69,29 +69,27 @@ def counted(exchange: GroupExchange) -> Iterator[Counter[str]]:
 
         return call
 
-    exchange.all_to_all_counts = watched("counts", exchange.all_to_all_counts)
-    exchange.all_to_all_rows = watched("rows", exchange.all_to_all_rows)
+    exchange.all_to_all_counts = counting("counts", exchange.all_to_all_counts)
+    exchange.all_to_all_rows = counting("rows", exchange.all_to_all_rows)
     yield calls
 
 
-def outcome(stepper: Stepper, feed: Any) -> dict[str, Any]:
+def results_of(stepper: Stepper, feed: Any) -> dict[str, Any]:
     totals = run_steps(stepper, feed, STEPS)
-    found: dict[str, Any] = {
+    return {
         "loss": [mean_loss(t) for t in totals],
         "loads": [[load.tolist() for load in t.loads] for t in totals],
-    }
-    found |= {
         "norm": [float(t.norm) for t in totals if t.norm is not None],
         "gradients": gradients(stepper.strategy.model),
+        "sent": [t.exchange_stats[:2].tolist() for t in totals if t.exchange_stats is not None],
     }
-    return found | {"travel": [t.exchange_stats[:2].tolist() for t in totals if t.exchange_stats is not None]}
 
 
-def trained(case: HostCase, world: World) -> dict[str, Any]:
+def train(case: HostCase, world: World) -> dict[str, Any]:
     stepper, feed = make_stepper(
         case.task,
-        case.micro,
-        case.whole,
+        case.micro_batch,
+        case.global_batch,
         learning_rate=1e-2,
         world=world,
         host_of=case.host_of if world.size > 1 else None,
@@ -100,109 +98,115 @@ def trained(case: HostCase, world: World) -> dict[str, Any]:
     )
     exchange = stepper.strategy.context.exchange
     if not isinstance(exchange, GroupExchange):
-        return outcome(stepper, feed)
-    with counted(exchange) as calls:
-        return outcome(stepper, feed) | {"calls": dict(calls)}
+        return results_of(stepper, feed)
+    with counted_calls(exchange) as calls:
+        return results_of(stepper, feed) | {"calls": dict(calls)}
 
 
-def on_hosts(rank: int, size: int, store: str, case: HostCase) -> list[dict[str, Any]]:
-    found = []
+def train_on_host(rank: int, size: int, store: str, case: HostCase) -> list[dict[str, Any]]:
+    """Train without and with recomputation."""
+    results = []
     for recompute in (False, True):
         with process_group_world(
             file_store(f"{store}-{recompute}", size), rank, size, torch.device("cpu"), "gloo", 60
         ) as world:
-            found.append(trained(replace(case, recompute=recompute), world))
-    return found
+            results.append(train(replace(case, recompute=recompute), world))
+    return results
 
 
-def assert_same(plain: Mapping[str, Any], again: Mapping[str, Any]) -> None:
-    assert again["loss"] == pytest.approx(plain["loss"], rel=1e-14)
-    assert again["norm"] == pytest.approx(plain["norm"], rel=1e-13)
-    assert again["loads"] == plain["loads"], "counted once"
-    assert_gradients_equal(again["gradients"], plain["gradients"], 1e-12, 1e-13)
+def assert_same_results(plain: Mapping[str, Any], recomputed: Mapping[str, Any]) -> None:
+    assert recomputed["loss"] == pytest.approx(plain["loss"], rel=1e-14)
+    assert recomputed["norm"] == pytest.approx(plain["norm"], rel=1e-13)
+    assert recomputed["loads"] == plain["loads"], "a recomputed pass counted its tokens again"
+    assert_gradients_equal(recomputed["gradients"], plain["gradients"], 1e-12, 1e-13)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", LAYER_OPTIONS)
 def test_gradients_are_the_same_in_one_process(name: str) -> None:
-    case = HostCase(Tiny((SIZES, SIZES), tokens=3, options=OPTIONS[name]), 1, (), micro=4, whole=10)
-    assert_same(
-        trained(case, World.single_process()), trained(replace(case, recompute=True), World.single_process())
-    )
+    task = Tiny((SIZES, SIZES), tokens=3, options=LAYER_OPTIONS[name])
+    case = HostCase(task, 1, (), micro_batch=4, global_batch=10)
+    plain = train(case, World.single_process())
+    recomputed = train(replace(case, recompute=True), World.single_process())
+    assert_same_results(plain, recomputed)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", LAYER_OPTIONS)
 def test_gradients_and_exchanges_are_the_same_on_two_hosts(name: str, chunks: int) -> None:
-    """Two micro-batches a step; the last step has one sample, so that a host has none."""
-    case = HostCase(
-        Tiny((SIZES, SIZES), samples=33, options=OPTIONS[name]), 2, HOMES, micro=4, whole=16, chunks=chunks
-    )
-    for plain, again in run_ranks(on_hosts, 2, case):
-        assert_same(plain, again)
-        assert again["calls"] == plain["calls"]
-        assert again["travel"] == plain["travel"]
-        passes = 2 + 2 + 1  # micro-batches of three steps
-        meetings = 2 if "capacity" in OPTIONS[name] else 1
-        assert again["calls"]["counts"] == passes * 2 * meetings
-        assert again["calls"]["rows"] == passes * 2 * chunks * 4, (
-            "out and back, in the forward and in the backward pass"
+    """A step has two micro-batches; the last step has one sample, so that a host has none."""
+    task = Tiny((SIZES, SIZES), samples=33, options=LAYER_OPTIONS[name])
+    case = HostCase(task, 2, HOST_OF, micro_batch=4, global_batch=16, chunks=chunks)
+    num_passes = 2 + 2 + 1  # micro-batches of three steps
+    # A capacity limit needs the counts of all hosts before the exchange sends its own.
+    count_exchanges = 2 if "capacity" in LAYER_OPTIONS[name] else 1
+    for plain, recomputed in run_ranks(train_on_host, 2, case):
+        assert_same_results(plain, recomputed)
+        assert recomputed["calls"] == plain["calls"]
+        assert recomputed["sent"] == plain["sent"]
+        assert recomputed["calls"]["counts"] == num_passes * 2 * count_exchanges
+        assert recomputed["calls"]["rows"] == num_passes * 2 * chunks * 4, (
+            "rows are sent and returned once in the forward and once in the backward pass"
         )
 
 
-# --- where the routing comes from
+# --- routing
 
 
-def tiny(hosts: MoEContext | None, **options: Any) -> nn.Module:
+def make_recomputed_model(context: MoEContext | None, **options: Any) -> nn.Module:
+    """A model of three recomputed blocks; without a context, recomputation has no cache."""
     model = Tiny((SIZES, SIZES, SIZES), options=options).build_model()
-    known = hosts or MoEContext()
-    attach(model, known)
-    recompute_blocks(model, hosts)
+    attach(model, context or MoEContext())
+    recompute_blocks(model, context)
     return model
 
 
-def batch(tokens: int = 11) -> Tensor:
+def make_batch(tokens: int = 11) -> Tensor:
     return torch.randn(tokens, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def test_experts_are_chosen_once() -> None:
-    with Seen() as seen:
-        logits, _ = tiny(MoEContext())(batch())
-        assert seen.calls["topk"] == 3
-        assert seen.calls["native_layer_norm"] == 3
+    with OperatorCounter() as counter:
+        logits, _ = make_recomputed_model(MoEContext())(make_batch())
+        assert counter.calls["topk"] == 3
+        assert counter.calls["native_layer_norm"] == 3
         logits.sum().backward()
-    assert seen.calls["native_layer_norm"] == 6, "the blocks were run again"
-    assert seen.calls["topk"] == 3
+    assert counter.calls["native_layer_norm"] == 6, "the blocks were not recomputed"
+    assert counter.calls["topk"] == 3
 
 
-@pytest.mark.parametrize("taped", [True, False])
-def test_a_gate_that_has_changed_since_does_not_choose_again(taped: bool) -> None:
-    """The choice is the one that was made: another would give experts rows that they never saw. Without the tape that is
-    what happens, which is how this test fails."""
-    model = tiny(MoEContext() if taped else None)
-    logits, routings = model(batch())
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_recomputed_pass_keeps_the_first_choice_of_experts(cached: bool) -> None:
+    """Another choice would send experts rows that they never saw. It happens without the cache: so this test can fail."""
+    model = make_recomputed_model(MoEContext() if cached else None)
+    logits, routings = model(make_batch())
     for _, layer in moe_layers(model):
         layer.gate.weight_ED.data.neg_()
-    if not taped:
+    if not cached:
         with pytest.raises(CheckpointError):
             logits.sum().backward()
         return
     logits.sum().backward()
     for routing, (_, layer) in zip(routings, moe_layers(model), strict=True):
-        used = {expert for group, _, stack in layer.bank.stacks() for expert in used_of(group.ids, stack)}
+        used = {
+            expert
+            for size_class, _, stack in layer.bank.stacks()
+            for expert in experts_with_gradient(size_class.ids, stack)
+        }
         assert used == set(routing.counts_E.nonzero().flatten().tolist())
 
 
-def used_of(ids: tuple[int, ...], stack: nn.Parameter) -> list[int]:
+def experts_with_gradient(ids: tuple[int, ...], stack: nn.Parameter) -> list[int]:
     assert stack.grad is not None
     return [expert for expert, gradient in zip(ids, stack.grad, strict=True) if gradient.any()]
 
 
-def test_a_pass_without_gradients_is_the_same_and_keeps_nothing() -> None:
-    hosts = MoEContext()
-    model, plain = tiny(hosts), Tiny((SIZES, SIZES, SIZES)).build_model()
+def test_a_pass_without_gradients_is_the_same_and_caches_nothing() -> None:
+    context = MoEContext()
+    model = make_recomputed_model(context)
+    plain = Tiny((SIZES, SIZES, SIZES)).build_model()
     with torch.no_grad():
-        assert torch.equal(model(batch())[0], plain(batch())[0])
-    assert hosts.cache is None
+        assert torch.equal(model(make_batch())[0], plain(make_batch())[0])
+    assert context.cache is None
 
 
 def test_names_stay_and_blocks_are_counted() -> None:
@@ -214,46 +218,52 @@ def test_names_stay_and_blocks_are_counted() -> None:
         recompute_blocks(Tiny((SIZES,)).build_model(), MoEContext())
 
 
-# --- the tape
+# --- the cache
 
 
-def test_what_was_made_once_is_handed_out_again_in_order() -> None:
-    hosts, tape, made = MoEContext(), RecomputeCache(), []
+def test_the_cache_replays_values_in_order() -> None:
+    context = MoEContext()
+    cache = RecomputeCache()
+    computed: list[int] = []
 
-    def make() -> int:
-        made.append(len(made))
-        return made[-1]
+    def compute() -> int:
+        computed.append(len(computed))
+        return computed[-1]
 
-    assert [hosts.replayed(make), hosts.replayed(make)] == [0, 1], "without a tape, each time anew"
-    with tape.recording(hosts):
-        assert not hosts.replaying
-        assert [hosts.replayed(make), hosts.replayed(make)] == [2, 3]
+    assert [context.replayed(compute), context.replayed(compute)] == [0, 1], (
+        "nothing is cached without a cache"
+    )
+    with cache.recording(context):
+        assert not context.replaying
+        assert [context.replayed(compute), context.replayed(compute)] == [2, 3]
     for _ in range(2):
-        with tape.replaying(hosts):
-            assert hosts.replaying
-            assert [hosts.replayed(make), hosts.replayed(make)] == [2, 3]
-    assert made == [0, 1, 2, 3]
-    assert hosts.cache is None
+        with cache.replaying(context):
+            assert context.replaying
+            assert [context.replayed(compute), context.replayed(compute)] == [2, 3]
+    assert computed == [0, 1, 2, 3]
+    assert context.cache is None
 
 
-def test_a_tape_keeps_values_without_their_history() -> None:
-    hosts, tape = MoEContext(), RecomputeCache()
+def test_the_cache_keeps_values_without_their_autograd_history() -> None:
+    context = MoEContext()
+    cache = RecomputeCache()
     leaf = torch.ones(3, requires_grad=True)
-    with tape.recording(hosts):
-        made = hosts.replayed(lambda: (leaf * 2, torch.arange(2)))
-    with tape.replaying(hosts):
-        again = hosts.replayed(lambda: made)
-    assert made[0].grad_fn is not None
-    assert again[0].grad_fn is None
-    assert again[0].requires_grad
-    assert not again[1].requires_grad
-    assert torch.equal(again[0], made[0])
+    with cache.recording(context):
+        computed = context.replayed(lambda: (leaf * 2, torch.arange(2)))
+    with cache.replaying(context):
+        replayed = context.replayed(lambda: computed)
+    assert computed[0].grad_fn is not None
+    assert replayed[0].grad_fn is None
+    assert replayed[0].requires_grad
+    assert not replayed[1].requires_grad
+    assert torch.equal(replayed[0], computed[0])
 
 
-def test_a_pass_that_fails_leaves_no_tape_behind() -> None:
-    hosts, outer = MoEContext(), RecomputeCache()
-    with outer.recording(hosts):
-        with pytest.raises(ZeroDivisionError), RecomputeCache().recording(hosts):
+def test_a_pass_that_fails_restores_the_cache_before_it() -> None:
+    context = MoEContext()
+    outer = RecomputeCache()
+    with outer.recording(context):
+        with pytest.raises(ZeroDivisionError), RecomputeCache().recording(context):
             raise ZeroDivisionError
-        assert hosts.cache is outer
-    assert hosts.cache is None
+        assert context.cache is outer
+    assert context.cache is None

@@ -98,7 +98,7 @@ def ran(case: Case, world: World | None = None) -> Ran:
     micro = case.micro if world else case.whole
     sharding = case.sharding if world else "none"
     stepper, feed = make_stepper(
-        case.make(), micro, case.whole, tell=events, world=world, sharding=sharding, options=case.options
+        case.make(), micro, case.whole, emit=events, world=world, sharding=sharding, options=case.options
     )
     first: dict[str, Tensor] = {}
     totals = []
@@ -114,7 +114,7 @@ def ran(case: Case, world: World | None = None) -> Ran:
         first_gradients=first,
         gradients=gradients(stepper.strategy.model),
         weights=weights(stepper.strategy.model),
-        heard=events.heard,
+        heard=events.events,
     )
 
 

@@ -20,7 +20,7 @@ from orchestrator.config.settings import Config
 from orchestrator.train.data import Feed, LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.build import build_model, build_parts, build_stepper
+from orchestrator.train.worker.build_model import build_model, build_parts, build_stepper
 from orchestrator.trainer import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.steppers import Events, assert_gradients_equal, make_stepper, mean_loss, run_steps
@@ -32,18 +32,20 @@ STEPS = 10
 def trained(case: HostCase, world: World, steps: int = STEPS) -> dict[str, Any]:
     """Losses, norms and loads of some steps, the gradients of the first, and the weights after the last. One process does
     not recompute: what is recomputed on hosts is held against what is not."""
-    if world.size > 1 and case.primary:
+    if world.size > 1 and case.data_on_main:
         world = world.with_data_on_main()
     elif world.size > 1 and case.shares:
         world = world.with_shares(case.shares)
-    micro = case.micro if world.size > 1 else case.micro * case.holders  # the same micro-batches, uncut
+    micro = (
+        case.micro_batch if world.size > 1 else case.micro_batch * case.data_ranks
+    )  # the same micro-batches, uncut
     stepper, feed = make_stepper(
         case.task,
         micro,
-        case.whole,
+        case.global_batch,
         learning_rate=1e-2 if case.task.dtype == torch.float64 else 1e-3,
         world=world,
-        tell=Events(),
+        emit=Events(),
         host_of=case.host_of,
         chunks=case.chunks,
         bucket_mb=case.bucket_mb,
@@ -153,7 +155,9 @@ NAMED = {
     ),
     "all experts on the last host": HostCase(Tiny((SIZES,)), 3, ((2,) * 7,), 4, 24),
     "a last batch of one sample": HostCase(Tiny((SIZES,), samples=25), 3, ((0, 1, 1, 2, 1, 0, 1),), 4, 12),
-    "the gate on the first host": HostCase(Tiny((SIZES,)), 3, ((0, 1, 1, 2, 1, 0, 1),), 5, 10, primary=True),
+    "the gate on the first host": HostCase(
+        Tiny((SIZES,)), 3, ((0, 1, 1, 2, 1, 0, 1),), 5, 10, data_on_main=True
+    ),
     "one expert": HostCase(Tiny(((5,),), top_k=1), 2, ((1,),), 4, 8),
     "recomputed": HostCase(
         Tiny((SIZES, SIZES)),
@@ -205,7 +209,7 @@ def built_and_run(task: Tiny, world: World, host_of: Any) -> dict[str, Any]:
         global_batch=12,
         micro_batch=12 // world.size,
         seed=0,
-        feeding=LoaderOptions(),
+        loader=LoaderOptions(),
     )
     done = run_steps(stepper, feed, 6)
     model = parts.model

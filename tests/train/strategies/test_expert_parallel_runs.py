@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from orchestrator.record.events import by_step, of_kind
-from orchestrator.train.checkpoint.store import load
+from orchestrator.train.checkpoint.files import load
 from tests.train.worker.test_run import losses, trained
 
 HOSTED: dict[str, Any] = {
