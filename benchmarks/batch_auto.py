@@ -1,25 +1,23 @@
-"""How near ``--batch-size auto`` comes to the largest batch that fits, and what it costs: probes and out-of-memories.
+"""Compare ``--batch-size auto`` with the largest batch that fits, and count its probes and out-of-memory errors.
 
-The truth is found by bisection with the same memory limit, starting from the found batch. GPU only.
+Bisection with the same memory limit, starting from the batch that auto found, gives the largest one. GPU only.
 
     python -m benchmarks.batch_auto [--fraction 0.9] [--out FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.support import header, markdown_table, write_result
+from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.tasks.load import load_task
 from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_probe import find_batch, probe
-from orchestrator.train.worker.build import machine_settings
-from orchestrator.train.worker.run_dir import Prepared
+from orchestrator.train.worker.run_dir import PreparedRun
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 
 GPT2: dict[str, Any] = {
@@ -46,25 +44,31 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def true_largest(prepared: Prepared, world: World, found: int) -> int:
-    """The largest batch whose two steps pass, by bisection above what was found."""
+def true_largest(prepared: PreparedRun, world: World, found: int) -> int:
+    """Return the largest batch whose two steps pass, by bisection above the batch that auto found."""
     data = as_dataset(prepared.task.train_data())
 
     def passes(batch: int) -> bool:
-        return (
-            probe(prepared.resolved.config, prepared.plan, prepared.task, world, data, batch).peak is not None
-        )
+        config = prepared.resolved.config
+        return probe(config, prepared.plan, prepared.task, world, data, batch).peak is not None
 
-    good, bad = found, max(found + 2, int(found * 1.1))
+    good = found
+    bad = max(found + 2, int(found * 1.1))
     while passes(bad):
-        good, bad = bad, int(bad * 1.1) + 1
+        good = bad
+        bad = int(bad * 1.1) + 1
+    # to half a percent
     while bad - good > max(1, good // 200):
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if passes(middle) else (good, middle)
+        if passes(middle):
+            good = middle
+        else:
+            bad = middle
     return good
 
 
 def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object]:
+    """Return the row of one model."""
     config = Config.of(
         batch_size="auto",
         samples=200_000 if settings["context_length"] < 1024 else 40_000,
@@ -73,7 +77,7 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
     )
     prepared = Trainer(task=load_task(config), config=config, quiet=True).prepare()
     world = World.single_process(prepared.plan.device.value)
-    with machine_settings(config, prepared.plan, world.device):
+    with torch_settings(config, prepared.plan, world.device):
         begun = time.perf_counter()
         found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
         seconds = time.perf_counter() - begun
@@ -95,11 +99,8 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--fraction", type=float, default=0.9)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = [measure(name, settings, arguments.fraction) for name, settings in CASES]
     columns = [
@@ -113,11 +114,8 @@ def main() -> None:
         "seconds",
         "batches probed",
     ]
-    text = header("--batch-size auto against the largest batch that fits", arguments) + markdown_table(
-        columns, rows
-    )
-    print(text)
-    write_result(arguments.out, text)
+    title = "--batch-size auto against the largest batch that fits"
+    publish(header(title, arguments) + markdown_table(columns, rows), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a killed host cost, from the record of a run and the times of the kills: pure functions over events."""
+"""The cost of a killed host, from the record of a run and the times of the kills: pure functions over events."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -12,26 +13,28 @@ from benchmarks.support import markdown_table
 from orchestrator.record.events import Event, of_kind
 from tests.support.faults import Fired
 
-STRAGGLERS = 3  # steps that may still be recorded between a kill and the moment it is noticed
-GAPS = (1, 5, 15)  # seconds
+LATE_STEPS = 3  # that may still be recorded between a kill and its detection
+GAPS_S = (1, 5, 15)
 PARTS = ("detect_seconds", "regroup_seconds", "restore_seconds", "replay_seconds", "total_seconds")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One kill. ``next_step``: seconds from the kill to the first step done after it; ``back``: to the first step that was not done
-    before; None where the run ended first. ``told`` is the recovery event that goes with it."""
+    """The cost of one kill, in seconds from the kill. None where the run ended first."""
 
     fired: Fired
     next_step: float | None
+    """To the first step done after the kill."""
     back: float | None
-    told: Event | None
+    """To the first step that had not been done before."""
+    recovery: Event | None
+    """The recovery event that belongs to the kill."""
 
 
 def costs(fired: Sequence[Fired], events: Sequence[Event]) -> list[Cost]:
     return [
-        Cost(one, _next_step(one.time, events), _back(one.time, events), _recovery(one.time, events))
-        for one in fired
+        Cost(kill, _next_step(kill.time, events), _back(kill.time, events), _recovery(kill.time, events))
+        for kill in fired
     ]
 
 
@@ -41,38 +44,44 @@ def _next_step(killed: float, events: Sequence[Event]) -> float | None:
 
 
 def _back(killed: float, events: Sequence[Event]) -> float | None:
-    """Until the run is past where it was."""
     before, after = _around(killed, events)
     highest = max((event["step"] for event in before), default=0)
     return next((event["time"] - killed for event in after if event["step"] > highest), None)
 
 
 def _around(killed: float, events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Steps before a kill took effect and after. Those that were done already may be recorded after the kill: they lie before the
-    failure. A host that was killed before its group stood has no failure of its own: then many steps lie before the next one."""
+    """Return the steps before a kill took effect, and those after.
+
+    Steps that were done already may be recorded after the kill; they stand before the failure event. A host that was
+    killed before its group was formed has no failure event of its own: then many steps stand before the next one.
+    """
     place = next(
         (at for at, event in enumerate(events) if event["event"] == "failure" and event["time"] >= killed),
         len(events),
     )
-    before, after = (
-        of_kind(events[:place], "step"),
-        [event for event in of_kind(events[place:], "step") if event["time"] > killed],
-    )
+    before = of_kind(events[:place], "step")
+    after = [event for event in of_kind(events[place:], "step") if event["time"] > killed]
     late = [event for event in before if event["time"] > killed]
-    return (before[: len(before) - len(late)], late) if len(late) > STRAGGLERS else (before, after)
+    if len(late) > LATE_STEPS:
+        return before[: len(before) - len(late)], late
+    return before, after
 
 
 def _recovery(killed: float, events: Sequence[Event]) -> Event | None:
-    """The first one that was told after the kill, in its last words."""
-    first = next((event for event in of_kind(events, "recovery") if event["time"] > killed), None)
+    """Return the first recovery after the kill. Of several events of one attempt the last is complete."""
+    recoveries = of_kind(events, "recovery")
+    first = next((event for event in recoveries if event["time"] > killed), None)
     if first is None:
         return None
-    return [event for event in of_kind(events, "recovery") if event["attempt"] == first["attempt"]][-1]
+    return [event for event in recoveries if event["attempt"] == first["attempt"]][-1]
 
 
 def goodput(events: Sequence[Event]) -> float | None:
-    """Of the time from the first step to the last, the part that went into steps that count: each as long as it took the last time it
-    was done, at most twice the median (what is more is a recovery, or the machine)."""
+    """Return the part of the time from the first step to the last that went into steps that count.
+
+    A step counts as long as it took the last time it was done, at most twice the median: more than that is a recovery, or
+    the machine.
+    """
     steps = of_kind(events, "step")
     if len(steps) < 2:
         return None
@@ -81,98 +90,102 @@ def goodput(events: Sequence[Event]) -> float | None:
     return min(1.0, sum(last.values()) / (steps[-1]["time"] - steps[0]["time"]))
 
 
-def kept(found: Sequence[Cost], events: Sequence[Event]) -> float | None:
-    """The part of the time from the first step to the last that was not lost between a kill and being past it again. Kills that fall
-    into the recovery from another cost what is left of it once."""
+def time_kept(kills: Sequence[Cost], events: Sequence[Event]) -> float | None:
+    """Return the part of the time from the first step to the last that no kill cost.
+
+    A kill costs the time until the run is past its former step. A kill during the recovery from another one costs only what
+    it adds.
+    """
     steps = of_kind(events, "step")
     if len(steps) < 2:
         return None
-    lost, until = 0.0, 0.0
-    for cost in found:
-        begin, end = max(until, cost.fired.time), cost.fired.time + (cost.back or 0.0)
-        lost, until = lost + max(0.0, end - begin), max(until, end)
+    lost = 0.0
+    until = 0.0
+    for cost in kills:
+        begin = max(until, cost.fired.time)
+        end = cost.fired.time + (cost.back or 0.0)
+        lost += max(0.0, end - begin)
+        until = max(until, end)
     return 1 - lost / (steps[-1]["time"] - steps[0]["time"])
 
 
 def spread(values: Sequence[float | None]) -> tuple[float, float, float] | None:
-    """Median, 95th percentile (the value that so many do not exceed) and worst."""
-    there = sorted(value for value in values if value is not None)
-    return (median(there), there[math.ceil(0.95 * len(there)) - 1], there[-1]) if there else None
+    """Return median, 95th percentile (the value that 95% do not exceed) and worst."""
+    present = sorted(value for value in values if value is not None)
+    if not present:
+        return None
+    return median(present), present[math.ceil(0.95 * len(present)) - 1], present[-1]
 
 
-def recovery_table(found: Sequence[Cost]) -> str:
-    """A row for each kill."""
-    named = [part.removesuffix("_seconds") for part in PARTS]
-    columns = ["kill", "rank", "phase", "at step", *named, "kill to next step", "lost steps", "from"]
-    rows = [
-        [
-            number,
-            "–" if cost.fired.rank is None else cost.fired.rank,
-            cost.fired.phase,
-            cost.fired.step,
-            *_parts(cost),
-        ]
-        for number, cost in enumerate(found, 1)
-    ]
+def recovery_table(kills: Sequence[Cost]) -> str:
+    """Return a row for each kill."""
+    names = [part.removesuffix("_seconds") for part in PARTS]
+    columns = ["kill", "rank", "phase", "at step", *names, "kill to next step", "lost steps", "from"]
+    rows: list[list[object]] = []
+    for number, cost in enumerate(kills, 1):
+        rank = "–" if cost.fired.rank is None else cost.fired.rank
+        rows.append([number, rank, cost.fired.phase, cost.fired.step, *_parts(cost)])
     return markdown_table(columns, rows)
 
 
 def _parts(cost: Cost) -> list[str]:
-    told: dict[str, Any] = cost.told or {}
+    recovery: dict[str, Any] = cost.recovery or {}
     return [
-        *(_s(told.get(part)) for part in PARTS),
-        _s(cost.next_step),
-        str(told.get("lost_steps", "–")),
-        str(told.get("source", "–")),
+        *(_seconds(recovery.get(part)) for part in PARTS),
+        _seconds(cost.next_step),
+        str(recovery.get("lost_steps", "–")),
+        str(recovery.get("source", "–")),
     ]
 
 
-def _s(value: float | None) -> str:
+def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def spread_table(found: Sequence[Cost], plain: Sequence[float]) -> str:
-    """Seconds: median, 95th percentile and worst of each part, and of the plain peer's kills beside them."""
-    named: list[tuple[str, Sequence[float | None]]] = [
-        ("kill to next step done", [cost.next_step for cost in found])
+def spread_table(kills: Sequence[Cost], plain: Sequence[float]) -> str:
+    """Return median, 95th percentile and worst of each part, and of the kills of plain Ray Train."""
+    rows = [_spread_row("kill to next step done", [cost.next_step for cost in kills])]
+    recoveries = [cost.recovery or {} for cost in kills]
+    rows += [
+        _spread_row(part.replace("_", " "), [recovery.get(part) for recovery in recoveries])
+        for part in (*PARTS, "lost_steps")
     ]
-    named += [(part.replace("_", " "), [(cost.told or {}).get(part) for cost in found]) for part in PARTS]
-    named += [("lost steps", [(cost.told or {}).get("lost_steps") for cost in found])]
-    named += [("plain TorchTrainer, kill to next step done", list(plain))] if plain else []
-    rows = [
-        [name, len([v for v in values if v is not None]), *map(_s, spread(values) or (None,) * 3)]
-        for name, values in named
-    ]
+    if plain:
+        rows.append(_spread_row("plain TorchTrainer, kill to next step done", list(plain)))
     return markdown_table(["seconds", "kills", "median", "p95", "worst"], rows)
 
 
-def by_phase(found: Sequence[Cost]) -> str:
-    """Kill to next step, by the moment that the kill came at."""
-    return _grouped(found, lambda cost: cost.fired.phase, "phase")
+def _spread_row(name: str, values: Sequence[float | None]) -> list[object]:
+    present = sum(value is not None for value in values)
+    return [name, present, *map(_seconds, spread(values) or (None, None, None))]
 
 
-def by_rank(found: Sequence[Cost]) -> str:
-    return _grouped(found, lambda cost: f"rank {cost.fired.rank}", "victim")
+def by_phase(kills: Sequence[Cost]) -> str:
+    """Return the time from kill to next step, by the phase in which the kill came."""
+    return _grouped(kills, lambda cost: cost.fired.phase, "phase")
 
 
-def by_gap(found: Sequence[Cost]) -> str:
-    """Soon after another kill there is no spare yet: its place is taken when another process has been started."""
-    times = [cost.fired.time for cost in found]
-    gaps = {cost.fired: at - before for cost, at, before in zip(found[1:], times[1:], times, strict=False)}
+def by_rank(kills: Sequence[Cost]) -> str:
+    return _grouped(kills, lambda cost: f"rank {cost.fired.rank}", "victim")
+
+
+def by_gap(kills: Sequence[Cost]) -> str:
+    """Group by the time since the kill before: soon after one there is no standby yet."""
+    gaps = {later.fired: later.fired.time - earlier.fired.time for earlier, later in pairwise(kills)}
 
     def key(cost: Cost) -> str:
         gap = gaps.get(cost.fired)
-        return (
-            "first"
-            if gap is None
-            else next((f"under {limit} s" for limit in GAPS if gap < limit), f"{GAPS[-1]} s and more")
-        )
+        if gap is None:
+            return "first"
+        return next((f"under {limit} s" for limit in GAPS_S if gap < limit), f"{GAPS_S[-1]} s and more")
 
-    return _grouped(found, key, "since the kill before")
+    return _grouped(kills, key, "since the kill before")
 
 
-def _grouped(found: Sequence[Cost], key: Callable[[Cost], str], title: str) -> str:
-    names = sorted({key(cost) for cost in found})
-    groups = {name: [cost.next_step for cost in found if key(cost) == name] for name in names}
-    rows = [[name, len(values), *map(_s, spread(values) or (None,) * 3)] for name, values in groups.items()]
+def _grouped(kills: Sequence[Cost], key: Callable[[Cost], str], title: str) -> str:
+    names = sorted({key(cost) for cost in kills})
+    rows: list[list[object]] = []
+    for name in names:
+        values = [cost.next_step for cost in kills if key(cost) == name]
+        rows.append([name, len(values), *map(_seconds, spread(values) or (None, None, None))])
     return markdown_table([title, "kills", "median", "p95", "worst"], rows)

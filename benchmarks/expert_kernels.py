@@ -1,21 +1,19 @@
-"""The experts' two kernels, forward and backward, at sizes from tiny to large: what ``experts.kernels.choice`` goes by.
+"""The experts' two kernels, forward and backward, at sizes from tiny to large: the basis of ``experts.kernels.choice``.
 
 python -m benchmarks.expert_kernels [--rounds 5] [--out FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from benchmarks.support import header, markdown_table, write_result
+from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.kernels.choice import choose_kernel
 from experts.kernels.grouped import experts_grouped
 from experts.kernels.loop import experts_loop
@@ -38,6 +36,7 @@ STEPS = 5
 def step(
     kernel: Callable[..., Tensor], experts: int, rows: int, width: int, hidden: int
 ) -> Callable[[], None]:
+    """Return a function that runs one forward and backward pass over random rows."""
     draw = torch.Generator().manual_seed(0)
     sizes = ((rows, width), (experts, width, 2 * hidden), (experts, hidden, width), (rows,))
     x, up, down, weights = (torch.randn(size, generator=draw).requires_grad_() for size in sizes)
@@ -54,6 +53,7 @@ def step(
 
 
 def milliseconds(run: Callable[[], None]) -> float:
+    """Return the time of a step, the first one excluded."""
     run()
     begun = perf_counter()
     for _ in range(STEPS):
@@ -61,39 +61,30 @@ def milliseconds(run: Callable[[], None]) -> float:
     return 1000 * (perf_counter() - begun) / STEPS
 
 
+def measure(shape: tuple[int, int, int, int], rounds: int) -> list[str]:
+    """Return the row of one shape. The kernels alternate, so that both see the same machine."""
+    steps = {"loop": step(experts_loop, *shape), "grouped": step(experts_grouped, *shape)}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, run in steps.items():
+            times[name].append(milliseconds(run))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    chosen = choose_kernel("auto", torch.device("cpu"), torch.float32, *shape[2:])
+    share = min(medians.values()) / medians[chosen]
+    cells = [f"{median:.2f}" for median in medians.values()]
+    return [" × ".join(map(str, shape)), *cells, chosen, f"{share:.2f}"]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.sched_setaffinity(0, {0})  # torch.set_num_threads does not reach every product
     torch.set_num_threads(1)
-    rows = []
-    for shape in SHAPES:
-        steps = {"loop": step(experts_loop, *shape), "grouped": step(experts_grouped, *shape)}
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(given.rounds):
-            for name, run in steps.items():
-                times[name].append(milliseconds(run))
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        chosen = choose_kernel("auto", torch.device("cpu"), torch.float32, *shape[2:])
-        best = min(medians.values())
-        rows.append(
-            [
-                " × ".join(map(str, shape)),
-                *(f"{m:.2f}" for m in medians.values()),
-                chosen,
-                f"{best / medians[chosen]:.2f}",
-            ]
-        )
+    rows = [measure(shape, arguments.rounds) for shape in SHAPES]
     columns = ["experts × rows × d × h", "loop, ms", "grouped, ms", "chosen", "best / chosen"]
-    text = header(
-        "The experts' kernels on one CPU thread in fp32, forward and backward", given
-    ) + markdown_table(columns, rows)
-    print(text)
-    write_result(given.out, text)
+    title = "The experts' kernels on one CPU thread in fp32, forward and backward"
+    publish(header(title, arguments) + markdown_table(columns, rows), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The layer of ``spmd_layer.py`` as a task of ours: the same sizes, tokens and loss, its input's gradient computed too."""
+"""The layer of ``spmd_layer.py`` as a task: same sizes, tokens and loss; the input's gradient is computed too.
+
+Shapes: T tokens, D width, E experts.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ class OneLayer(Task):
         initialise(model, 0)
 
     def train_data(self) -> TensorData:
-        return TensorData(*torch.randn(2, self.samples, WIDTH, generator=torch.Generator().manual_seed(1000)))
+        generator = torch.Generator().manual_seed(1000)
+        return TensorData(*torch.randn(2, self.samples, WIDTH, generator=generator))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
         x_TD, target_TD = batch
-        made_TD, routing = model(x_TD.detach().requires_grad_())
-        return Loss((made_TD - target_TD).square().sum(), target_TD.numel(), {}, (routing.counts_E,))
+        output_TD, routing = model(x_TD.detach().requires_grad_())
+        total = (output_TD - target_TD).square().sum()
+        return Loss(total, target_TD.numel(), loads=(routing.counts_E,))

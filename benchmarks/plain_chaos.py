@@ -1,5 +1,6 @@
-"""The same model under plain Ray Train, with its own means against failures (``FailureConfig``, checkpoints by ``ray.train.report``):
-what ``chaos`` compares with. Started as a script; it trains until it is ended.
+"""The model of ``benchmarks.chaos`` under plain Ray Train, with Ray Train's own fault tolerance, for comparison.
+
+That is ``FailureConfig``, and checkpoints through ``ray.train.report``. Started as a script; it trains until it is killed:
 
     python benchmarks/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10] [--pace 0.05]
 
@@ -35,7 +36,8 @@ MODEL: dict[str, Any] = {
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
-    folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    folder = Path(config["folder"])
+    rank = ray.train.get_context().get_world_rank()
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()))
     task = Digits(Config.of(**MODEL))
     per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
@@ -54,13 +56,19 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             optimizer.step()
             step += 1
             if rank == 0:
-                with (folder / "steps.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": step, "time": time.time(), "pid": os.getpid()}) + "\n")
+                record(folder, step)
             if step % config["checkpoint_every"] == 0:
                 report(step, model, optimizer, rank)
 
 
+def record(folder: Path, step: int) -> None:
+    line = json.dumps({"step": step, "time": time.time(), "pid": os.getpid()})
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint, where there is one. Returns its step."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -72,14 +80,13 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def report(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Report the step to Ray Train, with a checkpoint from rank 0."""
     if rank != 0:
         ray.train.report({"step": step})
         return
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
-            Path(folder) / "state.pt",
-        )
+        torch.save(state, Path(folder) / "state.pt")
         ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
@@ -91,19 +98,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep in each step")
-    given = parser.parse_args()
-    folder = given.folder.resolve()
-    ray.init(
-        address="local", num_cpus=given.workers + 1, include_dashboard=False
-    )  # never a cluster that happens to run here
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    # local: never a cluster that happens to run on this machine
+    ray.init(address="local", num_cpus=arguments.workers + 1, include_dashboard=False)
     trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
             "folder": str(folder),
-            "checkpoint_every": given.checkpoint_every,
-            "pace": given.pace,
+            "checkpoint_every": arguments.checkpoint_every,
+            "pace": arguments.pace,
         },
-        scaling_config=ray.train.ScalingConfig(num_workers=given.workers),
+        scaling_config=ray.train.ScalingConfig(num_workers=arguments.workers),
         run_config=ray.train.RunConfig(
             name="plain",
             storage_path=str(folder / "storage"),

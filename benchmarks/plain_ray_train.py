@@ -1,4 +1,6 @@
-"""A Ray Train job by hand, in the form of Ray's documentation: what ``ray_start`` compares with. Started as a script.
+"""A Ray Train job in the form of Ray's documentation. ``benchmarks.ray_start`` compares with it.
+
+Started as a script:
 
     python benchmarks/plain_ray_train.py FOLDER STEPS [--checkpoint-every 10]
 
@@ -27,10 +29,12 @@ GLOBAL_BATCH = 64
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
-    folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    folder = Path(config["folder"])
+    rank = ray.train.get_context().get_world_rank()
     (folder / f"worker_{rank}.pid").write_text(str(os.getpid()))
     digits: Any = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
     per_worker = GLOBAL_BATCH // ray.train.get_context().get_world_size()
     loader = ray.train.torch.prepare_data_loader(
         DataLoader(TensorDataset(images, labels), batch_size=per_worker, shuffle=True)
@@ -46,14 +50,20 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             optimizer.step()
             step += 1
             if rank == 0:
-                with (folder / "steps.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": step, "time": time.time(), "pid": os.getpid()}) + "\n")
+                _record(folder, step)
             _report(loss.item(), step, model, optimizer, config["checkpoint_every"])
             if step == config["steps"]:
                 break
 
 
+def _record(folder: Path, step: int) -> None:
+    line = json.dumps({"step": step, "time": time.time(), "pid": os.getpid()})
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
 def _restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint, where there is one. Returns its step."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -67,15 +77,14 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def _report(
     loss: float, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_every: int
 ) -> None:
-    due = checkpoint_every and step % checkpoint_every == 0 and ray.train.get_context().get_world_rank() == 0
-    if not due:
+    """Report the loss, with a checkpoint from rank 0 every so many steps."""
+    is_due = checkpoint_every and step % checkpoint_every == 0
+    if not is_due or ray.train.get_context().get_world_rank() != 0:
         ray.train.report({"loss": loss})
         return
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
-            Path(folder) / "state.pt",
-        )
+        torch.save(state, Path(folder) / "state.pt")
         ray.train.report({"loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
@@ -86,15 +95,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--checkpoint-every", type=int, default=0)
-    given = parser.parse_args()
-    folder = given.folder.resolve()
-    ray.init(address="local")  # never a cluster that happens to run here
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    ray.init(address="local")  # never a cluster that happens to run on this machine
     trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
             "folder": str(folder),
-            "steps": given.steps,
-            "checkpoint_every": given.checkpoint_every,
+            "steps": arguments.steps,
+            "checkpoint_every": arguments.checkpoint_every,
         },
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(

@@ -1,8 +1,11 @@
-"""Trials by plain Ray Tune, each a Ray Train job in the form of Ray's documentation: what ``sweep`` compares with. Started as a script.
+"""Trials by plain Ray Tune, each a Ray Train job in the form of Ray's documentation. ``benchmarks.sweep`` compares with it.
+
+Started as a script:
 
     python benchmarks/plain_tune.py FOLDER WORKERS:BATCH:ACCUMULATION:STEPS,...
 
-Prints the seconds of all of them."""
+Prints the seconds that all trials take together.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +26,32 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
     digits: Any = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
     loader = ray.train.torch.prepare_data_loader(
         DataLoader(TensorDataset(images, labels), batch_size=config["batch"], shuffle=True)
     )
     model: Any = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    micro, begun, samples = 0, time.perf_counter(), 0
-    while micro < config["steps"] * config["accumulation"]:
+    micro = 0
+    samples = 0
+    last = config["steps"] * config["accumulation"]
+    begun = time.perf_counter()
+    while micro < last:
         for image, label in loader:
             nn.functional.cross_entropy(model(image), label).backward()
-            micro, samples = micro + 1, samples + len(image)
+            micro += 1
+            samples += len(image)
             if micro % config["accumulation"] == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-            if micro == config["steps"] * config["accumulation"]:
+            if micro == last:
                 break
     ray.train.report({"samples_per_second": samples / (time.perf_counter() - begun)})
 
 
 def trial(config: dict[str, Any]) -> None:
+    """Run one Ray Train job inside a trial of Ray Tune."""
     entry = config["trial"]
     ray.train.torch.TorchTrainer(
         train_loop_per_worker,
@@ -56,24 +65,21 @@ def trial(config: dict[str, Any]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     names = ("workers", "batch", "accumulation", "steps")
-    asked = [
-        dict(zip(names, map(int, entry.split(":")), strict=True)) | {"folder": str(folder)}
-        for entry in sys.argv[2].split(",")
-    ]
-    ray.init(
-        address="local", num_cpus=4
-    )  # a slot for each trial's own process too: those of one worker run two at a time, as ours do
+    entries = [map(int, entry.split(":")) for entry in sys.argv[2].split(",")]
+    trials = [dict(zip(names, entry, strict=True)) | {"folder": str(folder)} for entry in entries]
+    # Each trial's own process needs a slot too: with four, two trials of one worker run at a time, as in our sweep
+    ray.init(address="local", num_cpus=4)
     begun = time.perf_counter()
     results = tune.Tuner(
         tune.with_resources(trial, {"CPU": 1}),
-        param_space={"trial": tune.grid_search(asked)},
+        param_space={"trial": tune.grid_search(trials)},
         tune_config=tune.TuneConfig(max_concurrent_trials=2),
         run_config=tune.RunConfig(name="plain", storage_path=str(folder), verbose=0),
     ).fit()
-    whole = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
     if results.errors:
         raise results.errors[0]
-    sys.stdout.write(f"{len(asked)} trials in {whole:.2f} s\n")
+    sys.stdout.write(f"{len(trials)} trials in {seconds:.2f} s\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The scaling that is predicted for known devices, beside what a guide promises. Nothing is measured."""
+"""The predicted scaling of known devices, next to the efficiency that a guide promises. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 from typing import Any
 
 from benchmarks.support import header, markdown_table
-from orchestrator.cli.predict import COLUMNS, cluster_rows, scaling_cells
+from orchestrator.cli.scaling import COLUMNS, cluster_rows, scaling_cells
 from orchestrator.config.settings import Config
 from orchestrator.plan.cost.devices import catalogue
 from orchestrator.plan.cost.scaling import IMBALANCE, by_kind, parse_cluster
 
-SEED = {1: 1.0, 2: 0.95, 4: 0.87, 8: 0.81}
+PROMISED = {1: 1.0, 2: 0.95, 4: 0.87, 8: 0.81}
+"""Efficiency by the number of devices, from a guide for four L4."""
 DECODER: dict[str, Any] = {
     "task": "synthetic",
     "width": 768,
@@ -28,31 +29,31 @@ CLUSTERS = {
     "8 × L4": ("nodes=1,gpus=8,gpu=l4,link=pcie", 4),
     "8 × H200": ("nodes=1,gpus=8,gpu=h200,link=nvlink", 16),
 }
+"""A cluster and the samples of a micro-batch on each of its devices."""
 
 
-def scaling(given: argparse.Namespace) -> str:
-    """The efficiency that a guide for four L4 promises, beside the model's prediction: weak scaling, a micro-batch on each device."""
-    columns, rows = (
-        ["devices", "promised"],
-        {count: [f"{count}", f"{share:.0%}"] for count, share in SEED.items()},
-    )
+def scaling(arguments: argparse.Namespace) -> str:
+    """Return the promised efficiencies next to the predicted ones: weak scaling, one micro-batch on each device."""
+    columns = ["devices", "promised"]
+    rows = {count: [str(count), f"{share:.0%}"] for count, share in PROMISED.items()}
     details: list[list[str]] = []
     for cluster, (text, batch) in CLUSTERS.items():
         spec = parse_cluster(text)
         for model, settings in MODELS.items():
-            found, _ = cluster_rows(Config.of(**settings, batch_size=batch, precision="bf16"), spec)
-            for (kind, strategy), group in by_kind(found).items():
+            config = Config.of(**settings, batch_size=batch, precision="bf16")
+            predicted, _ = cluster_rows(config, spec)
+            for (kind, strategy), group in by_kind(predicted).items():
                 if kind == "weak":
                     columns.append(f"{cluster}, {model}, {strategy.replace('_', ' ')}")
                     for row in group:
                         rows[row.devices].append(f"{row.efficiency:.0%}")
                         details.append([columns[-1], *scaling_cells(row, spec)])
-    text = header("Scaling: promised and predicted", given) + markdown_table(
-        columns, [list(row) for row in rows.values()]
-    )
-    text += "\nWeak scaling, one micro-batch of 1,024-token samples a device (4 on an L4, 16 on an H200), bf16, no accumulation.\n"
-    text += f"{catalogue().about}\n{catalogue().links.about}\n"
-    text += (
+    table = markdown_table(columns, list(rows.values()))
+    assumptions = (
+        "\nWeak scaling, one micro-batch of 1,024-token samples a device (4 on an L4, 16 on an H200), bf16, "
+        "no accumulation.\n"
+        f"{catalogue().about}\n{catalogue().links.about}\n"
         f"Assumed in expert parallel: the busiest device has {IMBALANCE - 1:.0%} more rows than the mean.\n\n"
     )
-    return text + markdown_table(["on", *COLUMNS], details)
+    title = header("Scaling: promised and predicted", arguments)
+    return title + table + assumptions + markdown_table(["on", *COLUMNS], details)

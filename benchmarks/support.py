@@ -1,4 +1,4 @@
-"""What every benchmark prints: where and with what it was measured, and tables that can be read as they are."""
+"""Shared by all benchmarks: the command line, a header with place and versions, Markdown tables, and the result file."""
 
 from __future__ import annotations
 
@@ -10,30 +10,54 @@ from pathlib import Path
 
 from orchestrator.plan.inventory.hardware import inventory
 
+_SHOWN_VERSIONS = ("python", "torch", "cuda", "ray")
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the module's docstring, with ``--out FILE``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the result to this file too")
+    return parser
+
 
 def header(title: str, arguments: argparse.Namespace) -> str:
-    found = inventory()
-    device = found.gpus[0].name if found.gpus else f"{found.cpu_name}, {found.cores} cores"
+    """Return the head of a result: title, date, device, versions and command."""
+    hardware = inventory()
+    device = hardware.gpus[0].name if hardware.gpus else f"{hardware.cpu_name}, {hardware.cores} cores"
     versions = ", ".join(
-        f"{name} {version}"
-        for name, version in found.versions.items()
-        if name in ("python", "torch", "cuda", "ray")
+        f"{name} {version}" for name, version in hardware.versions.items() if name in _SHOWN_VERSIONS
     )
     module = Path(sys.argv[0]).stem
-    given = " ".join(_flag(k, v) for k, v in vars(arguments).items() if v not in (None, False) and k != "out")
-    return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommand: `python -m benchmarks.{module} {given}`\n\n"
+    flags = " ".join(
+        _flag(name, value)
+        for name, value in vars(arguments).items()
+        if value not in (None, False) and name != "out"
+    )
+    command = f"python -m benchmarks.{module} {flags}"
+    return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommand: `{command}`\n\n"
 
 
 def _flag(name: str, value: object) -> str:
-    words = (
-        [] if value is True else [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    )
-    return " ".join([f"--{name.replace('_', '-')}", *words])
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag, *map(str, values)])
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join('---' for _ in columns)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)]) + "\n"
+    """Return a Markdown table with a line feed at the end."""
+    head = [f"| {' | '.join(columns)} |", f"|{'|'.join('---' for _ in columns)}|"]
+    body = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return "\n".join([*head, *body]) + "\n"
+
+
+def publish(text: str, path: Path | None) -> None:
+    """Print a result, and write it to the file that ``--out`` names."""
+    print(text)
+    write_result(path, text)
 
 
 def write_result(path: Path | None, text: str) -> None:

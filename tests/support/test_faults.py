@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.chaos_table import costs, kept, recovery_table, spread, spread_table
+from benchmarks.chaos_table import costs, recovery_table, spread, spread_table, time_kept
 from orchestrator.record.events import Event
 from tests.support import run_checks as aftermath
 from tests.support.fault_injector import Injector, alive, idle_ranks
@@ -355,10 +355,10 @@ def test_a_kill_costs_the_time_to_the_next_step() -> None:
     first, second = costs(fired, events)
     assert first.next_step == pytest.approx(2.0), "the step that was recorded late is no sign of life"
     assert first.back == pytest.approx(3.0)
-    assert first.told is not None
-    assert first.told["total_seconds"] == 2.0, "the last words count"
+    assert first.recovery is not None
+    assert first.recovery["total_seconds"] == 2.0, "the last words count"
     assert second.next_step == pytest.approx(1.0)
-    assert kept([first, second], events) == pytest.approx(1 - 3.0 / 8.0)
+    assert time_kept([first, second], events) == pytest.approx(1 - 3.0 / 8.0)
     assert "| 1 | 1 | anywhere | 2 | 0.10 | – | – | – | 2.00 | 2.00 | 1 | memory |" in recovery_table([first])
     assert "| plain TorchTrainer, kill to next step done | 2 | 15.00 | 20.00 | 20.00 |" in spread_table(
         [first], [20.0, 10.0]
