@@ -1,4 +1,4 @@
-"""What a host is at, told from beside its loop: a thread says so several times a second, whatever the loop is busy with."""
+"""The heartbeat of a host: a thread reports its phase and step several times a second, while the loop works."""
 
 from __future__ import annotations
 
@@ -11,51 +11,58 @@ from typing import Literal
 
 from experts.membership import GroupMembership
 
-_BEAT_SECONDS = 0.2
+_INTERVAL_SECONDS = 0.2
 
 Phase = Literal["build", "rest", "data", "first step", "step", "evaluate", "save", "snapshot"]
 
 
 class Heartbeat:
-    """The phase and the step that a host is in. ``changes`` grows with every sign of progress."""
+    """The phase and the step of a host, set by its loop. ``num_changes`` grows with every sign of progress."""
 
     def __init__(self) -> None:
         self.phase: Phase = "build"
         self.step = 0
-        self.changes = 0
+        self.num_changes = 0
 
     def enter_phase(self, phase: Phase, step: int | None = None) -> None:
         self.phase = phase
-        self.step = self.step if step is None else step
-        self.changes += 1
+        if step is not None:
+            self.step = step
+        self.num_changes += 1
 
-    def encode(self, life: GroupMembership) -> str:
-        """As text, for those who look on."""
-        return json.dumps([self.phase, self.step, self.changes + life.completed_waits, life.waiting])
+    def encode(self, membership: GroupMembership) -> str:
+        """Return the heartbeat as text for the driver. A completed wait for the peers is progress too."""
+        progress = self.num_changes + membership.completed_waits
+        return json.dumps([self.phase, self.step, progress, membership.waiting])
 
 
 @contextmanager
-def send_heartbeats(pulse: Heartbeat, life: GroupMembership, send: Callable[[str], None]) -> Iterator[None]:
-    """Tell of the pulse for as long as the block lasts. A host whose word does not get through any more leaves the group: nobody is
-    there to lead it."""
-    over = threading.Event()
+def send_heartbeats(
+    heartbeat: Heartbeat, membership: GroupMembership, send: Callable[[str], None]
+) -> Iterator[None]:
+    """Send heartbeats from a thread for as long as the block lasts, and a last one when it ends.
 
-    def beat() -> None:
-        for count in itertools.count():
-            last = over.is_set()  # the last word tells where it ended
+    A host whose heartbeat cannot be sent leaves its group: the driver is gone or out of reach."""
+    ended = threading.Event()
+
+    def send_until_ended() -> None:
+        for number in itertools.count():
+            # Read before the heartbeat is made: the last one then shows the final phase.
+            is_last = ended.is_set()
             try:
-                send(f"{count} {pulse.encode(life)}")
+                # The number makes each text a new one, so that the driver sees that the host is alive.
+                send(f"{number} {heartbeat.encode(membership)}")
             except Exception:
-                life.leave()
+                membership.leave()
                 return
-            if last:
+            if is_last:
                 return
-            over.wait(_BEAT_SECONDS)
+            ended.wait(_INTERVAL_SECONDS)
 
-    thread = threading.Thread(target=beat, name="pulse", daemon=True)
+    thread = threading.Thread(target=send_until_ended, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()

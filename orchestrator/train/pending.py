@@ -1,4 +1,4 @@
-"""Steps whose figures are still on the device, and how they are fetched: rarely, and all at once."""
+"""Steps whose figures are still on the device, and their transfer to the host: rarely, and several at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ from orchestrator.train.totals import Totals
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """A step's sums, on the host."""
-
-    loss: float
-    norm: float
-    count: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
 class PendingStep:
     """A step whose figures are still on the device."""
 
@@ -32,22 +22,31 @@ class PendingStep:
     totals: Totals
 
 
+@dataclass(frozen=True)
+class StepFigures:
+    """The sums of one step over the global batch, on the host."""
+
+    loss: float
+    norm: float
+    count: float
+    metrics: dict[str, float]
+
+
 def fetch_figures(pending: list[PendingStep]) -> list[StepFigures]:
-    """The figures of several steps in one transfer from the device, and few kernels: one stack per figure."""
+    """Copy the figures of several steps to the host: one transfer, and one kernel per figure."""
     totals = [entry.totals for entry in pending]
-    names = list(totals[0].metrics)
-    columns: list[list[Any]] = [
-        [t.loss for t in totals],
-        [t.norm for t in totals],
-        *([t.metrics[name] for t in totals] for name in names),
-    ]
-    on_device = isinstance(totals[0].count, Tensor)
-    if on_device:
+    metric_names = list(totals[0].metrics)
+    columns: list[list[Any]] = [[t.loss for t in totals], [t.norm for t in totals]]
+    columns += [[t.metrics[name] for t in totals] for name in metric_names]
+    # A count is a tensor on the device, or an int that the host knows already.
+    counts_on_device = isinstance(totals[0].count, Tensor)
+    if counts_on_device:
         columns.append([t.count for t in totals])
     device = totals[0].loss.device
-    rows = torch.stack([torch.stack(values).to(device, torch.float64) for values in columns]).T.tolist()
-    counts = [row[-1] for row in rows] if on_device else [float(t.count) for t in totals]
-    return [
-        StepFigures(row[0], row[1], count, dict(zip(names, row[2:], strict=False)))
-        for row, count in zip(rows, counts, strict=True)
-    ]
+    table = torch.stack([torch.stack(column).to(device, torch.float64) for column in columns])
+    figures = []
+    for row, total in zip(table.T.tolist(), totals, strict=True):
+        count = row[-1] if counts_on_device else float(total.count)
+        metrics = dict(zip(metric_names, row[2:], strict=False))
+        figures.append(StepFigures(row[0], row[1], count, metrics))
+    return figures

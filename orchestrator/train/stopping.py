@@ -1,37 +1,42 @@
-"""When to stop: a wish of one worker that all follow at the same step."""
+"""A request to stop that one worker receives and all workers follow at the same step."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_BEHIND = 2  # steps that the host may run ahead of the device before it looks
+_STEPS_BEHIND = 2  # how far the host may run ahead of the device before it reads a vote
 
 
 class StopFlag:
-    """Whether a run was asked to stop. On several workers each step's sums carry the wish along; on a GPU it is read two
-    steps later, so that the device never waits for the host."""
+    """Whether a run is to stop.
 
-    def __init__(self, device: torch.device, asked: Callable[[], bool] = lambda: False) -> None:
-        self.asked, self._device = asked, device
-        self._under_way: deque[tuple[Tensor, Any]] = deque()
+    Any worker may receive the request. On several workers the sums of each step count the requests as votes, so all
+    workers stop after the same step. On a GPU a vote is read two steps later: the device never waits for the host."""
 
-    def should_stop(self, told: Tensor | None) -> bool:
-        """After a step; ``told`` is the sum of wishes, or None in one process."""
-        if told is None:
-            return self.asked()
+    def __init__(self, device: torch.device, requested: Callable[[], bool]) -> None:
+        self.requested = requested
+        self._device = device
+        self._in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def should_stop(self, votes: Tensor | None) -> bool:
+        """Return whether to stop after this step. ``votes`` is the step's sum, or None in a single process."""
+        if votes is None:
+            return self.requested()
         if self._device.type != "cuda":
-            return bool(told)
-        copied = torch.empty((), dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._under_way.append((copied, event))
-        if len(self._under_way) <= _BEHIND:
+            return bool(votes)
+        self._copy_to_host(votes)
+        if len(self._in_flight) <= _STEPS_BEHIND:
             return False
-        copied, event = self._under_way.popleft()
-        event.synchronize()
-        return bool(copied)
+        earlier_votes, copied = self._in_flight.popleft()
+        copied.synchronize()
+        return bool(earlier_votes)
+
+    def _copy_to_host(self, votes: Tensor) -> None:
+        host_votes = torch.empty((), dtype=votes.dtype, pin_memory=True).copy_(votes, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._in_flight.append((host_votes, copied))

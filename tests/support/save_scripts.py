@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from orchestrator.train.checkpoint.state import Progress
-from orchestrator.train.checkpoint.store import CheckpointStore, Contents
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
@@ -111,9 +113,7 @@ def by_the_saver(folder: Path, tell: Tell) -> None:
     """As a run does it: copied by the loop, written by a thread, told by an event."""
     saver = CheckpointWriter(
         store=CheckpointStore(checkpoints(folder), keep=KEEP),
-        model=_MODEL,
-        optimizer=_OPTIMIZER,
-        precision=Precision("fp32", torch.device("cpu")),
+        state=TrainState(_MODEL, _OPTIMIZER, Precision("fp32", torch.device("cpu"))),
         world=World.single_process(),
         log=_Told(tell),
     )
@@ -157,7 +157,7 @@ def resumed(folder: Path, tell: Tell) -> None:
     """From an older step: the later ones are put away."""
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
     try:
-        store.abandon_after(10)
+        store.set_aside_after(10)
     except OSError:
         return  # the run ends there
     tell(10)

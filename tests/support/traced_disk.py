@@ -194,7 +194,7 @@ class Disk:
             setattr(os, name, getattr(self, name))
         os.replace, os.remove = self.rename, self.unlink
         io.open = builtins.open = self.open_file
-        importlib.import_module("orchestrator.train.checkpoint.store").save_file = self.save_tensors  # pyright: ignore[reportAttributeAccessIssue]
+        importlib.import_module("orchestrator.train.checkpoint.files").save_file = self.save_tensors  # pyright: ignore[reportAttributeAccessIssue]
         sys.addaudithook(self.notice)
 
     def notice(self, event: str, details: tuple[Any, ...]) -> None:

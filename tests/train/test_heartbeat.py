@@ -35,11 +35,11 @@ class Heard(list[str]):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.005)
+    monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.005)
 
 
 def pulses() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pulse"]
+    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 def test_a_host_begins_by_building() -> None:
@@ -76,7 +76,7 @@ def test_it_beats_while_the_loop_is_busy() -> None:
 
 
 def test_the_last_word_tells_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BEAT_SECONDS", 600.0)
+    monkeypatch.setattr(module, "_INTERVAL_SECONDS", 600.0)
     heard, pulse = Heard(), Heartbeat()
     with send_heartbeats(pulse, GroupMembership(), heard):
         heard.wait(1)

@@ -12,7 +12,7 @@ from torch import nn
 from orchestrator.record.events import by_step, effective_events, of_kind, read_events
 from orchestrator.record.summary import summarise
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.loop import is_better
+from orchestrator.train.validation import is_better
 from tests.train.worker.test_build import run
 
 

@@ -1,5 +1,7 @@
-"""Memory that copies of a host's state are put into. A GPU writes fast only to memory that is pinned, and while memory is being pinned
-the GPU is given nothing to do: most of that time goes into finding the pages. So they are found beforehand, beside the steps."""
+"""Host memory for snapshots.
+
+A GPU copies fast only to pinned memory, and pinning stalls the GPU; most of that time goes into faulting in the pages.
+So a thread maps and touches the pages beforehand, while the steps go on."""
 
 from __future__ import annotations
 
@@ -10,60 +12,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SPARE = 2**16  # bytes beyond what is asked for: a copy may be a little larger than the one before
+_SPARE_BYTES = 2**16  # a snapshot may be a little larger than the one before
 
 
 class PinnedBuffers:
-    """Two, used in turn: one is filled while the other's copy is fetched. They stay for as long as the process."""
+    """Two buffers used in turn: one is filled while the driver fetches the other's snapshot.
+
+    They last as long as the process, so a host that joins another group uses them again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._making: threading.Thread | None = None
-        self._asked = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._allocation: threading.Thread | None = None
+        self._prepared_bytes = 0
 
-    def prepare(self, size: int) -> None:
-        """Both are going to be about this large. On a CPU memory is had at once."""
-        if self._device.type != "cuda" or size <= self._asked:
+    def prepare(self, num_bytes: int) -> None:
+        """Start to allocate both buffers in the background. On a CPU there is nothing to prepare."""
+        if self._device.type != "cuda" or num_bytes <= self._prepared_bytes:
             return
-        self._wait()
-        self._asked = size + _SPARE
-        self._making = threading.Thread(target=self._enlarge, args=(size,), name="rooms", daemon=True)
-        self._making.start()
+        self._wait_for_allocation()
+        self._prepared_bytes = num_bytes + _SPARE_BYTES
+        self._allocation = threading.Thread(
+            target=self._enlarge, args=(num_bytes,), name="pinned-buffers", daemon=True
+        )
+        self._allocation.start()
 
-    def next_buffer(self, size: int) -> Tensor:
-        """The one whose copy has been handed on longest."""
-        self._wait()
-        self._rooms.reverse()
-        if self._rooms[0].numel() < size:
-            self._replace(0, size)
-        return self._rooms[0]
+    def next_buffer(self, num_bytes: int) -> Tensor:
+        """Return the buffer whose snapshot is the older one."""
+        self._wait_for_allocation()
+        self._buffers.reverse()
+        if self._buffers[0].numel() < num_bytes:
+            self._replace(0, num_bytes)
+        return self._buffers[0]
 
-    def _wait(self) -> None:
-        if self._making is not None:
-            self._making.join()
-            self._making = None
+    def _wait_for_allocation(self) -> None:
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
 
-    def _enlarge(self, size: int) -> None:
-        for number, room in enumerate(self._rooms):
-            if room.numel() < size:
-                self._replace(number, size)
+    def _enlarge(self, num_bytes: int) -> None:
+        for index, buffer in enumerate(self._buffers):
+            if buffer.numel() < num_bytes:
+                self._replace(index, num_bytes)
 
-    def _replace(self, number: int, size: int) -> None:
-        old, self._rooms[number] = self._rooms[number], self._made(size + _SPARE)
-        if (
-            self._device.type == "cuda" and old.numel()
-        ):  # whoever reads it still may: it is only pinned no more
-            torch.cuda.check_error(_cuda().cudaHostUnregister(old.data_ptr()))
+    def _replace(self, index: int, num_bytes: int) -> None:
+        old = self._buffers[index]
+        self._buffers[index] = self._allocate(num_bytes + _SPARE_BYTES)
+        if self._device.type == "cuda" and old.numel():
+            # Unpin only: a reader that still holds the old buffer may go on reading it.
+            torch.cuda.check_error(_cudart().cudaHostUnregister(old.data_ptr()))
 
-    def _made(self, size: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> Tensor:
         if self._device.type != "cuda":
-            return torch.empty(size, dtype=torch.uint8)
-        room = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        room.zero_()  # finds the pages
-        torch.cuda.check_error(_cuda().cudaHostRegister(room.data_ptr(), size, 0))
-        return room
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        buffer.zero_()  # faults in the pages
+        torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        return buffer
 
 
-def _cuda() -> Any:
+def _cudart() -> Any:
     return torch.cuda.cudart()

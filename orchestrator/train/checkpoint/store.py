@@ -1,53 +1,29 @@
-"""Checkpoints on disk: safetensors and JSON under a manifest of hashes, published by one rename.
+"""The checkpoints of a run: saved by one rename, retained, repaired after a crash, and found again.
 
-    checkpoints/step_00000040/
-        model.safetensors       parameters and buffers, by name and global expert id
-        optimizer.safetensors   optimizer state, under the same names
-        state.json              step, position in the data, best result, loss scale, random states
-        manifest.json           the name, size and sha256 of each of the above
+A folder named ``step_...`` is complete: it was written under another name, synced and renamed. Other names:
 
-A folder of that name is complete: it was written under another name, synced and renamed. Nothing is ever unpickled."""
+    .writing_step_...    being written, or left by a killed save
+    .replaced_step_...   an older checkpoint of a step that is being saved again
+    .removing_step_...   being removed
+    abandoned_step_...   later than the step that the run resumed from"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import shutil
-import stat
-from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from orchestrator.errors import CheckpointDamaged
+from orchestrator.train.checkpoint.files import Contents, load, step_name, step_of, sync, write_checkpoint
 
-from orchestrator.errors import CheckpointDamaged, UserError
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step_(\d{8,18})")
-_MEMBER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _REPLACED = ".replaced_"
-_LONGEST_MANIFEST, _LONGEST_STATE = 2**24, 2**28
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds: tensors by file stem, and plain values."""
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that was passed over, and why."""
+    """A damaged checkpoint that was passed over, and its first defect."""
 
     path: Path
     reason: str
@@ -56,114 +32,132 @@ class Skipped:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int = 3, mend: bool = True) -> None:
-        """``mend`` puts right what a killed save left; one worker's to do."""
-        self.folder, self.keep, self._anchored = folder, keep, False
-        if mend:
-            with suppress(OSError):  # they are found under the names they have, too
-                self._mend()
+    def __init__(self, folder: Path, keep: int = 3, repair: bool = True) -> None:
+        """``repair`` cleans up after a killed save; only one worker may do it."""
+        self.folder = folder
+        self.keep = keep
+        self._parents_synced = False
+        if repair:
+            # On a read-only disk they stay as they are: ``newest_first`` finds them under either name.
+            with suppress(OSError):
+                self._repair()
 
-    def _mend(self) -> None:
-        """A save over a step was killed between its two renames: the older one takes its place again. One killed later: it goes."""
+    def _repair(self) -> None:
+        """Complete saves over an existing step that were killed.
+
+        Killed between the two renames, the older checkpoint gets its name back. Killed later, it is removed."""
         for path in self.folder.glob(f"{_REPLACED}step_*"):
             final = self.folder / path.name.removeprefix(_REPLACED)
             if not final.exists():
                 os.rename(path, final)
             else:
-                _sync(self.folder)
+                sync(self.folder)
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, contents: Contents) -> Path:
         """Write a checkpoint. When this returns, it survives the loss of the process and of power."""
         self._make_folder()
-        beside = self.folder / f".writing_{_named(step)}"
-        shutil.rmtree(beside, ignore_errors=True)
+        unfinished = self.folder / f".writing_{step_name(step)}"
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            _write_whole(beside, step, contents)
-            return self._publish(beside, step)
-        except Exception:  # a full disk, for one: half a checkpoint must not keep it full
-            shutil.rmtree(beside, ignore_errors=True)
+            write_checkpoint(unfinished, step, contents)
+            return self._publish(unfinished, step)
+        except Exception:
+            # The disk may be full: half a checkpoint must not keep it full.
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
     def _make_folder(self) -> None:
-        """The folders above may be new too, and a folder whose name was not synced can be lost with all that is in it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for above in () if self._anchored else self.folder.resolve().parents:
-            with suppress(OSError):  # not ours, as a rule, and there for long
-                _sync(above)
-        self._anchored = True
+        """Create the folder, and sync the names of all folders above it.
 
-    def _publish(self, beside: Path, step: int) -> Path:
-        """Give a written checkpoint its name. Where the same step was saved before a restart, that one makes room, and is there under
-        one name or the other until the new one is safe."""
-        final, replaced = self.folder / _named(step), self.folder / f"{_REPLACED}{_named(step)}"
-        over = final.exists()
-        if over:
+        They may be new too, and a folder whose name was not synced can be lost with everything in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._parents_synced:
+            return
+        for parent in self.folder.resolve().parents:
+            # Most of them belong to others and have existed for long.
+            with suppress(OSError):
+                sync(parent)
+        self._parents_synced = True
+
+    def _publish(self, unfinished: Path, step: int) -> Path:
+        """Give a complete checkpoint its final name.
+
+        A restarted run may save a step again. The older checkpoint is renamed first, and removed only when the new
+        one is safe: at any time one of the two is there."""
+        final = self.folder / step_name(step)
+        replaced = self.folder / f"{_REPLACED}{step_name(step)}"
+        replaces = final.exists()
+        if replaces:
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
         try:
-            os.rename(beside, final)
+            os.rename(unfinished, final)
         except OSError:
-            if over:
+            if replaces:
                 os.rename(replaced, final)
             raise
-        _sync(self.folder)
+        sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
-    def retain(self, best: int | None) -> None:
-        """Drop all but the newest few and the best one, and what a killed save or removal left behind. What cannot be removed now is
-        when the next one is saved."""
-        found = self.newest_first()
-        kept = {*(step for step, _ in found[: self.keep]), best}
+    def retain(self, best_step: int | None) -> None:
+        """Remove all but the newest few and the best one, and the remains of killed saves and removals.
+
+        What cannot be removed now is tried again after the next save."""
+        checkpoints = self.newest_first()
+        retained = {*(step for step, _ in checkpoints[: self.keep]), best_step}
         with suppress(OSError):
-            self._clear()
-            self._remove([path for step, path in found if step not in kept])
+            self._remove_remains()
+            self._remove([path for step, path in checkpoints if step not in retained])
 
     def _remove(self, paths: list[Path]) -> None:
-        """Out of sight first, each in one step, then away: a kill in between leaves no half a checkpoint under a good name. The names
-        are synced before: a loss of power could bring them back, and not all that they held."""
+        """Remove checkpoints. Each is renamed first: a kill in between leaves no half checkpoint under a good name.
+
+        The renames are synced before any file goes: else a loss of power could restore a name without its files."""
         for path in paths:
             os.rename(path, path.with_name(f".removing_{path.name.removeprefix(_REPLACED)}"))
         if paths:
-            _sync(self.folder)
-            self._clear()
+            sync(self.folder)
+            self._remove_remains()
 
-    def _clear(self) -> None:
-        standing = {path for _, path in self.newest_first()}
+    def _remove_remains(self) -> None:
+        complete = {path for _, path in self.newest_first()}
         for path in self.folder.glob(".*_step_*"):
-            if path not in standing:
+            if path not in complete:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def abandon_after(self, step: int) -> None:
-        """The run goes on from ``step``: later checkpoints are of a past that is no longer its own, or damaged. They are
-        renamed out of the way, so that none of them outlives or outranks what is saved from now on."""
-        later = [(of, path) for of, path in self.newest_first() if of > step]
-        for of, path in later:
-            aside = self.folder / f"abandoned_{_named(of)}"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(path, aside)
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints later than ``step``, which the run resumes from.
+
+        They are damaged, or of steps that the run will do again: none may outlive or outrank the new ones."""
+        later = [(other, path) for other, path in self.newest_first() if other > step]
+        for other, path in later:
+            abandoned = self.folder / f"abandoned_{step_name(other)}"
+            shutil.rmtree(abandoned, ignore_errors=True)
+            os.rename(path, abandoned)
         if later:
-            _sync(self.folder)
+            sync(self.folder)
 
     def newest_first(self) -> list[tuple[int, Path]]:
-        """Steps and their folders. One that made room for another which never came stands for its step."""
-        names = (
-            {path.name for path in self.folder.iterdir() if path.is_dir()}
-            if self.folder.is_dir()
-            else set[str]()
-        )
-        whole = [name for name in names if name.startswith("step_")]
-        whole += [
-            name for name in names if name.startswith(_REPLACED) and name.removeprefix(_REPLACED) not in names
-        ]
-        steps = {name: _step_of(name.removeprefix(_REPLACED)) for name in whole}
-        return sorted(
-            ((step, self.folder / name) for name, step in steps.items() if step is not None), reverse=True
-        )
+        """Return the steps and folders of all complete checkpoints.
+
+        A replaced checkpoint counts as long as its successor does not exist."""
+        if not self.folder.is_dir():
+            return []
+        names = {path.name for path in self.folder.iterdir() if path.is_dir()}
+        checkpoints = []
+        for name in names:
+            final_name = name.removeprefix(_REPLACED)
+            if name != final_name and final_name in names:
+                continue
+            step = step_of(final_name)
+            if step is not None:
+                checkpoints.append((step, self.folder / name))
+        return sorted(checkpoints, reverse=True)
 
     def newest_good(self) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
-        """The newest checkpoint whose every byte is as it was written, and the newer ones that were not."""
+        """Return the newest checkpoint whose every byte is as written, and the damaged ones that are newer."""
         skipped: list[Skipped] = []
         for _, path in self.newest_first():
             try:
@@ -171,147 +165,3 @@ class CheckpointStore:
             except CheckpointDamaged as error:
                 skipped.append(Skipped(path, str(error)))
         return None, skipped
-
-
-def _named(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _step_of(name: str) -> int | None:
-    """The step that a folder's name says; None where we would not write it so."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and _named(int(match[1])) == name else None
-
-
-def _write_whole(folder: Path, step: int, contents: Contents) -> None:
-    folder.mkdir()
-    for stem, tensors in contents.tensors.items():
-        save_file(dict(tensors), folder / f"{stem}.safetensors")
-    _write_json(folder / "state.json", dict(contents.state))
-    files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
-    _write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
-
-
-def load(path: Path, without: Set[str] = frozenset()) -> Contents:
-    """Verify a checkpoint and read it, but for the tensors ``without`` which the reader can do, by their names in the model.
-    Raises CheckpointDamaged with the first thing that is wrong."""
-    files = verify(path)
-    try:
-        tensors = {
-            name.removesuffix(".safetensors"): _read(path / name, without)
-            for name in files
-            if name.endswith(".safetensors")
-        }
-        with _opened(path / "state.json") as file:
-            state = json.loads(file.read(_LONGEST_STATE))
-        if not isinstance(state, dict):
-            raise ValueError(f"state.json holds a {type(state).__name__}")
-    except (SafetensorError, ValueError, OSError, KeyError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path.name}: cannot be read: {error}") from None
-    return Contents(tensors, state)
-
-
-def _read(path: Path, without: Set[str]) -> dict[str, Tensor]:
-    """A file's tensors. An optimizer's have their slot before their name."""
-    if not without:
-        return load_file(path)
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()  # a safetensors handle is not iterable itself
-        return {name: file.get_tensor(name) for name in names if not {name, name.partition("/")[2]} & without}
-
-
-def verify(path: Path) -> list[str]:
-    """Check every file against the manifest, and the manifest against itself. Returns the names of the files."""
-    if not path.is_dir():
-        raise UserError(f"there is no checkpoint at {path}")
-    manifest = _read_manifest(path)
-    found = {p.name for p in path.iterdir()} - {MANIFEST}
-    if found != set(manifest["files"]):
-        missing, extra = set(manifest["files"]) - found, found - set(manifest["files"])
-        raise CheckpointDamaged(
-            f"{path.name}: missing {sorted(missing) or 'nothing'}, not of it {sorted(extra) or 'nothing'}"
-        )
-    for name, expected in manifest["files"].items():
-        try:
-            actual = _describe(path / name, expected["bytes"])
-        except OSError as error:
-            raise CheckpointDamaged(
-                f"{path.name}: {name} cannot be read: {error.strerror or error}"
-            ) from None
-        if actual != expected:
-            what = "size" if actual["bytes"] != expected["bytes"] else "sha256"
-            raise CheckpointDamaged(
-                f"{path.name}: {name} has {what} {actual[_KEY[what]]}, the manifest says {expected[_KEY[what]]}"
-            )
-    return sorted(manifest["files"])
-
-
-_KEY = {"size": "bytes", "sha256": "sha256"}
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        with _opened(path / MANIFEST) as file:
-            data = file.read(_LONGEST_MANIFEST)
-        manifest = json.loads(data)
-        names = manifest["files"]
-        sound = all(
-            _MEMBER.fullmatch(name) and set(entry) == {"bytes", "sha256"} for name, entry in names.items()
-        )
-        said, step = manifest["format"], manifest["step"]
-        # only what we would write ourselves, byte for byte, is ours: a flipped bit anywhere in the manifest shows
-        sound = sound and data == _json_bytes(manifest) and manifest.get("digest") == _digest(manifest)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({type(error).__name__})") from None
-    match = _NAME.fullmatch(path.name)
-    if not sound:
-        raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
-    if said != FORMAT:
-        raise CheckpointDamaged(f"{path.name}: format {said}; this version reads format {FORMAT}")
-    if match and int(match[1]) != step:
-        raise CheckpointDamaged(f"{path.name}: the manifest is of step {step}")
-    return manifest
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_json_bytes({k: v for k, v in content.items() if k != "digest"})).hexdigest()
-
-
-def _json_bytes(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, indent=1).encode()
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    if path.name == MANIFEST:
-        content = content | {"digest": _digest(content)}
-    path.write_bytes(_json_bytes(content))
-
-
-def _describe(path: Path, expected: int | None = None) -> dict[str, Any]:
-    """Size and hash of a file; of one that has not the ``expected`` size its size alone."""
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        whole = expected is None or size == expected
-        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if whole else ""}
-
-
-def _opened(path: Path) -> BufferedReader:
-    """A file of a checkpoint. Links lead elsewhere, and a pipe or a device has no end: neither is one."""
-    if path.is_symlink():
-        raise OSError("it is a link")
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is no regular file")
-    return file
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

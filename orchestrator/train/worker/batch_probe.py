@@ -1,17 +1,22 @@
-"""Short runs at a given batch size: for ``--batch-size auto`` and for ``bench``."""
+"""Measures batch sizes with a few steps each: for ``--batch-size auto`` and for ``bench``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, largest_fitting
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.planning import Plan, plan
+from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch, as_dataset, to_device
+from orchestrator.train.batches import to_device
+from orchestrator.train.data import Feed, MicroBatch, StepBatch, as_dataset
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
@@ -60,41 +65,42 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     max_useful = max(1, max_samples // world.size)
     data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
+    single = World.single_process(world.device)
 
-    def try_(batch: int) -> BatchTrial:
-        return agreed(world, probe(config, plan, task, World.single_process(world.device), data, batch))
+    def probe_on_all(batch: int) -> BatchProbe:
+        return _worst(world, probe(config, plan, task, single, data, batch))
 
     if world.device.type != "cuda":
-        return fastest_batch(try_, min(8, most), most, float("inf"))
-    guess = largest_fitting(facts, most, plan.activation_checkpointing.value, limit)
-    return largest_batch(try_, limit, max(1, guess), most)
+        return fastest_batch(probe_on_all, min(_CPU_START, max_useful), max_useful, float("inf"))
+    estimate = largest_fitting(facts, max_useful, plan.activation_checkpointing.value, limit)
+    return largest_batch(probe_on_all, limit, max(1, estimate), max_useful)
 
 
-def agreed(world: World, found: BatchTrial) -> BatchTrial:
-    """The worst of what the workers found: the most memory, the least speed, and failed if it failed anywhere."""
+def _worst(world: World, result: BatchProbe) -> BatchProbe:
+    """Return the worst result of all workers: most memory, least speed, and failed if it failed anywhere."""
     failed, peak, slowness = world.all_reduce_max(
-        [float(found.peak is None), found.peak or 0.0, -found.samples_per_second]
+        [float(result.peak is None), result.peak or 0.0, -result.samples_per_second]
     )
-    return BatchTrial(found.batch, None if failed else peak, 0.0 if failed else -slowness)
+    return BatchProbe(result.batch, None if failed else peak, 0.0 if failed else -slowness)
 
 
-def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> BatchTrial:
-    """Two whole optimizer steps at a batch size, with a model of their own."""
+def probe(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> BatchProbe:
+    """Run two whole optimizer steps at a batch size, with a model of their own."""
     free_cached(world.device)
     reset_peak(world.device)
     try:
-        speed = _measure(config, at_batch(plan, batch), task, world, data, batch)
+        speed = _samples_per_second(config, _plan_with_batch(plan, batch), task, world, data)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return BatchTrial(batch, None, 0.0)
+        return BatchProbe(batch, None, 0.0)
     finally:
         free_cached(world.device)
     peak = float(peak_memory(world.device)["allocated"]) if world.device.type == "cuda" else 0.0
-    return BatchTrial(batch, peak, speed)
+    return BatchProbe(batch, peak, speed)
 
 
-def at_batch(plan: Plan, batch: int) -> Plan:
+def _plan_with_batch(plan: Plan, batch: int) -> Plan:
     return replace(
         plan,
         batch_size=Choice(batch, "probe"),
@@ -103,31 +109,38 @@ def at_batch(plan: Plan, batch: int) -> Plan:
     )
 
 
-def _measure(config: Config, plan: Plan, task: Task, world: World, data: object, batch: int) -> float:
-    stepper = build_stepper(config, world, build_parts(config, plan, task, world), batch, _raise_on_oom)
-    portion = first_batch(data, world, batch)
-    _one_step(stepper, portion, 0)
-    begun, steps = perf_counter(), 0
-    while steps < 1 or (world.device.type == "cpu" and perf_counter() - begun < _SECONDS and steps < 64):
-        steps += 1
-        _one_step(stepper, portion, steps)
-    return batch * steps / (perf_counter() - begun)
+def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, data: object) -> float:
+    batch_size = plan.batch_size.value
+    stepper = build_stepper(
+        config, world, build_parts(config, plan, task, world), batch_size, _raise_out_of_memory
+    )
+    batch = first_batch(data, world, batch_size)
+    on_cpu = world.device.type == "cpu"
+    _run_step(stepper, batch, 0)
+    began_s = perf_counter()
+    num_steps = 0
+    while num_steps < 1 or (
+        on_cpu and perf_counter() - began_s < _CPU_SECONDS and num_steps < _CPU_MAX_STEPS
+    ):
+        num_steps += 1
+        _run_step(stepper, batch, num_steps)
+    return batch_size * num_steps / (perf_counter() - began_s)
 
 
-def _one_step(stepper: Stepper, portion: StepBatch, step: int) -> None:
-    stepper.run(portion, step)
+def _run_step(stepper: Stepper, batch: StepBatch, step: int) -> None:
+    stepper.run(batch, step)
     if stepper.world.device.type == "cuda":
         torch.cuda.synchronize(stepper.world.device)
 
 
-def _raise_on_oom(event: str, **fields: object) -> None:
-    """A probe that would go on in halves has failed."""
+def _raise_out_of_memory(event: str, **fields: object) -> None:
+    """Fail where a run would go on in halves: the batch does not fit."""
     if event == "oom":
         raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
 
 
-def first_batch(data: object, world: World, batch: int) -> StepBatch:
-    """A batch of the first samples, begun again where there are too few. It stays on the device."""
+def first_batch(data: object, world: World, size: int) -> StepBatch:
+    """Return a batch of the first samples, kept on the device. A short data set is repeated."""
     if isinstance(data, Gatherable):
         loaded = to_device(data.gather(torch.arange(size) % len(data)), world.device, pin=False)
     else:
@@ -139,13 +152,16 @@ def first_batch(data: object, world: World, batch: int) -> StepBatch:
 
 
 class _Repeated:
+    """A data set of a given length that repeats the samples of another one."""
+
     def __init__(self, data: object, length: int) -> None:
-        self._data, self._length = data, length
+        self._data: Any = data
+        self._length = length
         if hasattr(data, "collate"):
-            self.collate = data.collate  # pyright: ignore[reportAttributeAccessIssue]
+            self.collate = self._data.collate
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> object:
-        return self._data[index % len(self._data)]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        return self._data[index % len(self._data)]

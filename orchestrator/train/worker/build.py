@@ -1,34 +1,25 @@
-"""One worker's parts put together from a config, a plan and a task: the only place that knows them all."""
+"""Builds the training of one worker from a config, a plan and a task, and restores the state it starts from."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from experts.balance import moe_layers
-from experts.bank import without_memory
-from experts.expert_state import is_expert_parallel, remote_expert_names
-from experts.model import mix, place
+from experts.model import mix
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
-from orchestrator.train.checkpoint.snapshots import HostSnapshots, Snapshots, SnapshotTarget, merge_snapshots
-from orchestrator.train.checkpoint.state import Progress, restore, restore_model
-from orchestrator.train.checkpoint.store import CheckpointStore, Contents, Skipped, load
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
+from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
-from orchestrator.train.data import Feed, LoaderOptions, seed_host
+from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
@@ -60,15 +51,16 @@ def build_training(
     config, plan, task = worker.prepared.resolved.config, worker.prepared.plan, worker.prepared.task
     world, log = worker.world, worker.log
     parts = build_parts(config, plan, task, world, log.write, host_of)
-    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, mend=world.is_main)
+    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
     feed = build_feed(plan, task, world, config.run.seed)
     evaluation = build_evaluation(config, plan, task, world, parts)
     # Everything above may draw random numbers. A resumed run restores its own generators below.
-    seed_host(mix(config.run.seed, "run"))
+    seed_python_and_numpy(mix(config.run.seed, "run"))
     if resume is not None and resume.snapshots:
-        progress = restore_snapshots(resume.snapshots, parts, world, log)
+        progress = restore_snapshots(resume.snapshots, parts.state, world, log)
     else:
-        progress = restore_checkpoint(config, parts, store, world, log, again=resume is not None)
+        restarted = resume is not None
+        progress = restore_checkpoint(config, parts.state, store, world, log, restarted)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total_steps = _last_step(config, plan, feed, progress)
@@ -76,15 +68,16 @@ def build_training(
         message = f"the run now ends at step {total_steps}; the schedule follows"
         log.write("warning", kind="schedule", message=message)
         parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
+    # In lockstep all workers do passes of the same size, the mean; else each worker its own largest.
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
-    state = (parts.model, parts.optimizer.inner, parts.precision)
+    snapshot_every = config.checkpoint.snapshot_every
     return Training(
         stepper=build_stepper(config, world, parts, micro_batch, log.write),
         feed=feed,
-        cadence=build_cadence(config, plan, total_steps),
+        cadence=_build_cadence(config, plan, total_steps),
         progress=progress,
         log=log,
-        saver=CheckpointWriter(store, *state, world, log),
+        checkpoints=CheckpointWriter(store, parts.state, world, log),
         evaluation=evaluation,
         snapshots=Snapshots(snapshot_every, parts.state, world, snapshots) if snapshots else None,
     )
@@ -154,10 +147,12 @@ def _build_cadence(config: Config, plan: Plan, total_steps: int) -> Cadence:
 
 
 def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int:
-    """Where the run ends, counted from where it stands: with another batch size than before, not where the plan says."""
+    """Return the step at which the run ends.
+
+    A resumed run counts from its progress: with another batch size than before, it does not end where the plan says."""
     if progress.step == 0 or config.run.debug:
         return plan.total_steps.value
-    steps_in_epoch = -(-(feed.samples - progress.position) // feed.global_batch)
+    steps_in_epoch = -(-(feed.num_samples - progress.position) // feed.global_batch)
     later_epochs = max(0, config.run.epochs - progress.epoch - 1)
     remaining = steps_in_epoch + later_epochs * feed.steps_per_epoch
     if progress.epoch >= config.run.epochs:

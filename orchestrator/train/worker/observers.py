@@ -1,60 +1,91 @@
-"""Who watches a run from outside its loop: the screen, the trackers, and the person at the keyboard."""
+"""Observers of a run in this process: event log, trackers, machine monitor, and the signals that stop it."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from orchestrator.config.reader import to_json
 from orchestrator.config.settings import Config
-from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.config.writer import to_json
+from orchestrator.plan.inventory.hardware import inventory, secret_values
 from orchestrator.record.events import EventLog
+from orchestrator.record.log import Log
+from orchestrator.record.monitor import Monitor
 from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.run_dir import PreparedRun
 
 
 @contextmanager
 def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLog]:
-    """The event log with all who read along."""
+    """Yield the event log of a run, with the screen and the trackers as its listeners."""
 
     def warn(message: str) -> None:
         log.write("warning", kind="tracker", message=message)
 
     secrets = secret_values()
-    shown = mask_tree(to_json(config), secrets)
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, shown, on_warning=warn)
+    settings = mask_tree(to_json(config), secrets)
+    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, settings, on_warning=warn)
     log = EventLog(run_dir / "events.jsonl", [screen, trackers], secrets)
     try:
         yield log
     finally:
-        with suppress(ValueError):  # after a failure the log is closed already
+        # After a failure the log is closed already, and a tracker's warning cannot be written.
+        with suppress(ValueError):
             trackers.close()
         screen.close()
         log.close()
 
 
 @contextmanager
+def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yield a function that returns the newest reading of the machine.
+
+    The monitor warns from its own thread, and the log belongs to the loop's thread: warnings are queued, and written
+    when a reading is taken."""
+    # The plan's inventory may be of another node.
+    hardware = prepared.inventory if world.size == 1 else inventory()
+    gpus = hardware.gpus if world.device.type == "cuda" else ()
+    if world.size == 1:
+        gpus = [gpu for gpu in gpus if gpu.index == world.device.index]
+    warnings: deque[str] = deque()
+    monitor = Monitor(tuple(gpu.uuid or gpu.index for gpu in gpus), on_warning=warnings.append)
+
+    def newest_reading() -> dict[str, Any]:
+        while warnings:
+            log.write("warning", kind="memory", message=warnings.popleft())
+        return monitor.event_fields()
+
+    with monitor:
+        yield newest_reading
+
+
+@contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM ask the loop to stop at the next step; a second SIGINT stops at once. In a thread other than the
-    main one signals are not ours."""
-    asked = threading.Event()
+    """Yield a function that says whether SIGINT or SIGTERM has asked the run to stop after the current step.
+
+    A second SIGINT stops at once. Only the main thread may handle signals; in another thread they stay as they are."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield requested.is_set
         return
 
-    def ask(number: int, _: Any) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+    def handle(number: int, _: FrameType | None) -> None:
+        if requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        requested.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier_handlers.items():
             signal.signal(number, handler)

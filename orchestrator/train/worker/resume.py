@@ -1,22 +1,22 @@
-"""The point that a restarted worker resumes from."""
+"""The point that a run starts from: fresh, from given weights, from a checkpoint, or from snapshots in memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from orchestrator.train.checkpoint.snapshots import HostSnapshots
-
-
-@dataclass(frozen=True)
-class PastFailure:
-    """The failure that a worker was restarted after. Times are unix seconds."""
-
-    attempt: int
-    reason: str
-    failed_at: float
-    detected_at: float
-    workers_before: int
-    last_step: int
+from experts.expert_state import remote_expert_names
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.record.log import Log
+from orchestrator.train.checkpoint.files import Contents, load
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.restore import restore, restore_model
+from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.checkpoint.store import CheckpointStore, Skipped
+from orchestrator.train.parts.world import World
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,91 @@ class ResumeFrom:
     """The state of all hosts, as the driver kept it in memory."""
     halvings: int = 0
     """How often the micro-batch was halved because a worker ran out of memory."""
-    failure: PastFailure | None = None
-    """Set where the worker itself records the cost of the recovery."""
+
+
+def check_start_checkpoint(config: Config) -> None:
+    """Refuse a checkpoint that does not exist, before anything is created."""
+    resume = config.checkpoint.resume
+    init_from = config.checkpoint.init_from
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise UserError(
+            f"--resume {resume}: there is no such folder; give a checkpoint or a run folder, or auto"
+        )
+    if init_from is not None and not init_from.is_dir():
+        raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
+
+
+def restore_snapshots(snapshots: HostSnapshots, state: TrainState, world: World, log: Log) -> Progress:
+    """Restore the snapshots of all hosts. Return their progress."""
+    contents = merge_snapshots(snapshots, world.rank, remote_expert_names(state.model))
+    progress = restore(contents, state)
+    log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
+    return progress
+
+
+def restore_checkpoint(
+    config: Config, state: TrainState, store: CheckpointStore, world: World, log: Log, restarted: bool = False
+) -> Progress:
+    """Restore what ``--resume`` or ``--init-from`` asks for. Return the progress that the run starts with.
+
+    A run that was ``restarted`` after a failure resumes from its own newest checkpoint. As long as it has none, it
+    starts again where the user asked it to start."""
+    check_start_checkpoint(config)
+    settings = config.checkpoint
+    if restarted and _has_checkpoints(store, world):
+        settings = replace(settings, resume="auto", init_from=None)
+    not_needed = remote_expert_names(state.model)
+    if settings.init_from is not None:
+        path, contents, _ = _load_on_all(str(settings.init_from), store, world, not_needed)
+        assert contents is not None
+        restore_model(contents, state.model)
+        log.write("resume", step=0, path=str(path), skipped=[], weights_only=True)
+        return Progress()
+    if settings.resume is None:
+        return Progress()
+    path, contents, skipped = _load_on_all(settings.resume, store, world, not_needed)
+    progress = Progress() if contents is None else restore(contents, state)
+    if world.is_main:
+        store.set_aside_after(progress.step)
+    skipped_fields = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
+    log.write("resume", step=progress.step, path=path.name if path else None, skipped=skipped_fields)
+    return progress
+
+
+def _has_checkpoints(store: CheckpointStore, world: World) -> bool:
+    """Whether the run has checkpoints of its own. The main worker looks: all must decide the same."""
+    count = len(store.newest_first()) if world.is_main else None
+    return bool(world.broadcast_value("own checkpoints", count))
+
+
+def _load_on_all(
+    resume: str, store: CheckpointStore, world: World, not_needed: Set[str]
+) -> tuple[Path | None, Contents | None, list[Skipped]]:
+    """Load the same checkpoint on all workers. The main worker chooses it; each loads the tensors that it needs."""
+    found, skipped = find_checkpoint(resume, store) if world.is_main else (None, [])
+    # To verify a checkpoint takes as long as it is large: the others wait without a time limit.
+    world.wait_for_main("checkpoint")
+    message = {"path": str(found[0]) if found else None} if world.is_main else None
+    chosen = world.broadcast_value("checkpoint", message)["path"]
+    if chosen is None:
+        return None, None, skipped
+    if found is not None:
+        return *found, skipped
+    return Path(chosen), load(Path(chosen), not_needed), skipped
+
+
+def find_checkpoint(
+    resume: str, store: CheckpointStore
+) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
+    """Return the checkpoint that ``--resume`` names, and the damaged ones that were passed over.
+
+    ``auto`` is the run's own newest good checkpoint. A path is that checkpoint, or a run folder's newest good one."""
+    if resume == "auto":
+        return store.newest_good()
+    path = Path(resume)
+    if (path / "manifest.json").exists() or not (path / "checkpoints").is_dir():
+        return (path, load(path)), []
+    found, skipped = CheckpointStore(path / "checkpoints", repair=False).newest_good()
+    if found is None:
+        raise UserError(f"--resume {resume}: no good checkpoint there ({len(skipped)} damaged)")
+    return found, skipped

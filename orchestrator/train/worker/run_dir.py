@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from orchestrator.config.outputs import Tracker
 from orchestrator.config.reader import Resolved
-from orchestrator.config.writer import to_json, write_file
 from orchestrator.config.settings import Config, flat_names
+from orchestrator.config.writer import to_json, write_file
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster

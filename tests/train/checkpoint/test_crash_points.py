@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchestrator.train.checkpoint.store import CheckpointStore, load, verify
+from orchestrator.train.checkpoint.files import load, verify
+from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.crash_injection import Crash, Crashes, Mortals
 from tests.support.save_scripts import KEEP, STORIES, Story, checkpoints, contents, number_of
 from tests.support.strict_disk import StrictDisk
@@ -58,7 +59,7 @@ def check(folder: Path, story: Story, told: int) -> None:
     """What a new start finds after a crash."""
     at, (before, after) = checkpoints(folder), window(story, told)
     seen, skipped = CheckpointStore(
-        at, mend=False
+        at, repair=False
     ).newest_good()  # others than the main worker look, and mend nothing
     store = CheckpointStore(at, keep=KEEP)
     found, skipped_too = store.newest_good()
@@ -210,9 +211,9 @@ def test_the_power_is_lost_with_any_luck(mortals: Mortals, tmp_path: Path, quick
 def check_full(crash: Crash, story: Story) -> None:
     """The script went on to its end. The newest of what was told or is there are there, the best too, and all are good."""
     at = checkpoints(crash.folder)
-    _, skipped = CheckpointStore(at, mend=False).newest_good()
+    _, skipped = CheckpointStore(at, repair=False).newest_good()
     assert not skipped
-    present = {step for step, _ in CheckpointStore(at, mend=False).newest_first()}
+    present = {step for step, _ in CheckpointStore(at, repair=False).newest_first()}
     promised = {*story.lasting, *crash.told}
     wanted = set(sorted(promised | present)[-KEEP:]) | {step for step in promised if step == story.best}
     assert wanted <= present, f"there: {sorted(present)}; wanted: {sorted(wanted)}"

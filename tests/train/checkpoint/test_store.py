@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train.checkpoint.store import CheckpointStore, Contents, load, verify
+from orchestrator.train.checkpoint.files import Contents, load, verify
+from orchestrator.train.checkpoint.store import CheckpointStore
 
 
 def contents(step: int) -> Contents:
@@ -45,7 +46,7 @@ def test_round_trip(store: CheckpointStore) -> None:
 def test_retention_keeps_the_newest_and_the_best(store: CheckpointStore) -> None:
     store.save(40, contents(40))
     store.save(50, contents(50))
-    store.retain(best=10)
+    store.retain(best_step=10)
     assert [step for step, _ in store.newest_first()] == [50, 40, 30, 10]
     assert not list(store.folder.glob(".*"))
 
@@ -135,7 +136,7 @@ def test_an_unreadable_file_is_damage_not_a_crash(store: CheckpointStore) -> Non
 def test_what_a_run_left_behind_does_not_outrank_what_it_saves_anew(store: CheckpointStore) -> None:
     for _, path in store.newest_first():
         (path / "state.json").unlink()
-    store.abandon_after(0)
+    store.set_aside_after(0)
     store.save(5, contents(5))
     store.retain(None)
     found, skipped = store.newest_good()
@@ -151,7 +152,7 @@ def test_a_full_disk_leaves_no_half_a_checkpoint(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("orchestrator.train.checkpoint.store._sync", full)
+    monkeypatch.setattr("orchestrator.train.checkpoint.files.sync", full)
     with pytest.raises(OSError, match="No space"):
         store.save(40, contents(40))
     assert sorted(path.name for path in store.folder.iterdir()) == [

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ResourceError
 from orchestrator.train.worker.batch_size import (
-    MOST_PROBES,
+    MAX_PROBES,
+    BatchProbe,
     BatchSizeResult,
-    BatchTrial,
     fastest_batch,
     largest_batch,
 )
@@ -48,7 +48,7 @@ class Device:
     def fits(self, batch: int) -> bool:
         return self.need(batch) <= self.capacity
 
-    def probe(self, batch: int) -> BatchTrial:
+    def probe(self, batch: int) -> BatchProbe:
         assert isinstance(batch, int)
         assert batch >= 1
         assert batch not in self.tried, f"{batch} was tried before: {self.tried}"
@@ -56,7 +56,7 @@ class Device:
         seen = (
             math.ceil((self.base + self.slope * batch) / BLOCK) * BLOCK if self.hidden else self.need(batch)
         )
-        return BatchTrial(batch, float(seen) if self.fits(batch) else None, 1.0)
+        return BatchProbe(batch, float(seen) if self.fits(batch) else None, 1.0)
 
     def largest(self, most: int = PLENTY) -> int:
         top = min(most, int((self.capacity - self.base) / self.slope) + 1)
@@ -93,7 +93,7 @@ def search(device: Device, factor: float, most: int = PLENTY) -> BatchSizeResult
 
 def check(device: Device, found: BatchSizeResult, most: int = PLENTY) -> None:
     """What holds whatever the guess was."""
-    assert len(device.tried) <= MOST_PROBES == 4
+    assert len(device.tried) <= MAX_PROBES == 4
     assert [p.batch for p in found.probes] == device.tried
     assert device.fits(found.batch_size)
     assert found.batch_size in device.tried
@@ -145,7 +145,7 @@ def test_never_more_than_is_of_use(device: Device, most: int, factor: float):
     found = search(device, factor, most)
     check(device, found, most)
     assert found.batch_size >= 0.95 * device.largest(most)
-    assert ("the most of use" in found.reason) == (found.batch_size == most)
+    assert ("the largest useful batch" in found.reason) == (found.batch_size == most)
 
 
 @pytest.mark.parametrize("true", range(1, 41))
@@ -187,14 +187,14 @@ def test_where_not_one_sample_fits_it_says_so():
     with pytest.raises(ResourceError, match="not even a batch of one sample fits") as caught:
         largest_batch(device.probe, device.capacity, 8, PLENTY)
     assert caught.value.exit_code == 3
-    assert len(device.tried) <= MOST_PROBES
+    assert len(device.tried) <= MAX_PROBES
 
 
 def test_an_estimate_beyond_reason_ends_with_advice():
     device = Device(GIB, GIB / 2, GIB / 4)
     with pytest.raises(ResourceError, match=r"no batch down to .* samples fits .* --batch-size 1"):
         largest_batch(device.probe, device.capacity, 10**7, PLENTY)
-    assert len(device.tried) == MOST_PROBES
+    assert len(device.tried) == MAX_PROBES
 
 
 # --- the fastest, on a CPU
@@ -202,17 +202,17 @@ def test_an_estimate_beyond_reason_ends_with_advice():
 
 def runner(
     speed: Callable[[int], float], capacity: int = PLENTY
-) -> tuple[Callable[[int], BatchTrial], list[int]]:
+) -> tuple[Callable[[int], BatchProbe], list[int]]:
     tried: list[int] = []
 
-    def probe(batch: int) -> BatchTrial:
+    def probe(batch: int) -> BatchProbe:
         assert batch >= 1
         assert batch not in tried
         tried.append(batch)
         return (
-            BatchTrial(batch, float(batch), speed(batch))
+            BatchProbe(batch, float(batch), speed(batch))
             if batch <= capacity
-            else BatchTrial(batch, None, 0.0)
+            else BatchProbe(batch, None, 0.0)
         )
 
     return probe, tried

@@ -17,7 +17,9 @@ from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import WorkerContext, build_parts, build_training, restore_checkpoint
+from orchestrator.train.worker.build import WorkerContext, build_training
+from orchestrator.train.worker.build_model import build_parts
+from orchestrator.train.worker.resume import restore_checkpoint
 from orchestrator.trainer import Trainer
 from tests.train.checkpoint.test_store import damage
 
@@ -95,7 +97,7 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
     parts = build_parts(config, prepared.plan, prepared.task, World.single_process())
     progress = restore_checkpoint(
         config,
-        parts,
+        parts.state,
         CheckpointStore(tmp_path / "second"),
         World.single_process(),
         EventLog(tmp_path / "events.jsonl"),

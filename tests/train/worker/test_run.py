@@ -16,7 +16,7 @@ from orchestrator.record.log import SilentLog
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.strategies.shares import shares_from_speeds
-from orchestrator.train.worker.resume import PastFailure, ResumeFrom
+from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.ranks import RanksFailed, run_ranks
@@ -131,7 +131,7 @@ def test_saved_on_three_resumed_on_two_in_shards_and_on_one(tmp_path: Path) -> N
 
 def test_saved_in_shards_is_what_is_saved_whole(tmp_path: Path) -> None:
     """The same steps with and without sharding leave the same checkpoint, by the same names."""
-    from orchestrator.train.checkpoint.store import load
+    from orchestrator.train.checkpoint.files import load
 
     for name, settings in {"plain": {}, "zero3": {"sharding": "zero3"}}.items():
         trained(tmp_path / name, 2, max_steps=3, **settings)
@@ -170,14 +170,17 @@ def test_a_checkpoint_is_told_of_when_it_is_on_disk(tmp_path: Path) -> None:
         assert (tmp_path / "run" / event["path"] / "manifest.json").exists()
 
 
-def test_a_restart_tells_what_it_cost(tmp_path: Path) -> None:
+def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(tmp_path: Path) -> None:
+    """The driver computes the cost of the recovery from these fields; the worker writes no ``recovery`` event."""
     trained(tmp_path / "run", 2, max_steps=6, checkpoint_every=2)
-    resume_from = ResumeFrom(failure=PastFailure(1, "worker 1 was lost", 100.0, 101.5, 3, 8))
-    events = trained(tmp_path / "run", 2, resume_from=resume_from, max_steps=9, resume="auto")
-    (told,) = of_kind(events, "recovery")
-    assert (told["step"], told["lost_steps"], told["workers_before"], told["workers"]) == (6, 2, 3, 2)
-    assert told["detect_seconds"] == 1.5
-    assert told["total_seconds"] > told["restore_seconds"] > 0
+    events = trained(tmp_path / "run", 2, resume_from=ResumeFrom(), max_steps=9, resume="auto")
+    assert of_kind(events, "recovery") == []
+    start = of_kind(events, "start")[-1]
+    assert (start["step"], start["workers"]) == (6, 2)
+    assert start["build_seconds"] > 0
+    first_step = next(event for event in events[events.index(start) :] if event["event"] == "step")
+    assert first_step["step"] == 7
+    assert first_step["time"] >= start["time"]
 
 
 def test_a_restart_without_a_checkpoint_begins_where_it_was_asked_to(tmp_path: Path) -> None:
@@ -189,7 +192,7 @@ def test_a_restart_without_a_checkpoint_begins_where_it_was_asked_to(tmp_path: P
         "checkpoint_every": 2,
     }
     expected = losses(trained(tmp_path / "calm", 2, **given))
-    again = ResumeFrom(failure=PastFailure(1, "worker 1 was lost", 100.0, 101.5, 2, 0))
+    again = ResumeFrom()
     assert losses(trained(tmp_path / "run", 2, resume_from=again, **given)) == expected
     later = losses(trained(tmp_path / "run", 2, resume_from=again, **given | {"max_steps": 6}))
     assert later[:3] == expected

@@ -1,0 +1,181 @@
+"""Restores the contents of a checkpoint into the live state of a run, by name.
+
+The hashes of a checkpoint prove that its bytes are as written, not that a run of this model wrote them. So every name,
+shape and type is checked, and a mismatch is the user's error with advice, not a traceback.
+
+E: experts of one size"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.expert_state import join_experts, remote_expert_names, stacked_names
+from orchestrator.errors import UserError
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import OTHER_CHECKPOINT, Progress, read_progress
+from orchestrator.train.checkpoint.state import TrainState, is_plain, model_tensors, restore_random_state
+from orchestrator.train.strategies.fsdp import copy_into, shard_like
+
+_ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+_KNOWN_SLOTS: Mapping[type, Set[str]] = {
+    torch.optim.AdamW: _ADAM_SLOTS,
+    torch.optim.Adam: _ADAM_SLOTS,
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+}
+"""The slots of torch's usual optimizers: counters, and tensors like the parameter. Others cannot be checked."""
+
+
+def restore(contents: Contents, state: TrainState) -> Progress:
+    """Restore a checkpoint. Return its progress. Raise ``UserError`` if no run of this model wrote it."""
+    progress = read_progress(contents.state)
+    restore_model(contents, state.model)
+    try:
+        _restore_optimizer(contents, state)
+        state.precision.load_state_dict(contents.state["precision"])
+        restore_random_state(contents.state["random"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise UserError(
+            "the checkpoint's state does not belong to a run of this model "
+            f"({type(error).__name__}: {error}); {OTHER_CHECKPOINT}"
+        ) from None
+    return progress
+
+
+@torch.no_grad()
+def restore_model(contents: Contents, model: nn.Module) -> None:
+    """Restore the weights alone (``--init-from``). Every one must be there, and have the right shape."""
+    if "model" not in contents.tensors:
+        raise UserError("the checkpoint has no model.safetensors, and so no weights; give another one")
+    saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
+    for name, tensor in model_tensors(model).items():
+        if name not in saved:
+            raise UserError(
+                f"the checkpoint has no {name}; the model needs it: is it of the same task and sizes?"
+            )
+        if saved[name].shape != tensor.shape:
+            saved_shape = tuple(saved[name].shape)
+            raise UserError(
+                f"{name} is {saved_shape} in the checkpoint and {tuple(tensor.shape)} in the model; "
+                "give the sizes it was trained with"
+            )
+        copy_into(tensor, saved[name])
+
+
+def _join_experts(
+    tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], source: str
+) -> dict[str, Tensor]:
+    try:
+        return join_experts(tensors, stacked)
+    except KeyError as error:
+        raise UserError(
+            f"{source} has no {error.args[0]}; the model has that expert: "
+            "give the number of experts it was trained with"
+        ) from None
+    except RuntimeError as error:
+        raise UserError(
+            f"{source} has experts of other sizes than the model: "
+            f"give the sizes it was trained with ({error})"
+        ) from None
+
+
+def _restore_optimizer(contents: Contents, state: TrainState) -> None:
+    saved = contents.state["optimizer"]
+    kind = type(state.optimizer).__name__
+    if saved["kind"] != kind:
+        raise UserError(
+            f"the checkpoint's optimizer is {saved['kind']}, this run's {kind}; "
+            "use --init-from for the weights alone"
+        )
+    parameters = dict(state.model.named_parameters())
+    remote_names = remote_expert_names(state.model)
+    for slot, name, tensor in _slot_tensors(contents.tensors["optimizer"], state.model, remote_names):
+        _set_slot(state.optimizer, parameters[name], slot, tensor)
+    for slot, name, value in _slot_values(saved["values"], state.model, remote_names):
+        state.optimizer.state[parameters[name]][slot] = value
+    _check_slots(state.optimizer, parameters)
+    for group, settings in zip(state.optimizer.param_groups, saved["groups"], strict=True):
+        group |= {key: value for key, value in settings.items() if key in ("lr", "initial_lr")}
+
+
+def _slot_tensors(
+    saved: Mapping[str, Tensor], model: nn.Module, remote_names: Set[str]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the slot, the parameter's name and the tensor of each saved tensor, experts of other hosts excluded."""
+    slots: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        slot, _, name = key.partition("/")
+        slots.setdefault(slot, {})[name] = tensor
+    for slot, tensors in slots.items():
+        local_tensors = {name: tensor for name, tensor in tensors.items() if name not in remote_names}
+        for name, tensor in _join_slot(local_tensors, model).items():
+            yield slot, name, tensor
+
+
+def _slot_values(
+    saved: Mapping[str, Any], model: nn.Module, remote_names: Set[str]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the slot, the parameter's name and the value of each plain value, experts of other hosts excluded."""
+    stack_of_expert = {
+        expert_name: name for name, experts in stacked_names(model).items() for expert_name in experts
+    }
+    for key, value in saved.items():
+        slot, _, name = key.partition("/")
+        if not is_plain(value):
+            raise TypeError(f"{key} is a {type(value).__name__}")
+        if name not in remote_names:
+            yield slot, stack_of_expert.get(name) or name, value
+
+
+def _join_slot(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Stack one slot's tensors as the model does. A slot that has any trained expert must have all of them."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    stacked = {name: experts for name, experts in stacked_names(model).items() if name in trained}
+    if not any(expert in tensors for experts in stacked.values() for expert in experts):
+        stacked = {}
+    joined = _join_experts(tensors, stacked, "the checkpoint's optimizer")
+    for name in stacked:
+        if joined[name].ndim == 1:
+            joined[name] = _common_counter(joined[name])
+    return joined
+
+
+def _common_counter(counters_E: Tensor) -> Tensor:
+    """Return the step counter that the experts of a stacked parameter share."""
+    if not bool((counters_E == counters_E[0]).all()):
+        raise UserError(
+            f"experts of one size have different step counters ({counters_E.tolist()}); "
+            "this version keeps one per size"
+        )
+    return counters_E[0]
+
+
+def _set_slot(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, tensor: Tensor) -> None:
+    """Store a tensor where the optimizer expects it: moments on the parameter's device.
+
+    A step counter is on the device only under a fused optimizer, else on the CPU."""
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    device = parameter.device if slot != "step" or fused else torch.device("cpu")
+    optimizer.state[parameter][slot] = shard_like(tensor.to(device, copy=True), parameter)
+
+
+def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check the restored slots now: the first step would fail on them with an error that explains nothing."""
+    known = _KNOWN_SLOTS.get(type(optimizer))
+    if known is None:
+        return
+    for name, parameter in parameters.items():
+        slots = optimizer.state.get(parameter)
+        if not slots:
+            continue
+        if slots.keys() - {"max_exp_avg_sq"} != known:
+            raise ValueError(
+                f"the optimizer keeps {', '.join(sorted(known))} of {name}, not {', '.join(sorted(slots))}"
+            )
+        for slot, value in slots.items():
+            expected = ((), value.dtype) if slot == "step" else (tuple(parameter.shape), parameter.dtype)
+            if (tuple(value.shape), value.dtype) != expected:
+                raise ValueError(f"{slot} of {name} is {value.dtype} of shape {tuple(value.shape)}")

@@ -1,0 +1,147 @@
+"""Records the steps of a loop: step times, losses, phases, token exchange and expert load as events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from orchestrator.errors import TrainingFailed
+from orchestrator.record.events import Event
+from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
+from orchestrator.train.training import Training
+
+_WARM_UP_STEPS = 3  # first steps of a process, slower than the rest: marked, and excluded from the throughput
+
+
+class StepRecorder:
+    """Collects finished steps and writes their events, several at once.
+
+    Reading a figure makes the host wait for the device, so it is done rarely and for many steps together."""
+
+    def __init__(self, training: Training) -> None:
+        self._stepper = training.stepper
+        self._progress = training.progress
+        self._log = training.log
+        self._log_every = training.cadence.log_every
+        self._first_step = training.progress.step
+        self._pending: list[PendingStep] = []
+        self._window_began_s = 0.0
+
+    def restart_window(self) -> None:
+        """Start the time of the next steps now: excludes an evaluation, a checkpoint or a snapshot."""
+        self._window_began_s = perf_counter()
+
+    def add(self, step: PendingStep) -> None:
+        """Add a finished step. Every ``log_every`` steps, and at the end of the warm-up, write the events."""
+        self._pending.append(step)
+        warmed_up = step.step - self._first_step == _WARM_UP_STEPS
+        if warmed_up or len(self._pending) >= self._log_every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Fetch the figures of the collected steps from the device and write their events.
+
+        Raises ``TrainingFailed`` if the run has diverged: every save flushes first, so that a diverged state never
+        replaces a good checkpoint."""
+        if not self._pending:
+            return
+        steps = self._pending
+        self._pending = []
+        figures = fetch_figures(steps)
+        # Figures of a group that was left meanwhile may be wrong: do not record them.
+        self._stepper.world.membership.check()
+        if self._stepper.world.device.type != "cpu":
+            # The host ran ahead of the device and has waited for it only now: single step times mean nothing.
+            mean_s = (perf_counter() - self._window_began_s) / len(steps)
+            steps = [replace(step, seconds=mean_s) for step in steps]
+        events = [self._step_event(*pair) for pair in zip(steps, figures, strict=True)]
+        events += self._phases_events(steps)
+        events += self._exchange_events(steps)
+        events += self._load_events(steps)
+        self._log.write_all(events)
+        self._check_finite(figures, steps)
+        self._warn_of_recompiles()
+        self.restart_window()
+
+    def _step_event(self, step: PendingStep, figures: StepFigures) -> Event:
+        """Return the event of a step, and add the step to the sums of its epoch."""
+        count = figures.count
+        loss = figures.loss / max(1.0, count)
+        self._progress.epoch_loss += loss * count
+        self._progress.epoch_count += count
+        self._progress.epoch_seconds += step.seconds
+        event = {
+            "event": "step",
+            "time": time.time(),
+            "step": step.step,
+            "epoch": step.epoch,
+            "loss": loss,
+            "grad_norm": figures.norm,
+            "lr": step.lr,
+            "samples": step.totals.samples,
+            "units": count,
+            "seconds": step.seconds,
+            "metrics": {name: value / max(1.0, count) for name, value in figures.metrics.items()},
+        }
+        if step.step - self._first_step <= _WARM_UP_STEPS:
+            event["warm_up"] = True
+        return event
+
+    def _phases_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+        phases = self._stepper.clock.take()
+        if not phases:
+            return []
+        # The clock's total is of the host, which runs ahead of a GPU: the mean of the steps replaces it.
+        total_s = sum(step.seconds for step in steps) / len(steps)
+        return [self._event("phases", **{**phases, "total": total_s})]
+
+    def _exchange_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+        """Return the mean cost per step of the token exchange between hosts."""
+        per_step = [step.totals.exchange_stats for step in steps]
+        stats = [tensor for tensor in per_step if tensor is not None]
+        if per_step[-1] is None or not self._stepper.strategy.num_expert_grads:
+            return []
+        sent_bytes, rows, seconds_of_all = torch.stack(stats).mean(0).tolist()
+        seconds = seconds_of_all / self._stepper.world.size
+        return [self._event("exchange", steps=len(steps), bytes=sent_bytes, rows=rows, seconds=seconds)]
+
+    def _load_events(self, steps: Sequence[PendingStep]) -> list[Event]:
+        """Return the tokens per expert of each MoE layer, summed over the steps."""
+        if not steps[0].totals.loads:
+            return []
+        by_layer = zip(*(step.totals.loads for step in steps), strict=True)
+        loads = [torch.stack(layer).sum(0).tolist() for layer in by_layer]
+        return [self._event("load", steps=len(steps), loads=loads)]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"event": kind, "time": time.time(), "step": self._progress.step, **fields}
+
+    def _check_finite(self, figures: Sequence[StepFigures], steps: Sequence[PendingStep]) -> None:
+        # Under fp16 an infinite norm is ordinary: the step is skipped and the loss scale halved.
+        fp16 = self._stepper.precision.scale is not None
+        for step, figure in zip(steps, figures, strict=True):
+            loss = figure.loss / max(1.0, figure.count)
+            if not math.isfinite(loss if fp16 else loss + figure.norm):
+                raise TrainingFailed(
+                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: the run has diverged. "
+                    "Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. "
+                    "The diverged state was not saved"
+                )
+        if self._stepper.precision.scale_underflowed():
+            raise TrainingFailed(
+                "fp16: gradients overflow at every loss scale; "
+                "use --precision bf16 or fp32, or lower --learning-rate"
+            )
+
+    def _warn_of_recompiles(self) -> None:
+        if self._stepper.compiled is None:
+            return
+        message = self._stepper.compiled.recompile_warning()
+        if message:
+            self._log.write("warning", kind="compile", message=message)

@@ -1,0 +1,70 @@
+"""The parts, the intervals and the hooks that a training loop is constructed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.record.log import Log
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.snapshots import Snapshots
+from orchestrator.train.checkpoint.writer import CheckpointWriter
+from orchestrator.train.data import Feed
+from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.heartbeat import Heartbeat
+from orchestrator.train.step import Stepper
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Intervals of a run in steps; 0 means at the end of each epoch."""
+
+    total_steps: int
+    epochs: int
+    log_every: int
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    monitor_every: int = 0
+    """0 means never."""
+    empty_cache_every: int = 0
+    """0 means never."""
+    patience: int | None = None
+    """Evaluations without a better result before the run stops early."""
+    metric: str = "loss"
+    """The validation metric that early stopping watches."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts that a loop trains with. ``progress`` is the point it starts from."""
+
+    stepper: Stepper
+    feed: Feed
+    cadence: Cadence
+    progress: Progress
+    log: Log
+    checkpoints: CheckpointWriter
+    evaluation: Evaluation | None = None
+    snapshots: Snapshots | None = None
+    """Only expert hosts take snapshots."""
+
+    def close(self) -> None:
+        """End the threads and processes of the parts: checkpoint writer, data loaders, compiler log."""
+        self.checkpoints.close()
+        self.feed.close()
+        if self.evaluation is not None:
+            self.evaluation.feed.close()
+        if self.stepper.compiled is not None:
+            self.stepper.compiled.close()
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """Connections of a loop to the code around it."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
+    monitor: Callable[[], dict[str, Any]] | None = None
+    """Returns the newest reading of the machine's memory and utilisation."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)

@@ -1,0 +1,73 @@
+"""Evaluation of a run on its validation data, the best result so far, and early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from orchestrator.errors import TrainingFailed
+from orchestrator.train.training import Training
+
+
+class Validation:
+    """Evaluates a run and decides when to stop it early."""
+
+    def __init__(self, training: Training) -> None:
+        self._evaluation = training.evaluation
+        self._progress = training.progress
+        self._patience = training.cadence.patience
+        self._metric = training.cadence.metric
+        self._log = training.log
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the current step is evaluated already."""
+        return self._progress.validation.get("step") == self._progress.step
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is validation data, and the current step is not evaluated yet."""
+        return self._evaluation is not None and not self.is_current
+
+    def run(self) -> bool:
+        """Evaluate the current step and record the result. Return whether it is the best so far."""
+        assert self._evaluation is not None
+        progress = self._progress
+        result = self._evaluation()
+        values = {"loss": result["loss"], **result["metrics"]}
+        value = _metric_value(values, self._metric)
+        is_best = is_better(value, progress.best_value, self._metric)
+        if is_best:
+            progress.best_value = value
+            progress.best_step = progress.step
+            progress.bad_evaluations = 0
+        else:
+            progress.bad_evaluations += 1
+        progress.validation = {**values, "step": progress.step}
+        # At the end of an epoch, progress has moved on to the next one already.
+        epoch = progress.epoch if progress.position else max(0, progress.epoch - 1)
+        self._log.write("evaluate", step=progress.step, epoch=epoch, best=is_best, **result)
+        return is_best
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the last evaluations, as many as the run's patience, brought no better result."""
+        return self._patience is not None and self._progress.bad_evaluations >= self._patience
+
+
+def _metric_value(values: Mapping[str, float], metric: str) -> float:
+    if metric not in values:
+        raise TrainingFailed(
+            f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(values)}"
+        )
+    return values[metric]
+
+
+def is_better(value: float, best: float | None, metric: str) -> bool:
+    """Whether a result beats the best so far. NaN and infinity are never better, and every number beats them."""
+    if not math.isfinite(value):
+        return False
+    if best is None or not math.isfinite(best):
+        return True
+    smaller_is_better = "loss" in metric or "error" in metric or metric == "perplexity"
+    return value < best if smaller_is_better else value > best

@@ -1,0 +1,220 @@
+"""Builds the model of a task on its device, with its strategy, optimizer, precision and compilation as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from experts.balance import moe_layers
+from experts.bank import without_memory
+from experts.expert_state import is_expert_parallel
+from experts.model import mix, place
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.plan.planning import Plan
+from orchestrator.tasks.load import user_code
+from orchestrator.tasks.task import Task
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.loading import seed_python_and_numpy
+from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
+from orchestrator.train.parts.compiling import Compiled
+from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.recompute import recompute_blocks
+from orchestrator.train.parts.world import World
+from orchestrator.train.step import Emit, Stepper, build_checked_model
+from orchestrator.train.strategies.base import Strategy
+from orchestrator.train.strategies.buffers import (
+    convert_sync_batchnorm,
+    persistent_buffers,
+    running_statistics,
+)
+from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from orchestrator.train.strategies.fsdp import FSDPStrategy, shard_model
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model ready to train."""
+
+    model: nn.Module
+    strategy: Strategy
+    optimizer: ScheduledOptimizer
+    precision: Precision
+    compiled: Compiled | None
+
+    @property
+    def state(self) -> TrainState:
+        return TrainState(self.model, self.optimizer.inner, self.precision)
+
+
+def build_parts(
+    config: Config,
+    plan: Plan,
+    task: Task,
+    world: World,
+    emit: Emit = lambda *_, **__: None,
+    host_of: Sequence[Sequence[int]] | None = None,
+) -> ModelParts:
+    """Build a task's model and the parts that train it. ``host_of`` is the rank of each layer's experts."""
+    if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
+        raise UserError(
+            "--compile and --activation-checkpointing on do not go together on expert hosts; "
+            "leave one of them out"
+        )
+    model = build_model(config, task, world, host_of)
+    model.train()
+    if config.parallel.sync_batchnorm and world.size > 1:
+        model = convert_sync_batchnorm(model)
+    if world.size == 1:
+        _move_to_device(model, world.device)
+        strategy = Strategy(model, task)
+    elif host_of is not None:
+        strategy = _build_expert_parallel(config, plan, task, world, model)
+    elif plan.sharding.value != "none":
+        strategy = _build_fsdp(config, plan, task, world, model)
+    else:
+        strategy = _build_ddp(config, task, world, model, emit)
+    for _, layer in moe_layers(model):
+        # Where the plan does not ask for the loop kernel, each bank chooses by its sizes.
+        layer.bank.kernel = "loop" if plan.expert_kernel.value == "loop" else config.device.expert_kernel
+    if plan.activation_checkpointing.value:
+        recompute_blocks(model, None if plan.compile.value else strategy.context)
+    compiled = None
+    if plan.compile.value:
+        compiled = Compiled(model, config.device.compile_mode, config.device.compile_parts)
+    return ModelParts(
+        model,
+        strategy,
+        build_optimizer(config, plan, task, model),
+        Precision(plan.precision.value, world.device),
+        compiled,
+    )
+
+
+def build_model(
+    config: Config, task: Task, world: World, host_of: Sequence[Sequence[int]] | None
+) -> nn.Module:
+    """Build a task's model: whole, or with the experts of this host alone.
+
+    A task with ``initialise`` never allocates the experts of other hosts: the model is built without memory, the
+    experts that live elsewhere are removed, the others are allocated, and ``initialise`` fills them."""
+    seed_python_and_numpy(mix(config.run.seed, "build"))
+    torch.manual_seed(mix(config.run.seed, "build"))
+    initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
+    with user_code("building the model"):
+        if host_of is None or initialise is None:
+            model = build_checked_model(task)
+            if initialise is not None:
+                initialise(model)
+            if host_of is not None:
+                place(model, host_of, world.rank)
+            return model
+        with without_memory():
+            model = build_checked_model(task)
+        place(model, host_of, world.rank)
+        for _, layer in moe_layers(model):
+            layer.bank.materialise()
+        initialise(model)
+    return model
+
+
+def _build_expert_parallel(
+    config: Config, plan: Plan, task: Task, world: World, model: nn.Module
+) -> Strategy:
+    _move_to_device(model, world.device)
+    return ExpertParallelStrategy(
+        model,
+        task,
+        world,
+        plan.exchange_chunks.value,
+        config.parallel.bucket_cap_mb,
+        _broadcast_buffers(config, model),
+    )
+
+
+def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:
+    # Each worker keeps a shard of its own copy, so the copies must be equal before they are cut.
+    world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
+    keep_parameters = plan.sharding.value == "zero2"
+    shard_model(model, world, keep_parameters=keep_parameters, offload=config.parallel.cpu_offload)
+    return FSDPStrategy(model, task, world)
+
+
+def _build_ddp(config: Config, task: Task, world: World, model: nn.Module, emit: Emit) -> Strategy:
+    _move_to_device(model, world.device)
+    options = DDPOptions(
+        config.parallel.bucket_cap_mb,
+        config.parallel.static_graph,
+        config.parallel.find_unused_parameters,
+        config.parallel.gradient_as_bucket_view,
+        tuple(_broadcast_buffers(config, model)),
+    )
+
+    def warn(message: str) -> None:
+        emit("warning", kind="gradients", message=message)
+
+    return DDPStrategy(model, task, world, options, warn)
+
+
+def _move_to_device(model: nn.Module, device: torch.device) -> None:
+    """Move a model to its device. A tensor that stays behind is no parameter or buffer: the task's mistake."""
+    model.to(device)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != device.type:
+            raise UserError(
+                f"{name} of the model is on {tensor.device} after moving it to {device}; "
+                "register it as a parameter or buffer"
+            )
+
+
+def _broadcast_buffers(config: Config, model: nn.Module) -> list[Tensor]:
+    """Return the buffers that the main worker broadcasts at the start of each step."""
+    if config.parallel.broadcast_buffers == "off":
+        return []
+    if config.parallel.broadcast_buffers == "on":
+        return persistent_buffers(model)
+    # Only running statistics differ between workers after a forward pass, unless the norms are synchronised.
+    return [] if config.parallel.sync_batchnorm else running_statistics(model)
+
+
+def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:
+    """Build the task's own optimizer and schedule if it has them, else AdamW and the configured schedule."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if is_expert_parallel(model) and not trained:
+        # All trained parameters live on other hosts, and an optimizer refuses an empty list.
+        trained = [nn.Parameter(torch.zeros(0, device=next(model.parameters()).device))]
+    build_own = getattr(task, "build_optimizer", None)
+    with user_code("building the optimizer"):
+        optimizer = build_own(trained) if build_own else None
+        schedule = getattr(task, "schedule", lambda: None)()
+        if schedule is not None:
+            float(schedule(0))  # a schedule that fails should fail here, as the task's error
+    if optimizer is None:
+        optimizer = build_adamw(trained, config.optim, plan.fused_optimizer.value)
+    if schedule is not None:
+        return ScheduledOptimizer(optimizer, schedule)
+    return ScheduledOptimizer(
+        optimizer,
+        warmup_schedule(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value),
+        config.optim.schedule,
+    )
+
+
+def build_stepper(config: Config, world: World, parts: ModelParts, micro_batch: int, emit: Emit) -> Stepper:
+    return Stepper(
+        world=world,
+        strategy=parts.strategy,
+        optimizer=parts.optimizer,
+        precision=parts.precision,
+        micro_batch=micro_batch,
+        seed=config.run.seed,
+        clip_norm=config.optim.clip_norm,
+        clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
+        emit=emit,
+        compiled=parts.compiled,
+    )

@@ -1,0 +1,63 @@
+"""Process-wide settings of torch and of the random generators, restored after the run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.inventory.hardware import set_environment
+from orchestrator.plan.planning import Plan
+from orchestrator.train.parts.memory import limit_memory
+
+
+@contextmanager
+def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Set torch's process-wide switches for the run, and restore them after it."""
+    cudnn = torch.backends.cudnn
+    num_threads = torch.get_num_threads()
+    matmul_precision = torch.get_float32_matmul_precision()
+    cudnn_benchmark = cudnn.benchmark
+    cudnn_deterministic = cudnn.deterministic
+    cudnn_tf32 = cudnn.allow_tf32
+    deterministic_algorithms = torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(plan.threads.value)
+    torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
+    cudnn.allow_tf32 = plan.tf32.value
+    cudnn.benchmark = plan.cudnn_benchmark.value
+    if config.run.deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        set_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True)
+    limit_memory(device, config.batch.gpu_memory_fraction)
+    try:
+        yield
+    finally:
+        limit_memory(device, 1.0)
+        torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(matmul_precision)
+        cudnn.benchmark = cudnn_benchmark
+        cudnn.deterministic = cudnn_deterministic
+        cudnn.allow_tf32 = cudnn_tf32
+        torch.use_deterministic_algorithms(deterministic_algorithms)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the caller's random generators after the run.
+
+    A run seeds them: without this, a notebook that trains twice would draw the same numbers after each run."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,15 @@
+"""The snapshots of three hosts, taken once for all tests that read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.snapshot_format import HostSnapshots
+from tests.support.snapshots import HOST_OF, TASK, take_snapshots
+
+
+@pytest.fixture(scope="session")
+def three_hosts() -> tuple[HostSnapshots, Contents]:
+    """The snapshots of three hosts, and the checkpoint of the same step."""
+    return take_snapshots(TASK, HOST_OF)

@@ -1,0 +1,144 @@
+"""The snapshots of all hosts, merged, are the checkpoint of the same step to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots, read_snapshot
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
+from tests.support.ranks import run_ranks
+from tests.support.snapshots import (
+    CPU,
+    GENERATION,
+    HOST_OF,
+    SIZES,
+    TASK,
+    HostResult,
+    assert_same_contents,
+    snapshot_and_checkpoint,
+    state_of,
+    take_snapshots,
+)
+from tests.support.steppers import make_stepper, run_steps
+from tests.support.tiny_model import Tiny
+
+NONE_ON_LAST_HOST = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
+
+
+def test_merged_snapshots_are_the_checkpoint(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    snapshots, contents = three_hosts
+    assert_same_contents(merge_snapshots(snapshots, 0, set()), contents)
+    assert_same_contents(merge_snapshots(list(reversed(snapshots)), 0, set()), contents)
+
+
+def test_a_snapshot_names_its_host_and_its_tensors(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    snapshots, _ = three_hosts
+    headers = [header for header, _ in snapshots]
+    origins = [(header.generation, header.step, header.rank, header.size) for header in headers]
+    assert origins == [(GENERATION, 4, rank, 3) for rank in range(3)]
+    entries = [read_snapshot(*snapshot)[0] for snapshot in snapshots]
+    main, second, third = [{(entry.kind, entry.name) for entry in of_host} for of_host in entries]
+    assert not main & second
+    assert not second & third
+    assert all("bank" in name for _, name in second | third), "the dense part is in the main host's snapshot"
+    dense = [entry for of_host in entries for entry in of_host if "bank" not in entry.name]
+    assert all(entry.offset % 64 == 0 for entry in dense)
+
+
+def test_names_that_a_host_does_not_need_are_left_out(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    snapshots, contents = three_hosts
+    not_needed = {name for name in contents.tensors["model"] if ".bank.3." in name}
+    merged = merge_snapshots(snapshots, 1, not_needed)
+    assert not_needed
+    assert contents.tensors["model"].keys() - merged.tensors["model"].keys() == not_needed
+    missing = contents.tensors["optimizer"].keys() - merged.tensors["optimizer"].keys()
+    assert missing == {f"{slot}/{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in not_needed}
+
+
+def test_each_rank_gets_its_own_random_state(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    snapshots, _ = three_hosts
+    states = [merge_snapshots(snapshots, rank, set()).state["random"] for rank in range(4)]
+    assert states[:3] == [read_snapshot(*snapshot)[1]["random"] for snapshot in snapshots]
+    assert states[0] != states[1] != states[2] != states[0]
+    assert states[3] == states[0], "a new host gets the state of the main host"
+
+
+def test_a_host_without_experts_has_an_empty_snapshot() -> None:
+    snapshots, contents = take_snapshots(TASK, NONE_ON_LAST_HOST)
+    header, data = snapshots[2]
+    entries, state = read_snapshot(header, data)
+    assert (entries, header.tensor_bytes) == ([], 0)
+    expected = replace(contents, state={**contents.state, "random": state["random"]})
+    assert_same_contents(merge_snapshots(snapshots, 2, set()), expected)
+
+
+def low_precision_host(rank: int, size: int, store: str) -> HostResult:
+    """Weights in bf16, moments in fp32 and scalar counters: the mixture of types that a GPU has."""
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        task = Tiny((SIZES,), dtype=torch.float32)
+        stepper, _ = make_stepper(task, 4, 12, world=world, host_of=HOST_OF[:1])
+        model = stepper.strategy.model
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().bfloat16()))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).bfloat16()
+        for _ in range(3):
+            optimizer.step()
+        for slots in optimizer.state.values():
+            slots["exp_avg"] = slots["exp_avg"].float() + 1e-6
+        return snapshot_and_checkpoint(TrainState(model, optimizer, stepper.precision), world)
+
+
+def test_types_and_step_counters_of_experts_are_kept() -> None:
+    results = run_ranks(low_precision_host, 3)
+    contents = results[0][1]
+    assert contents is not None
+    merged = merge_snapshots([snapshot for snapshot, _ in results], 0, set())
+    assert_same_contents(merged, contents)
+    assert torch.bfloat16 in {tensor.dtype for tensor in merged.tensors["model"].values()}
+    counters = [
+        tensor
+        for name, tensor in merged.tensors["optimizer"].items()
+        if name.startswith("step/") and ".bank." in name
+    ]
+    assert len(counters) == 2 * len(SIZES), "each expert has its own"
+    assert {(tensor.shape, tensor.item()) for tensor in counters} == {(torch.Size([]), 3.0)}
+
+
+class CountingSGD(torch.optim.SGD):
+    """Keeps a plain number next to its tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = self.state[parameter].get("seen", 0) + 1
+        return result
+
+
+def counting_host(rank: int, size: int, store: str) -> HostResult:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        stepper, feed = make_stepper(TASK, 4, 12, world=world, host_of=HOST_OF)
+        parameters = stepper.strategy.model.parameters()
+        stepper.optimizer.inner = CountingSGD(parameters, lr=1e-2, momentum=0.9)
+        run_steps(stepper, feed, 2)
+        return snapshot_and_checkpoint(state_of(stepper), world)
+
+
+def test_plain_values_of_an_optimizer_are_kept() -> None:
+    results = run_ranks(counting_host, 3)
+    contents = results[0][1]
+    assert contents is not None
+    merged = merge_snapshots([snapshot for snapshot, _ in results], 0, set())
+    same_random = replace(merged, state={**merged.state, "random": contents.state["random"]})
+    assert_same_contents(same_random, contents)
+    assert set(merged.state["optimizer"]["values"].values()) == {2}

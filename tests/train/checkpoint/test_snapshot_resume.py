@@ -1,0 +1,108 @@
+"""Any number of hosts, in any placement, resumes from the snapshots of three hosts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experts.expert_state import remote_expert_names
+from orchestrator.config.settings import Config
+from orchestrator.train.checkpoint.capture import capture
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots
+from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.parts.optim import build_adamw
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
+from tests.support.ranks import run_ranks
+from tests.support.snapshots import CPU, PROGRESS, TASK, assert_same_contents, seed_generators, state_of
+from tests.support.steppers import make_stepper, mean_loss, run_steps
+
+
+def untrained_state() -> TrainState:
+    """The state of a single process whose parameters are all zero."""
+    model = TASK.build_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = build_adamw(model.parameters(), Config().optim, fused=True)
+    return TrainState(model, optimizer, Precision("fp32", CPU))
+
+
+def draw_numbers() -> tuple[float, float, list[float]]:
+    return random.gauss(0, 1), random.random(), np.random.randn(2).tolist()
+
+
+def test_a_host_draws_the_random_numbers_of_its_rank(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    python_state = random.getstate()
+    numpy_state = np.random.get_state(legacy=True)
+    try:
+        restore(merge_snapshots(three_hosts[0], 2, set()), untrained_state())
+        drawn = draw_numbers()
+        seed_generators(2)
+        assert drawn == draw_numbers()
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def test_one_process_resumes_from_three_hosts(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+    snapshots, contents = three_hosts
+    state = untrained_state()
+    merged = merge_snapshots(snapshots, 0, remote_expert_names(state.model))
+    assert restore(merged, state) == PROGRESS
+    captured = capture(state, PROGRESS, World.single_process())
+    assert captured is not None
+    same_random = replace(captured, state={**captured.state, "random": contents.state["random"]})
+    assert_same_contents(same_random, contents)
+
+
+def resume_on_host(
+    rank: int, size: int, store: str, snapshots: HostSnapshots, host_of: Any
+) -> tuple[Contents | None, Progress]:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
+        state = state_of(stepper)
+        progress = restore(merge_snapshots(snapshots, rank, remote_expert_names(state.model)), state)
+        return capture(state, progress, world), progress
+
+
+@pytest.mark.parametrize(
+    "host_of",
+    [
+        pytest.param(((1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 1, 0)), id="two hosts"),
+        pytest.param(((2, 0, 0, 1, 2, 1, 0), (0, 1, 1, 2, 1, 2, 0)), id="three hosts, another placement"),
+        pytest.param(((3, 0, 0, 1, 0, 1, 2), (0, 3, 1, 0, 3, 1, 0)), id="four hosts"),
+        pytest.param(((1,) * 7, (1,) * 7), id="all experts on the last host"),
+    ],
+)
+def test_other_hosts_resume_from_three_hosts(
+    three_hosts: tuple[HostSnapshots, Contents], host_of: Any
+) -> None:
+    snapshots, contents = three_hosts
+    size = 1 + max(max(layer) for layer in host_of)
+    (main_contents, progress), *others = run_ranks(resume_on_host, size, snapshots, host_of)
+    assert main_contents is not None
+    assert_same_contents(main_contents, contents)
+    assert progress == PROGRESS
+    assert [other_contents for other_contents, _ in others] == [None] * (size - 1)
+
+
+def test_the_losses_after_a_resume_are_those_of_an_undisturbed_run(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
+    stepper, feed = make_stepper(TASK, 4, 12, learning_rate=1e-2)
+    expected = [mean_loss(totals) for totals in run_steps(stepper, feed, 8)][4:]
+    resumed, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2)
+    restore(merge_snapshots(three_hosts[0], 0, set()), state_of(resumed))
+    batches = [batch for epoch in range(3) for batch in feed.steps(epoch)]
+    losses = [mean_loss(resumed.run(batches[step], step)) for step in range(4, 8)]
+    assert losses == pytest.approx(expected, rel=1e-10)
