@@ -27,7 +27,8 @@ from orchestrator.cli.predict import make_tracer
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point, Space, Values, point_key
 from orchestrator.config.space_parser import parse_space
-from orchestrator.plan.cost.model import Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.machine import Parallelism
+from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.scaling import machine_of, parse_cluster
 from orchestrator.runtime.sweep.surrogate import Surrogate
 from orchestrator.tasks.load import load_task

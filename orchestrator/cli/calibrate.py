@@ -16,7 +16,7 @@ from orchestrator.plan.cost.calibration import (
     read_calibration,
     write_calibration,
 )
-from orchestrator.plan.cost.model import DeviceCosts, Link
+from orchestrator.plan.cost.machine import DeviceCosts, Link
 from orchestrator.plan.inventory.hardware import inventory, results_folder
 from orchestrator.types import seconds_text
 

@@ -11,7 +11,8 @@ from orchestrator.cli.calibrate import find_calibration
 from orchestrator.errors import OrchestratorError
 from orchestrator.plan.cost.calibration import AGAIN, Calibration
 from orchestrator.plan.cost.devices import known_gpu, short_name
-from orchestrator.plan.cost.model import Machine, Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.machine import Machine, Parallelism
+from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.scaling import ClusterSpec, machine_of
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.types import PrecisionName, seconds_text
@@ -19,7 +20,7 @@ from orchestrator.types import PrecisionName, seconds_text
 if TYPE_CHECKING:
     from orchestrator.plan.cost.ops import MicroBatchOps
     from orchestrator.tasks.task import Task
-    from orchestrator.train.worker.run_dir import PreparedRun
+    from orchestrator.train.worker.prepared_run import PreparedRun
 
 Tracer = Callable[[int, int, int], "MicroBatchOps"]
 """Returns the operations of a micro-batch, for a number of samples, expert hosts, and chunks of the token exchange."""

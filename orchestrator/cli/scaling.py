@@ -16,7 +16,8 @@ from orchestrator.cli.predict import Tracer, make_tracer
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.plan.cost.devices import known_gpu, short_name
-from orchestrator.plan.cost.model import DeviceCosts, Machine, Parallelism, predicted_memory
+from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
+from orchestrator.plan.cost.model import predicted_memory
 from orchestrator.plan.cost.scaling import (
     IMBALANCE,
     ClusterSpec,

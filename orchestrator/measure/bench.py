@@ -15,7 +15,8 @@ from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.memory import free_cached, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_probe import first_batch
-from orchestrator.train.worker.build import build_parts, build_stepper, machine_settings
+from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import Choice, PrecisionName
 
 _WARM_UP = 5
@@ -41,7 +42,7 @@ def measure(config: Config, chosen: Plan, task: Task, iterations: int) -> BenchR
     world = World.single_process(chosen.device.value)
     free_cached(world.device)
     reset_peak(world.device)
-    with machine_settings(config, chosen, world.device):
+    with torch_settings(config, chosen, world.device):
         times, loss = _times(config, chosen, task, world, iterations)
     median = {name: statistics.median(values) for name, values in times.items()}
     quarters = {name: statistics.quantiles(values, n=4) for name, values in times.items()}

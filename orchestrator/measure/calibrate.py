@@ -43,7 +43,7 @@ from orchestrator.measure.sustained_load import with_sustained
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, Reference
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
-from orchestrator.plan.cost.model import DeviceCosts, LinkKind
+from orchestrator.plan.cost.machine import DeviceCosts, LinkKind
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.train.parts.memory import free_cached
 from orchestrator.train.parts.stores import file_store

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from orchestrator.plan.cost.model import Link, LinkKind
+from orchestrator.plan.cost.machine import Link, LinkKind
 
 
 def not_negative(rows: np.ndarray, values: np.ndarray) -> list[float]:

@@ -24,14 +24,15 @@ from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.timed_steps import StepRunner, build_steps, step_seconds, submit_seconds
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import Reference
-from orchestrator.plan.cost.model import DeviceCosts, Machine, predict
+from orchestrator.plan.cost.machine import DeviceCosts, Machine
+from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import machine_settings
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 
 _STEPS, _TURNS, _READ = 12, 4, 16
@@ -149,7 +150,7 @@ class ReferenceStep:
     device: torch.device
 
     def built(self) -> StepRunner:
-        with machine_settings(self.config, self.plan, self.device):
+        with torch_settings(self.config, self.plan, self.device):
             return build_steps(
                 self.config, self.plan, self.task, World.single_process(self.device), self.batch
             )
@@ -157,7 +158,7 @@ class ReferenceStep:
     def seconds(self, run: StepRunner, steps: int) -> float:
         """Of the host of a GPU, or of a CPU: the median."""
         timed: Callable[..., list[float]] = submit_seconds if self.device.type == "cuda" else step_seconds
-        with machine_settings(self.config, self.plan, self.device):
+        with torch_settings(self.config, self.plan, self.device):
             return statistics.median(timed(run, steps, device=self.device))
 
 

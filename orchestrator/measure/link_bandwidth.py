@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.group import Group
 from orchestrator.measure.fit import fitted_link
-from orchestrator.plan.cost.model import Interconnect, LinkKind
+from orchestrator.plan.cost.machine import Interconnect, LinkKind
 from orchestrator.train.parts.world import World
 
 _MESSAGES = (2**10, 2**14, 2**17, 2**20, 2**23)

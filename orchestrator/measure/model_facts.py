@@ -23,11 +23,13 @@ from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, Task
-from orchestrator.train.data import Feed, LoaderOptions, as_dataset, tensors_of, to_device
+from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
+from orchestrator.train.batches import tensors_of, to_device
+from orchestrator.train.data import Feed, as_dataset
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.recompute import block_lists
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import as_loss, build_checked_model, check_trainable
 from orchestrator.types import PrecisionName
 
 _SMALL = 2  # samples of the smaller batch: batch norm wants more than one

@@ -32,10 +32,10 @@ from orchestrator.measure.model_facts import fake_batch, first_samples, quietly
 from orchestrator.measure.op_recorder import Recorder
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
+from orchestrator.tasks.validate import as_loss, build_checked_model
 from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.recompute import recompute_blocks
-from orchestrator.train.step import as_loss, build_checked_model
 from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")
@@ -140,7 +140,9 @@ class _EvenlySpreadContext(MoEContext):
     def enter(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(layer, MoELayer)
         tokens = arguments[0].numel() // arguments[0].shape[-1]
-        self._even = even_rows(tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.num_chunks)
+        self._even = even_rows(
+            tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.num_chunks
+        )
 
     def replayed(self, compute: Any) -> Any:
         try:

@@ -17,13 +17,14 @@ from orchestrator.measure.model_facts import model_facts
 from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.timed_steps import build_steps, step_seconds
 from orchestrator.plan.cost.calibration import Reference
-from orchestrator.plan.cost.model import DeviceCosts, Machine, Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
+from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import plan
 from orchestrator.tasks.load import load_task
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import machine_settings
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 
 _STEPS, _WARM_UP = 24, 8
@@ -102,7 +103,7 @@ def _seen(large: LargeModel, made: DeviceCosts, found: Inventory, device: torch.
     chosen = plan(config, found, model_facts(task, str(device), large.precision))
     work = trace_step(task, batch, TraceOptions(True, large.precision, False))
     predicted = predict(work, Machine(made), Parallelism(tf32=chosen.tf32.value))
-    with machine_settings(config, chosen, device):
+    with torch_settings(config, chosen, device):
         run = build_steps(config, chosen, task, World.single_process(device), batch)
         return LargeStep(
             large.name, work, predicted, statistics.median(step_seconds(run, _STEPS, _WARM_UP, device))

@@ -12,10 +12,11 @@ from torch import nn
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import Feed, LoaderOptions, MicroBatch, StepBatch
+from orchestrator.train.data import Feed, MicroBatch, StepBatch
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
-from orchestrator.train.worker.build import build_parts, build_stepper
+from orchestrator.train.worker.build_model import build_parts, build_stepper
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,12 @@ def build_steps(
     parts = build_parts(config, chosen, task, world, host_of=host_of)
     together = micro_batch * world.data_ranks * chosen.accumulation_steps.value
     feed = Feed(
-        task.train_data(), world, global_batch=together, micro_batch=micro_batch, seed=0, loader=LoaderOptions()
+        task.train_data(),
+        world,
+        global_batch=together,
+        micro_batch=micro_batch,
+        seed=0,
+        loader=LoaderOptions(),
     )
     return StepRunner(
         build_stepper(config, world, parts, micro_batch, lambda *_, **__: None), _kept(next(feed.steps(0)))
@@ -57,7 +63,9 @@ def _kept(portion: StepBatch) -> StepBatch:
     micros = []
     for micro in portion.micro_batches:
         batch = micro.fetch()
-        micros.append(MicroBatch(micro.num_samples, lambda batch=batch: batch, micro.first_sample, micro.num_dummies))
+        micros.append(
+            MicroBatch(micro.num_samples, lambda batch=batch: batch, micro.first_sample, micro.num_dummies)
+        )
     return StepBatch(micros, portion.global_samples, portion.all_have_samples)
 
 

@@ -24,15 +24,9 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement import decide_placement
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.totals import Totals
-from orchestrator.train.worker.build import (
-    Parts,
-    build_evaluation,
-    build_feed,
-    build_parts,
-    build_stepper,
-    kept_randomness,
-    machine_settings,
-)
+from orchestrator.train.worker.build import build_evaluation, build_feed
+from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
 
 WELL_ENOUGH = 0.03  # half the width of the confidence interval, as a part of the throughput
 _WARM_UP = 4  # steps; and as many again where workers begin to sum gradients during the backward pass
@@ -85,10 +79,10 @@ def open_trial(
 ) -> Iterator[ThroughputTrial]:
     """A measurement, from a model of its own to the memory it is to leave free. All workers of a group do the same."""
     feed: Feed | None = None
-    parts: Parts | None = None
+    parts: ModelParts | None = None
     free_cached(world.device)  # what the trial before left in cycles is not this one's
     try:
-        with kept_randomness(), machine_settings(config, plan, world.device):
+        with preserved_random_state(), torch_settings(config, plan, world.device):
             reset_peak(world.device)
             host_of = None
             if plan.strategy.value == "expert_parallel":
@@ -127,7 +121,7 @@ class ThroughputTrial:
         plan: Plan,
         task: Task,
         world: World,
-        parts: Parts,
+        parts: ModelParts,
         feed: Feed,
         limits: TrialLimits,
     ) -> None:

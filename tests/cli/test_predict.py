@@ -10,9 +10,9 @@ import pytest
 from orchestrator.cli import scaling
 from orchestrator.cli.main import main
 from orchestrator.plan.cost.calibration import VERSION, Calibration, Profile, write_calibration
-from orchestrator.plan.cost.model import Interconnect, Link
+from orchestrator.plan.cost.machine import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
-from tests.plan.cost.test_model import device
+from tests.support.cost_machines import device
 
 SMALL = [
     "--task",

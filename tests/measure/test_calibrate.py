@@ -17,7 +17,8 @@ from orchestrator.measure.op_times import TINY, product_grids
 from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import Calibration, read_calibration, write_calibration
-from orchestrator.plan.cost.model import Parallelism, predict
+from orchestrator.plan.cost.machine import Parallelism
+from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MOVES
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.tasks.load import load_task

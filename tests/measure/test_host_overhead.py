@@ -20,7 +20,7 @@ from orchestrator.measure.timed_steps import submit_seconds
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
-from tests.plan.cost.test_model import device
+from tests.support.cost_machines import device
 from tests.support.inventories import machine
 
 GPU = device(products={"bf16": {}, "fp32": {}}, grouped=PiecewiseCurve((32.0, 128.0), (2.0, 1.0)))

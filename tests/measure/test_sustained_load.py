@@ -10,10 +10,11 @@ import torch
 from orchestrator.measure import sustained_load as module
 from orchestrator.measure.step_trace import TraceOptions, trace_step
 from orchestrator.measure.sustained_load import LARGE, LargeModel, LargeStep, sustained, with_sustained
-from orchestrator.plan.cost.model import Machine, Parallelism, predict
+from orchestrator.plan.cost.machine import Machine, Parallelism
+from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps, MoveOp, ProductOp
 from orchestrator.tasks.load import load_task
-from tests.plan.cost.test_model import device
+from tests.support.cost_machines import device
 from tests.support.inventories import gpu, machine
 
 WORK = MicroBatchOps(

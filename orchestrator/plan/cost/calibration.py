@@ -1,5 +1,8 @@
-"""What ``bench --calibrate`` measured on a machine, as a file of figures that is read back
-checked. Pure."""
+"""The results of ``bench --calibrate`` on a machine, as a file that is validated when it is read.
+Pure.
+
+The fields of the classes are the keys of the file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import UserError
-from orchestrator.plan.cost.model import DeviceCosts, Interconnect, Machine
+from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Machine
 
 VERSION = 2
 FILE = "calibration.json"
@@ -20,8 +23,8 @@ AGAIN = "measure again with: orchestrator bench --calibrate"
 
 @dataclass(frozen=True)
 class Reference:
-    """A step that figures were found from: those of the host, or how long the device takes for
-    whole steps. What was measured, what the figures say, and what it is made of."""
+    """A measured step that costs were fitted to: its time, the fitted time, and its counts of
+    operations."""
 
     name: str
     measured_s: float
@@ -35,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Profile:
-    """A device as it is while ``workers`` of them are busy on a node, and what joins these."""
+    """A device while ``workers`` of them are busy on a node, and the links between them."""
 
     workers: int
     threads: int
@@ -43,12 +46,12 @@ class Profile:
     links: Interconnect | None = None
     references: tuple[Reference, ...] = ()
     yardstick_s: tuple[float, ...] = ()
-    """Of the host of a GPU, for steps that can be timed again later: how fast it was."""
+    """Host seconds of steps that can be timed again later, to tell how fast a GPU's host was."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures of one machine."""
+    """The measured costs of one machine."""
 
     version: int
     made: str
@@ -56,41 +59,40 @@ class Calibration:
     cores: int
     seconds: float
     others: float
-    """Share of the processors that others used meanwhile: above a few percent the figures are too
-    slow."""
+    """Share of the processors that other programs used meanwhile: above a few percent the costs
+    are too high."""
     profiles: tuple[Profile, ...]
 
     def profile(self, workers: int) -> Profile:
-        """The one with as many workers, or the nearest with more than one."""
-        several = [entry for entry in self.profiles if (entry.workers > 1) == (workers > 1)] or list(
-            self.profiles
-        )
-        return min(several, key=lambda entry: abs(entry.workers - workers))
+        """Return the profile with the nearest number of workers; one worker and several are never
+        mixed."""
+        same_kind = [profile for profile in self.profiles if (profile.workers > 1) == (workers > 1)]
+        return min(same_kind or self.profiles, key=lambda profile: abs(profile.workers - workers))
 
     def machine_for(self, workers: int) -> tuple[Machine, float]:
-        """This machine with so many workers on it, and how many of them share one's processors."""
-        found = self.profile(workers)
-        crowding = (
-            1.0 if found.device.asynchronous else max(1.0, workers * found.threads / max(1, self.cores))
-        )
-        wiring = found.links or Machine(found.device).inner
-        return Machine(found.device, 1, max(1, workers), wiring, wiring), crowding
+        """Return this machine with so many workers, and how many of them share one set of
+        processors."""
+        profile = self.profile(workers)
+        crowding = 1.0
+        if not profile.device.asynchronous:
+            crowding = max(1.0, workers * profile.threads / max(1, self.cores))
+        links = profile.links or Machine(profile.device).inner
+        return Machine(profile.device, 1, max(1, workers), links, links), crowding
 
 
-def write_calibration(found: Calibration, path: Path) -> None:
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    text = json.dumps(asdict(calibration), indent=None, separators=(",", ":")) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(asdict(found), indent=None, separators=(",", ":")) + "\n", encoding="utf-8"
-        )
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror}; give another place with --calibration FILE"
+            f"cannot write {path}: {error.strerror}; choose another file with --calibration FILE"
         ) from None
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The file's figures. One that is damaged, or of another version, is told as such."""
+    """Read a calibration file; one that is missing, damaged or of another version is refused."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -105,14 +107,12 @@ def parse_calibration(text: str, name: str) -> Calibration:
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise UserError(
-                f"the calibration {name} is of version {version}; version {VERSION} was needed: {AGAIN}"
+                f"the calibration {name} has version {version}; version {VERSION} is needed: {AGAIN}"
             )
         return TypeAdapter(Calibration).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(
-            f"the calibration {name} is damaged at {place or 'its top'}: {first['msg']}; {AGAIN}"
-        ) from None
+        location = ".".join(str(part) for part in first["loc"]) or "its top"
+        raise UserError(f"the calibration {name} is damaged at {location}: {first['msg']}; {AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"the calibration {name} is damaged: {error}; {AGAIN}") from None

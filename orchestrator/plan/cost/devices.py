@@ -1,5 +1,8 @@
-"""GPUs that are known without being measured: data sheet figures and the share of them that is
-achieved, from ``devices.json``. Pure."""
+"""Costs of GPUs that were not measured here: data sheet values and the share of them that is
+achieved. Pure.
+
+The values are in ``devices.json``, whose keys are the fields of the classes below.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from pydantic import TypeAdapter
 from orchestrator.config.settings import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
-from orchestrator.plan.cost.model import DeviceCosts, Interconnect, Link, LinkKind
+from orchestrator.plan.cost.machine import DeviceCosts, Interconnect, Link, LinkKind
 from orchestrator.plan.cost.ops import MOVES
 from orchestrator.types import MIB
 
-_SIZES = tuple(float(4**power) for power in range(2, 10))  # 16 to 262,144
-_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_GRID_SIZES = tuple(float(4**power) for power in range(2, 10))  # 16 to 262,144
+_MOVED_BYTES = tuple(4.0**power for power in range(6, 16))
+_ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_GROUPED_CAPABILITY = (9, 0)  # from which on torch fuses grouped products
 
 
 @dataclass(frozen=True)
 class GpuDataSheet:
-    """A GPU's data sheet."""
+    """The data sheet of a GPU."""
 
     names: tuple[str, ...]
     memory_gb: float
@@ -38,6 +43,8 @@ class GpuDataSheet:
 
 @dataclass(frozen=True)
 class HostCosts:
+    """Host overheads in seconds; see ``DeviceCosts``."""
+
     about: str
     operation_s: float
     launch_s: float
@@ -49,13 +56,15 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class GroupedSlowdown:
+    """Time of grouped products as a multiple of one product of all rows, by rows per expert."""
+
     rows: tuple[float, ...]
     times: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class AchievedShares:
-    """Shares of the peak that real operations reach, and fixed costs."""
+    """Shares of the peaks that real operations reach, and fixed costs."""
 
     about: str
     tensor_products: float
@@ -66,16 +75,16 @@ class AchievedShares:
     attention_fp32_forward: float
     attention_fp32_backward: float
     passes: Mapping[str, float]
-    """How many times as long as a plain pass over the same bytes an operation of this kind takes,
-    where it does."""
+    """Time of an operation by kind, as a multiple of a plain pass over the same bytes; 1 for kinds
+    not named."""
     update_bytes: float
-    """Moved for each byte of parameters: read and written weights, gradients and two moments, and
-    the norm."""
+    """Bytes that the update moves per byte of parameters: weights, gradients, two moments, and the
+    norm."""
     unaligned: Mapping[str, Mapping[str, float]]
-    """By precision and layout."""
+    """Slowdown of unaligned products, by precision and layout."""
     grouped: GroupedSlowdown
     sustained: float
-    """How many times as long all of that takes within a step."""
+    """Time of operations within a step as a multiple of their time alone."""
     kernel_s: float
     host: HostCosts
     reserved_mib: float
@@ -83,12 +92,16 @@ class AchievedShares:
 
 @dataclass(frozen=True)
 class LinkEfficiency:
+    """The achieved share of a link's bandwidth, and its latency."""
+
     share: float
     latency_s: float
 
 
 @dataclass(frozen=True)
 class LinkCatalogue:
+    """The efficiency of each kind of link."""
+
     about: str
     nvlink: LinkEfficiency
     pcie: LinkEfficiency
@@ -97,7 +110,7 @@ class LinkCatalogue:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All of ``devices.json``."""
+    """The contents of ``devices.json``."""
 
     about: str
     devices: Mapping[str, GpuDataSheet]
@@ -107,69 +120,65 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    return TypeAdapter(Catalogue).validate_json(
-        files("orchestrator.plan.cost").joinpath("devices.json").read_text(encoding="utf-8")
-    )
+    text = files("orchestrator.plan.cost").joinpath("devices.json").read_text(encoding="utf-8")
+    return TypeAdapter(Catalogue).validate_json(text)
 
 
 def known_gpu(name: str) -> GpuDataSheet:
-    """The GPU of this short name, as ``--cluster`` has it."""
+    """Return the data sheet of a GPU by its short name, as in ``--cluster``."""
     known = catalogue().devices
     if name.lower() not in known:
-        raise UserError(
-            f"gpu={name} is not known{did_you_mean(name.lower(), known)}; known are {', '.join(sorted(known))}"
-        )
+        suggestion = did_you_mean(name.lower(), known)
+        raise UserError(f"gpu={name} is not known{suggestion}; known are {', '.join(sorted(known))}")
     return known[name.lower()]
 
 
-def short_name(full: str) -> str | None:
-    """The short name of a GPU that calls itself so, 'NVIDIA H200' for one; None where it is not
+def short_name(full_name: str) -> str | None:
+    """Return the short name of a GPU from its full name, such as 'NVIDIA H200'; None if it is not
     known."""
-    words = full.upper().replace("-", " ").split()
-    for short, entry in catalogue().devices.items():
-        if any(_within(alias.upper().split(), words) for alias in entry.names):
+    words = full_name.upper().replace("-", " ").split()
+    for short, sheet in catalogue().devices.items():
+        # Whole words: an L40S is not an L4.
+        if any(_contains(words, alias.upper().split()) for alias in sheet.names):
             return short
     return None
 
 
-def _within(part: list[str], whole: list[str]) -> bool:
-    return any(whole[place : place + len(part)] == part for place in range(len(whole)))
+def _contains(words: list[str], phrase: list[str]) -> bool:
+    return any(words[start : start + len(phrase)] == phrase for start in range(len(words)))
 
 
 @cache
 def device_of(name: str) -> DeviceCosts:
-    """The cost model's device for a known GPU: the longer of arithmetic and memory traffic at the
-    achieved shares of their peaks."""
-    known, achieved = known_gpu(name), catalogue().achieved
-    bandwidth, host = known.bandwidth_gb_s * 1e9 * achieved.memory, achieved.host
-    moved = tuple(4.0**power for power in range(6, 16))
-    rows = achieved.grouped
-    fused = known.capability >= (9, 0)
+    """Return the costs of a known GPU.
+
+    An operation takes the longer of its arithmetic and its memory traffic, at the achieved shares
+    of the peaks.
+    """
+    sheet = known_gpu(name)
+    achieved = catalogue().achieved
+    host = achieved.host
+    bandwidth = sheet.bandwidth_gb_s * 1e9 * achieved.memory
+    fused = sheet.capability >= _GROUPED_CAPABILITY
+    grouped = PiecewiseCurve((1.0,), (1.0,))
+    if fused:
+        grouped = PiecewiseCurve(achieved.grouped.rows, achieved.grouped.times)
+    attention = {
+        f"{precision} {direction}": _attention_curve(sheet, precision, direction)
+        for precision in sheet.peak_tflops
+        for direction in ("forward", "backward")
+        if precision != "tf32"
+    }
     return DeviceCosts(
-        name=known.names[0],
-        memory_bytes=known.memory_gb * 1e9,
+        name=sheet.names[0],
+        memory_bytes=sheet.memory_gb * 1e9,
         asynchronous=True,
-        products={precision: {"nn": _grid(known, precision)} for precision in known.peak_tflops},
-        moves={
-            kind: PiecewiseCurve(
-                moved,
-                tuple(
-                    achieved.kernel_s + achieved.passes.get(kind, 1.0) * size / bandwidth for size in moved
-                ),
-            )
-            for kind in MOVES
-        },
-        attention={
-            f"{p} {d}": _attention(known, p, d)
-            for p in known.peak_tflops
-            if p != "tf32"
-            for d in ("forward", "backward")
-        },
-        optimizer=PiecewiseCurve(
-            moved, tuple(4 * achieved.kernel_s + achieved.update_bytes * size / bandwidth for size in moved)
-        ),
-        grouped=PiecewiseCurve(rows.rows, rows.times) if fused else PiecewiseCurve((1.0,), (1.0,)),
-        unaligned={precision: achieved.unaligned[precision] for precision in known.peak_tflops},
+        products={precision: {"nn": _product_grid(sheet, precision)} for precision in sheet.peak_tflops},
+        moves={kind: _move_curve(achieved, kind, bandwidth) for kind in MOVES},
+        attention=attention,
+        optimizer=_update_curve(achieved, bandwidth),
+        grouped=grouped,
+        unaligned={precision: achieved.unaligned[precision] for precision in sheet.peak_tflops},
         operation_s=host.operation_s,
         launch_s=host.launch_s,
         sort_s=host.sort_s,
@@ -181,49 +190,63 @@ def device_of(name: str) -> DeviceCosts:
     )
 
 
-def _grid(known: GpuDataSheet, precision: str) -> PiecewiseGrid:
+def _move_curve(achieved: AchievedShares, kind: str, bandwidth: float) -> PiecewiseCurve:
+    passes = achieved.passes.get(kind, 1.0)
+    seconds = tuple(achieved.kernel_s + passes * size / bandwidth for size in _MOVED_BYTES)
+    return PiecewiseCurve(_MOVED_BYTES, seconds)
+
+
+def _update_curve(achieved: AchievedShares, bandwidth: float) -> PiecewiseCurve:
+    kernels_s = 4 * achieved.kernel_s
+    seconds = tuple(kernels_s + achieved.update_bytes * size / bandwidth for size in _MOVED_BYTES)
+    return PiecewiseCurve(_MOVED_BYTES, seconds)
+
+
+def _product_grid(sheet: GpuDataSheet, precision: str) -> PiecewiseGrid:
     achieved = catalogue().achieved
     share = achieved.fp32_products if precision == "fp32" else achieved.tensor_products
-    rate, bandwidth = (
-        known.peak_tflops[precision] * 1e12 * share,
-        known.bandwidth_gb_s * 1e9 * achieved.memory,
-    )
-    size = _BYTES[precision]
+    flops_per_s = sheet.peak_tflops[precision] * 1e12 * share
+    bandwidth = sheet.bandwidth_gb_s * 1e9 * achieved.memory
+    element_bytes = _ELEMENT_BYTES[precision]
 
     def seconds(m: float, k: float, n: float) -> float:
-        return achieved.kernel_s + max(2 * m * k * n / rate, size * (m * k + k * n + m * n) / bandwidth)
+        arithmetic_s = 2 * m * k * n / flops_per_s
+        traffic_s = element_bytes * (m * k + k * n + m * n) / bandwidth
+        return achieved.kernel_s + max(arithmetic_s, traffic_s)
 
-    return PiecewiseGrid(
-        _SIZES, _SIZES, _SIZES, tuple(seconds(*point) for point in product(_SIZES, repeat=3))
-    )
+    values = tuple(seconds(*point) for point in product(_GRID_SIZES, repeat=3))
+    return PiecewiseGrid(_GRID_SIZES, _GRID_SIZES, _GRID_SIZES, values)
 
 
-def _attention(known: GpuDataSheet, precision: str, direction: str) -> PiecewiseCurve:
+def _attention_curve(sheet: GpuDataSheet, precision: str, direction: str) -> PiecewiseCurve:
     achieved = catalogue().achieved
-    shares = (achieved.attention_forward, achieved.attention_backward)
-    if precision == "fp32":  # of a smaller peak
-        shares = (achieved.attention_fp32_forward, achieved.attention_fp32_backward)
-    share = shares[direction == "backward"]
-    rate = known.peak_tflops[precision] * 1e12 * share
-    return PiecewiseCurve((1e4, 1e12), (1e4 / rate, 1e12 / rate))
+    shares = {
+        "forward": achieved.attention_forward,
+        "backward": achieved.attention_backward,
+    }
+    if precision == "fp32":  # shares of a smaller peak
+        shares = {
+            "forward": achieved.attention_fp32_forward,
+            "backward": achieved.attention_fp32_backward,
+        }
+    flops_per_s = sheet.peak_tflops[precision] * 1e12 * shares[direction]
+    return PiecewiseCurve((1e4, 1e12), (1e4 / flops_per_s, 1e12 / flops_per_s))
 
 
 def links_of(
     name: str, kind: LinkKind, net_gbit: float, nics: int, per_node: int
 ) -> tuple[Interconnect, Interconnect]:
-    """What joins the devices of a node, and nodes: of the network, each device has its share of
-    the node's."""
-    known, figures = known_gpu(name), catalogue().links
-    inner = figures.nvlink if kind == "nvlink" else figures.pcie
-    within = Link(
-        kind,
-        inner.latency_s,
-        (known.nvlink_gb_s / 2 if kind == "nvlink" else known.pcie_gb_s) * 1e9 * inner.share,
-    )
-    node = net_gbit / 8 * 1e9 * nics * figures.network.share
-    # sums cross between nodes once for a whole node, one part by each of its devices; tokens leave
-    # from each device
-    return Interconnect(within, within), Interconnect(
-        Link("network", figures.network.latency_s, node),
-        Link("network", figures.network.latency_s, node / per_node),
-    )
+    """Return the interconnects within a node and between nodes; the devices of a node share its
+    network."""
+    sheet = known_gpu(name)
+    links = catalogue().links
+    within_node = links.nvlink if kind == "nvlink" else links.pcie
+    # A data sheet counts both directions of NVLink.
+    peak_gb_s = sheet.nvlink_gb_s / 2 if kind == "nvlink" else sheet.pcie_gb_s
+    inner = Link(kind, within_node.latency_s, peak_gb_s * 1e9 * within_node.share)
+    node_bytes_per_s = net_gbit / 8 * 1e9 * nics * links.network.share
+    # A gradient crosses between nodes once per node, a part of it by each device; tokens leave
+    # from each device.
+    sums = Link("network", links.network.latency_s, node_bytes_per_s)
+    exchange = Link("network", links.network.latency_s, node_bytes_per_s / per_node)
+    return Interconnect(inner, inner), Interconnect(sums, exchange)

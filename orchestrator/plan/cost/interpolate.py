@@ -1,4 +1,4 @@
-"""Measured figures between which one can read: seconds by size, on logarithmic scales. Pure."""
+"""Interpolation between measured values: seconds by size, on logarithmic scales. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PiecewiseCurve:
-    """Values by size. Between two sizes a power law; past the last one in proportion to it, below
-    the first one constant."""
+    """Values by size.
+
+    A power law between two sizes, constant below the first, and proportional to the size past the
+    last.
+    """
 
     sizes: tuple[float, ...]
     values: tuple[float, ...]
@@ -20,11 +23,12 @@ class PiecewiseCurve:
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.values):
             raise ValueError(
-                f"a curve of {len(self.sizes)} sizes and {len(self.values)} values; as many of each, and at least one, were needed"
+                f"a curve has {len(self.sizes)} sizes and {len(self.values)} values; "
+                f"it needs the same number of each, at least one"
             )
         if min(self.sizes) <= 0 or min(self.values) < 0 or list(self.sizes) != sorted(set(self.sizes)):
             raise ValueError(
-                "the sizes of a curve must be above 0 and rise, and its values must not be below 0"
+                "the sizes of a curve must be above 0 and increase, and its values must not be below 0"
             )
 
     @property
@@ -32,32 +36,32 @@ class PiecewiseCurve:
         return self.values[0]
 
     def at(self, size: float) -> float:
-        place, share = _between(self.sizes, size)
-        if share is None:  # past the end
+        index, fraction = _locate(self.sizes, size)
+        if fraction is None:
             return self.values[-1] * size / self.sizes[-1]
-        low, high = self.values[place], self.values[min(place + 1, len(self.values) - 1)]
-        return low ** (1 - share) * high**share if low and high else low + share * (high - low)
+        low = self.values[index]
+        high = self.values[min(index + 1, len(self.values) - 1)]
+        # A power law has no zero: interpolate linearly next to one.
+        return low ** (1 - fraction) * high**fraction if low and high else low + fraction * (high - low)
 
 
 @dataclass(frozen=True)
 class PiecewiseGrid:
-    """Seconds of a product of (m × k) by (k × n), by all three: read like a curve along each."""
+    """Seconds of a product of (m × k) by (k × n): a piecewise curve along each of the three
+    sizes."""
 
     m: tuple[float, ...]
     k: tuple[float, ...]
     n: tuple[float, ...]
     seconds: tuple[float, ...]
-    """The last size changes fastest."""
+    """Values in row-major order: n changes fastest."""
 
     def __post_init__(self) -> None:
-        if (
-            len(self.seconds) != len(self.m) * len(self.k) * len(self.n)
-            or not self.seconds
-            or min(self.seconds) <= 0
-        ):
+        num_points = len(self.m) * len(self.k) * len(self.n)
+        if len(self.seconds) != num_points or not self.seconds or min(self.seconds) <= 0:
             raise ValueError(
                 f"a grid of {len(self.m)} × {len(self.k)} × {len(self.n)} sizes has {len(self.seconds)} values; "
-                "one above 0 for each was needed"
+                "it needs one above 0 for each point"
             )
 
     @cached_property
@@ -65,28 +69,37 @@ class PiecewiseGrid:
         return tuple(math.log(value) for value in self.seconds)
 
     def at(self, m: float, k: float, n: float) -> float:
-        """Past an end in proportion, below the beginning as there."""
-        total, factor = 0.0, 1.0
+        """Return the seconds of a product, proportional past the last size and constant below the
+        first."""
+        factor = 1.0
+        # Indices of the surrounding grid points with their weights; each axis doubles them at
+        # most.
         corners: list[tuple[int, float]] = [(0, 1.0)]
         for sizes, size in ((self.m, m), (self.k, k), (self.n, n)):
-            place, share = _between(sizes, size)
-            if share is None:
+            index, fraction = _locate(sizes, size)
+            if fraction is None:
                 factor *= size / sizes[-1]
-                place, share = len(sizes) - 1, 0.0
-            ends = [(place, 1 - share), (place + 1, share)]
+                index = len(sizes) - 1
+                fraction = 0.0
+            ends = [(index, 1 - fraction), (index + 1, fraction)]
             corners = [
-                (at * len(sizes) + end, weight * part) for at, weight in corners for end, part in ends if part
+                (corner * len(sizes) + end, weight * part)
+                for corner, weight in corners
+                for end, part in ends
+                if part
             ]
-        for at, weight in corners:
-            total += weight * self._logs[at]
-        return factor * math.exp(total)
+        log_seconds = 0.0
+        for corner, weight in corners:
+            log_seconds += weight * self._logs[corner]
+        return factor * math.exp(log_seconds)
 
 
-def _between(sizes: Sequence[float], size: float) -> tuple[int, float | None]:
-    """The place of the size before, and how far on the way to the next; None past the last."""
+def _locate(sizes: Sequence[float], size: float) -> tuple[int, float | None]:
+    """Return the index of the size below, and the fraction of the way to the next; None past the
+    last."""
     if size <= sizes[0]:
         return 0, 0.0
     if size > sizes[-1]:
         return len(sizes) - 1, None
-    place = min(bisect_right(sizes, size) - 1, len(sizes) - 2)
-    return place, math.log(size / sizes[place]) / math.log(sizes[place + 1] / sizes[place])
+    index = min(bisect_right(sizes, size) - 1, len(sizes) - 2)
+    return index, math.log(size / sizes[index]) / math.log(sizes[index + 1] / sizes[index])

@@ -1,7 +1,9 @@
-"""What one device does in a micro-batch, as plain values: the cost model's input. Pure.
+"""The operations of one device in a micro-batch, as plain values: the input of the cost model.
+Pure.
 
-Products are given by their sizes, because what they cost depends on them; all other operations by
-the bytes they move."""
+A matrix product is described by its sizes, because its rate depends on them; every other operation
+by the bytes that it reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 ProductLayout = Literal["nn", "nt", "tn"]
-"""Which of a product's two factors is read transposed."""
+"""Which of the two factors of a product is read transposed: neither, the second, or the first."""
 MoveKind = Literal["plain", "heavy", "gelu_backward", "norm", "norm_backward", "rows", "sort", "reduce"]
-"""Reading and writing alone; with a transcendental function each; the derivative of one, which
-CPUs are slow at; row-wise norms and softmaxes; the derivative of a norm, with the sums over all
-rows for its weights; rows by their index; sorting; sums over rows."""
+"""How an operation uses its bytes.
+
+``plain``: reads and writes alone. ``heavy``: a transcendental function of each element.
+``gelu_backward``: the derivative of one, which is slow on CPUs. ``norm``: row-wise norms and
+softmaxes. ``norm_backward``: the derivative of a norm, with sums over all rows for its weights.
+``rows``: rows by index. ``sort``: sorting. ``reduce``: sums over rows.
+"""
 MOVES: tuple[MoveKind, ...] = (
     "plain",
     "heavy",
@@ -29,7 +35,7 @@ MessageKind = Literal["counts", "rows"]
 
 @dataclass(frozen=True)
 class ProductOp:
-    """``batch`` products of (m × k) by (k × n) in one operation, done ``times`` times in a
+    """``batch`` products of (m × k) by (k × n) in one operation, run ``times`` times in a
     micro-batch."""
 
     m: int
@@ -48,8 +54,8 @@ class ProductOp:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Fused attention over ``heads`` heads (those of all samples) of ``length`` tokens and
-    ``width`` features each."""
+    """Fused attention over the ``heads`` of all samples, each of ``length`` tokens and ``width``
+    features."""
 
     heads: int
     length: int
@@ -60,14 +66,17 @@ class AttentionOp:
 
     @property
     def flops(self) -> float:
-        """Two products of length × width × length, five in the backward pass; half of it above the
-        diagonal, left out."""
-        return (5 if self.backward else 2) * self.heads * float(self.length) ** 2 * self.width * self.times
+        """FLOP of two products of length × width × length, or five in the backward pass.
+
+        The causal half above the diagonal is not computed.
+        """
+        products = 5 if self.backward else 2
+        return products * self.heads * float(self.length) ** 2 * self.width * self.times
 
 
 @dataclass(frozen=True)
 class MoveOp:
-    """An operation that reads and writes so many bytes together."""
+    """An operation that is bound by memory: ``bytes`` are those it reads and writes together."""
 
     kind: MoveKind
     bytes: int
@@ -76,7 +85,8 @@ class MoveOp:
 
 @dataclass(frozen=True)
 class MessageOp:
-    """An exchange among hosts: the bytes that leave this one for all others together."""
+    """A message of the token exchange: ``bytes`` are those that leave this host for all others
+    together."""
 
     kind: MessageKind
     bytes: int
@@ -85,7 +95,8 @@ class MessageOp:
 
 @dataclass(frozen=True)
 class MicroBatchOps:
-    """One micro-batch on one device, forward and backward, and the state it is done with."""
+    """The operations of one micro-batch on one device, forward and backward, and the size of its
+    state."""
 
     samples: int
     products: tuple[ProductOp, ...] = ()
@@ -93,37 +104,37 @@ class MicroBatchOps:
     moves: tuple[MoveOp, ...] = ()
     messages: tuple[MessageOp, ...] = ()
     operations: int = 0
-    """All that compute or move something and are torch's own; each costs the host its overhead."""
+    """Number of torch's own operations that compute or move something; each has an overhead on the
+    host."""
     launches: int = 0
-    """Those that go through Python of ours on their way: fused kernels, and products of several
-    experts at once."""
+    """Number of kernels launched from this project's Python: fused kernels, and grouped
+    products."""
     sorts: int = 0
-    """Of the operations, those that a GPU sorts for, with a dozen kernels each; on CPUs none are
-    told apart."""
+    """Number of operations that sort on a GPU, with a dozen kernels each; 0 on CPUs, where they
+    cost the same."""
     views: int = 0
-    """Operations that only look at memory another way."""
+    """Number of operations that return a view of memory."""
     parameters: int = 0
-    """Held by this device."""
+    """Parameters on this device."""
     expert_parameters: int = 0
-    """Of these, those in experts that live here alone."""
+    """The part of ``parameters`` in experts that only this device has."""
     tensors: int = 0
-    """Parameters as the optimizer counts them."""
+    """Parameter tensors of the optimizer."""
     peak_bytes: float = 0.0
-    """The most that is alive at once beside parameters and optimizer state: batch, activations and
+    """Most bytes alive at once apart from parameters and optimizer state: batch, activations and
     gradients."""
     before_wait: MicroBatchOps | None = None
-    """The part of it that is done when the host has waited for the last time for a figure of the
-    device: how many rows each expert or each host gets. None where it never does."""
-    state_bytes_per_parameter: int = 12
-    """fp32 weights and two moments of AdamW."""
+    """The operations up to the last time that the host waits for a value of the device; None if it
+    never waits.
+
+    The value is the number of rows of each expert or each host."""
 
     @property
     def flops(self) -> float:
-        return sum(product.flops for product in self.products) + sum(
-            attention.flops for attention in self.attentions
-        )
+        product_flops = sum(product.flops for product in self.products)
+        return product_flops + sum(attention.flops for attention in self.attentions)
 
     @property
     def gradient_bytes(self) -> float:
-        """Of what every device has and all must sum."""
+        """Bytes of the gradients of replicated parameters, which all devices reduce."""
         return 4.0 * (self.parameters - self.expert_parameters)

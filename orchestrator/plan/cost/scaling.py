@@ -1,4 +1,4 @@
-"""The scaling table of a cluster that need not be there: a row for each number of devices and
+"""The scaling table of a cluster that need not exist: a row for each number of devices and
 strategy. Pure."""
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from typing import Any, Literal
 from orchestrator.config.settings import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import device_of, known_gpu, links_of
-from orchestrator.plan.cost.model import DeviceCosts, LinkKind, Machine, Parallelism, StepPrediction, predict
+from orchestrator.plan.cost.machine import DeviceCosts, LinkKind, Machine, Parallelism
+from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.types import StrategyName
 
-MOST_DEVICES = 4096
-IMBALANCE = 1.1  # assumed of experts that a balance loss keeps evenly used: the busiest device has a tenth more rows than the mean
-CHUNKS_FROM = 4096  # tokens of a device from which they travel in two parts
-_KEYS = {"nodes": "1", "gpus": "1", "gpu": "", "link": "", "net": "100gbit", "nics": "1"}
-_NET = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbyte)(?:/s)?")
 ScalingKind = Literal["weak", "strong"]
+
+MAX_DEVICES = 4096
+# Assumed of experts under a balance loss: the busiest device has a tenth more rows than the mean.
+IMBALANCE = 1.1
+CHUNKS_FROM_TOKENS = 4096  # of a device, from which on they are exchanged in two chunks
+
+_DEFAULTS = {"nodes": "1", "gpus": "1", "gpu": "", "link": "", "net": "100gbit", "nics": "1"}
+_NET = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbyte)(?:/s)?")
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What ``--cluster`` says. ``net_gbit`` is that of one network card, of which a node has
-    ``nics``."""
+    """The cluster that ``--cluster`` describes. ``net_gbit`` is the rate of one network card of a
+    node's ``nics``."""
 
     nodes: int
     gpus: int
@@ -41,38 +45,42 @@ class ClusterSpec:
 
     def text(self) -> str:
         cards = f"{self.nics} × " if self.nics > 1 else ""
-        return f"{self.nodes} × {self.gpus} {self.gpu.upper()}, {self.link}, {cards}{self.net_gbit:g} Gbit/s between nodes"
+        gpus = f"{self.nodes} × {self.gpus} {self.gpu.upper()}"
+        return f"{gpus}, {self.link}, {cards}{self.net_gbit:g} Gbit/s between nodes"
 
 
 def parse_cluster(text: str) -> ClusterSpec:
-    """``nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit``; ``gpu`` alone must be given."""
-    given = _KEYS | given_keys(text)
-    if not given["gpu"]:
-        raise UserError("--cluster needs to know the GPU: gpu=h200, for one")
-    known = known_gpu(given["gpu"])
+    """Parse ``nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit``; only ``gpu`` is required."""
+    values = _DEFAULTS | given_keys(text)
+    if not values["gpu"]:
+        raise UserError("--cluster needs the GPU, for example gpu=h200")
+    sheet = known_gpu(values["gpu"])
+    fastest_link = "nvlink" if sheet.nvlink_gb_s else "pcie"
     spec = ClusterSpec(
-        _count("nodes", given["nodes"]),
-        _count("gpus", given["gpus"]),
-        given["gpu"].lower(),
-        _link(given["link"] or ("nvlink" if known.nvlink_gb_s else "pcie"), given["gpu"], known.nvlink_gb_s),
-        _net(given["net"]),
-        _count("nics", given["nics"]),
+        nodes=_parse_count("nodes", values["nodes"]),
+        gpus=_parse_count("gpus", values["gpus"]),
+        gpu=values["gpu"].lower(),
+        link=_parse_link(values["link"] or fastest_link, values["gpu"], sheet.nvlink_gb_s),
+        net_gbit=_parse_net(values["net"]),
+        nics=_parse_count("nics", values["nics"]),
     )
-    if spec.devices > MOST_DEVICES:
+    if spec.devices > MAX_DEVICES:
         raise UserError(
-            f"--cluster has {spec.nodes} × {spec.gpus} = {spec.devices:,} GPUs; the model is meant for up to {MOST_DEVICES:,}"
+            f"--cluster has {spec.nodes} × {spec.gpus} = {spec.devices:,} GPUs; "
+            f"the model is meant for up to {MAX_DEVICES:,}"
         )
     return spec
 
 
 def given_keys(text: str) -> dict[str, str]:
-    """What ``--cluster`` says, key by key."""
+    """Return the keys and values of ``--cluster``."""
     given: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in _KEYS:
+        if not equals or key not in _DEFAULTS:
+            suggestion = did_you_mean(key, _DEFAULTS)
             raise UserError(
-                f"--cluster: {part!r} is not understood{did_you_mean(key, _KEYS)}; give KEY=VALUE of {', '.join(_KEYS)}"
+                f"--cluster: {part!r} is not understood{suggestion}; give KEY=VALUE of {', '.join(_DEFAULTS)}"
             )
         if key in given:
             raise UserError(f"--cluster: {key} is given twice, as {given[key]} and as {value}; keep one")
@@ -80,44 +88,44 @@ def given_keys(text: str) -> dict[str, str]:
     return given
 
 
-def _count(name: str, value: str) -> int:
+def _parse_count(name: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"--cluster: {name}={value}; a whole number from 1 on was needed")
+        raise UserError(f"--cluster: {name}={value}; a whole number from 1 on is needed")
     return int(value)
 
 
-def _link(value: str, gpu: str, nvlink: float) -> LinkKind:
+def _parse_link(value: str, gpu: str, nvlink_gb_s: float) -> LinkKind:
     if value not in ("nvlink", "pcie"):
         raise UserError(f"--cluster: link={value}; it must be nvlink or pcie")
-    if value == "nvlink" and not nvlink:
+    if value == "nvlink" and not nvlink_gb_s:
         raise UserError(f"--cluster: {gpu} has no NVLink; use link=pcie")
     return "nvlink" if value == "nvlink" else "pcie"
 
 
-def _net(value: str) -> float:
-    found = _NET.fullmatch(value.lower())
-    if found is None or float(found[1]) <= 0:
+def _parse_net(value: str) -> float:
+    """Return the rate of one network card in Gbit/s."""
+    match = _NET.fullmatch(value.lower())
+    if match is None or float(match[1]) <= 0:
         raise UserError(
-            f"--cluster: net={value}; a rate such as 400gbit or 50gbyte was needed, that of one network card"
+            f"--cluster: net={value}; a rate such as 400gbit or 50gbyte of one network card is needed"
         )
-    return float(found[1]) * (8 if found[2] == "gbyte" else 1)
+    return float(match[1]) * (8 if match[2] == "gbyte" else 1)
 
 
 def machine_of(spec: ClusterSpec, measured: DeviceCosts | None = None) -> Machine:
-    """The cluster, with the figures of the data sheet or, where its GPU was calibrated, the
-    measured ones."""
+    """Return the cluster with the costs of the data sheet, or with measured ones of a calibrated
+    GPU."""
     inner, outer = links_of(spec.gpu, spec.link, spec.net_gbit, spec.nics, spec.gpus)
     return Machine(measured or device_of(spec.gpu), spec.nodes, spec.gpus, inner, outer)
 
 
 @dataclass(frozen=True)
 class ScalingJob:
-    """What is trained: how its work is found for a number of samples and of hosts, and how much of
-    it there is."""
+    """The training job of a scaling table."""
 
-    work: Callable[[int, int, int], MicroBatchOps]
-    """Of a micro-batch of so many samples, with the experts on so many hosts, the tokens in so
-    many parts."""
+    trace: Callable[[int, int, int], MicroBatchOps]
+    """Return the operations of a micro-batch, from its samples, the hosts of the experts, and the
+    chunks."""
     micro_batch: int
     global_batch: int
     experts: int
@@ -143,81 +151,85 @@ class ScalingRow:
 
     def to_json(self) -> dict[str, Any]:
         names = ("kind", "strategy", "devices", "micro_batch", "micro_batches", "speed_up", "efficiency")
-        return (
-            {name: getattr(self, name) for name in names}
-            | self.predicted.to_json()
-            | {"fits": self.predicted.memory.fits}
-        )
+        values = {name: getattr(self, name) for name in names}
+        return values | self.predicted.to_json() | {"fits": self.predicted.memory.fits}
 
 
 def counts_up_to(most: int) -> list[int]:
-    """1, 2, 4, … and the last."""
+    """Return the powers of two up to ``most``, and ``most`` itself."""
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
 def scaling_rows(job: ScalingJob, machine: Machine) -> list[ScalingRow]:
-    """Weak scaling, each device with as many samples as one alone, and strong scaling of one
-    global batch; data-parallel and, with experts, expert-parallel on at most as many devices as
-    there are experts."""
+    """Return weak scaling, with a fixed batch per device, and strong scaling, with a fixed global
+    batch.
+
+    Both for data parallelism and, with experts, for expert parallelism on at most as many devices
+    as experts.
+    """
     rows: list[ScalingRow] = []
     for kind in ("weak", "strong"):
+        one_device = _predict_row(job, machine, 1, "data_parallel", *_share(job, kind, 1))
         for strategy in ("data_parallel", "expert_parallel") if job.experts else ("data_parallel",):
-            base = _predicted(job, machine, 1, "data_parallel", *_share(job, kind, 1))
-            rows.extend(_rows(job, machine, kind, strategy, base.samples_per_second))
+            rows.extend(_rows(job, machine, kind, strategy, one_device.samples_per_second))
     return rows
 
 
 def _rows(
-    job: ScalingJob, machine: Machine, kind: ScalingKind, strategy: StrategyName, base: float
+    job: ScalingJob, machine: Machine, kind: ScalingKind, strategy: StrategyName, base_speed: float
 ) -> Iterator[ScalingRow]:
     for devices in counts_up_to(machine.devices):
-        if (strategy == "expert_parallel" and not 1 < devices <= job.experts) or (
-            kind == "strong" and devices > job.global_batch
-        ):
+        if strategy == "expert_parallel" and not 1 < devices <= job.experts:
             continue
-        batch, rounds = _share(job, kind, devices)
-        found = _predicted(job, machine, devices, strategy, batch, rounds)
+        if kind == "strong" and devices > job.global_batch:
+            continue
+        batch, micro_batches = _share(job, kind, devices)
+        predicted = _predict_row(job, machine, devices, strategy, batch, micro_batches)
         yield ScalingRow(
-            kind,
-            strategy if devices > 1 else "single",
-            devices,
-            batch,
-            rounds,
-            found,
-            found.samples_per_second / base,
+            kind=kind,
+            strategy=strategy if devices > 1 else "single",
+            devices=devices,
+            micro_batch=batch,
+            micro_batches=micro_batches,
+            predicted=predicted,
+            speed_up=predicted.samples_per_second / base_speed,
         )
 
 
 def _share(job: ScalingJob, kind: ScalingKind, devices: int) -> tuple[int, int]:
-    """Samples of a micro-batch, and how many of them a device has in a step."""
+    """Return the samples of a micro-batch, and the micro-batches of a device in a step."""
     if kind == "weak":
         return job.micro_batch, 1
-    each = max(1, job.global_batch // devices)
-    batch = min(job.micro_batch, each)
-    return batch, max(1, each // batch)
+    per_device = max(1, job.global_batch // devices)
+    batch = min(job.micro_batch, per_device)
+    return batch, max(1, per_device // batch)
 
 
-def _predicted(
-    job: ScalingJob, machine: Machine, devices: int, strategy: StrategyName, batch: int, rounds: int
+def _predict_row(
+    job: ScalingJob, machine: Machine, devices: int, strategy: StrategyName, batch: int, micro_batches: int
 ) -> StepPrediction:
-    together = strategy == "expert_parallel" and devices > 1
-    chunks = 2 if together and batch * job.tokens_per_sample >= CHUNKS_FROM else 1
-    work = job.work(batch, devices if together else 1, chunks)
-    imbalance = (
-        IMBALANCE if together else 1.0
-    )  # experts that do not divide evenly are in the work: it is that of a device with the most
-    return predict(
-        work,
-        machine,
-        Parallelism(devices, strategy if devices > 1 else "single", rounds, imbalance, chunks, job.tf32),
+    divided = strategy == "expert_parallel" and devices > 1
+    chunks = 2 if divided and batch * job.tokens_per_sample >= CHUNKS_FROM_TOKENS else 1
+    # Experts that do not divide evenly are already in the operations, which are those of the
+    # device with the most.
+    imbalance = IMBALANCE if divided else 1.0
+    ops = job.trace(batch, devices if divided else 1, chunks)
+    parallelism = Parallelism(
+        devices=devices,
+        strategy=strategy if devices > 1 else "single",
+        micro_batches=micro_batches,
+        imbalance=imbalance,
+        chunks=chunks,
+        tf32=job.tf32,
     )
+    return predict(ops, machine, parallelism)
 
 
 def by_kind(rows: list[ScalingRow]) -> Mapping[tuple[ScalingKind, StrategyName], list[ScalingRow]]:
-    """Tables: each begins with one device."""
-    found: dict[tuple[ScalingKind, StrategyName], list[ScalingRow]] = {}
-    single = {row.kind: row for row in rows if row.devices == 1}
+    """Return the rows as tables, each of which begins with one device."""
+    tables: dict[tuple[ScalingKind, StrategyName], list[ScalingRow]] = {}
+    one_device = {row.kind: row for row in rows if row.devices == 1}
     for row in rows:
         if row.devices > 1:
-            found.setdefault((row.kind, row.strategy), [single[row.kind]]).append(row)
-    return found or {(row.kind, row.strategy): [row] for row in rows}
+            tables.setdefault((row.kind, row.strategy), [one_device[row.kind]]).append(row)
+    return tables or {(row.kind, row.strategy): [row] for row in rows}

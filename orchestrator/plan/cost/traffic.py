@@ -1,0 +1,82 @@
+"""Seconds of the communication of a step: gradient all-reduces and the token exchange. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.plan.cost.machine import Link, Machine, Parallelism
+from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
+
+# The bucket sizes of DDP.
+_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20
+_BACKWARD_SHARE = 2 / 3  # of the arithmetic of a micro-batch
+_PEER_S = 0.5e-6  # to hand one more message to a link that is busy with others
+_SMALL_ALL_REDUCES = 1  # next to the gradients: counts and losses of a step
+_SMALL_BYTES = 512
+
+
+def traffic_seconds(
+    ops: MicroBatchOps, machine: Machine, parallelism: Parallelism, compute_s: float
+) -> dict[str, float]:
+    """Return the seconds of all-reduces, of the token exchange, and (negative) of their overlap
+    with computation.
+
+    ``compute_s`` is the time of the step without communication. On CPUs nothing overlaps, because
+    messages take the same cores.
+    """
+    devices = parallelism.devices
+    first_bytes = _FIRST_BUCKET_BYTES if parallelism.strategy == "data_parallel" else 0
+    other_buckets = math.ceil(max(0.0, ops.gradient_bytes - first_bytes) / _BUCKET_BYTES)
+    buckets = max(1, (first_bytes > 0) + other_buckets)
+    bucket_s = all_reduce_seconds(ops.gradient_bytes / buckets, machine, devices)
+    gradients = buckets * bucket_s + _SMALL_ALL_REDUCES * all_reduce_seconds(_SMALL_BYTES, machine, devices)
+    exchange = parallelism.micro_batches * sum(
+        exchange_seconds(message, machine, devices) * message.times for message in ops.messages
+    )
+    overlap = 0.0
+    if machine.device.asynchronous:
+        backward_s = _BACKWARD_SHARE * compute_s / parallelism.micro_batches
+        # The last bucket is reduced after the backward pass.
+        overlap = min((buckets - 1) * bucket_s, backward_s)
+        if parallelism.chunks > 1:
+            chunked_exchange = exchange * (parallelism.chunks - 1) / parallelism.chunks
+            overlap += min(chunked_exchange, max(0.0, compute_s - overlap))
+    return {"gradients": gradients, "exchange": exchange, "overlap": -overlap}
+
+
+def all_reduce_seconds(size_bytes: float, machine: Machine, devices: int) -> float:
+    """Return the seconds of an all-reduce: first within nodes, then between them, and back.
+
+    The bandwidth is that of a ring, the latency that of a tree.
+    """
+    devices_per_node = min(devices, machine.per_node)
+    nodes = math.ceil(devices / machine.per_node)
+    within_nodes = _ring_seconds(size_bytes, machine.inner.sums, devices_per_node)
+    return within_nodes + _ring_seconds(size_bytes, machine.outer.sums, nodes)
+
+
+def _ring_seconds(size_bytes: float, link: Link, members: int) -> float:
+    if members < 2:
+        return 0.0
+    latency_s = math.ceil(math.log2(members)) * link.latency_s
+    return latency_s + 2 * (members - 1) / members * size_bytes / link.bytes_per_s
+
+
+def exchange_seconds(message: MessageOp, machine: Machine, devices: int) -> float:
+    """Return the seconds of an all-to-all: the parts within the node and those between nodes run
+    side by side."""
+    if devices < 2:
+        return 0.0
+    near_peers = min(devices, machine.per_node) - 1
+    far_peers = devices - 1 - near_peers
+    near_s = _send_seconds(message.bytes, near_peers, devices, machine.inner.exchange)
+    far_s = _send_seconds(message.bytes, far_peers, devices, machine.outer.exchange)
+    return max(near_s, far_s) + (devices - 2) * _PEER_S
+
+
+def _send_seconds(size_bytes: float, peers: int, devices: int, link: Link) -> float:
+    """Return the seconds to send these peers their part of the bytes for all other devices."""
+    if not peers:
+        return 0.0
+    return link.latency_s + size_bytes * peers / (devices - 1) / link.bytes_per_s
