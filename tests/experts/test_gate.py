@@ -1,8 +1,11 @@
-"""The gate: noise that depends on nothing but its place, scores at the ends of their range, the bias, and precision."""
+"""The gate: its noise, extreme scores, ties, the bias, and precision.
+
+T counts tokens, D is their width, E counts experts, K experts per token."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +19,11 @@ from experts.layer import MoELayer
 from experts.model import initialise
 from experts.types import Routing
 
-WIDTH, EXPERTS = 16, 5
+WIDTH = 16
+EXPERTS = 5
 
 
-def make(top_k: int = 2, width: int = WIDTH, experts: int = EXPERTS, **options: Any) -> Gate:
+def make_gate(top_k: int = 2, width: int = WIDTH, experts: int = EXPERTS, **options: Any) -> Gate:
     gate = Gate(width, experts, top_k, **options)
     initialise(gate, 3)
     with torch.no_grad():
@@ -27,41 +31,48 @@ def make(top_k: int = 2, width: int = WIDTH, experts: int = EXPERTS, **options: 
     return gate
 
 
-def tokens_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def route(gate: Gate, x_TD: Tensor) -> Routing:
-    return gate(x_TD, torch.zeros(len(gate.weight_ED), dtype=torch.int64))
+def route(gate: Gate, x_TD: Tensor, **options: Any) -> Routing:
+    previous_E = torch.zeros(len(gate.weight_ED), dtype=torch.int64)
+    return gate(x_TD, previous_E, **options)
+
+
+def call(compute: Callable[[], Tensor]) -> Tensor:
+    """The replay of a first pass: it computes."""
+    return compute()
 
 
 # --- noise
 
 
-def drawn(positions: Tensor, seed: int = 11, width: int = 8, size: float = 0.25) -> Tensor:
+def draw(positions: Tensor, seed: int = 11, width: int = 8, size: float = 0.25) -> Tensor:
     return noise(seed, positions, width, size, torch.float64)
 
 
-def test_noise_depends_on_seed_position_and_column_alone() -> None:
-    whole_TD = drawn(torch.arange(100))
-    assert torch.equal(drawn(torch.arange(37, 64)), whole_TD[37:64])
+def test_noise_depends_on_seed_position_and_column_only() -> None:
+    whole_TD = draw(torch.arange(100))
+    assert torch.equal(draw(torch.arange(37, 64)), whole_TD[37:64])
     some_T = torch.tensor([99, 3, 3, 50])
-    assert torch.equal(drawn(some_T), whole_TD[some_T])
-    assert torch.equal(drawn(torch.arange(100), width=3), whole_TD[:, :3])
-    assert drawn(torch.arange(0)).shape == (0, 8)
+    assert torch.equal(draw(some_T), whole_TD[some_T])
+    assert torch.equal(draw(torch.arange(100), width=3), whole_TD[:, :3])
+    assert draw(torch.arange(0)).shape == (0, 8)
     for seed in (10, 12, 11 + 2**40):
-        assert not torch.isclose(drawn(torch.arange(100), seed=seed), whole_TD).all(1).any()
+        other_TD = draw(torch.arange(100), seed=seed)
+        assert not torch.isclose(other_TD, whole_TD).all(1).any()
 
 
-def test_noise_is_the_same_in_fp32_but_for_rounding() -> None:
-    exact_TD = drawn(torch.arange(1000))
+def test_noise_in_fp32_is_that_in_fp64_rounded() -> None:
+    exact_TD = draw(torch.arange(1000))
     rounded_TD = noise(11, torch.arange(1000), 8, 0.25, torch.float32)
     assert rounded_TD.dtype == torch.float32
     torch.testing.assert_close(rounded_TD.double(), exact_TD, rtol=0, atol=2e-7)
 
 
 def test_noise_is_uniform_around_one() -> None:
-    factors = drawn(torch.arange(40_000)).reshape(-1)
+    factors = draw(torch.arange(40_000)).reshape(-1)
     count = len(factors)
     assert 0.75 <= float(factors.min()) < 0.7501
     assert 1.2499 < float(factors.max()) <= 1.25
@@ -73,104 +84,93 @@ def test_noise_is_uniform_around_one() -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8, 64, 1024])
-def test_neighbours_have_nothing_to_do_with_each_other(lag: int) -> None:
-    """Positions of one sequence, samples of one batch, columns, and the seeds of layers and steps."""
-    here_TD = drawn(torch.arange(20_000), width=8)
-    beside = {
-        "position": (here_TD, drawn(torch.arange(lag, 20_000 + lag), width=8)),
-        "seed": (here_TD, drawn(torch.arange(20_000), seed=11 + lag, width=8)),
-        "seed for position": (
-            drawn(torch.arange(lag, 20_000 + lag), width=8),
-            drawn(torch.arange(20_000), seed=11 + lag, width=8),
-        ),
-        "column": (
-            drawn(torch.arange(100), width=2048)[:, :1000],
-            drawn(torch.arange(100), width=2048)[:, lag : 1000 + lag],
-        ),
+def test_noise_of_neighbours_is_uncorrelated(lag: int) -> None:
+    """Neighbours are positions of a sequence, samples of a batch, columns, and the seeds of layers and steps."""
+    first_TD = draw(torch.arange(20_000))
+    shifted_TD = draw(torch.arange(lag, 20_000 + lag))
+    other_seed_TD = draw(torch.arange(20_000), seed=11 + lag)
+    wide_TD = draw(torch.arange(100), width=2048)
+    pairs = {
+        "position": (first_TD, shifted_TD),
+        "seed": (first_TD, other_seed_TD),
+        "position and seed": (shifted_TD, other_seed_TD),
+        "column": (wide_TD[:, :1000], wide_TD[:, lag : 1000 + lag]),
     }
-    for name, (a, b) in beside.items():
-        together = float(torch.corrcoef(torch.stack([a.reshape(-1), b.reshape(-1)]))[0, 1])
-        assert abs(together) < 4 / math.sqrt(a.numel()), name
+    for name, (a, b) in pairs.items():
+        correlation = float(torch.corrcoef(torch.stack([a.reshape(-1), b.reshape(-1)]))[0, 1])
+        assert abs(correlation) < 4 / math.sqrt(a.numel()), name
 
 
-def test_noise_touches_what_the_gate_sees_and_no_more() -> None:
-    gate, x_TD = make(), tokens_of(9, WIDTH)
-    factors_TD = noise(5, torch.arange(9), WIDTH, 0.5, torch.float32)
-    noisy = gate(x_TD, torch.zeros(EXPERTS, dtype=torch.int64), factors_TD)
-    shaken = route(gate, x_TD * factors_TD)
-    assert torch.equal(noisy.experts_TK, shaken.experts_TK)
-    assert torch.equal(noisy.weights_TK, shaken.weights_TK)
+def test_noise_multiplies_the_input_of_the_gate() -> None:
+    gate = make_gate()
+    x_TD = make_tokens(9, WIDTH)
+    noise_TD = noise(5, torch.arange(9), WIDTH, 0.5, torch.float32)
+    noisy = route(gate, x_TD, noise_TD=noise_TD)
+    expected = route(gate, x_TD * noise_TD)
+    assert torch.equal(noisy.experts_TK, expected.experts_TK)
+    assert torch.equal(noisy.weights_TK, expected.weights_TK)
     assert not torch.equal(noisy.weights_TK, route(gate, x_TD).weights_TK)
 
 
-# --- scores at the ends of their range
+# --- extreme scores
 
 
-def underflowing() -> tuple[Gate, Tensor]:
-    """All scores are zero in fp32."""
-    gate = make(scores="sigmoid")
+@pytest.mark.parametrize("strength", [0.5, 100.0])
+def test_scores_that_underflow_have_finite_weights_and_gradients(strength: float) -> None:
+    """All sigmoid scores are zero in fp32. ``strength`` scales the gradients that reach the gate."""
+    gate = make_gate(scores="sigmoid")
     with torch.no_grad():
         gate.weight_ED.fill_(-50.0)
-    return gate, torch.ones(3, WIDTH, requires_grad=True)
-
-
-def pulled(gate: Gate, x_TD: Tensor, strength: float) -> list[Tensor]:
-    """Gradients, when the weights and the losses are pulled at with some strength."""
-    routing = gate(x_TD, torch.tensor([7, 0, 0, 0, 0]))
-    pull = (routing.weights_TK * torch.tensor([strength, -strength])).sum() + strength * routing.balance
-    return list(torch.autograd.grad(pull + 1e-3 * routing.z, [x_TD, gate.weight_ED]))
-
-
-def test_scores_that_are_all_zero_have_finite_weights_and_gradients() -> None:
-    gate, x_TD = underflowing()
+    x_TD = torch.ones(3, WIDTH, requires_grad=True)
     routing = gate(x_TD, torch.tensor([7, 0, 0, 0, 0]))
     assert routing.weights_TK.tolist() == [[0.0, 0.0]] * 3
     assert routing.balance == 0
     assert routing.z.isfinite()
-    assert all(set(row) <= set(range(EXPERTS)) and len(set(row)) == 2 for row in routing.experts_TK.tolist())
-    for gradient in pulled(gate, x_TD, 0.5):
-        assert gradient.isfinite().all()
-
-
-def test_scores_that_are_all_zero_stand_any_pull() -> None:
-    for gradient in pulled(*underflowing(), strength=100.0):
+    for experts in routing.experts_TK.tolist():
+        assert len(set(experts)) == 2
+        assert set(experts) <= set(range(EXPERTS))
+    weighted = (routing.weights_TK * torch.tensor([strength, -strength])).sum()
+    loss = weighted + strength * routing.balance + 1e-3 * routing.z
+    for gradient in torch.autograd.grad(loss, [x_TD, gate.weight_ED]):
         assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_overwhelming_logits_have_finite_weights_and_gradients(scores: Any) -> None:
-    gate, x_TD = make(scores=scores), 1e6 * tokens_of(20, WIDTH).requires_grad_()
-    routing = route(gate, x_TD)
+def test_huge_logits_have_finite_weights_and_gradients(scores: Any) -> None:
+    gate = make_gate(scores=scores)
+    routing = route(gate, 1e6 * make_tokens(20, WIDTH).requires_grad_())
     (routing.weights_TK.square().sum() + routing.balance).backward()
     assert routing.weights_TK.isfinite().all()
     assert gate.weight_ED.grad is not None
     assert gate.weight_ED.grad.isfinite().all()
 
 
+# --- ties
+
+
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("bias_rate", [0.0, 0.1])
 @pytest.mark.parametrize(("experts", "top_k"), [(3, 2), (8, 3), (17, 4)])
-def test_ties_are_broken_alike_whoever_else_is_there(
+def test_ties_do_not_depend_on_the_other_tokens(
     scores: Any, bias_rate: float, experts: int, top_k: int
 ) -> None:
-    """Rows of small whole numbers: most have equal scores. A token's choice must not depend on the batch it is in."""
-    gate = make(top_k, width=2, experts=experts, scores=scores, bias_rate=bias_rate)
+    """Tokens of small whole numbers: most have equal scores. A token's choice must not depend on its batch."""
+    gate = make_gate(top_k, width=2, experts=experts, scores=scores, bias_rate=bias_rate)
     with torch.no_grad():
         gate.weight_ED.copy_(torch.randint(0, 2, (experts, 2), generator=torch.Generator().manual_seed(2)))
     x_TD = torch.randint(0, 2, (200, 2), generator=torch.Generator().manual_seed(3)).float()
-    whole = route(gate, x_TD)
-    assert all(len(set(row)) == top_k for row in whole.experts_TK.tolist())
-    alone = [route(gate, x_1D) for x_1D in x_TD.split(1)]
-    assert torch.equal(torch.cat([one.experts_TK for one in alone]), whole.experts_TK)
-    repeated = gate(x_TD, torch.zeros(experts, dtype=torch.int64), None, lambda make: make())
-    assert torch.equal(repeated.experts_TK, whole.experts_TK)
+    batch = route(gate, x_TD)
+    assert all(len(set(row)) == top_k for row in batch.experts_TK.tolist())
+    single = [route(gate, x_1D) for x_1D in x_TD.split(1)]
+    assert torch.equal(torch.cat([routing.experts_TK for routing in single]), batch.experts_TK)
+    assert torch.equal(route(gate, x_TD, replay=call).experts_TK, batch.experts_TK)
 
 
-def test_weights_of_a_tie_are_even() -> None:
-    gate = make(3)
+def test_weights_of_a_tie_are_equal() -> None:
+    gate = make_gate(3)
     with torch.no_grad():
         gate.weight_ED.zero_()
-    routing = route(gate, tokens_of(7, WIDTH))
+    routing = route(gate, make_tokens(7, WIDTH))
     torch.testing.assert_close(routing.weights_TK, torch.full((7, 3), 1 / 3))
     assert int(routing.counts_E.sum()) == 21
 
@@ -178,7 +178,7 @@ def test_weights_of_a_tie_are_even() -> None:
 # --- bias
 
 
-def test_the_bias_moves_towards_the_experts_that_had_too_few() -> None:
+def test_the_bias_moves_towards_experts_with_too_few_tokens() -> None:
     layer = MoELayer(4, [3, 3, 3, 3], 1, bias_rate=0.25)
     update_balance(layer, [torch.tensor([3, 9, 0, 0])])
     assert layer.gate.bias_E.tolist() == [0.0, -0.25, 0.25, 0.25]
@@ -189,18 +189,21 @@ def test_the_bias_moves_towards_the_experts_that_had_too_few() -> None:
     assert layer.load_E.tolist() == [2, 2, 2, 2]
 
 
-def test_without_a_rate_the_bias_stays() -> None:
+def test_without_a_rate_the_bias_stays_zero() -> None:
     layer = MoELayer(4, [3, 3], 1)
     update_balance(layer, [torch.tensor([9, 1])])
     assert not layer.gate.bias_E.any()
     assert "gate.bias_E" in layer.state_dict()
 
 
-def test_a_bias_counts_alike_in_a_pass_that_is_repeated() -> None:
-    gate, x_TD = make(), tokens_of(40, WIDTH)
-    gate.bias_E.copy_(torch.tensor([3.0, 0, 0, 0, 0]))  # as a checkpoint of a run with a rate has it
-    repeated = gate(x_TD, torch.zeros(EXPERTS, dtype=torch.int64), None, lambda make: make())
-    assert torch.equal(repeated.experts_TK, route(gate, x_TD).experts_TK)
+def test_without_a_rate_a_bias_is_ignored_in_first_and_recomputed_passes() -> None:
+    """A checkpoint of a run with a rate has a bias that is not zero."""
+    gate = make_gate()
+    x_TD = make_tokens(40, WIDTH)
+    expected_TK = route(gate, x_TD).experts_TK
+    gate.bias_E.copy_(torch.tensor([3.0, 0, 0, 0, 0]))
+    assert torch.equal(route(gate, x_TD).experts_TK, expected_TK)
+    assert torch.equal(route(gate, x_TD, replay=call).experts_TK, expected_TK)
 
 
 def test_the_bias_evens_out_the_load() -> None:
@@ -209,25 +212,25 @@ def test_the_bias_evens_out_the_load() -> None:
     with torch.no_grad():
         layer.gate.weight_ED.mul_(30)
         layer.gate.weight_ED[0, 0] += 4  # a favourite
-    x_TD = tokens_of(400, WIDTH)
+    x_TD = make_tokens(400, WIDTH)
     x_TD[:, 0].abs_()
-    loads = []
+    imbalance: list[float] = []
     for _ in range(60):
         _, routing = layer(x_TD)
-        loads.append(float(routing.counts_E.max() / routing.counts_E.double().mean()))
+        imbalance.append(float(routing.counts_E.max() / routing.counts_E.double().mean()))
         update_balance(layer, [routing.counts_E])
-    assert loads[0] > 1.8
-    assert loads[-1] < 1.2
+    assert imbalance[0] > 1.8
+    assert imbalance[-1] < 1.2
 
 
 # --- gradients and precision
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_one_expert_per_token_keeps_the_gate_in_the_loss(scores: Any) -> None:
-    """Normalised, a single weight would be one whatever the gate says."""
-    gate, x_TD = make(1, scores=scores), tokens_of(12, WIDTH)
-    routing = route(gate, x_TD)
+def test_the_weight_of_a_single_expert_keeps_its_gradient(scores: Any) -> None:
+    """Normalised, a single weight would be one whatever the gate computes."""
+    gate = make_gate(1, scores=scores)
+    routing = route(gate, make_tokens(12, WIDTH))
     assert (routing.weights_TK < 1).all()
     routing.weights_TK.sum().backward()
     assert gate.weight_ED.grad is not None
@@ -235,22 +238,23 @@ def test_one_expert_per_token_keeps_the_gate_in_the_loss(scores: Any) -> None:
 
 
 def test_normalised_weights_sum_to_one_and_others_are_the_scores() -> None:
-    x_TD = tokens_of(12, WIDTH)
-    scores_TE = (x_TD @ make().weight_ED.t()).sigmoid()
+    x_TD = make_tokens(12, WIDTH)
+    scores_TE = (x_TD @ make_gate().weight_ED.t()).sigmoid()
     best_TK = scores_TE.topk(2).values
-    plain = route(make(scores="sigmoid", normalise=False), x_TD)
+    plain = route(make_gate(scores="sigmoid", normalise=False), x_TD)
     torch.testing.assert_close(plain.weights_TK, best_TK)
-    whole = route(make(scores="sigmoid"), x_TD)
-    torch.testing.assert_close(whole.weights_TK, best_TK / best_TK.sum(1, keepdim=True))
+    normalised = route(make_gate(scores="sigmoid"), x_TD)
+    torch.testing.assert_close(normalised.weights_TK, best_TK / best_TK.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_logits_are_computed_in_fp32_or_better(dtype: torch.dtype) -> None:
-    gate, x_TD = make().to(dtype), tokens_of(64, WIDTH, dtype=dtype)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
+def test_logits_are_computed_in_at_least_fp32(dtype: torch.dtype) -> None:
+    gate = make_gate().to(dtype)
+    x_TD = make_tokens(64, WIDTH, dtype=dtype)
+    logits_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     routing = route(gate, x_TD)
-    assert {t.dtype for t in (routing.weights_TK, routing.balance, routing.z)} == {exact}
-    logits_TE = F.linear(x_TD.to(exact), gate.weight_ED.to(exact))
+    assert {t.dtype for t in (routing.weights_TK, routing.balance, routing.z)} == {logits_dtype}
+    logits_TE = F.linear(x_TD.to(logits_dtype), gate.weight_ED.to(logits_dtype))
     weights_TK, experts_TK = logits_TE.softmax(-1).topk(2)
     assert torch.equal(routing.experts_TK, experts_TK)
     assert torch.equal(routing.weights_TK, weights_TK / weights_TK.sum(1, keepdim=True))
@@ -261,8 +265,9 @@ def test_logits_are_computed_in_fp32_or_better(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_autocast_does_not_reach_the_gate(dtype: torch.dtype, scores: Any) -> None:
-    gate, x_TD = make(scores=scores), tokens_of(64, WIDTH, dtype=dtype)
+def test_autocast_does_not_change_the_gate(dtype: torch.dtype, scores: Any) -> None:
+    gate = make_gate(scores=scores)
+    x_TD = make_tokens(64, WIDTH, dtype=dtype)
     plain = route(gate, x_TD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = route(gate, x_TD)
@@ -273,10 +278,10 @@ def test_autocast_does_not_reach_the_gate(dtype: torch.dtype, scores: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_layer_under_autocast_takes_and_gives_the_same_type(dtype: torch.dtype) -> None:
+def test_a_layer_under_autocast_keeps_the_type_of_its_input(dtype: torch.dtype) -> None:
     layer = MoELayer(WIDTH, [8, 8, 16], 2, shared=4)
     initialise(layer, 1)
-    x = tokens_of(4, 6, WIDTH, dtype=dtype).requires_grad_()
+    x = make_tokens(4, 6, WIDTH, dtype=dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, routing = layer(x)
     y.float().square().sum().backward()
@@ -284,22 +289,22 @@ def test_a_layer_under_autocast_takes_and_gives_the_same_type(dtype: torch.dtype
     assert routing.weights_TK.dtype == torch.float32
     assert x.grad is not None
     assert x.grad.dtype == dtype
-    assert all(
-        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all()
-        for p in layer.parameters()
-    )
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.isfinite().all()
 
 
-# --- the balance loss, and mistakes
+# --- the balance loss, and wrong arguments
 
 
-def test_the_share_of_an_expert_is_one_where_all_are_used_alike() -> None:
+def test_the_share_of_an_expert_is_one_for_an_even_load() -> None:
     assert scaled_share(torch.tensor([0, 0, 0]), torch.float64).tolist() == [1.0, 1.0, 1.0]
     assert scaled_share(torch.tensor([4, 4]), torch.float64).tolist() == [1.0, 1.0]
     assert scaled_share(torch.tensor([6, 0, 3]), torch.float64).tolist() == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("top_k", [0, 6])
-def test_more_experts_per_token_than_there_are_is_refused(top_k: int) -> None:
+def test_top_k_outside_the_number_of_experts_is_refused(top_k: int) -> None:
     with pytest.raises(ValueError, match=f"top_k is {top_k}; with 5 experts it must lie between 1 and 5"):
         Gate(WIDTH, EXPERTS, top_k)

@@ -1,4 +1,6 @@
-"""The fused kernels against their plain forms, on a GPU: values, gradients, tokens without rows, sizes that divide nothing."""
+"""The fused kernels against plain torch, on a GPU: values, gradients, tokens without rows, sizes that divide nothing.
+
+T counts tokens, D is their width, R counts rows, H is the hidden size, E counts experts, K experts per token."""
 
 from __future__ import annotations
 
@@ -25,29 +27,29 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 
 
-def drawn(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def draw(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(*sizes, generator=generator, device=DEVICE).to(dtype)
 
 
-def pairs(tokens: int, top_k: int, missing: float) -> tuple[Tensor, Tensor]:
-    """Rows in random order for a share of the choices: the token of each row, and the row of each choice or -1."""
+def make_row_map(tokens: int, top_k: int, absent: float) -> tuple[Tensor, Tensor]:
+    """Rows in random order for some of the choices: the token of each row, and the row of each choice or -1."""
     generator = torch.Generator(DEVICE).manual_seed(tokens + top_k)
-    there = torch.rand(tokens * top_k, generator=generator, device=DEVICE) >= missing
-    chosen_R = there.nonzero().flatten()
-    chosen_R = chosen_R[torch.randperm(len(chosen_R), generator=generator, device=DEVICE)]
-    back_R = torch.full((tokens * top_k,), -1, device=DEVICE)
-    back_R[chosen_R] = torch.arange(len(chosen_R), device=DEVICE)
-    return chosen_R // top_k, back_R.view(tokens, top_k)
+    has_row = torch.rand(tokens * top_k, generator=generator, device=DEVICE) >= absent
+    choice_R = has_row.nonzero().flatten()
+    choice_R = choice_R[torch.randperm(len(choice_R), generator=generator, device=DEVICE)]
+    row_TK = torch.full((tokens * top_k,), -1, device=DEVICE)
+    row_TK[choice_R] = torch.arange(len(choice_R), device=DEVICE)
+    return choice_R // top_k, row_TK.view(tokens, top_k)
 
 
-def plain_sum(rows_RD: Tensor, back_TK: Tensor) -> Tensor:
-    """A row of zeros stands for those that are not there. In fp32, one choice after another."""
-    padded = torch.cat([rows_RD.float(), rows_RD.new_zeros(1, rows_RD.shape[1]).float()])
-    total = torch.zeros(back_TK.shape[0], rows_RD.shape[1], device=DEVICE)
-    for column_T in back_TK.unbind(1):
-        total = total + padded[column_T]
-    return total.to(rows_RD.dtype)
+def plain_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Sums in fp32, one choice after another. The index -1 names a row of zeros at the end."""
+    padded_RD = torch.cat([rows_RD.float(), rows_RD.new_zeros(1, rows_RD.shape[1]).float()])
+    total_TD = torch.zeros(row_TK.shape[0], rows_RD.shape[1], device=DEVICE)
+    for row_T in row_TK.unbind(1):
+        total_TD = total_TD + padded_RD[row_T]
+    return total_TD.to(rows_RD.dtype)
 
 
 def plain_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
@@ -62,7 +64,9 @@ def plain_choice(
     weights_TK, experts_TK = probabilities_TE.topk(top_k)
     if normalise:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return weights_TK, experts_TK, (probabilities_TE * share_E).sum(), logits_TE.logsumexp(-1).square().sum()
+    balance = (probabilities_TE * share_E).sum()
+    z = logits_TE.logsumexp(-1).square().sum()
+    return weights_TK, experts_TK, balance, z
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:
@@ -79,45 +83,46 @@ ROWS = [(129, k, 24, 0.4) for k in range(1, 9)] + [
 
 
 @DTYPES
-@pytest.mark.parametrize(("tokens", "top_k", "width", "missing"), ROWS)
-def test_rows_out_and_back(dtype: torch.dtype, tokens: int, top_k: int, width: int, missing: float) -> None:
-    """Copies are exact; sums are those of fp32 in the order of choices, to the bit."""
-    token_R, back_TK = pairs(tokens, top_k, missing)
-    (x_TD,) = leaves(drawn(tokens, width, dtype=dtype))
-    grad_RD = drawn(len(token_R), width, dtype=dtype, seed=1)
-    rows_RD = fused.gather_rows(x_TD, token_R, back_TK)
+@pytest.mark.parametrize(("tokens", "top_k", "width", "absent"), ROWS)
+def test_rows_are_copied_and_summed_exactly(
+    dtype: torch.dtype, tokens: int, top_k: int, width: int, absent: float
+) -> None:
+    """Sums are those of fp32 in the order of choices, to the bit; one operation is the other's backward pass."""
+    token_R, row_TK = make_row_map(tokens, top_k, absent)
+    (x_TD,) = leaves(draw(tokens, width, dtype=dtype))
+    grad_RD = draw(len(token_R), width, dtype=dtype, seed=1)
+    rows_RD = fused.gather_rows(x_TD, token_R, row_TK)
     rows_RD.backward(grad_RD)
     assert torch.equal(rows_RD, x_TD[token_R])
     assert x_TD.grad is not None
-    assert torch.equal(x_TD.grad, plain_sum(grad_RD, back_TK))
+    assert torch.equal(x_TD.grad, plain_sum(grad_RD, row_TK))
 
     (rows_RD,) = leaves(grad_RD)
-    grad_TD = drawn(tokens, width, dtype=dtype, seed=2)
-    made_TD = fused.sum_rows(rows_RD, back_TK, token_R)
-    made_TD.backward(grad_TD)
-    assert torch.equal(made_TD, plain_sum(grad_RD, back_TK))
+    grad_TD = draw(tokens, width, dtype=dtype, seed=2)
+    sum_TD = fused.sum_rows(rows_RD, row_TK, token_R)
+    sum_TD.backward(grad_TD)
+    assert torch.equal(sum_TD, plain_sum(grad_RD, row_TK))
     assert rows_RD.grad is not None
     assert torch.equal(rows_RD.grad, grad_TD[token_R])
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_indices_of_both_widths_and_foreign_strides(index: torch.dtype) -> None:
-    token_R, back_TK = pairs(40, 3, 0.3)
-    x_TD = drawn(64, 40).t()
-    rows_RD = fused.gather_rows(x_TD, token_R.to(index), back_TK.to(index))
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_indices_of_both_widths_and_any_strides(index_dtype: torch.dtype) -> None:
+    token_R, row_TK = (index.to(index_dtype) for index in make_row_map(40, 3, 0.3))
+    x_TD = draw(64, 40).t()
+    rows_RD = fused.gather_rows(x_TD, token_R, row_TK)
     assert torch.equal(rows_RD, x_TD[token_R])
-    assert torch.equal(
-        fused.sum_rows(rows_RD.t().contiguous().t(), back_TK.to(index), token_R.to(index)),
-        plain_sum(rows_RD, back_TK),
-    )
+    transposed_RD = rows_RD.t().contiguous().t()
+    assert torch.equal(fused.sum_rows(transposed_RD, row_TK, token_R), plain_sum(rows_RD, row_TK))
 
 
-def test_what_has_no_row_is_zero_whatever_lay_in_memory() -> None:
-    token_R, back_TK = pairs(300, 2, 1.0)
+def test_a_token_without_rows_is_zero() -> None:
+    """Freed memory full of NaN shows results that are left uninitialised."""
+    token_R, row_TK = make_row_map(300, 2, 1.0)
     for _ in range(3):
         poison = torch.full((300, 512), float("nan"), device=DEVICE)
         del poison
-        assert not fused.sum_rows(drawn(0, 512), back_TK, token_R).any()
+        assert not fused.sum_rows(draw(0, 512), row_TK, token_R).any()
 
 
 @DTYPES
@@ -125,15 +130,17 @@ def test_what_has_no_row_is_zero_whatever_lay_in_memory() -> None:
     ("rows", "hidden"), [(33, 1000), (257, 24), (19, 2056), (5, 14336), (7, 17), (0, 64)]
 )
 def test_weighted_swiglu(dtype: torch.dtype, rows: int, hidden: int) -> None:
-    given = drawn(rows, 2 * hidden, dtype=dtype), drawn(rows, seed=1).sigmoid()
-    grad_RH = drawn(rows, hidden, dtype=dtype, seed=2)
-    (hidden_a, weights_a), (hidden_b, weights_b) = leaves(*given), leaves(*given)
-    made, expected = fused.weighted_swiglu(hidden_a, weights_a), plain_swiglu(hidden_b, weights_b)
-    made.backward(grad_RH)
-    expected.backward(grad_RH)
-    torch.testing.assert_close(made, expected, **TOLERANCES[dtype])
-    torch.testing.assert_close(hidden_a.grad, hidden_b.grad, **TOLERANCES[dtype])
-    torch.testing.assert_close(weights_a.grad, weights_b.grad, rtol=1e-5, atol=1e-5 * hidden**0.5)
+    inputs = (draw(rows, 2 * hidden, dtype=dtype), draw(rows, seed=1).sigmoid())
+    grad_RH = draw(rows, hidden, dtype=dtype, seed=2)
+    hidden_RH, weights_R = leaves(*inputs)
+    plain_hidden_RH, plain_weights_R = leaves(*inputs)
+    output_RH = fused.weighted_swiglu(hidden_RH, weights_R)
+    expected_RH = plain_swiglu(plain_hidden_RH, plain_weights_R)
+    output_RH.backward(grad_RH)
+    expected_RH.backward(grad_RH)
+    torch.testing.assert_close(output_RH, expected_RH, **TOLERANCES[dtype])
+    torch.testing.assert_close(hidden_RH.grad, plain_hidden_RH.grad, **TOLERANCES[dtype])
+    torch.testing.assert_close(weights_R.grad, plain_weights_R.grad, rtol=1e-5, atol=1e-5 * hidden**0.5)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -141,143 +148,149 @@ def test_weighted_swiglu(dtype: torch.dtype, rows: int, hidden: int) -> None:
     ("tokens", "experts", "top_k"),
     [(33, 8, 1), (100, 128, 8), (7, 300, 16), (50, 3, 3), (1000, 60, 5), (0, 4, 2)],
 )
-def test_choosing(tokens: int, experts: int, top_k: int, normalise: bool) -> None:
-    logits, share_E = 2 * drawn(tokens, experts), drawn(experts, seed=1).exp()
-    (mine,), (theirs,) = leaves(logits), leaves(logits.double())
-    found, expected = (
-        fused_gate.choose(mine, share_E, top_k, normalise),
-        plain_choice(theirs, share_E.double(), top_k, normalise),
-    )
-    grad_TK = drawn(tokens, top_k, seed=2)
-    torch.autograd.backward(
-        (found[0], 0.3 * found[2] + 0.7 * found[3]), (grad_TK, torch.ones((), device=DEVICE))
-    )
-    torch.autograd.backward(
-        (expected[0], 0.3 * expected[2] + 0.7 * expected[3]), (grad_TK.double(), torch.ones_like(expected[2]))
-    )
-    assert torch.equal(found[1], expected[1])
-    for a, b in (
-        (found[0], expected[0]),
-        (found[2], expected[2]),
-        (found[3], expected[3]),
-        (mine.grad, theirs.grad),
-    ):
-        assert a is not None
-        assert b is not None
-        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-5)
+def test_the_choice_equals_plain_torch(tokens: int, experts: int, top_k: int, normalise: bool) -> None:
+    """In fp32, against fp64."""
+    share_E = draw(experts, seed=1).exp()
+    (logits_TE,) = leaves(2 * draw(tokens, experts))
+    (exact_logits_TE,) = leaves(logits_TE.double())
+    grad_TK = draw(tokens, top_k, seed=2)
+
+    def backward(routing: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        weights_TK, _, balance, z = routing
+        losses = 0.3 * balance + 0.7 * z
+        torch.autograd.backward((weights_TK, losses), (grad_TK.to(weights_TK.dtype), torch.ones_like(losses)))
+
+    result = fused_gate.choose(logits_TE, share_E, top_k, normalise)
+    expected = plain_choice(exact_logits_TE, share_E.double(), top_k, normalise)
+    backward(result)
+    backward(expected)
+    weights_TK, experts_TK, *losses = result
+    exact_weights_TK, exact_experts_TK, *exact_losses = expected
+    assert torch.equal(experts_TK, exact_experts_TK)
+    assert logits_TE.grad is not None
+    assert exact_logits_TE.grad is not None
+    values = [weights_TK, *losses, logits_TE.grad]
+    exact_values = [exact_weights_TK, *exact_losses, exact_logits_TE.grad]
+    for value, exact in zip(values, exact_values, strict=True):
+        torch.testing.assert_close(value, exact.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_choice_among_what_is_no_number_stays_in_range() -> None:
-    logits_TE = drawn(16, 5)
-    logits_TE[3], logits_TE[4, 2] = float("nan"), float("inf")
+def test_experts_chosen_by_nan_logits_stay_in_range() -> None:
+    logits_TE = draw(16, 5)
+    logits_TE[3] = float("nan")
+    logits_TE[4, 2] = float("inf")
     weights_TK, experts_TK, balance, _ = fused_gate.choose(logits_TE, torch.ones(5, device=DEVICE), 3, True)
-    assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in experts_TK.tolist())
+    for experts in experts_TK.tolist():
+        assert len(set(experts)) == 3
+        assert set(experts) <= set(range(5))
     assert weights_TK[3].isnan().all()
     assert balance.isnan()
 
 
 @pytest.mark.parametrize(("tokens", "width", "experts"), [(300, 128, 8), (1000, 1024, 60), (17, 64, 3)])
 def test_logits_of_the_gate_are_exact_in_fp32(tokens: int, width: int, experts: int) -> None:
-    given = drawn(tokens, width, dtype=torch.bfloat16), drawn(experts, width, dtype=torch.bfloat16, seed=1)
-    grad_TE = drawn(tokens, experts, seed=2)
-    (x, weight), (x_64, weight_64) = leaves(*given), leaves(*(tensor.double() for tensor in given))
-    logits, expected = fused_gate.gate_logits(x, weight), F.linear(x_64, weight_64)
-    logits.backward(grad_TE)
-    expected.backward(grad_TE.double())
-    assert logits.dtype == torch.float32
-    assert apart(logits, expected) < 1e-5
-    assert apart(x.grad, x_64.grad) < 3e-3  # the rounding of a result in bf16
-    assert apart(weight.grad, weight_64.grad) < 3e-3
+    inputs = (draw(tokens, width, dtype=torch.bfloat16), draw(experts, width, dtype=torch.bfloat16, seed=1))
+    grad_TE = draw(tokens, experts, seed=2)
+    x_TD, weight_ED = leaves(*inputs)
+    exact_x_TD, exact_weight_ED = leaves(*(tensor.double() for tensor in inputs))
+    logits_TE = fused_gate.gate_logits(x_TD, weight_ED)
+    exact_logits_TE = F.linear(exact_x_TD, exact_weight_ED)
+    logits_TE.backward(grad_TE)
+    exact_logits_TE.backward(grad_TE.double())
+    assert logits_TE.dtype == torch.float32
+    assert relative_error(logits_TE, exact_logits_TE) < 1e-5
+    # 3e-3 is the rounding of a result in bf16.
+    assert relative_error(x_TD.grad, exact_x_TD.grad) < 3e-3
+    assert relative_error(weight_ED.grad, exact_weight_ED.grad) < 3e-3
 
 
-def apart(found: Tensor | None, expected: Tensor | None) -> float:
-    assert found is not None
-    assert expected is not None
-    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+def relative_error(value: Tensor | None, exact: Tensor | None) -> float:
+    assert value is not None
+    assert exact is not None
+    return float((value.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 def test_logits_refuse_other_types() -> None:
     with pytest.raises(TypeError, match="bf16 was needed"):
-        fused_gate.gate_logits(drawn(4, 8), drawn(2, 8))
+        fused_gate.gate_logits(draw(4, 8), draw(2, 8))
 
 
-def whole(x_TD: Tensor, weight_ED: Tensor, share_E: Tensor, token_R: Tensor, back_TK: Tensor) -> Tensor:
-    """All of them in a row."""
-    weights_TK, _, balance, z = fused_gate.choose(
-        fused_gate.gate_logits(x_TD, weight_ED), share_E, back_TK.shape[1], True
-    )
-    rows_RD = fused.gather_rows(x_TD, token_R, back_TK)
-    made_RH = fused.weighted_swiglu(rows_RD, weights_TK.reshape(-1)[: len(token_R)])
-    return fused.sum_rows(made_RH, back_TK, token_R).float().square().mean() + 1e-3 * (balance + z)
+# --- all kernels together
 
 
-def example() -> tuple[Any, ...]:
-    token_R, back_TK = pairs(64, 2, 0.25)
-    x_TD, weight_ED = leaves(
-        drawn(64, 128, dtype=torch.bfloat16), drawn(8, 128, dtype=torch.bfloat16, seed=1)
-    )
-    return x_TD, weight_ED, torch.ones(8, device=DEVICE), token_R, back_TK
+def run_all(x_TD: Tensor, weight_ED: Tensor, share_E: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+    """A loss that every kernel takes part in."""
+    logits_TE = fused_gate.gate_logits(x_TD, weight_ED)
+    weights_TK, _, balance, z = fused_gate.choose(logits_TE, share_E, row_TK.shape[1], True)
+    rows_RD = fused.gather_rows(x_TD, token_R, row_TK)
+    output_RH = fused.weighted_swiglu(rows_RD, weights_TK.reshape(-1)[: len(token_R)])
+    sum_TH = fused.sum_rows(output_RH, row_TK, token_R)
+    return sum_TH.float().square().mean() + 1e-3 * (balance + z)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    given = example()
-    whole(*given).backward()
+def make_inputs() -> tuple[Any, ...]:
+    token_R, row_TK = make_row_map(64, 2, 0.25)
+    x_TD, weight_ED = leaves(draw(64, 128, dtype=torch.bfloat16), draw(8, 128, dtype=torch.bfloat16, seed=1))
+    return x_TD, weight_ED, torch.ones(8, device=DEVICE), token_R, row_TK
+
+
+def gradients_of(loss: Tensor, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs[:2])
+
+
+def test_the_host_does_not_wait_for_the_device() -> None:
+    inputs = make_inputs()
+    run_all(*inputs).backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        whole(*given).backward()
+        run_all(*inputs).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_twice_is_the_same_to_the_bit() -> None:
-    def gradients() -> list[Tensor | None]:
-        given = example()
-        whole(*given).backward()
-        return [given[0].grad, given[1].grad]
-
-    for a, b in zip(gradients(), gradients(), strict=True):
-        assert a is not None
-        assert b is not None
+def test_results_are_reproducible_to_the_bit() -> None:
+    inputs = make_inputs()
+    first = gradients_of(run_all(*inputs), inputs)
+    second = gradients_of(run_all(*inputs), inputs)
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
 
-def test_compiled_they_are_the_same() -> None:
-    eager, compiled = example(), example()
-    expected = whole(*eager)
-    expected.backward()
-    found = torch.compile(whole, fullgraph=True)(*compiled)
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(compiled[0].grad, eager[0].grad, **TOLERANCES[torch.bfloat16])
-    torch.testing.assert_close(compiled[1].grad, eager[1].grad, **TOLERANCES[torch.bfloat16])
+def test_compiled_kernels_compute_the_same() -> None:
+    inputs = make_inputs()
+    expected = run_all(*inputs)
+    loss = torch.compile(run_all, fullgraph=True)(*inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
+    for a, b in zip(gradients_of(loss, inputs), gradients_of(expected, inputs), strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCES[torch.bfloat16])
 
 
-def test_traced_without_a_device_they_have_shapes() -> None:
+def test_traced_kernels_have_shapes() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        token_R, back_TK = (
-            torch.zeros(96, dtype=torch.int64, device=DEVICE),
-            torch.zeros(64, 2, dtype=torch.int64, device=DEVICE),
-        )
+        token_R = torch.zeros(96, dtype=torch.int64, device=DEVICE)
+        row_TK = torch.zeros(64, 2, dtype=torch.int64, device=DEVICE)
         x_TD = torch.empty(64, 128, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
         weight_ED = torch.empty(8, 128, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-        whole(x_TD, weight_ED, torch.ones(8, device=DEVICE), token_R, back_TK).backward()
+        run_all(x_TD, weight_ED, torch.ones(8, device=DEVICE), token_R, row_TK).backward()
         assert x_TD.grad is not None
         assert x_TD.grad.shape == (64, 128)
 
 
-def test_rows_past_the_reach_of_32_bits() -> None:
-    """2³¹ elements and more: offsets are computed in 64 bits."""
+def test_more_than_2_to_the_31_elements() -> None:
+    """Offsets are computed in 64 bits."""
     tokens, width = 600_000, 4096
     token_T = torch.arange(tokens, device=DEVICE)
     x_TD = torch.empty(tokens, width, dtype=torch.bfloat16, device=DEVICE)
     x_TD.copy_((token_T % 251).unsqueeze(1))
-    back_T1 = token_T.flip(0).unsqueeze(1)
-    rows_RD = fused.gather_rows(x_TD, token_T.flip(0), back_T1)
+    token_R = token_T.flip(0)
+    row_T1 = token_T.flip(0).unsqueeze(1)
+    rows_RD = fused.gather_rows(x_TD, token_R, row_T1)
     assert torch.equal(rows_RD[:, 7], x_TD[:, 7].flip(0))
-    assert torch.equal(fused.sum_rows(rows_RD, back_T1, token_T.flip(0))[-5:], x_TD[-5:])
-    made_RH = fused.weighted_swiglu(rows_RD, torch.ones(tokens, device=DEVICE))
-    torch.testing.assert_close(made_RH[:5], plain_swiglu(rows_RD[:5], torch.ones(5, device=DEVICE)))
-    torch.testing.assert_close(made_RH[-5:], plain_swiglu(rows_RD[-5:], torch.ones(5, device=DEVICE)))
+    assert torch.equal(fused.sum_rows(rows_RD, row_T1, token_R)[-5:], x_TD[-5:])
+    output_RH = fused.weighted_swiglu(rows_RD, torch.ones(tokens, device=DEVICE))
+    ones_R = torch.ones(5, device=DEVICE)
+    torch.testing.assert_close(output_RH[:5], plain_swiglu(rows_RD[:5], ones_R))
+    torch.testing.assert_close(output_RH[-5:], plain_swiglu(rows_RD[-5:], ones_R))
