@@ -1,4 +1,4 @@
-"""Settings of the samples: where they come from, and how many meet in a step."""
+"""Settings of the samples: their source, and how many make up a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.config.checks import at_least, within
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where samples come from."""
+    """The source of the samples."""
 
     data_dir: Path | None = None
     """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt files for text)."""
@@ -27,7 +27,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How many samples meet in a step."""
+    """The number of samples in a step."""
 
     batch_size: int | Literal["auto"] | None = None
     """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the fastest (CPU).
@@ -35,7 +35,7 @@ class BatchSettings:
     accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all workers; fixes batch size × accumulation × workers, however many those become."""
+    """Samples per optimizer step over all workers. It stays the same if the number of workers changes."""
     eval_batch_size: int | None = None
     """Samples per worker and batch in evaluation."""
     gpu_memory_fraction: float = 0.9
@@ -48,8 +48,10 @@ class BatchSettings:
             at_least(name, getattr(self, name), 1)
         within("gpu_memory_fraction", self.gpu_memory_fraction, 0.05, 1.0)
         for name in ("batch_size", "accumulation_steps"):
-            part, whole = getattr(self, name), self.global_batch_size
-            if isinstance(part, int) and whole is not None and part > whole:
+            value = getattr(self, name)
+            total = self.global_batch_size
+            if isinstance(value, int) and total is not None and value > total:
                 raise ValueError(
-                    f"{name} is {part} but a whole step has global_batch_size {whole} samples; lower the one or raise the other"
+                    f"{name} is {value} but a whole step has global_batch_size {total} samples; "
+                    "lower the one or raise the other"
                 )

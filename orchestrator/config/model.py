@@ -1,4 +1,4 @@
-"""Settings of the built-in tasks' models: their sizes, and their mixture-of-experts layers."""
+"""Settings of the models of the built-in tasks: their sizes, and their mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GateScores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Sizes of the built-in tasks' models. What is left open is the task's own default."""
+    """Sizes of the built-in tasks' models. Without a value, the task's own default holds."""
 
     width: int | None = None
     """Width of the model (features per token)."""
@@ -32,32 +32,32 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class MoeSettings:
-    """The mixture-of-experts layers of these models: the experts, and the gate that sends tokens to them."""
+    """The mixture-of-experts layers of these models: the experts, and the gate that routes tokens to them."""
 
     experts: int | None = None
     """Experts per MoE layer; 0 gives a dense model."""
     expert_hidden_size: tuple[int, ...] = ()
     """Hidden size of the experts: one number for all, or one per expert."""
     expert_kind: ExpertKind = "swiglu"
-    """What an expert is: swiglu, gated by a third matrix, or ffn, two matrices with GELU between them."""
+    """Architecture of an expert: swiglu, gated by a third matrix, or ffn, two matrices with GELU between them."""
     shared_expert_size: int | None = None
-    """Hidden size of an expert that sees every token, beside the routed ones. Default: none."""
+    """Hidden size of an expert that sees every token, in addition to the routed ones. Default: no such expert."""
     top_k: int | None = None
-    """Experts that each token is sent to."""
+    """Experts per token."""
     gate_scores: GateScores = "softmax"
-    """How the gate scores experts: softmax against each other, or sigmoid each by itself."""
+    """How the gate scores experts: softmax over all of them, or sigmoid of each."""
     normalise_weights: bool = True
-    """Weights of a token's experts sum to one; never where --top-k is 1, which would cut the gate off from the loss."""
+    """Scale the weights of a token's experts to a sum of one; not with --top-k 1, where the gate would get no gradient."""
     gate_jitter: float = 0.0
-    """In training the gate's input is multiplied by uniform noise of 1 ± this; below 1."""
+    """In training, the gate's input is multiplied by uniform noise of 1 ± this value; below 1."""
     balance_loss: float = 0.01
-    """Weight of the loss that keeps experts evenly used."""
+    """Weight of the loss that balances the use of the experts."""
     balance_bias: float = 0.0
-    """Balancing without a loss: step by which an expert's bias in the choice moves after each optimizer step; try 0.001."""
+    """Balancing without a loss: change of an expert's routing bias after each optimizer step; try 0.001."""
     z_loss: float = 0.0
     """Weight of the loss that keeps gate scores small."""
     capacity_factor: float | None = None
-    """Most rows that an expert takes of a micro-batch, as a multiple of the even share; the rest is dropped, later choices
+    """Most rows of a micro-batch for one expert, as a multiple of the even share. The rest is dropped: later choices
     first, then later tokens. Default: nothing is dropped."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,8 @@ class MoeSettings:
             raise ValueError(f"gate_jitter is {self.gate_jitter}; it must be at least 0 and below 1")
         if self.experts and len(self.expert_hidden_size) not in (0, 1, self.experts):
             raise ValueError(
-                f"expert_hidden_size has {len(self.expert_hidden_size)} sizes for {self.experts} experts; give one size, or one per expert"
+                f"expert_hidden_size has {len(self.expert_hidden_size)} sizes for {self.experts} experts; "
+                "give one size, or one per expert"
             )
         if self.experts and self.top_k and self.top_k > self.experts:
             raise ValueError(
@@ -81,6 +82,6 @@ class MoeSettings:
             )
         if self.experts == 0 and self.shared_expert_size:
             raise ValueError(
-                f"shared_expert_size is {self.shared_expert_size}, an expert beside routed ones, but experts is 0, a dense model; "
-                "leave one of them out"
+                f"shared_expert_size is {self.shared_expert_size}, an expert in addition to routed ones, "
+                "but experts is 0, a dense model; leave one of them out"
             )

@@ -1,4 +1,4 @@
-"""Settings of what a run leaves behind: checkpoints, and what is measured, logged and shown."""
+"""Settings of the outputs of a run: checkpoints, logs, measurements and trackers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What is kept of a run, and where a run begins."""
+    """Checkpoints and snapshots of a run, and the checkpoint that a run begins with."""
 
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     snapshot_every: int = 10
-    """Expert parallel: steps between copies of the hosts' state in memory, from which a run goes on when a host is lost; 0: from
-    checkpoints alone."""
+    """Expert parallel: steps between snapshots of the hosts' state in memory, from which a run continues after the loss of a
+    host; 0: from checkpoints only."""
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
     """Continue: auto takes the newest good checkpoint of the run folder (or starts afresh), PATH a given one."""
     init_from: Path | None = None
-    """Begin with the weights of this checkpoint, and nothing else of it."""
+    """Begin with the weights of this checkpoint, without its optimizer state and its progress."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint_every", self.checkpoint_every, 0)
@@ -33,24 +33,25 @@ class CheckpointSettings:
         at_least("keep", self.keep, 1)
         if self.resume is not None and self.init_from is not None:
             raise ValueError(
-                "resume and init_from contradict each other: resume continues a run, init_from begins one; give one of them"
+                "resume and init_from contradict each other: resume continues a run, init_from begins one; "
+                "give one of them"
             )
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What is measured, logged and shown."""
+    """Measurements, logs and trackers."""
 
     log_every: int | None = None
     """Steps between fetches of the losses from the device."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the end of each epoch."""
     monitor_gpu: bool = True
-    """Sample device and host use in the background."""
+    """Sample the load of devices and host in the background."""
     gpu_log_interval: int = 50
     """Steps between monitor events; 0 turns them off."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
-    """Trackers that read along; wandb and mlflow are extras. Give "--trackers" alone for none."""
+    """Trackers that receive the metrics; wandb and mlflow are extras. Give "--trackers" alone for none."""
     profile: bool = False
     """Trace a few steps: trace.json and the table of the most expensive operations."""
 

@@ -1,4 +1,4 @@
-"""Settings of several devices: who takes part, what is kept where, and how long one waits for the others."""
+"""Settings of training on several devices: which take part, what each holds, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -15,66 +15,73 @@ GatePlace = Literal["replicated", "primary"]
 PLACEMENTS = ("auto", "round_robin")
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_EXPERT_PARALLEL_TIMEOUT_S = 10
+_DATA_PARALLEL_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Training on several devices: who takes part, what is kept where, and how long one waits for the others."""
+    """Training on several devices: which take part, what each holds, and how long they wait for each other."""
 
     parallel_strategy: ParallelStrategy = "auto"
-    """auto trains data-parallel where there are two GPUs or more, and inside a Ray job, or expert-parallel where a model with experts
-    does not fit whole on each; data_parallel and expert_parallel force it, on CPUs too."""
+    """auto trains data-parallel on two GPUs or more and inside a Ray job, or expert-parallel if a model with experts does not
+    fit on each device; data_parallel and expert_parallel force it, on CPUs too."""
     workers: int | Literal["auto"] = "auto"
-    """Workers (in expert parallel: hosts) that train together, one device each; auto takes every GPU there is, or a few CPU workers
-    where there is none."""
+    """Workers (in expert parallel: hosts) that train together, one device each; auto takes every GPU, or a few CPU workers
+    if there is none."""
     devices: tuple[int, ...] = ()
     """GPUs of this machine to use, as CUDA counts them: 0,2 or 0 2. Default: all."""
     backend: Backend = "auto"
-    """What carries sums between the workers; auto takes nccl on GPUs and gloo on CPUs."""
+    """Library for the collectives between workers; auto takes nccl on GPUs and gloo on CPUs."""
     sharding: Sharding = "auto"
-    """What is divided among the workers: none, gradients and optimizer (zero2), parameters too (zero3); auto: what memory asks for."""
+    """State that is divided among the workers: none, gradients and optimizer (zero2), parameters too (zero3); auto decides
+    by the memory."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps. Needs zero2 or zero3."""
     sync_batchnorm: bool = False
-    """Batch norm over the samples of all workers instead of each worker's own; on GPUs."""
+    """Compute batch norm over the samples of all workers instead of each worker's own; on GPUs."""
     gate: GatePlace = "replicated"
-    """Expert parallel: the gate on every host over its own share of the batch, or (primary) on the first host over the whole batch."""
+    """Expert parallel: run the gate on every host over its share of the batch, or (primary) on the first host over the whole
+    batch."""
     placement: str = "auto"
-    """Expert parallel: where experts live. auto goes by their cost and the measured speed of the devices; round_robin; or the path of
-    a .json file."""
+    """Expert parallel: placement of the experts. auto uses their cost and the measured speed of the devices; round_robin; or
+    the path of a .json file."""
     exchange_chunks: int | None = None
-    """Expert parallel: parts that a layer's tokens travel in, so that experts compute while the next part is under way. Default: by
-    the plan."""
+    """Expert parallel: parts in which a layer's tokens are exchanged, so that experts compute while the next part is sent.
+    Default: by the plan."""
     share_by_speed: Switch = "auto"
-    """Shares of the global batch in proportion to measured speed; auto: where the workers' devices differ."""
+    """Divide the global batch in proportion to measured speed; auto: if the workers' devices differ."""
     bucket_cap_mb: int | None = None
-    """MiB of gradients that are summed together, without sharding. Default: torch's own (25)."""
+    """MiB of gradients per all-reduce, without sharding. Default: torch's own (25)."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order, so that the sums can be planned once."""
+    """Promise that every step uses the same parameters in the same order, so that DDP can plan its all-reduces once."""
     find_unused_parameters: bool = False
-    """Look for parameters that a step did not use; costs time in every step."""
+    """Search for parameters that a step did not use; costs time in every step."""
     broadcast_buffers: Switch = "auto"
-    """Give every worker the first one's buffers before each step: on all of them, auto running statistics that are not synchronized."""
+    """Copy the first worker's buffers to all before each step: on, all of them; auto, running statistics that are not
+    synchronized."""
     gradient_as_bucket_view: bool = True
-    """Gradients live in the buckets they are summed in; without it there is a second copy of them."""
+    """Keep gradients in the buckets of the all-reduce; without it there is a second copy of them."""
     spares: int = 0
-    """Expert parallel: hosts that stand by, with everything loaded, to take the place of one that is lost; each needs a device."""
+    """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each needs a device."""
     max_failures: int = 3
-    """Recoveries from a lost worker, a lost node or running out of memory, before the run gives up."""
+    """Recoveries from a lost worker, a lost node or a lack of memory, before the run gives up."""
     collective_timeout: int | None = None
-    """Seconds that a step may stand still before a worker counts as stuck. Default: 10 in expert parallel, where only that host is
-    replaced, else 120."""
+    """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in expert parallel, where only
+    that host is replaced, else 120."""
     resource_timeout: int = 300
-    """Seconds to wait for a cluster with an autoscaler to bring what is missing."""
+    """Seconds to wait for a cluster with an autoscaler to provide missing devices."""
     ray_address: str = "auto"
-    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names) and starts one where none does; local always
-    starts one; HOST:PORT joins that one."""
+    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names), or starts one; local always starts one;
+    HOST:PORT joins that one."""
     nccl_debug: bool = False
-    """NCCL's own messages, in the workers' logs."""
+    """Write NCCL's messages to the workers' logs."""
 
     def step_timeout_s(self, hosts: bool) -> int:
-        """Seconds that workers, or hosts of experts, may wait for each other in a step."""
-        return self.collective_timeout if self.collective_timeout is not None else 10 if hosts else 120
+        """Return how long workers, or with `hosts` expert hosts, may wait for each other in a step."""
+        if self.collective_timeout is not None:
+            return self.collective_timeout
+        return _EXPERT_PARALLEL_TIMEOUT_S if hosts else _DATA_PARALLEL_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, int):
@@ -93,11 +100,13 @@ class ParallelSettings:
             )
         if self.gate == "primary" and self.share_by_speed == "on":
             raise ValueError(
-                "gate primary and share_by_speed on contradict each other: the first host has the whole batch; leave one out"
+                "gate primary and share_by_speed on contradict each other: the first host has the whole batch; "
+                "leave one out"
             )
         if self.cpu_offload and self.sharding == "none":
             raise ValueError(
-                "cpu_offload and sharding none contradict each other: shards are what is offloaded; give --sharding zero2 or zero3"
+                "cpu_offload and sharding none contradict each other: only shards are offloaded; "
+                "give --sharding zero2 or zero3"
             )
         _check_address(self.ray_address)
 
@@ -107,11 +116,12 @@ def _check_address(address: str) -> None:
         return
     if address.startswith("ray://"):
         raise ValueError(
-            f"ray_address is {address!r}; Ray client addresses are not supported. Submit a job to the cluster instead: "
-            f"ray job submit --address http://HOST:8265 --working-dir . -- python -m orchestrator train"
+            f"ray_address is {address!r}; Ray client addresses are not supported. "
+            "Submit a job to the cluster instead: "
+            "ray job submit --address http://HOST:8265 --working-dir . -- python -m orchestrator train"
         )
-    found = _HOST_AND_PORT.fullmatch(address)
-    if found is None or not 1 <= int(found[2]) <= 65535:
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is None or not 1 <= int(match[2]) <= 65535:
         raise ValueError(
             f"ray_address is {address!r}; it must be auto, local or HOST:PORT, as 'ray start' shows it"
         )

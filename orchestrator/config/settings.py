@@ -1,7 +1,7 @@
-"""What a user may ask for: a tree of frozen values, each documented under its field and checked where it is declared.
+"""The settings of a run: a tree of frozen values, each documented under its field and checked where it is declared.
 
-A field of ``None`` or ``"auto"`` is left to the plan, which says what it chose and why. Names are unique across the
-sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--learning-rate``.
+The plan decides settings of `None` and `"auto"`, and gives its reason. Names are unique across the sections, so a
+flag needs no prefix: `optim.learning_rate` is `--learning-rate`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
 ExpertKernel = Literal["auto", "loop", "grouped"]
 
-_LONGEST_NAME = 100
+_MAX_NAME_CHARACTERS = 100
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How long the run lasts and where it leaves its record."""
+    """The length of the run, and its folder."""
 
     name: str | None = None
     """Name of the run; its folder is results/NAME. Default: the task and the time of day."""
@@ -49,32 +49,35 @@ class RunSettings:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row without improvement."""
     early_stopping_metric: str = "loss"
-    """Validation metric that early stopping and the best checkpoint follow: a loss is better smaller, others larger."""
+    """Validation metric for early stopping and the best checkpoint: a loss is better smaller, others larger."""
     seed: int = 0
     """Seed of initial weights, sample order and randomness inside the model."""
     deterministic: bool = False
     """Same seed, same result to the bit: deterministic kernels, tf32 and cuDNN benchmarking off."""
     auto: bool = True
-    """Let the plan choose what was left open. With --no-auto plain defaults are used and said so."""
+    """Let the plan decide open settings. With --no-auto it uses plain defaults and says so."""
     debug: bool = False
-    """A quick look: batch of 4, 4 steps, 2 evaluation batches, every step logged."""
+    """A quick test: batch of 4, 4 steps, 2 evaluation batches, every step logged."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and (
-            not self.name or self.name[0] in ".-" or not set(self.name) <= _NAME_CHARACTERS
-        ):
-            shown = reprlib.repr(self.name)
-            raise ValueError(
-                f"name is {shown}; use letters, digits, '.', '_' and '-', beginning with a letter or digit"
-            )
-        if self.name is not None and len(self.name) > _LONGEST_NAME:
-            raise ValueError(
-                f"name is {reprlib.repr(self.name)}, {len(self.name)} characters; at most {_LONGEST_NAME} are possible"
-            )
+        if self.name is not None:
+            _check_name(self.name)
         at_least("epochs", self.epochs, 1)
         at_least("max_steps", self.max_steps, 1)
         at_least("early_stopping_patience", self.early_stopping_patience, 1)
         within("seed", self.seed, 0, 2**63 - 1)
+
+
+def _check_name(name: str) -> None:
+    """Raise ValueError for a name that could leave the results folder, or that no file system takes."""
+    if not name or name[0] in ".-" or not set(name) <= _NAME_CHARACTERS:
+        raise ValueError(
+            f"name is {reprlib.repr(name)}; use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        )
+    if len(name) > _MAX_NAME_CHARACTERS:
+        raise ValueError(
+            f"name is {reprlib.repr(name)}, {len(name)} characters; at most {_MAX_NAME_CHARACTERS} are possible"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class OptimSettings:
     learning_rate: float = 3e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
-    """Course of the learning rate after warm-up: cosine to a tenth, or constant."""
+    """Learning rate after warm-up: cosine to a tenth, or constant."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Default: a twentieth of the run, at most 1000."""
     weight_decay: float = 0.01
@@ -100,30 +103,30 @@ class OptimSettings:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """What the computation runs on, and how."""
+    """The device of the computation, its precision and its kernels."""
 
     gpu_mode: GpuMode = "auto"
-    """auto takes every GPU there is, else the CPU; cpu, single_gpu and multi_gpu (two or more) force it."""
+    """auto takes every GPU, or the CPU if there is none; cpu, single_gpu and multi_gpu (two or more) force it."""
     precision: Precision = "auto"
-    """Arithmetic of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
+    """Precision of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
     tf32: Switch = "auto"
     """tf32 for fp32 matrix products on GPUs that have it."""
     compile: Switch = "auto"
-    """Compile the model with torch.compile; falls back with a warning. auto: on a GPU, where the run is long enough to pay for it;
-    --compile alone is on, --no-compile off."""
+    """Compile the model with torch.compile; falls back with a warning. auto: on a GPU, if the run is long enough to pay for
+    it; --compile alone is on, --no-compile off."""
     compile_mode: CompileMode = "default"
-    """Mode handed to torch.compile."""
+    """Mode of torch.compile."""
     compile_parts: CompileParts = "all"
     """Compile the whole model, or only its experts or gates."""
     expert_kernel: ExpertKernel = "auto"
-    """How experts are computed: one after another (loop), or all of one size together (grouped); auto: together where the GPU has a
+    """Compute experts one after another (loop), or all of one size together (grouped); auto: together if the GPU has a
     kernel for it."""
     activation_checkpointing: Switch = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     cudnn_benchmark: Switch = "auto"
-    """Let cuDNN time its kernels for the shapes at hand."""
+    """Let cuDNN time its kernels for the shapes of the model."""
     empty_cache_every: int = 0
-    """Return cached GPU memory to the driver every N steps; 0 only at epoch ends, where there is much of it."""
+    """Return cached GPU memory to the driver every N steps; 0: only at the end of an epoch, if there is much of it."""
 
     def __post_init__(self) -> None:
         at_least("empty_cache_every", self.empty_cache_every, 0)
@@ -131,7 +134,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is asked to do."""
+    """All settings of a run."""
 
     task: str = "digits"
     """digits, text, synthetic, or package.module:Name for a task of your own."""
@@ -147,32 +150,39 @@ class Config:
     watch: WatchSettings = field(default_factory=WatchSettings)
 
     def __post_init__(self) -> None:
-        if self.run.deterministic and self.device.tf32 == "on":
-            raise ValueError("deterministic and tf32 on contradict each other; leave --tf32 out")
-        if self.run.deterministic and self.device.cudnn_benchmark == "on":
-            raise ValueError(
-                "deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out"
-            )
+        self._check_deterministic()
         if self.device.gpu_mode == "cpu" and self.device.tf32 == "on":
             raise ValueError("tf32 is arithmetic of NVIDIA GPUs, but gpu_mode is cpu; leave --tf32 out")
         if self.batch.batch_size == "auto" and self.parallel.sharding in ("zero2", "zero3"):
             raise ValueError(
-                "batch_size auto measures whole models, and sharding cuts them up; leave --batch-size out, or give a number"
+                "batch_size auto measures whole models, and sharding divides them; "
+                "leave --batch-size out, or give a number"
             )
         if self.batch.batch_size == "auto" and not self.run.auto:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
-        if self.run.deterministic and self.parallel.share_by_speed == "on":
-            raise ValueError(
-                "deterministic and share_by_speed on contradict each other: speed is measured anew in each run; leave one out"
-            )
         for name, value in self._paths().items():
             possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe)
         check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
 
+    def _check_deterministic(self) -> None:
+        if not self.run.deterministic:
+            return
+        if self.device.tf32 == "on":
+            raise ValueError("deterministic and tf32 on contradict each other; leave --tf32 out")
+        if self.device.cudnn_benchmark == "on":
+            raise ValueError(
+                "deterministic and cudnn_benchmark on contradict each other; leave --cudnn-benchmark out"
+            )
+        if self.parallel.share_by_speed == "on":
+            raise ValueError(
+                "deterministic and share_by_speed on contradict each other: each run measures the speeds anew; "
+                "leave one out"
+            )
+
     def _paths(self) -> dict[str, Path | str | None]:
-        """Settings that are, or may be, paths."""
+        """Return the settings that are, or may be, paths."""
         sections = [getattr(self, f.name) for f in fields(self) if f.name != "task"]
         paths = {
             f.name: value
@@ -184,23 +194,23 @@ class Config:
 
     @classmethod
     def of(cls, **settings: Any) -> Config:
-        """A config from flat names, as on the command line: ``Config.of(epochs=3, batch_size=32)``."""
+        """Return a config from flat names, as on the command line: `Config.of(epochs=3, batch_size=32)`."""
         return cls().but(**settings)
 
     def but(self, **settings: Any) -> Config:
-        """This config with some settings changed, by their flat names."""
+        """Return this config with some settings changed, by their flat names."""
         top: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
         known = flat_names()
         for name, value in settings.items():
             if name not in known:
                 raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-            place = sections.setdefault(known[name], {}) if known[name] else top
-            place[name] = as_declared(name, setting_types()[name], value)
+            section = known[name]
+            values = sections.setdefault(section, {}) if section else top
+            values[name] = as_declared(name, setting_types()[name], value)
         try:
-            top |= {
-                section: replace(getattr(self, section), **values) for section, values in sections.items()
-            }
+            for section, values in sections.items():
+                top[section] = replace(getattr(self, section), **values)
             return replace(self, **top)
         except ValueError as error:
             raise UserError(str(error)) from None
@@ -208,14 +218,14 @@ class Config:
 
 @cache
 def section_types() -> Mapping[str, type]:
-    """The sections of the tree, by name."""
+    """Return the class of each section, by its name."""
     hints = get_type_hints(Config)
     return {f.name: hints[f.name] for f in fields(Config) if is_dataclass(hints[f.name])}
 
 
 @cache
 def flat_names() -> Mapping[str, str]:
-    """Each setting's flat name with the section it lives in ('' for the root)."""
+    """Return the section of each setting, by its flat name ('' for the root)."""
     names = {f.name: "" for f in fields(Config) if f.name not in section_types()}
     for section, kind in section_types().items():
         names |= {f.name: section for f in fields(kind)}
@@ -224,7 +234,7 @@ def flat_names() -> Mapping[str, str]:
 
 @cache
 def setting_types() -> Mapping[str, Any]:
-    """Each setting's declared type, by its flat name."""
+    """Return the declared type of each setting, by its flat name."""
     types: dict[str, Any] = {}
     for kind in (Config, *section_types().values()):
         types |= {name: hint for name, hint in get_type_hints(kind).items() if name in flat_names()}
@@ -232,7 +242,7 @@ def setting_types() -> Mapping[str, Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' (did you mean 'X'?)' when a known name is near, else ''."""
+    """Return ' (did you mean 'X'?)' if a known name is near, else ''."""
     near = nearest(name, known)
     return f" (did you mean {near!r}?)" if near else ""
 

@@ -164,7 +164,7 @@ TRAIN_CONTROLLER_MODULES = (
 """Modules that the process of Ray Train's controller imports, by name: they are imported in that process."""
 
 
-def export_setup_hook(prepare: Callable[[], None], timeout_s: float) -> dict[str, str]:
+def export_setup_hook(prepare: Callable[[], None], timeout_s: int) -> dict[str, str]:
     """Store a function in the cluster; return the variables that make new worker processes call it first.
 
     The public `worker_process_setup_hook` takes effect for a whole job; this one for single actors. Returns

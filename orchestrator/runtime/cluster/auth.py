@@ -1,5 +1,8 @@
-"""Who may enter a Ray cluster. Those that we start ask for a token, which its owner alone can read from the moment it exists; one
-that asks for none is joined with a warning."""
+"""Authentication of Ray clusters.
+
+A cluster that we start requires a token, which only its owner can read from the moment it exists. A cluster that
+requires none is joined with a warning.
+"""
 
 from __future__ import annotations
 
@@ -23,94 +26,96 @@ from orchestrator.runtime.ray_internals import (
     reload_auth_mode,
 )
 
-MODE = "RAY_AUTH_MODE"
-_ASK_SECONDS = 3.0
-_TOLD: set[str] = set()
-"""Clusters without a token that the user has been warned of: a command may join one several times."""
+AUTH_MODE = "RAY_AUTH_MODE"
+_REQUEST_TIMEOUT_S = 3.0
+_WARNED: set[str] = set()
+"""Open clusters that the user was warned about: a command may join one several times."""
 
 
-def lock_token() -> None:
-    """Before a cluster is started: turn authentication on, and see to it that there is a token which the user alone can read. Ray
-    would make one that everybody can."""
-    if variable(MODE).lower() == "disabled":
-        return  # the user's wish; told once the cluster is there
-    path, named = _token_path(), variable("RAY_AUTH_TOKEN_PATH")
-    if not variable("RAY_AUTH_TOKEN") and not named:
-        _make(path)
-    _keep_private(path)
+def prepare_token() -> None:
+    """Turn authentication on before a cluster starts, with a token that only the user can read.
+
+    Ray would make a token that every user of the machine can read.
+    """
+    if variable(AUTH_MODE).lower() == "disabled":
+        return  # requested by the user; `warn_if_open` reports it once the cluster runs
+    named_path = variable("RAY_AUTH_TOKEN_PATH")
+    path = Path(named_path or Path.home() / ".ray" / "auth_token")
+    if not variable("RAY_AUTH_TOKEN") and not named_path:
+        _create_token(path)
+    _make_private(path)
     _turn_on()
-    if named and not has_auth_token():
+    if named_path and not has_auth_token():
         raise ResourceError(
-            f"RAY_AUTH_TOKEN_PATH is {named}, which holds no token; unset it, and one is made in ~/.ray/auth_token"
+            f"RAY_AUTH_TOKEN_PATH is {named_path}, which holds no token; unset it, and one is made in ~/.ray/auth_token"
         )
 
 
-def _token_path() -> Path:
-    return Path(variable("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+def _create_token(path: Path) -> None:
+    """Create a token unless there is one.
 
-
-def _make(path: Path) -> None:
-    """A token where there is none. It appears whole and private, in one step: another start may be looking for it."""
+    The file appears complete and private in one step, because another command may start a cluster meanwhile.
+    """
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with NamedTemporaryFile(
-        "w", dir=path.parent, prefix=".auth_token-"
-    ) as beside:  # readable by its owner alone
-        beside.write(secrets.token_hex(32))
-        beside.flush()
-        os.fsync(beside.fileno())
+    # A temporary file is readable by its owner only.
+    with NamedTemporaryFile("w", dir=path.parent, prefix=".auth_token-") as file:
+        file.write(secrets.token_hex(32))
+        file.flush()
+        os.fsync(file.fileno())
         with suppress(FileExistsError):
-            os.link(beside.name, path)
+            os.link(file.name, path)
 
 
-def _keep_private(path: Path) -> None:
-    """One that Ray made earlier may be open to all."""
+def _make_private(path: Path) -> None:
+    """Take the permissions of others from a token that Ray made earlier."""
     with suppress(OSError):
-        found = path.stat()
-        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) & 0o077:
+        status = path.stat()
+        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(0o600)
 
 
 def _turn_on() -> None:
-    set_variables({MODE: "token"})
+    set_variables({AUTH_MODE: "token"})
     reload_auth_mode()
     forget_auth_token()
 
 
-def show_token(address: str) -> None:
-    """Before a cluster is joined: have the token ready where it asks for one, and only there. Ray itself would not for an address
-    that is named. ResourceError where there is none to show."""
-    if variable(MODE) or not asks_for_token(address):
+def present_token(address: str) -> None:
+    """Turn authentication on before joining a cluster that requires a token, and only then.
+
+    Ray does not do so for an address that is given. Raises ResourceError if there is no token.
+    """
+    if variable(AUTH_MODE) or not requires_token(address):
         return
     if not has_auth_token():
         raise ResourceError(
-            f"the Ray cluster at {address} asks for a token, and there is none here; put that of its head (there: 'ray get-auth-token') "
-            "into ~/.ray/auth_token, readable by you alone, or name a file by RAY_AUTH_TOKEN_PATH"
+            f"the Ray cluster at {address} requires a token, and there is none here; put that of its head "
+            "(there: 'ray get-auth-token') into ~/.ray/auth_token, readable by you alone, "
+            "or name a file by RAY_AUTH_TOKEN_PATH"
         )
     _turn_on()
 
 
 def warn_if_open(address: str, note: Callable[[str], None]) -> None:
-    """Tell once of a cluster that lets everybody in."""
-    if address in _TOLD or asks_for_token(address) is not False:
+    """Warn once about a cluster that requires no token."""
+    if address in _WARNED or requires_token(address) is not False:
         return
-    _TOLD.add(address)
+    _WARNED.add(address)
     note(
-        f"warning: the Ray cluster at {address} asks for no token: whoever reaches its ports can run code there, and read what you "
-        "train. Give it one: 'ray get-auth-token --generate' on its head, the same ~/.ray/auth_token on every node, then start it anew "
-        "with RAY_AUTH_MODE=token"
+        f"warning: the Ray cluster at {address} requires no token: everyone who reaches its ports can run code there "
+        "and read your data. Give it one: 'ray get-auth-token --generate' on its head, the same ~/.ray/auth_token "
+        "on every node, then start it again with RAY_AUTH_MODE=token"
     )
 
 
-def asks_for_token(address: str) -> bool | None:
-    """Whether the head at HOST:PORT turns away who shows no token; None where it says neither."""
-    with (
-        suppress(OSError, RuntimeError),
-        _channel(address) as channel,
-    ):  # without its certificates Ray says what is wrong with them
+def requires_token(address: str) -> bool | None:
+    """Return whether the head at HOST:PORT refuses a request without a token; None if the answer says neither."""
+    # With wrong certificates the question stays open: Ray reports what is wrong with them when it joins.
+    with suppress(OSError, RuntimeError), _open_channel(address) as channel:
         try:
-            check_head_alive(channel, _ASK_SECONDS)
+            check_head_alive(channel, _REQUEST_TIMEOUT_S)
         except grpc.RpcError as error:
             code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
             return True if code == grpc.StatusCode.UNAUTHENTICATED else None
@@ -118,8 +123,8 @@ def asks_for_token(address: str) -> bool | None:
     return None
 
 
-def _channel(address: str) -> grpc.Channel:
-    """To a head, without a token: Ray's own would show it."""
+def _open_channel(address: str) -> grpc.Channel:
+    """Open a channel to a head that sends no token; Ray's own channels send it."""
     options = [("grpc.enable_http_proxy", 0)]
     if variable("RAY_USE_TLS").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options=options)

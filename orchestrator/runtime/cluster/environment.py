@@ -1,4 +1,4 @@
-"""Environment variables of a worker. Read and set here, handed on by hand."""
+"""Environment variables of a process: read and set here, passed on explicitly."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Callable
 
 
 def set_variables(values: dict[str, str]) -> None:
-    """Before the libraries that read them begin."""
+    """Set variables, before the libraries that read them start."""
     os.environ.update(values)
 
 
 def variable(name: str) -> str:
-    """Empty where it is not set."""
+    """Return the value of a variable; empty if it is not set."""
     return os.environ.get(name, "")
 
 
-def setting(values: dict[str, str]) -> Callable[[], None]:
-    """Sets those that are not set, in whatever process it is called: it is sent by value, and asks for none of our code."""
+def make_variable_setter(values: dict[str, str]) -> Callable[[], None]:
+    """Return a function that sets those of the variables that are not set.
+
+    The function is pickled by value and imports none of our modules, so that any process can run it.
+    """
 
     def set_missing() -> None:
         import os

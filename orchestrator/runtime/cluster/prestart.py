@@ -1,6 +1,9 @@
-"""Processes that are ready before they are needed. A new actor takes an idle process of its node that has the same environment, if
-there is one: then neither a process nor its imports are waited for. So every process of a group asks for its own successor once it
-is at work, and all of them import what they will need as they start."""
+"""Worker processes that start before they are needed.
+
+A new actor takes an idle process of its node that has the same environment, if there is one. Then the actor waits
+neither for a process nor for its imports. So every process of a group requests its own successor once it is at
+work, and all of them import what they need as they start.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 import ray
 
 from orchestrator.plan.inventory.cpu import usable_memory
-from orchestrator.runtime.cluster.environment import setting
+from orchestrator.runtime.cluster.environment import make_variable_setter
 from orchestrator.runtime.ray_internals import (
     TRAIN_CONTROLLER_MODULES,
     export_setup_hook,
@@ -23,96 +26,104 @@ from orchestrator.runtime.ray_internals import (
 )
 from orchestrator.types import GIB
 
-_CONTROLLER = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.data_parallel.worker")
-_WORKER = (
-    *_CONTROLLER,
-    "torch.distributed.fsdp",  # imported late by whoever first wraps a model, or steps an optimizer: as is the next
+_CONTROLLER_MODULES = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.data_parallel.worker")
+_WORKER_MODULES = (
+    *_CONTROLLER_MODULES,
+    # The code that wraps a model, or steps an optimizer, imports the next two late.
+    "torch.distributed.fsdp",
     "torch._dynamo",
     "orchestrator.train.worker.run",
 )
-_HOST = (
+_HOST_MODULES = (
     "torch._dynamo",
     "orchestrator.train.worker.run",
     "orchestrator.record.monitor",
     "orchestrator.runtime.expert_parallel.host_worker",
 )
-_TASKS = {"digits": ("sklearn.datasets", "orchestrator.tasks.digits"), "text": ("orchestrator.tasks.text",)}
-_KEPT_SECONDS = 6 * 3600  # Ray would end an idle process after a second; with the job, it ends them all
-_ASK_SECONDS = 10
-_AFTER_SECONDS = 2.0  # of work: the start is over, and its successors' imports do not slow it down
-_SPARE_BYTES = 2 * GIB  # that a node must have left: a process with torch takes 0.3
+_TASK_MODULES = {
+    "digits": ("sklearn.datasets", "orchestrator.tasks.digits"),
+    "text": ("orchestrator.tasks.text",),
+}
+_KEEP_ALIVE_S = 6 * 3600
+"""Life of an idle process. Ray would end it after a second; at the end of the job it ends all of them."""
+_REQUEST_TIMEOUT_S = 10
+_DELAY_S = 2.0
+"""Time between the start of the work and the request, so that the imports of successors do not slow the start."""
+_MIN_FREE_BYTES = 2 * GIB
+"""Memory that a node must have left; an idle process with torch takes 0.3 GiB."""
 
 
-def for_controller() -> dict[str, str]:
-    """What the environment of a controller has, so that its process imports what it needs as it starts."""
-    return _hook(_CONTROLLER)
+def controller_hook() -> dict[str, str]:
+    """Return the variables by which a process of Ray Train's controller imports its modules as it starts."""
+    return _export_hook(_CONTROLLER_MODULES)
 
 
-def for_worker(task: str) -> dict[str, str]:
-    """The same for a worker that trains the task of that name."""
-    return _hook((*_WORKER, *_TASKS.get(task, ())))
+def worker_hook(task: str) -> dict[str, str]:
+    """Return the same for a data-parallel worker that trains the named task."""
+    return _export_hook((*_WORKER_MODULES, *_TASK_MODULES.get(task, ())))
 
 
-def for_host(task: str) -> dict[str, str]:
-    """The same for a host of experts."""
-    return _hook((*_HOST, *_TASKS.get(task, ())))
+def host_hook(task: str) -> dict[str, str]:
+    """Return the same for an expert host."""
+    return _export_hook((*_HOST_MODULES, *_TASK_MODULES.get(task, ())))
 
 
-def _hook(names: tuple[str, ...]) -> dict[str, str]:
-    """Empty where the user's own environment has such a hook: there can be one only. Equal for all attempts of a run: environments
-    are the same to the letter, or not at all."""
-    prepare = importing(names, str(Path(__file__).parents[2] / "__init__.py"))
-    return export_setup_hook(prepare, _ASK_SECONDS)  # the same for the same code
+def _export_hook(modules: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables of the hook; empty if the user's environment has a hook.
+
+    They are equal for all attempts of a run: Ray reuses a process only for an identical environment.
+    """
+    package = str(Path(__file__).parents[2] / "__init__.py")
+    return export_setup_hook(make_importer(modules, package), _REQUEST_TIMEOUT_S)
 
 
-def importing(names: tuple[str, ...], package: str) -> Callable[[], None]:
-    """Imports what can be imported; ours only if it is this very one, and not another of the same name. Ray gives an actor one thread
-    of OpenMP for each of its CPUs, but after that: torch looks once, when it is imported."""
-    set_threads = setting({"OMP_NUM_THREADS": "1"})
+def make_importer(modules: tuple[str, ...], package: str) -> Callable[[], None]:
+    """Return a function that imports modules; those of ours only from this very package.
 
-    def prepare() -> (
-        None
-    ):  # sent as it is, by value: a process that does not find our code must start all the same
+    `package` is the path of our `__init__.py`: a node may have another package of the same name. The function is
+    pickled by value, so that a process that does not find our code starts all the same.
+    """
+    # Ray sets one OpenMP thread for each CPU of an actor, but later; torch reads the number when it is imported.
+    set_threads = make_variable_setter({"OMP_NUM_THREADS": "1"})
+
+    def import_modules() -> None:
         import importlib
         from importlib.util import find_spec
 
         set_threads()
-        for name in names:
+        for name in modules:
             try:
-                found = find_spec("orchestrator") if name.startswith("orchestrator.") else None
-                if found is None or found.origin == package:
+                spec = find_spec("orchestrator") if name.startswith("orchestrator.") else None
+                if spec is None or spec.origin == package:
                     importlib.import_module(name)
-            except Exception:  # told by whoever needs it
+            except Exception:  # the code that needs the module reports the error
                 continue
 
-    return prepare
+    return import_modules
 
 
-def leave_successors(processes: int = 1) -> None:
-    """Ask this node, a little later and from a thread of its own, for so many idle processes like this one. Nothing is said of a
-    failure: without them the next group starts as the first did."""
+def prestart_successors(processes: int = 1) -> None:
+    """Request idle processes like this one from its node, a little later and from a background thread.
+
+    Failures are not reported: without successors the next group starts like the first.
+    """
     with suppress(Exception):
-        threading.Thread(
-            target=_keep_asking,
-            args=(_address(), prestart_request(processes, _KEPT_SECONDS)),
-            name="successors",
-            daemon=True,
-        ).start()
+        arguments = (_raylet_address(), prestart_request(processes, _KEEP_ALIVE_S))
+        threading.Thread(target=_repeat_request, args=arguments, name="prestart", daemon=True).start()
 
 
-def _keep_asking(address: str, request: Any) -> None:
-    sleep(_AFTER_SECONDS)
+def _repeat_request(address: str, request: Any) -> None:
+    """Send the request, and again when the processes have reached the end of their life."""
+    sleep(_DELAY_S)
     while True:
         with suppress(Exception):
-            if usable_memory()[1] > _SPARE_BYTES:
-                send_prestart_request(address, request, _ASK_SECONDS)
-        sleep(_KEPT_SECONDS)
+            if usable_memory()[1] > _MIN_FREE_BYTES:
+                send_prestart_request(address, request, _REQUEST_TIMEOUT_S)
+        sleep(_KEEP_ALIVE_S)
 
 
-def _address() -> str:
-    here = ray.get_runtime_context().get_node_id()
-    return next(
-        f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        for node in ray.nodes()
-        if node["NodeID"] == here
-    )
+def _raylet_address() -> str:
+    """Return HOST:PORT of this node's raylet."""
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    return f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"

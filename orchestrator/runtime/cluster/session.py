@@ -1,4 +1,4 @@
-"""A Ray cluster to run on: joined where one runs, started where none does, and left as it was found."""
+"""A Ray cluster for a run: joined if one runs, started otherwise, and left as it was found."""
 
 from __future__ import annotations
 
@@ -19,19 +19,28 @@ from orchestrator.plan.inventory.cpu import usable_cores
 from orchestrator.plan.inventory.hardware import inventory, secret_values, visible_gpus
 from orchestrator.plan.workers import choose_workers, num_spares
 from orchestrator.redaction import mask
-from orchestrator.runtime.cluster.auth import MODE, lock_token, show_token, warn_if_open
+from orchestrator.runtime.cluster.auth import AUTH_MODE, prepare_token, present_token, warn_if_open
 from orchestrator.runtime.ray_internals import (
     find_local_cluster,
     hidden_worker_output,
     masked_entrypoint,
     reload_auth_mode,
 )
+from orchestrator.types import first_line
 
-_JOIN_SECONDS = 3  # for a cluster that was named to answer
-_SHORT = {
-    # Ray Train looks after its workers this often; its own 2 s are a fifth of a short run
+Note = Callable[[str], None]
+"""Shows the user a line."""
+
+_CONNECT_TIMEOUT_S = 3
+_GROUP_START_TIMEOUT_S = 30
+"""For slots that were counted before. Ray's own 60 s are for slots that an autoscaler may add."""
+_DEATH_MESSAGE = "A worker died or was killed while executing a task by an unexpected system error."
+
+_RAY_SETTINGS = {
+    # Ray Train's own interval of 2 s between health checks is a fifth of a short run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a user's own code mean what they meant to the user
+    # Relative paths of a user's code keep the meaning that they have for the user.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
@@ -39,108 +48,123 @@ _SHORT = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_DEDUP_LOGS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",  # Tune's own screen, beside ours
+    # Tune's screen would write over ours.
+    "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that failed has nothing to compare
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # of what is never read: a sweep goes on from its own ledger
+    # A failed trial has no metric.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    # Tune's checkpoints are never read: a sweep continues from its own ledger.
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "TUNE_WARN_THRESHOLD_S": "60",
+}
+_QUIET_SETTINGS = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+_QUIET_INIT: dict[str, Any] = {
+    "log_to_driver": False,
+    "logging_level": logging.ERROR,
+    "configure_logging": True,
 }
 
 
-_DEATHS = "A worker died or was killed while executing a task by an unexpected system error."
-_CALM = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
 @contextmanager
-def session(config: Config, note: Callable[[str], None]) -> Iterator[bool]:
-    """A cluster for one run; yields whether it is someone else's."""
-    settings = config.parallel
-    before = dict(os.environ)
-    for name, value in (_SHORT | _waiting(settings.step_timeout_s(hosts=False))).items():
+def session(config: Config, note: Note) -> Iterator[bool]:
+    """Provide a cluster for one run; yield whether it was joined, and not started for the run.
+
+    The environment is restored at the end, and a session that was open before stays open.
+    """
+    settings = _RAY_SETTINGS | _timeouts(config.parallel.step_timeout_s(hosts=False))
+    environment = dict(os.environ)
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
-    ours = not ray.is_initialized()
+    opens_session = not ray.is_initialized()
     try:
-        joined = True if not ours else _enter(config, note)
+        joined = _enter(config, note) if opens_session else True
         warn_if_open(ray.get_runtime_context().gcs_address, note)
-        with hidden_worker_output(_DEATHS):  # the driver reports a lost worker in a line of its own
+        # The driver reports a lost worker in one line; Ray would print half a page.
+        with hidden_worker_output(_DEATH_MESSAGE):
             yield joined
     finally:
-        if ours:
+        if opens_session:
             ray.shutdown()
-        for name in {*_SHORT, *_waiting(0), *_CALM, MODE, "CUDA_VISIBLE_DEVICES"}:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
-        if ours:
+        _restore_environment(environment, {*settings, *_QUIET_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"})
+        if opens_session:
             reload_auth_mode()
 
 
-def _waiting(collective_timeout: int) -> dict[str, str]:
+def _timeouts(step_timeout_s: int) -> dict[str, str]:
     return {
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # for slots that we have counted; its own 60 are for those that may come
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(
-            2 * collective_timeout
-        ),  # the others notice first, and tell why
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_GROUP_START_TIMEOUT_S),
+        # Longer than the workers' own timeout: they notice first, and know the reason.
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(2 * step_timeout_s),
     }
 
 
-def _enter(config: Config, note: Callable[[str], None]) -> bool:
-    """Join or start a cluster. Returns whether it is someone else's."""
-    address = config.parallel.ray_address
+def _restore_environment(before: dict[str, str], names: set[str]) -> None:
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+
+
+# --- joining
+
+
+def _enter(config: Config, note: Note) -> bool:
+    """Join or start a cluster; return whether it was joined."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "configure_logging": True,
-    }
-    here = address
-    if address == "auto":
-        here = _address_here()
-    elif address == "local":
-        here = None
-    elif not answers(address):
-        raise ResourceError(
-            f"--ray-address {address}: no Ray cluster answers there; check it with 'ray status --address {address}', "
-            "or leave the flag out to start one here"
-        )
-    if here is None:
-        _start(config, quiet, note)
+    requested = config.parallel.ray_address
+    address = _cluster_address(requested)
+    if address is None:
+        _start(config, note)
         return False
-    _join(here, f"--ray-address {address}: " if here == address else "", quiet)
+    _join(address, f"--ray-address {address}: " if address == requested else "")
     return True
 
 
-def _join(address: str, asked: str, quiet: dict[str, Any]) -> None:
-    show_token(address)
+def _cluster_address(requested: str) -> str | None:
+    """Return the address of the cluster to join; None if one is to be started."""
+    if requested == "auto":
+        return _running_cluster()
+    if requested == "local":
+        return None
+    if not answers(requested):
+        raise ResourceError(
+            f"--ray-address {requested}: no Ray cluster answers there; "
+            f"check it with 'ray status --address {requested}', or leave the flag out to start one here"
+        )
+    return requested
+
+
+def _join(address: str, flag: str) -> None:
+    present_token(address)
     try:
         with _masked_command():
-            ray.init(address=address, **quiet)
-    except Exception as error:  # Ray raises ConnectionError, RuntimeError and others, by how far it got
+            ray.init(address=address, **_QUIET_INIT)
+    except Exception as error:  # ConnectionError, RuntimeError and others, depending on how far Ray got
         raise ResourceError(
-            f"{asked}the Ray cluster at {address} could not be joined: {_why(error)}"
+            f"{flag}the Ray cluster at {address} could not be joined: {_join_error(error)}"
         ) from None
 
 
-def _why(error: BaseException) -> str:
-    """Ray tells of a token that was refused deep down in its words."""
-    if "AuthToken" in f"{error} {error.__cause__}" or "AuthenticationError" in f"{error} {error.__cause__}":
+def _join_error(error: BaseException) -> str:
+    """Return the reason in a line. Ray mentions a refused token deep in its message."""
+    text = f"{error} {error.__cause__}"
+    if "AuthToken" in text or "AuthenticationError" in text:
         return "it refuses the token here; put that of its head (there: 'ray get-auth-token') into ~/.ray/auth_token"
     return first_line(error)
 
 
-def cluster_runs(config: Config) -> bool:
-    """Whether there is a cluster that a run would join."""
-    asked = config.parallel.ray_address
-    return (
-        ray.is_initialized()
-        or asked not in ("auto", "local")
-        or (asked == "auto" and _address_here() is not None)
-    )
+def joins_cluster(config: Config) -> bool:
+    """Return whether a run would join a cluster, instead of starting one."""
+    if ray.is_initialized():
+        return True
+    address = config.parallel.ray_address
+    return _running_cluster() is not None if address == "auto" else address != "local"
 
 
-def _address_here() -> str | None:
+def _running_cluster() -> str | None:
+    """Return HOST:PORT of the cluster that RAY_ADDRESS names, or that runs on this machine; None without one."""
     named = os.environ.get("RAY_ADDRESS", "auto")
     if named == "local":
         return None
@@ -148,53 +172,66 @@ def _address_here() -> str | None:
         raise UserError(
             f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'"
         )
-    address = named if named != "auto" else find_local_cluster(os.environ.get("RAY_TMPDIR"))
-    if not address or (
-        named == "auto" and not answers(address)
-    ):  # a cluster that was killed leaves its address behind
+    if named == "auto":
+        address = find_local_cluster(os.environ.get("RAY_TMPDIR"))
+        # A cluster that was killed leaves its address behind.
+        return address if address and answers(address) else None
+    if not named:
         return None
-    if not answers(address):
+    if not answers(named):
         raise ResourceError(
             f"RAY_ADDRESS is {named}, but no Ray cluster answers there; unset it, or give --ray-address local"
         )
-    return address
+    return named
 
 
 def answers(address: str) -> bool:
-    """Whether anything listens at HOST:PORT. Ray itself would try for ten minutes."""
+    """Return whether a process listens at HOST:PORT. Ray itself would try for ten minutes."""
     host, _, port = address.rpartition(":")
-    with (
-        suppress(OSError, ValueError),
-        socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=_JOIN_SECONDS),
-    ):
-        return True
+    with suppress(OSError, ValueError):
+        target = (host.strip("[]") or "127.0.0.1", int(port))
+        with socket.create_connection(target, timeout=_CONNECT_TIMEOUT_S):
+            return True
     return False
 
 
-def _start(config: Config, quiet: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A cluster of this machine alone, for this run alone. On a CPU it has as many slots as there are workers. Torch is
-    not preloaded into its processes: Ray Train has more actors that do without than workers that need it."""
-    settings, cores = config.parallel, usable_cores()
-    gpus = 0 if config.device.gpu_mode == "cpu" else len(settings.devices) or visible_gpus()
-    workers = (settings.workers if isinstance(settings.workers, int) else 0) + num_spares(config)
-    if config.device.gpu_mode == "multi_gpu" or settings.devices or 0 < gpus < workers or workers > 4 * cores:
-        here = inventory()  # before a cluster is started for nothing
-        choose_workers(config, Cluster.of(here, settings.devices), here)
-    if settings.devices:
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible = before.split(",") if before else None
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[i] if visible else str(i) for i in settings.devices
-        )
+# --- starting
+
+
+def _start(config: Config, note: Note) -> None:
+    """Start a cluster of this machine for this run. On CPUs it has a slot for each worker.
+
+    Torch is not preloaded into its processes: Ray Train has more actors without it than workers that need it.
+    """
+    parallel = config.parallel
+    cores = usable_cores()
+    gpus = 0 if config.device.gpu_mode == "cpu" else len(parallel.devices) or visible_gpus()
+    requested = parallel.workers if isinstance(parallel.workers, int) else 0
+    workers = requested + num_spares(config)
+    multi_gpu = config.device.gpu_mode == "multi_gpu" or parallel.devices or 0 < gpus < workers
+    if multi_gpu or workers > 4 * cores:
+        # Raises before a cluster is started in vain.
+        machine = inventory()
+        choose_workers(config, Cluster.of(machine, parallel.devices), machine)
+    if parallel.devices:
+        _restrict_gpus(parallel.devices)
     slots = max(workers, cores)
     if not gpus and workers > cores:
         who = "workers and spares" if num_spares(config) else "workers"
         note(f"{workers} {who} on {cores} cores: the cluster started for this run declares {slots} CPU slots")
-    for name, value in _CALM.items():
+    for name, value in _QUIET_SETTINGS.items():
         os.environ.setdefault(name, value)
-    lock_token()
+    prepare_token()
     with _masked_command():
-        ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **_QUIET_INIT)
+
+
+def _restrict_gpus(devices: tuple[int, ...]) -> None:
+    """Let CUDA see these GPUs only; their numbers count among those visible before."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = before.split(",") if before else None
+    names = [visible[index] if visible else str(index) for index in devices]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def _masked_command() -> AbstractContextManager[None]:
@@ -202,28 +239,24 @@ def _masked_command() -> AbstractContextManager[None]:
     return masked_entrypoint(lambda command: mask(command, secrets))
 
 
-def wait_for(workers: int, on_gpu: bool, patience_s: float, note: Callable[[str], None]) -> None:
-    """A cluster with an autoscaler has time to bring what is missing. ResourceError when it does not."""
+def wait_for_slots(workers: int, on_gpu: bool, timeout_s: float, note: Note) -> None:
+    """Wait until the autoscaler has added what the workers need. Raises ResourceError after the timeout."""
     kind = "GPU" if on_gpu else "CPU"
-    deadline, told = monotonic() + patience_s, False
-    while (there := int(ray.cluster_resources().get(kind, 0))) < workers:
+    deadline = monotonic() + timeout_s
+    requested = False
+    while (present := int(ray.cluster_resources().get(kind, 0))) < workers:
         if monotonic() > deadline:
             raise ResourceError(
-                f"{workers} workers need {workers} {kind}s; after {patience_s:.0f} s the cluster has {there}. "
+                f"{workers} workers need {workers} {kind}s; after {timeout_s:.0f} s the cluster has {present}. "
                 "Lower --workers, or give it more time with --resource-timeout"
             )
-        if not told:
+        if not requested:
             note(
-                f"waiting up to {patience_s:.0f} s for the autoscaler: {there} of {workers} {kind}s are there"
+                f"waiting up to {timeout_s:.0f} s for the autoscaler: {present} of {workers} {kind}s are there"
             )
-            told = True
+            requested = True
             with suppress(Exception):
                 from ray.autoscaler.sdk import request_resources
 
                 request_resources(bundles=[{kind: 1}] * workers)
         sleep(0.5)
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,7 +1,8 @@
-"""What a cluster has: nodes, slots, and the hardware of the nodes that will train."""
+"""The resources of a cluster: its nodes, their slots, and the hardware of the nodes that will train."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -12,61 +13,69 @@ from orchestrator.plan.inventory.hardware import Inventory, inventory
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.ray_internals import autoscaler_limits
 
-_SURVEY_SECONDS = 60
+_INVENTORY_TIMEOUT_S = 60
+_KINDS = ("CPU", "GPU")
+
+RayNode = dict[str, Any]
+"""A node as `ray.nodes()` describes it."""
 
 
-def survey(found: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
-    """The cluster, and the inventory of its weakest training node. ``found`` is this machine; other nodes with GPUs are
-    asked for theirs."""
-    here = ray.get_runtime_context().get_node_id()
+def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
+    """Return the cluster, and the inventory of its weakest training node.
+
+    `local` is the inventory of this machine; other nodes with GPUs are asked for theirs.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     with_gpus = [node for node in alive if node["Resources"].get("GPU", 0) >= 1]
-    elsewhere = [node for node in with_gpus if node["NodeID"] != here]
-    inventories = {here: found} | _ask(elsewhere)
-    most = _reachable(alive) if joined else {}
+    remote = [node for node in with_gpus if node["NodeID"] != node_id]
+    inventories = {node_id: local} | _request_inventories(remote)
+    limits = _reachable_resources(alive) if joined else {}
     nodes = tuple(_node(node, inventories.get(node["NodeID"])) for node in alive)
-    cluster = Cluster(nodes, joined, most_gpus=most.get("GPU"), most_cpus=most.get("CPU"))
-    trained_on = [inventories[node["NodeID"]] for node in with_gpus if node["NodeID"] in inventories] or [
-        found
-    ]
-    return cluster, min(trained_on, key=lambda one: (not one.gpus, one.min_gpu_memory))
+    cluster = Cluster(nodes, joined, most_gpus=limits.get("GPU"), most_cpus=limits.get("CPU"))
+    training = [inventories[node["NodeID"]] for node in with_gpus if node["NodeID"] in inventories]
+    weakest = min(training or [local], key=lambda entry: (not entry.gpus, entry.min_gpu_memory))
+    return cluster, weakest
 
 
-def _node(node: dict[str, Any], known: Inventory | None) -> Node:
-    resources = node["Resources"]
-    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+def _node(node: RayNode, known: Inventory | None) -> Node:
+    cpus = int(node["Resources"].get("CPU", 0))
+    gpus = int(node["Resources"].get("GPU", 0))
     return Node(node["NodeManagerAddress"], cpus, gpus, known.cores if known else cpus)
 
 
-def _ask(nodes: list[dict[str, Any]]) -> dict[str, Inventory]:
-    """The inventories of other nodes, from a short task on each."""
+def _request_inventories(nodes: list[RayNode]) -> dict[str, Inventory]:
+    """Return the inventories of other nodes, by node id, from a short task on each. Nodes that do not answer are left out."""
     if not nodes:
         return {}
     task = ray.remote(num_cpus=0, max_retries=0)(inventory)
-    asked = {
-        node["NodeID"]: task.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in nodes
-    }
-    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SURVEY_SECONDS)
-    return {name: ray.get(reference) for name, reference in asked.items() if reference in done}
+    calls: dict[str, Any] = {}
+    for node in nodes:
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        calls[node["NodeID"]] = task.options(scheduling_strategy=on_node).remote()
+    done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_INVENTORY_TIMEOUT_S)
+    return {node_id: ray.get(call) for node_id, call in calls.items() if call in done}
 
 
-def _reachable(alive: list[dict[str, Any]]) -> dict[str, int]:
-    """What an autoscaler may bring the cluster to, by kind; empty where there is none."""
+def _reachable_resources(alive: Iterable[RayNode]) -> dict[str, int]:
+    """Return the CPUs and GPUs that an autoscaler may bring the cluster to; empty without an autoscaler."""
     limits = autoscaler_limits()
     if not limits:
         return {}
-    there = {kind: sum(int(node["Resources"].get(kind, 0)) for node in alive) for kind in ("CPU", "GPU")}
-    return {kind: max(there[kind], int(limits.get(kind, 0))) for kind in there}
+    present = _sum_resources(alive)
+    return {kind: max(present[kind], int(limits.get(kind, 0))) for kind in _KINDS}
 
 
 def resources_now() -> dict[str, int]:
-    """Whole GPUs and CPUs of the nodes that are alive and answer: Ray takes half a minute to miss one that was killed."""
-    alive = [
-        node
-        for node in ray.nodes()
-        if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
-    ]
-    return {kind: sum(int(node["Resources"].get(kind, 0)) for node in alive) for kind in ("CPU", "GPU")}
+    """Return the CPUs and GPUs of the nodes that are alive and answer.
+
+    Ray takes half a minute to notice that a node was killed; a connection to its raylet fails at once.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    answering = [node for node in alive if answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]
+    return _sum_resources(answering)
+
+
+def _sum_resources(nodes: Iterable[RayNode]) -> dict[str, int]:
+    nodes = list(nodes)
+    return {kind: sum(int(node["Resources"].get(kind, 0)) for node in nodes) for kind in _KINDS}

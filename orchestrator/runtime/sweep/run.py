@@ -27,10 +27,10 @@ from ray.tune import (
 from ray.tune.schedulers import ASHAScheduler
 
 from orchestrator.config.checks import Switch
-from orchestrator.config.writer import to_json
 from orchestrator.config.settings import Config, flat_names, setting_types
 from orchestrator.config.space import MAX_POINTS, Point, Space, Values, point_key
 from orchestrator.config.sweep import Sweep, requested_workers
+from orchestrator.config.writer import to_json
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
@@ -38,13 +38,13 @@ from orchestrator.plan.planning import Plan
 from orchestrator.plan.workers import check_cpu, choose_backend, choose_strategy, choose_workers, uses_gpus
 from orchestrator.record.ledger import Ledger, TrialRow, parse_trial
 from orchestrator.record.sweep_screen import SweepScreen
-from orchestrator.redaction import secrets_in, mask
-from orchestrator.runtime.cluster.session import cluster_runs
+from orchestrator.redaction import mask, secrets_in
+from orchestrator.runtime.cluster.session import joins_cluster
 from orchestrator.runtime.ray_internals import unpropagated_variables
 from orchestrator.runtime.sweep.search import Listed, Optuna, Points, Source, needed_optuna
 from orchestrator.runtime.sweep.trial import Common, Trial
 from orchestrator.tasks.load import BUILT_IN
-from orchestrator.train.worker.run_dir import PreparedRun
+from orchestrator.train.worker.prepared_run import PreparedRun
 
 _SLICES = 8  # parts of a trial after which it may be stopped early
 _HALVING = 2
@@ -144,7 +144,7 @@ def check_first(sweep: Sweep, config: Config, found: Inventory) -> None:
         )
     if sweep.search == "optuna":
         needed_optuna()
-    if not sweep.space.listed or sweep.space.size > MAX_POINTS or cluster_runs(config):
+    if not sweep.space.listed or sweep.space.size > MAX_POINTS or joins_cluster(config):
         return
     here = Cluster.of(found, config.parallel.devices)
     asked = config.parallel.workers if isinstance(config.parallel.workers, int) else 0

@@ -24,7 +24,7 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.record.ledger import TrialRow
 from orchestrator.redaction import Secrets, longest_first
-from orchestrator.runtime.cluster.session import first_line
+from orchestrator.types import first_line
 
 if TYPE_CHECKING:
     from orchestrator.measure.trial import ThroughputTrial, TrialResult
