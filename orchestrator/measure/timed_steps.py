@@ -20,8 +20,11 @@ from orchestrator.train.worker.build_model import build_parts, build_stepper
 
 
 @dataclass(frozen=True)
+from orchestrator.train.parts.clock import PhaseClock
+from orchestrator.train.parts.timing import synchronize, timed_seconds
 class StepRunner:
     """Does step number n when called."""
+from orchestrator.train.totals import Totals
 
     stepper: Stepper
     portion: StepBatch
@@ -58,13 +61,14 @@ def build_steps(
     )
 
 
-def _kept(portion: StepBatch) -> StepBatch:
-    """The same with its batches brought to the device, once."""
-    micros = []
-    for micro in portion.micro_batches:
-        batch = micro.fetch()
-        micros.append(
-            MicroBatch(micro.num_samples, lambda batch=batch: batch, micro.first_sample, micro.num_dummies)
+
+def _on_device(batch: StepBatch) -> StepBatch:
+    """Return the batch with its micro-batches loaded to the device once."""
+    loaded = []
+    for micro in batch.micro_batches:
+        values = micro.fetch()
+        loaded.append(
+            MicroBatch(micro.num_samples, lambda values=values: values, micro.first_sample, micro.num_dummies)
         )
     return StepBatch(micros, portion.global_samples, portion.all_have_samples)
 

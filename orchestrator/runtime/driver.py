@@ -36,11 +36,9 @@ from orchestrator.runtime.ray_internals import (
 )
 from orchestrator.runtime.recovery import Again, Failure, GiveUp, decide
 from orchestrator.tasks.load import BUILT_IN
-from orchestrator.train.checkpoint.state import restore_model
+from orchestrator.tasks.validate import build_checked_model
+from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.parts.comm_errors import is_communication_error
-from orchestrator.train.step import build_checked_model
-from orchestrator.train.worker.build import find_checkpoint
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.resume import PastFailure, ResumeFrom
 from orchestrator.train.worker.run import record_failure

@@ -1,4 +1,4 @@
-"""Evaluation: once over the validation data, every sample counted once, whatever the number of workers."""
+"""Evaluation: one pass over the validation data, each sample counted once, for any number of workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from experts.context import StepContext
 from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss
-from orchestrator.train.data import Feed, MicroBatch, slice_batch
+from orchestrator.tasks.validate import as_loss
+from orchestrator.train.batches import check_batch_device, slice_batch
+from orchestrator.train.data import Feed, MicroBatch
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.step import NO_LIMIT, as_loss, check_device
+from orchestrator.train.step import NO_LIMIT
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.totals import Totals, TotalsReducer
@@ -26,103 +28,117 @@ _FREE_EVERY = 200  # batches of a long evaluation between returns of cached memo
 
 @dataclass
 class Evaluation:
-    """An evaluation ready to be made, again and again: shared out among the workers, who all get the result."""
+    """An evaluation that can be repeated. The workers share the samples, and all get the result."""
 
     strategy: Strategy
     feed: Feed
     precision: Precision
     max_batches: int | None = None
     name: str = "evaluate"
-    _sums: TotalsReducer = field(init=False)
+    _reduce_totals: TotalsReducer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sums = TotalsReducer(self.feed.world, self.name)
+        self._reduce_totals = TotalsReducer(self.feed.world, self.name)
 
     @torch.no_grad()
     def __call__(self) -> dict[str, Any]:
-        """Mean loss and metrics over the data: the fields of an ``evaluate`` event."""
-        model, world = self.strategy.model, self.feed.world
-        begun, was_training = perf_counter(), model.training
-        world.broadcast(persistent_buffers(model))  # one model is evaluated, not one per worker
+        """Return mean loss and metrics over the data: the fields of an ``evaluate`` event."""
+        model = self.strategy.model
+        world = self.feed.world
+        start = perf_counter()
+        was_training = model.training
+        # Buffers may differ by worker; the main worker's model is the one that is evaluated.
+        world.broadcast(persistent_buffers(model))
         model.eval()
         try:
-            totals, samples = self._totals(world.device)
+            totals, samples = self._local_totals(world.device)
         finally:
             model.train(was_training)
         if world.size > 1:
-            totals = self._sums(totals, samples)
+            totals = self._reduce_totals(totals, samples)
         assert totals is not None
         count = max(1.0, float(totals.count))
-        means = {name: float(value) / count for name, value in totals.metrics.items()}
         return {
             "loss": float(totals.loss) / count,
-            "metrics": means,
+            "metrics": {name: float(value) / count for name, value in totals.metrics.items()},
             "samples": samples,
-            "seconds": perf_counter() - begun,
+            "seconds": perf_counter() - start,
         }
 
-    def _totals(self, device: torch.device) -> tuple[Totals | None, int]:
-        """This worker's sums, and the samples of all."""
-        totals, samples = None, 0
+    def _local_totals(self, device: torch.device) -> tuple[Totals | None, int]:
+        """Return this worker's sums, and the number of samples of all workers."""
+        totals: Totals | None = None
+        samples = 0
         limit = NO_LIMIT if self.strategy.lockstep else self.feed.largest_micro_batch
-        for number, portion in enumerate(self.feed.steps(0)):
+        for number, batch in enumerate(self.feed.steps(0)):
             if self.max_batches is not None and number >= self.max_batches:
                 break
-            samples += portion.global_samples
-            for micro in portion.micro_batches:
-                if micro.num_samples or self.strategy.lockstep:
-                    more, limit = self._batch(micro, device, limit)
-                    totals = more if totals is None else totals if more is None else totals.plus(more)
+            samples += batch.global_samples
+            for micro_batch in batch.micro_batches:
+                if micro_batch.num_samples or self.strategy.lockstep:
+                    more, limit = self._evaluate(micro_batch, device, limit)
+                    totals = _add(totals, more)
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
                 free_cached(device)
         return totals, samples
 
-    def _batch(self, micro: MicroBatch, device: torch.device, limit: int) -> tuple[Totals | None, int]:
-        """The sums of a batch, in halves where it does not fit, and the size that did fit. A stand-in counts for nothing."""
-        batch, done, samples = micro.fetch(), 0, micro.num_samples or micro.num_dummies
+    def _evaluate(
+        self, micro_batch: MicroBatch, device: torch.device, limit: int
+    ) -> tuple[Totals | None, int]:
+        """Return the sums of a micro-batch, and the largest number of samples known to fit in memory.
+
+        A pass that does not fit is repeated in halves. A dummy micro-batch is computed, but has no sums.
+        """
+        data = micro_batch.fetch()
+        check_batch_device(data, device)
+        samples = micro_batch.num_samples or micro_batch.num_dummies
+        context = StepContext(dummy=not micro_batch.num_samples)
         totals: Totals | None = None
-        check_device(batch, device)
-        context = StepContext(dummy=not micro.num_samples)
+        done = 0
         while done < samples:
             size = min(limit, samples - done)
-            part = batch if size == samples else slice_batch(batch, done, done + size, samples)
+            part = data if size == samples else slice_batch(data, done, done + size, samples)
             with self.strategy.context.use_step(context):
-                made = _loss(self.strategy, part, size, self.precision)
-            if made is None:
+                result = self._loss(part, size)
+            if result is None:
                 if size == 1 or self.strategy.lockstep:
                     raise ResourceError(
-                        f"out of memory in evaluation with a batch of {size}; lower --eval-batch-size or the model's sizes"
+                        f"out of memory in evaluation with a batch of {size}; "
+                        "lower --eval-batch-size or the model's sizes"
                     )
                 limit = -(-size // 2)
                 free_cached(device)
                 continue
-            loss, weight = made
-            more = Totals(
-                loss.sum.double() * weight,
-                loss.count,
-                {name: value.double() for name, value in loss.metrics.items()},
-                loss.loads,
-                size,
-            )
-            totals = more if totals is None else totals.plus(more)
+            totals = _add(totals, _double_totals(*result, samples=size))
             done += size
-        return totals if micro.num_samples else None, limit
+        return totals if micro_batch.num_samples else None, limit
 
-
-def _loss(replica: Strategy, batch: Any, samples: int, precision: Precision) -> tuple[Loss, float] | None:
-    """The loss of a batch; None when there is no memory for it."""
-    try:
-        with precision.autocast():
-            return as_loss(replica.task.loss(replica.model, batch), samples)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        if (
-            isinstance(error, OrchestratorError)
-            or is_communication_error(error)
-            or not raised_in_user_code(error)
-        ):
+    def _loss(self, batch: Any, samples: int) -> tuple[Loss, float] | None:
+        """Return the loss of a batch and its weight; None if memory runs out."""
+        try:
+            with self.precision.autocast():
+                return as_loss(self.strategy.task.loss(self.strategy.model, batch), samples)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            if (
+                isinstance(error, OrchestratorError)
+                or is_communication_error(error)
+                or not raised_in_user_code(error)
+            ):
+                raise
+            with user_code("evaluating"):
+                raise error
             raise
-        with user_code("evaluating"):
-            raise error
-        raise
+
+
+def _double_totals(loss: Loss, weight: float, samples: int) -> Totals:
+    """Return the sums of a batch in fp64, which many batches are added up in."""
+    metrics = {name: value.double() for name, value in loss.metrics.items()}
+    return Totals(loss.sum.double() * weight, loss.count, metrics, loss.loads, samples)
+
+
+def _add(totals: Totals | None, more: Totals | None) -> Totals | None:
+    if totals is None or more is None:
+        return totals or more
+    return totals.plus(more)

@@ -1,4 +1,4 @@
-"""The sums of a step, over its micro-batches and over the workers."""
+"""Sums of a step over its micro-batches and over the workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from orchestrator.train.parts.world import World
 
 @dataclass
 class Totals:
-    """Sums over the micro-batches of a step, on the device. Nothing here is read by the host until it is logged."""
+    """Sums over the micro-batches of a step, on the device.
+
+    The host reads nothing here until it is logged.
+    """
 
     loss: Tensor
     count: int | Tensor
@@ -23,95 +26,108 @@ class Totals:
     loads: tuple[Tensor, ...]
     samples: int
     nominal_count: float = 1.0
+    """The power of two near the count, by which gradients are divided until the exact count is known."""
     norm: Tensor | None = None
     finite: Tensor | None = None
     stop_votes: Tensor | None = None
-    """How many workers were asked to stop; None in one process."""
+    """Number of workers that were asked to stop; None in one process."""
     expert_grad_squares: Tensor | None = None
-    """Squared norms of gradients that live on one worker each, over all of them."""
+    """Squared norms of gradients that live on one worker each, of all workers."""
     exchange_stats: Tensor | None = None
-    """What the exchange between hosts cost all of them: bytes, rows, seconds."""
+    """Bytes, rows and seconds of the token exchange, summed over the hosts."""
 
     @classmethod
     def from_loss(cls, loss: Loss, weight: float, samples: int, copy: bool) -> Totals:
-        """``copy`` where the model's outputs may lie in memory that its next run writes over (compiled graphs)."""
-        whole = loss.sum.detach() if weight == 1.0 else loss.sum.detach() * weight
-        metrics = {name: value.detach() for name, value in loss.metrics.items()}
+        """``copy`` if the next pass may overwrite the model's outputs, as compiled graphs do."""
+        detached = loss.sum.detach()
         return cls(
-            whole,
-            loss.count,
-            metrics,
-            tuple(load.clone() for load in loss.loads) if copy else loss.loads,
-            samples,
+            loss=detached if weight == 1.0 else detached * weight,
+            count=loss.count,
+            metrics={name: value.detach() for name, value in loss.metrics.items()},
+            loads=tuple(load.clone() for load in loss.loads) if copy else loss.loads,
+            samples=samples,
         )
 
     def plus(self, other: Totals) -> Totals:
+        """Add the sums of another micro-batch."""
         return Totals(
-            self.loss + other.loss,
-            self.count + other.count,
-            {name: value + other.metrics[name] for name, value in self.metrics.items()},
-            tuple(mine + theirs for mine, theirs in zip(self.loads, other.loads, strict=True)),
-            self.samples + other.samples,
+            loss=self.loss + other.loss,
+            count=self.count + other.count,
+            metrics={name: value + other.metrics[name] for name, value in self.metrics.items()},
+            loads=tuple(a + b for a, b in zip(self.loads, other.loads, strict=True)),
+            samples=self.samples + other.samples,
         )
 
 
 class TotalsReducer:
-    """Adds up what the workers counted: one message a step, in fp64, whole numbers exact in it. What it holds is the same
-    for all, also for a worker that had no sample to learn it from."""
+    """Sums the totals of all workers in one all-reduce per step, in fp64, where whole numbers are exact.
 
-    def __init__(self, world: World, name: str, squares: int = 0) -> None:
-        """``name`` is used once in the life of the group; ``squares`` is how many squared norms travel along."""
-        self.world, self.name, self._squares = world, name, squares
+    The workers agree once on the names of metrics and the number of experts, so that a worker without
+    samples can take part too.
+    """
+
+    def __init__(self, world: World, name: str, num_squares: int = 0) -> None:
+        """``name`` is used once per generation of the group; ``num_squares`` squared norms are summed
+        along."""
+        self.world = world
+        self.name = name
+        self._num_squares = num_squares
         self._metrics: list[str] | None = None
-        self._loads: list[int] = []
+        self._num_experts: list[int] = []
 
     def __call__(
         self,
         totals: Totals | None,
         samples: int,
         stop: bool = False,
-        squares: Tensor | None = None,
-        travel: Sequence[float] = (0.0,) * 3,
+        expert_grad_squares: Tensor | None = None,
+        exchange_stats: Sequence[float] = (0.0, 0.0, 0.0),
     ) -> Totals:
-        """The totals of all workers; ``samples`` is known beforehand."""
+        """Return the totals of all workers. ``totals`` is None on a worker without samples."""
         if self._metrics is None:
-            known = None if totals is None else [list(totals.metrics), [len(load) for load in totals.loads]]
-            self._metrics, self._loads = self.world.broadcast_value(self.name, known)
+            layout = None
+            if totals is not None:
+                layout = [list(totals.metrics), [len(load) for load in totals.loads]]
+            self._metrics, self._num_experts = self.world.broadcast_value(self.name, layout)
         device = self.world.device
-        head = torch.tensor([float(stop), *travel], dtype=torch.float64).to(device)
-        tail = head.new_zeros(self._squares) if squares is None else squares
-        vector = self.world.all_reduce(torch.cat([head, tail, self._pack(totals, device)]))
-        sums = self._unpack(vector[len(head) + self._squares :])
-        sums.samples, sums.stop_votes, sums.exchange_stats = samples, vector[0], vector[1 : len(head)]
-        sums.expert_grad_squares = vector[len(head) : len(head) + self._squares] if self._squares else None
-        return sums
+        # One vector: the stop flag and exchange statistics, squared norms, then the sums themselves.
+        head = torch.tensor([float(stop), *exchange_stats], dtype=torch.float64).to(device)
+        squares = head.new_zeros(self._num_squares) if expert_grad_squares is None else expert_grad_squares
+        vector = self.world.all_reduce(torch.cat([head, squares, self._pack(totals, device)]))
+        squares_end = len(head) + self._num_squares
+        result = self._unpack(vector[squares_end:])
+        result.samples = samples
+        result.stop_votes = vector[0]
+        result.exchange_stats = vector[1 : len(head)]
+        result.expert_grad_squares = vector[len(head) : squares_end] if self._num_squares else None
+        return result
 
     def _pack(self, totals: Totals | None, device: torch.device) -> Tensor:
         names = self._metrics or []
         if totals is None:
-            return torch.zeros(2 + len(names) + sum(self._loads), dtype=torch.float64, device=device)
+            return torch.zeros(2 + len(names) + sum(self._num_experts), dtype=torch.float64, device=device)
         if list(totals.metrics) != names:
             raise ValueError(
-                f"the loss has metrics {list(totals.metrics)}; it began with {names}: name the same ones for every batch"
+                f"the loss has metrics {list(totals.metrics)}; it began with {names}: "
+                "name the same ones for every batch"
             )
         scalars = [totals.loss, totals.count, *totals.metrics.values()]
-        parts = [_scalar(value, device) for value in scalars] + [
-            load.to(device, torch.float64) for load in totals.loads
-        ]
-        return torch.cat(parts)
+        loads = [load.to(device, torch.float64) for load in totals.loads]
+        return torch.cat([_as_vector(value, device) for value in scalars] + loads)
 
     def _unpack(self, vector: Tensor) -> Totals:
         names = self._metrics or []
-        loss, count, *metrics = vector[: 2 + len(names)].unbind()
-        loads = (
-            tuple(load.to(torch.int64) for load in vector[2 + len(names) :].split(self._loads))
-            if self._loads
-            else ()
-        )
-        return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, 0)
+        num_scalars = 2 + len(names)
+        loss, count, *metrics = vector[:num_scalars].unbind()
+        loads: tuple[Tensor, ...] = ()
+        if self._num_experts:
+            by_layer = vector[num_scalars:].split(self._num_experts)
+            loads = tuple(load.to(torch.int64) for load in by_layer)
+        return Totals(loss, count, dict(zip(names, metrics, strict=True)), loads, samples=0)
 
 
-def _scalar(value: Any, device: torch.device) -> Tensor:
+def _as_vector(value: Any, device: torch.device) -> Tensor:
+    """Return a scalar as a vector of one element, in fp64."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64).reshape(1)
     return torch.full((1,), float(value), dtype=torch.float64, device=device)

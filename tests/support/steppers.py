@@ -13,7 +13,8 @@ from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.data import Feed, LoaderOptions
+from orchestrator.train.data import Feed
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
 from orchestrator.train.parts.precision import Precision

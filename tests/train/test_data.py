@@ -15,7 +15,9 @@ from torch.utils.data import TensorDataset
 
 from orchestrator.errors import TaskFailed, UserError
 from orchestrator.tasks.task import TensorData, WindowData
-from orchestrator.train.data import Feed, LoaderOptions, slice_batch, to_device
+from orchestrator.train.batches import slice_batch, to_device
+from orchestrator.train.data import Feed
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 
 

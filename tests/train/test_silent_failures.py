@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
+from orchestrator.train.batches import slice_batch
 from orchestrator.train.checkpoint import capture as capture_module
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.data import StepBatch, slice_batch
+from orchestrator.train.data import StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals

@@ -13,7 +13,8 @@ from orchestrator.errors import ResourceError, TaskFailed, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.step import GROW_AFTER, as_loss, power_of_two
+from orchestrator.tasks.validate import as_loss
+from orchestrator.train.step import GROW_AFTER, power_of_two
 from tests.support.steppers import (
     DoubleDigits,
     DoubleText,

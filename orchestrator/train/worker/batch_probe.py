@@ -19,7 +19,6 @@ from orchestrator.train.data import Feed, MicroBatch, StepBatch, as_dataset
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Stepper
 from orchestrator.train.worker.batch_size import BatchProbe, BatchSizeResult, fastest_batch, largest_batch
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.run_dir import PreparedRun, earlier_global_batch

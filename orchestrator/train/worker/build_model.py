@@ -17,6 +17,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
+from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.loading import seed_python_and_numpy
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
@@ -25,7 +26,7 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warm
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Emit, Stepper, build_checked_model
+from orchestrator.train.step import Emit, Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import (
     convert_sync_batchnorm,

@@ -17,7 +17,8 @@ from experts.exchange import Transfer
 from experts.expert_state import split_experts, stacked_names
 from experts.model import initialise
 from orchestrator.config.settings import Config
-from orchestrator.train.data import Feed, LoaderOptions
+from orchestrator.train.data import Feed
+from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.build_model import build_model, build_parts, build_stepper

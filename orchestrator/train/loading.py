@@ -1,0 +1,106 @@
+"""Loading of batches from a data set with ``__getitem__``, in this process or in loader processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are loaded and brought to the device."""
+
+    loader_workers: int = 0
+    prefetch: int = 2
+    on_device: bool = False
+    """Whether the whole data set lies on the device."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """The samples of a batch, and the seed of its randomness."""
+
+    seed: int
+    indices: tuple[int, ...]
+
+
+class BatchLoader:
+    """A data loader that lives for all epochs, with its processes; each epoch sets its own requests."""
+
+    def __init__(self, data: Any, options: LoaderOptions, device: torch.device) -> None:
+        workers = options.loader_workers
+        self._sampler = _RequestSampler()
+        self._loader: Any = DataLoader(
+            _RequestedBatches(data),
+            batch_size=None,
+            sampler=self._sampler,  # pyright: ignore[reportArgumentType]
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            prefetch_factor=options.prefetch if workers else None,
+        )
+
+    def load(self, requests: Callable[[], Iterator[BatchRequest]]) -> Iterator[Any]:
+        """Yield the requested batches, in order."""
+        self._sampler.requests = requests
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the loader processes now, not when the garbage collector finds them."""
+        iterator = self._loader._iterator
+        self._loader._iterator = None
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+        self._sampler.requests = lambda: iter(())
+
+
+class _RequestSampler:
+    """A sampler whose requests can be replaced, so that the loader outlives an epoch."""
+
+    def __init__(self) -> None:
+        self.requests: Callable[[], Iterator[BatchRequest]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self.requests()
+
+
+class _RequestedBatches(Dataset[Any]):
+    """Batches by request.
+
+    Randomness in a user's ``__getitem__`` is seeded per batch, so that it depends neither on the process
+    that loads the batch nor on the batches before it.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, request: BatchRequest) -> Any:
+        if get_worker_info() is not None:
+            return self._load(request)
+        # In the training process, the model's own random state must survive.
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()
+        torch_state = torch.get_rng_state()
+        try:
+            return self._load(request)
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)
+
+    def _load(self, request: BatchRequest) -> Any:
+        seed_python_and_numpy(request.seed)
+        torch.default_generator.manual_seed(request.seed)
+        collate = getattr(self.data, "collate", default_collate)
+        return collate([self.data[index] for index in request.indices])
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
