@@ -38,9 +38,10 @@ from benchmarks.processes import ROOT, kill, started, wait_until
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.record.events import of_kind
 from orchestrator.types import MIB
-from tests.support.chaos_runs import SAMPLES, Ended, Job, disturbed
-from tests.support.faults import Post, Schedule, kills_every, random_kills
-from tests.support.run_checks import told, wrong_counts, wrong_samples, wrong_steps
+from tests.support.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
+from tests.support.cli_runs import read_summary
+from tests.support.faults import FaultFolder, FaultSchedule, kills_every, random_kills
+from tests.support.run_checks import check_sample_counts, check_samples, check_steps
 
 STEPS_BEFORE = 20  # before the first kill
 STEPS_AFTER = 40  # after the last kill
@@ -51,13 +52,13 @@ PLAIN_LONGEST_S = 240.0
 SHOWN_PROCESSES = 6
 
 
-def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, list[str]]:
+def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
     """Run undisturbed, then under random kills. Returns both runs, and the differences that must not be."""
     steps = STEPS_BEFORE + STEPS_AFTER + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
-    calm = disturbed(replace(job, pace=0.0), folder / "calm", Schedule(), timeout=LONGEST_S)
+    calm = run_with_faults(replace(job, pace=0.0), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
     step_ms = seconds_per_step(calm) * 1000
-    say(f"undisturbed: {steps} steps, {step_ms:.1f} ms each; {calm.left or 'nothing left behind'}")
+    say(f"undisturbed: {steps} steps, {step_ms:.1f} ms each; {calm.leftovers or 'nothing left behind'}")
     schedule = random_kills(
         arguments.seed,
         arguments.kills,
@@ -65,27 +66,27 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, lis
         first=STEPS_BEFORE,
         last=steps - STEPS_AFTER,
     )
-    ended = disturbed(job, folder / "soak", schedule, timeout=LONGEST_S)
-    return calm, ended, [*calm.left, *ended.wrong(calm, steps)]
+    ended = run_with_faults(job, folder / "soak", schedule, timeout=LONGEST_S)
+    return calm, ended, [*calm.leftovers, *ended.problems(calm, steps)]
 
 
-def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Ended, Ended, list[str]]:
+def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
     """Run for about so many minutes, with a kill every so many seconds."""
-    calm = disturbed(job_of(arguments, CALM_STEPS), folder / "calm", Schedule(), timeout=LONGEST_S)
+    calm = run_with_faults(job_of(arguments, CALM_STEPS), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
     steps = round(60 * arguments.minutes / seconds_per_step(calm))
     schedule = kills_every(
         arguments.seed, arguments.every, hosts=arguments.hosts, until=60 * arguments.minutes
     )
-    ended = disturbed(job_of(arguments, steps), folder / "clock", schedule, timeout=LONGEST_S)
+    ended = run_with_faults(job_of(arguments, steps), folder / "clock", schedule, timeout=LONGEST_S)
     wrong = [
-        *wrong_steps(ended.events, steps),
-        *wrong_counts(ended.events, SAMPLES),
-        *wrong_samples(ended.events, Post.beside(ended.run_dir), SAMPLES),
-        *ended.left,
-        *ended.leaking(calm),
+        *check_steps(ended.events, steps),
+        *check_sample_counts(ended.events, SAMPLES),
+        *check_samples(ended.events, FaultFolder.of_run(ended.run_dir), SAMPLES),
+        *ended.leftovers,
+        *ended.leaks(calm),
     ]
-    if ended.code:
-        wrong.append(f"code {ended.code}")
+    if ended.exit_code:
+        wrong.append(f"code {ended.exit_code}")
     return calm, ended, wrong
 
 
@@ -96,14 +97,14 @@ def job_of(arguments: argparse.Namespace, steps: int) -> Job:
         arguments.spares,
         arguments.snapshot_every,
         arguments.checkpoint_every,
-        pace=arguments.pace,
+        pace_s=arguments.pace,
     )
 
 
-def seconds_per_step(calm: Ended) -> float:
+def seconds_per_step(calm: FinishedRun) -> float:
     steps = of_kind(calm.events, "step")
-    if calm.code or len(steps) < 2:
-        raise RuntimeError(f"the undisturbed run ended with code {calm.code}:\n{calm.output[-3000:]}")
+    if calm.exit_code or len(steps) < 2:
+        raise RuntimeError(f"the undisturbed run ended with code {calm.exit_code}:\n{calm.output[-3000:]}")
     return (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
 
 
@@ -166,8 +167,8 @@ def plain_kill(process: subprocess.Popen[bytes], folder: Path, rank: int) -> tup
 
 def report(
     arguments: argparse.Namespace,
-    calm: Ended,
-    ended: Ended,
+    calm: FinishedRun,
+    ended: FinishedRun,
     wrong: Sequence[str],
     plain: Sequence[tuple[float, float]],
 ) -> str:
@@ -186,8 +187,8 @@ def report(
     return "\n".join(parts)
 
 
-def verdict(ended: Ended, wrong: Sequence[str]) -> str:
-    summary = told(ended.run_dir)
+def verdict(ended: FinishedRun, wrong: Sequence[str]) -> str:
+    summary = read_summary(ended.run_dir)
     names = ("status", "steps", "workers", "failures", "recoveries", "lost_steps", "goodput", "seconds")
     words = ", ".join(f"{name} {summary.get(name)}" for name in names)
     checks = "\n".join(f"- WRONG: {word}" for word in wrong) or "Nothing wrong, nothing left behind."
@@ -195,11 +196,11 @@ def verdict(ended: Ended, wrong: Sequence[str]) -> str:
 
 
 def goodput_table(
-    ended: Ended, kills: Sequence[Cost], every: float, plain: Sequence[tuple[float, float]]
+    ended: FinishedRun, kills: Sequence[Cost], every: float, plain: Sequence[tuple[float, float]]
 ) -> str:
     """Return the goodput of this run, and for one kill in so many seconds by the mean cost of a kill."""
     rows: list[tuple[str, float | None]] = [
-        ("the run's own (summary.json)", told(ended.run_dir).get("goodput")),
+        ("the run's own (summary.json)", read_summary(ended.run_dir).get("goodput")),
         ("time in steps that count, of all time", goodput(ended.events)),
         ("time not lost between a kill and being past it", time_kept(kills, ended.events)),
     ]
@@ -213,18 +214,18 @@ def goodput_table(
     return markdown_table(["goodput", "part"], cells)
 
 
-def holdings(calm: Ended, ended: Ended) -> str:
+def holdings(calm: FinishedRun, ended: FinishedRun) -> str:
     """Return the resources of the processes that lived through most kills.
 
     Each cell shows the most that such a process held in the undisturbed run, and what this one held at the end.
     """
     rows: list[list[object]] = []
-    for process in ended.watch.held([fired.time for fired in ended.fired])[:SHOWN_PROCESSES]:
+    for process in ended.watch.holdings([fired.time for fired in ended.fired])[:SHOWN_PROCESSES]:
         is_driver = process.pid == ended.watch.root
         last = process.last
-        files = calm.watch.most("files", is_driver)
-        threads = calm.watch.most("threads", is_driver)
-        resident = calm.watch.most("resident", is_driver)
+        files = calm.watch.peak("files", is_driver)
+        threads = calm.watch.peak("threads", is_driver)
+        resident = calm.watch.peak("resident", is_driver)
         rows.append(
             [
                 "driver" if is_driver else f"host {process.pid}",

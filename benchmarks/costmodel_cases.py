@@ -1,4 +1,4 @@
-"""The configurations that predictions are held against: on CPUs, kept back while the model was made, and on a GPU."""
+"""The configurations that predictions are compared with: on CPUs, on CPUs but kept back at first, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from orchestrator.config.settings import Config
 
 @dataclass(frozen=True)
 class Case:
+    """A configuration to predict and to measure."""
+
     settings: dict[str, Any]
     batch: int
     workers: int = 1
     strategy: str = "single"
-    bar: bool = True
+    counts: bool = True
+    """Whether its error counts for the limits: not where workers outnumber the cores."""
 
     @property
     def name(self) -> str:
-        shown = {k: v for k, v in self.settings.items() if k not in ("task", "samples")}
-        words = " ".join(f"{k.replace('_', '-')} {v}" for k, v in shown.items())
+        shown = {name: value for name, value in self.settings.items() if name not in ("task", "samples")}
+        words = " ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
         return f"{self.settings['task']} {words}, batch {self.batch}".replace(" ,", ",")
 
     @property
     def where(self) -> str:
-        return {
+        names = {
             "single": "1 process",
             "data_parallel": f"{self.workers} workers",
             "expert_parallel": f"{self.workers} hosts",
-        }[self.strategy]
+        }
+        return names[self.strategy]
 
     def config(self, on_gpu: bool) -> Config:
         more: dict[str, Any] = {"gpu_mode": "single_gpu" if on_gpu else "cpu", "batch_size": self.batch}
@@ -69,7 +73,7 @@ ON_CPU = (
     Case(digits(), 64, 2, "data_parallel"),
     Case(text(experts=0), 8, 2, "data_parallel"),
     Case(text(width=192), 4, 2, "data_parallel"),
-    Case(text(), 8, 3, "expert_parallel", bar=False),
+    Case(text(), 8, 3, "expert_parallel", counts=False),
 )
 
 
@@ -90,35 +94,27 @@ def _gpt(**settings: Any) -> dict[str, Any]:
     return tokens(width=768, layers=12, context_length=1024, vocabulary=50257, experts=0, **settings)
 
 
+def _moe(
+    width: int, layers: int, context_length: int, experts: int, expert_hidden_size: int
+) -> dict[str, Any]:
+    return tokens(
+        width=width,
+        layers=layers,
+        context_length=context_length,
+        vocabulary=8192,
+        experts=experts,
+        expert_hidden_size=expert_hidden_size,
+        precision="bf16",
+    )
+
+
 ON_GPU = (
     Case(_gpt(precision="bf16"), 16),
     Case(_gpt(precision="bf16"), 3),
     Case(_gpt(precision="fp32"), 8),
     Case(tokens(width=1024, layers=6, context_length=512, vocabulary=8192, experts=0, precision="bf16"), 32),
-    Case(
-        tokens(
-            width=1024,
-            layers=4,
-            context_length=512,
-            vocabulary=8192,
-            experts=16,
-            expert_hidden_size=1024,
-            precision="bf16",
-        ),
-        32,
-    ),
-    Case(
-        tokens(
-            width=512,
-            layers=8,
-            context_length=256,
-            vocabulary=8192,
-            experts=32,
-            expert_hidden_size=512,
-            precision="bf16",
-        ),
-        64,
-    ),
+    Case(_moe(1024, 4, 512, 16, 1024), 32),
+    Case(_moe(512, 8, 256, 32, 512), 64),
     Case(vectors(width=1024, layers=2, experts=8, expert_hidden_size=4096, precision="bf16"), 4096),
     Case(vectors(width=2048, layers=4, experts=0, precision="fp32"), 4096),
     Case(text(precision="bf16"), 64),

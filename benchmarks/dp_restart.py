@@ -180,13 +180,13 @@ def table(recoveries: Sequence[Times], memory_bytes: Sequence[int]) -> str:
             rows.append([CREATION, spread(creation)])
     total = spread([times.total() for times in recoveries])
     memory = statistics.median(memory_bytes) / MIB
-    rows += [
+    summary: list[list[object]] = [
         ["**killed → first step done**", f"**{total}**"],
         ["a step before the kill, ms", spread([times.step_ms for times in recoveries])],
         ["steps lost, to be done again", spread([float(times.lost_steps) for times in recoveries])],
         ["memory of all processes of the run before a kill, MiB (shared pages once)", f"{memory:.0f}"],
     ]
-    return markdown_table([f"seconds, median of {len(recoveries)} (range)", ""], rows)
+    return markdown_table([f"seconds, median of {len(recoveries)} (range)", ""], [*rows, *summary])
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,15 +1,15 @@
-"""Steps per second of the whole loop against a hand-written bare PyTorch loop of the same model, batch and precision.
+"""Steps per second of our loop against a hand-written PyTorch loop of the same model, batch and precision.
 
-Both are given the same data on the device, the same fused AdamW, clipping and schedule; ours runs with everything a user
+Both get the same data on the device, the same fused AdamW, clipping and schedule; ours runs with everything a user
 gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are compared. Accelerate, where it is
-installed, runs the same steps in the form its documentation shows.
+installed, runs the same steps in the form of its documentation.
 
     python -m benchmarks.loop_overhead [--rounds 5] [--out FILE]
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import math
 import statistics
 import tempfile
@@ -23,16 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.support import header, markdown_table, write_result
+from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog
 from orchestrator.record.monitor import Monitor
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.tasks.synthetic import Synthetic
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.loop import Loop, LoopHooks
+from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.build import WorkerContext, build_training, machine_settings
+from orchestrator.train.training import LoopHooks
+from orchestrator.train.worker.build import WorkerContext, build_training
+from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 
 
@@ -47,9 +49,9 @@ class Mlp(Task):
 
     def train_data(self) -> TensorData:
         generator = torch.Generator().manual_seed(0)
-        return TensorData(
-            torch.randn(60_000, 784, generator=generator), torch.randint(10, (60_000,), generator=generator)
-        )
+        images = torch.randn(60_000, 784, generator=generator)
+        labels = torch.randint(10, (60_000,), generator=generator)
+        return TensorData(images, labels)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -64,6 +66,8 @@ class Gpt2(Synthetic):
 
 @dataclass(frozen=True)
 class Case:
+    """A model and how it is trained."""
+
     name: str
     make: Callable[[], Task]
     config: Config
@@ -72,55 +76,60 @@ class Case:
     dtype: torch.dtype | None
 
 
+WARM_UP = 10
+LEARNING_RATE = 3e-4
+LOG_EVERY = 50
+NEVER = 10**6
+GPT2_SIZES: dict[str, Any] = {
+    "width": 768,
+    "layers": 12,
+    "context_length": 1024,
+    "vocabulary": 50257,
+    "experts": 0,
+    "samples": 4096,
+}
+SMALL_SIZES: dict[str, Any] = {
+    "width": 64,
+    "layers": 2,
+    "context_length": 64,
+    "vocabulary": 256,
+    "experts": 0,
+    "samples": 512,
+}
+
+
 def cases(small: bool, precision: str) -> list[Case]:
     dtype = torch.bfloat16 if precision == "bf16" else None
-    sizes: dict[str, Any] = {
-        "width": 768,
-        "layers": 12,
-        "context_length": 1024,
-        "vocabulary": 50257,
-        "experts": 0,
-        "samples": 4096,
-    }
-    if small:
-        sizes = {
-            "width": 64,
-            "layers": 2,
-            "context_length": 64,
-            "vocabulary": 256,
-            "experts": 0,
-            "samples": 512,
-        }
     common: dict[str, Any] = {
         "precision": precision,
         "run_dir": None,
         "epochs": 1000,
         "warmup_steps": 10,
-        "learning_rate": 3e-4,
-        "log_every": 50,
+        "learning_rate": LEARNING_RATE,
+        "log_every": LOG_EVERY,
     }
-    gpt = Config.of(task="synthetic", batch_size=4 if small else 16, **sizes, **common)
+    sizes = SMALL_SIZES if small else GPT2_SIZES
+    gpt_batch = 4 if small else 16
+    gpt = Config.of(task="synthetic", batch_size=gpt_batch, **sizes, **common)
     mlp = Config.of(batch_size=256, **common)
     return [
-        Case("GPT-2 small", lambda: Gpt2(gpt), gpt, 4 if small else 16, 10 if small else 40, dtype),
+        Case("GPT-2 small", lambda: Gpt2(gpt), gpt, gpt_batch, 10 if small else 40, dtype),
         Case("3-layer MLP", Mlp, mlp, 256, 60 if small else 2000, dtype),
     ]
 
 
-WARM_UP = 10
-
-
-def lr_at(step: int, total: int) -> float:
+def lr_factor(step: int, total: int) -> float:
+    """Return warm-up and cosine as a factor of the learning rate."""
     return min(1.0, (step + 1) / 11) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / total)))
 
 
 def batches(data: TensorData, batch: int) -> Iterator[tuple[Tensor, ...]]:
-    """Shuffled batches of tensors that are on the device already: what a careful hand-written loop does."""
+    """Yield shuffled batches of tensors that are on the device already, as a careful hand-written loop does."""
     while True:
         order = torch.randperm(len(data), device=data.tensors[0].device)
         for begin in range(0, len(data) - batch + 1, batch):
             index = order[begin : begin + batch]
-            yield tuple(t.index_select(0, index) for t in data.tensors)
+            yield tuple(tensor.index_select(0, index) for tensor in data.tensors)
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
@@ -128,68 +137,73 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result.sum / result.count
 
 
-def wait(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def bare(case: Case, device: torch.device) -> float:
+    """Return the steps per second of the hand-written loop."""
     task = case.make()
     model = task.build_model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
     feed = batches(task.train_data().to(device), case.batch)
     begun = 0.0
     for step in range(WARM_UP + case.steps):
         if step == WARM_UP:
-            begun = wait(device)
+            begun = synchronized_time(device)
         batch = next(feed)
         for group in optimizer.param_groups:
-            group["lr"] = 3e-4 * lr_at(step, case.steps)
+            group["lr"] = LEARNING_RATE * lr_factor(step, case.steps)
         with torch.autocast(device.type, dtype=case.dtype or torch.bfloat16, enabled=case.dtype is not None):
             loss = loss_of(task, model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % LOG_EVERY == 0:
             loss.item()
-    return case.steps / (wait(device) - begun)
+    return case.steps / (synchronized_time(device) - begun)
 
 
 def ours(case: Case, device: torch.device) -> float:
-    """The product's own loop, put together as ``orchestrator train`` does; the closing checkpoint is left out."""
+    """Return the steps per second of our loop, built as ``orchestrator train`` does, without the last checkpoint."""
     task = case.make()
     config = case.config.but(max_steps=WARM_UP + case.steps)
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
     times: dict[int, float] = {}
 
-    def note(step: int) -> None:
+    def record_time(step: int) -> None:
         if step in (WARM_UP, WARM_UP + case.steps):
-            times[step] = wait(device)
+            times[step] = synchronized_time(device)
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        machine_settings(prepared.resolved.config, prepared.plan, device),
+        torch_settings(prepared.resolved.config, prepared.plan, device),
     ):
         run_dir = Path(folder)
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
         log = EventLog(run_dir / "events.jsonl", [trackers])
         world = World.single_process(prepared.plan.device.value)
         training = build_training(WorkerContext(prepared, world, run_dir, log))
-        training.saver.save = lambda progress: None  # noqa: ARG005
-        training.saver.durable = WARM_UP + case.steps
+        training.checkpoints.save = lambda progress: None  # noqa: ARG005
+        training.checkpoints.durable_step = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
         with Monitor(gpus) as monitor:
-            Loop(training, LoopHooks(after_step=note, monitor=monitor.event_fields)).run()
+            Loop(training, LoopHooks(after_step=record_time, monitor=monitor.event_fields)).run()
         trackers.close()
         log.close()
     return case.steps / (times[WARM_UP + case.steps] - times[WARM_UP])
 
 
 def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
-    """The same run as a user starts it with ``--parallel-strategy data_parallel --workers 1``: one worker of Ray Train, in a
-    process of its own. Its rate is that of its record, the first steps left out."""
+    """Return the steps per second of one worker of Ray Train, in a process of its own.
+
+    A user starts it with ``--parallel-strategy data_parallel --workers 1``. The rate is that of its summary, which leaves
+    out the first steps.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = case.config.but(
             max_steps=WARM_UP + case.steps,
@@ -197,27 +211,30 @@ def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
             workers=1,
             ray_address="local",
             run_dir=Path(folder) / "run",
-            checkpoint_every=10**6,
+            checkpoint_every=NEVER,
         )
         summary = Trainer(task=case.make(), config=config, quiet=True).fit().summary
         return summary["samples_per_second"] / case.batch
 
 
 def accelerate(case: Case, device: torch.device) -> float:
+    """Return the steps per second of a loop in the form of Accelerate's documentation."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     task = case.make()
-    accelerator = Accelerator(mixed_precision="bf16" if case.dtype else "no", cpu=device.type == "cpu")
-    built = task.build_model()
-    model, optimizer = accelerator.prepare(
-        built, torch.optim.AdamW(built.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
+    mixed = "bf16" if case.dtype else "no"
+    accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu")
+    unwrapped = task.build_model()
+    adamw = torch.optim.AdamW(unwrapped.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    model, optimizer = accelerator.prepare(unwrapped, adamw)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer.optimizer, lambda step: lr_factor(step, case.steps)
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: lr_at(step, case.steps))
     feed = batches(task.train_data().to(device), case.batch)
     begun = 0.0
     for step in range(WARM_UP + case.steps):
         if step == WARM_UP:
-            begun = wait(device)
+            begun = synchronized_time(device)
         with accelerator.accumulate(model), accelerator.autocast():
             loss = loss_of(task, model, next(feed))
             accelerator.backward(loss)
@@ -225,56 +242,50 @@ def accelerate(case: Case, device: torch.device) -> float:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % LOG_EVERY == 0:
             loss.item()
-    return case.steps / (wait(device) - begun)
+    return case.steps / (synchronized_time(device) - begun)
 
 
 def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
-    import importlib.util
-
     named: dict[str, Callable[[Case, torch.device], float]] = {"bare loop": bare, "orchestrator": ours}
-    named |= {name: run for name, run in {"accelerate": accelerate}.items() if importlib.util.find_spec(name)}
+    if importlib.util.find_spec("accelerate"):
+        named["accelerate"] = accelerate
     return named | {"orchestrator, one worker of Ray Train": under_ray}
 
 
+def measure(case: Case, device: torch.device, rounds: int) -> list[list[str]]:
+    """Return the rows of one model. Contestants alternate."""
+    speeds: dict[str, list[float]] = {name: [] for name in contestants()}
+    for _ in range(rounds):
+        for name, run in contestants().items():
+            speeds[name].append(run(case, device))
+            print(f"{case.name}, {name}: {speeds[name][-1]:.2f} steps/s", flush=True)
+    base = statistics.median(speeds["bare loop"])
+    rows = []
+    for name, values in speeds.items():
+        median = statistics.median(values)
+        ratios = [value / reference for value, reference in zip(values, speeds["bare loop"], strict=True)]
+        spread = f"{min(values):.2f}–{max(values):.2f}"
+        paired = f"{statistics.median(ratios):.3f}"
+        rows.append([case.name, name, f"{median:.2f}", spread, f"{median / base:.3f}", paired])
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="small shapes, for a machine without a GPU")
     parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--cases", type=int, default=2, help="only the first so many models")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    rows = []
-    for case in cases(arguments.small, arguments.precision)[: arguments.cases]:
-        speeds: dict[str, list[float]] = {name: [] for name in contestants()}
-        for _ in range(arguments.rounds):
-            for name, run in contestants().items():
-                speeds[name].append(run(case, device))
-                print(f"{case.name}, {name}: {speeds[name][-1]:.2f} steps/s", flush=True)
-        base = statistics.median(speeds["bare loop"])
-        for name, values in speeds.items():
-            ratios = [value / reference for value, reference in zip(values, speeds["bare loop"], strict=True)]
-            median = statistics.median(values)
-            rows.append(
-                [
-                    case.name,
-                    name,
-                    f"{median:.2f}",
-                    f"{min(values):.2f}–{max(values):.2f}",
-                    f"{median / base:.3f}",
-                    f"{statistics.median(ratios):.3f}",
-                ]
-            )
+    chosen = cases(arguments.small, arguments.precision)[: arguments.cases]
+    rows = [row for case in chosen for row in measure(case, device, arguments.rounds)]
     columns = ["model", "loop", "steps/s (median)", "range", "against bare", "median of paired ratios"]
     text = header("The loop against a bare one", arguments) + markdown_table(columns, rows)
-    print(text)
-    write_result(arguments.out, text)
+    publish(text, arguments.out)
 
 
 if __name__ == "__main__":
