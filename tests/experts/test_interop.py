@@ -1,4 +1,4 @@
-"""Blocks of ``transformers`` against our layer: outputs and every gradient, there and back, and what does not fit."""
+"""Blocks of ``transformers`` against our layer: outputs and every gradient, both conversions, and refused blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from experts.interop import from_block, into_block
 from experts.layer import MoELayer
 
-WIDTH, HIDDEN = 10, 7
+WIDTH = 10
+HIDDEN = 7
 EAGER: dict[str, Any] = {"experts_implementation": "eager"}
 
 
@@ -24,9 +25,14 @@ def mixtral(
     experts: int = 5, top_k: int = 2, width: int = WIDTH, hidden: int = HIDDEN, **other: Any
 ) -> nn.Module:
     config = MixtralConfig(
-        hidden_size=width, intermediate_size=hidden, num_local_experts=experts, num_experts_per_tok=top_k, **EAGER, **other
-    )  # fmt: skip
-    return filled(MixtralSparseMoeBlock(config))
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_local_experts=experts,
+        num_experts_per_tok=top_k,
+        **EAGER,
+        **other,
+    )
+    return initialised(MixtralSparseMoeBlock(config))
 
 
 def qwen(
@@ -38,13 +44,18 @@ def qwen(
     **other: Any,
 ) -> nn.Module:
     config = Qwen3MoeConfig(
-        hidden_size=width, moe_intermediate_size=hidden, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=normalise,
-        **EAGER, **other,
-    )  # fmt: skip
-    return filled(Qwen3MoeSparseMoeBlock(config))
+        hidden_size=width,
+        moe_intermediate_size=hidden,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalise,
+        **EAGER,
+        **other,
+    )
+    return initialised(Qwen3MoeSparseMoeBlock(config))
 
 
-def filled(block: nn.Module, seed: int = 5) -> nn.Module:
+def initialised(block: nn.Module, seed: int = 5) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
@@ -61,81 +72,84 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 every_block = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS.keys())
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """An input for the layer, the same for the block, and a target."""
     generator = torch.Generator().manual_seed(9)
     x, target = torch.randn(2, 2, 6, WIDTH, dtype=dtype, generator=generator)
-    return x, target
+    return x.clone().requires_grad_(), x.clone().requires_grad_(), target
 
 
-def loss_and_gradients(y: Tensor, target: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def loss_and_gradients(y: Tensor, target: Tensor, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     loss = (y - target).square().mean()
-    return loss.detach(), list(torch.autograd.grad(loss, parameters))
+    return loss.detach(), list(torch.autograd.grad(loss, inputs))
 
 
-def ours(layer: MoELayer) -> list[Tensor]:
-    """In the order of ``theirs``, not in their layout."""
+def layer_parameters(layer: MoELayer) -> list[Tensor]:
+    """In the order of ``block_parameters``, in our layout."""
     stacks = {role: stack for _, role, stack in layer.bank.stacks()}
     return [layer.gate.weight_ED, stacks["up"], stacks["down"]]
 
 
-def theirs(block: Any) -> list[Tensor]:
+def block_parameters(block: Any) -> list[Tensor]:
     return [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
 
 
-def transposed(gradients: list[Tensor]) -> list[Tensor]:
+def in_block_layout(gradients: list[Tensor]) -> list[Tensor]:
     x, router, up, down = gradients
     return [x, router, up.transpose(1, 2), down.transpose(1, 2)]
 
 
 @every_block
-def test_layer_computes_what_the_block_computes(make: Callable[[], nn.Module]) -> None:
-    """In fp32, the precision of their routers: the loss to 1e-6, a gradient to 2e-6 of its norm and 1e-7 of the whole."""
+def test_the_layer_equals_the_block_in_fp32(make: Callable[[], nn.Module]) -> None:
+    """The precision of their routers: the loss to 1e-6, a gradient to 2e-6 of its norm and 1e-7 of the global norm."""
     block = make()
     layer = from_block(block)
-    x, target = inputs()
-    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    loss, gradients = loss_and_gradients(layer(mine)[0], target, [mine, *ours(layer)])
-    expected, wanted = loss_and_gradients(block(other), target, [other, *theirs(block)])
-    assert abs(loss - expected) <= 1e-6 * expected
-    whole = torch.stack([gradient.norm() for gradient in wanted]).norm()
-    for found, gradient in zip(transposed(gradients), wanted, strict=True):
-        assert gradient.any()
-        assert (found - gradient).norm() <= 2e-6 * gradient.norm() + 1e-7 * whole
+    layer_x, block_x, target = make_inputs()
+    y, _ = layer(layer_x)
+    loss, gradients = loss_and_gradients(y, target, [layer_x, *layer_parameters(layer)])
+    expected_loss, expected = loss_and_gradients(block(block_x), target, [block_x, *block_parameters(block)])
+    assert abs(loss - expected_loss) <= 1e-6 * expected_loss
+    global_norm = torch.stack([gradient.norm() for gradient in expected]).norm()
+    for ours, theirs in zip(in_block_layout(gradients), expected, strict=True):
+        assert theirs.any()
+        assert (ours - theirs).norm() <= 2e-6 * theirs.norm() + 1e-7 * global_norm
 
 
 @every_block
-def test_experts_agree_to_the_last_digits(make: Callable[[], nn.Module]) -> None:
-    """In fp64, with the routing of our gate: their routers round scores to fp32."""
+def test_the_experts_equal_those_of_the_block_in_fp64(make: Callable[[], nn.Module]) -> None:
+    """With the routing of our gate: their routers round scores to fp32."""
     block: Any = make().double()
     layer = from_block(block)
-    x, target = inputs(torch.float64)
-    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    loss, gradients = loss_and_gradients(layer(mine)[0], target, [mine, *ours(layer)])
+    layer_x, block_x, target = make_inputs(torch.float64)
+    y, _ = layer(layer_x)
+    loss, gradients = loss_and_gradients(y, target, [layer_x, *layer_parameters(layer)])
     with torch.no_grad():
-        _, scores, chosen = block.gate(x)
-    routing = layer(other)[1]
+        _, scores, chosen = block.gate(block_x)
+    _, routing = layer(block_x)
     assert torch.equal(routing.experts_TK, chosen)
     torch.testing.assert_close(routing.weights_TK, scores.double(), rtol=1e-6, atol=0)
-    y = block.experts(other.view(-1, WIDTH), routing.experts_TK, routing.weights_TK).view_as(x)
-    expected, wanted = loss_and_gradients(y, target, [other, layer.gate.weight_ED, *theirs(block)[1:]])
-    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-    for found, gradient in zip(transposed(gradients), wanted, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-14)
+    flat_y = block.experts(block_x.view(-1, WIDTH), routing.experts_TK, routing.weights_TK)
+    inputs = [block_x, layer.gate.weight_ED, *block_parameters(block)[1:]]
+    expected_loss, expected = loss_and_gradients(flat_y.view_as(block_x), target, inputs)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-13, atol=0)
+    for ours, theirs in zip(in_block_layout(gradients), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
 
 
 @every_block
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_is_bitwise(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    block, empty = make().to(dtype), make().to(dtype)
-    for parameter in empty.parameters():
+def test_both_conversions_together_are_exact(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    block = make().to(dtype)
+    target = make().to(dtype)
+    for parameter in target.parameters():
         nn.init.zeros_(parameter)
-    places = [parameter.data_ptr() for parameter in empty.parameters()]
+    addresses = [parameter.data_ptr() for parameter in target.parameters()]
     layer = from_block(block)
     assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
-    into_block(layer, empty)
+    into_block(layer, target)
     for name, tensor in block.state_dict().items():
-        assert torch.equal(tensor, empty.state_dict()[name]), name
-    assert [parameter.data_ptr() for parameter in empty.parameters()] == places
+        assert torch.equal(tensor, target.state_dict()[name]), name
+    assert [parameter.data_ptr() for parameter in target.parameters()] == addresses
 
 
 def test_weights_are_copied_not_shared() -> None:
@@ -154,13 +168,13 @@ def with_shared_expert() -> nn.Module:
     return block
 
 
-def with_tensor(place: str, name: str, *shape: int) -> nn.Module:
+def with_tensor(module: str, name: str, *shape: int) -> nn.Module:
     block = qwen()
-    setattr(getattr(block, place), name, nn.Parameter(torch.zeros(shape)))
+    setattr(getattr(block, module), name, nn.Parameter(torch.zeros(shape)))
     return block
 
 
-def with_router_of_its_own() -> nn.Module:
+def with_unknown_router() -> nn.Module:
     class OtherRouter(nn.Module):
         top_k = 2
 
@@ -173,7 +187,7 @@ def with_router_of_its_own() -> nn.Module:
     return block
 
 
-def interleaved() -> nn.Module:
+def with_interleaved_stacks() -> nn.Module:
     block: Any = mixtral()
     block.experts.is_concatenated = False
     return block
@@ -205,19 +219,19 @@ def interleaved() -> nn.Module:
         ),
         (lambda: with_tensor("experts", "down_proj"), r"down_proj has the shape \[\]"),
         (
-            interleaved,
+            with_interleaved_stacks,
             r"MixtralExperts is transposed or interleaved; stacks \[E, 2H, D\] with gate before value were needed",
         ),
         (lambda: mixtral(hidden_act="gelu"), r"activation is GELUActivation; SiLU was needed"),
         (lambda: mixtral(router_jitter_noise=0.1), r"trains with jitter_noise 0.1, .* set it to 0 first"),
         (
-            with_router_of_its_own,
+            with_unknown_router,
             r"the router is a OtherRouter; Mixtral's, or one with norm_topk_prob, was needed",
         ),
         (lambda: mixtral(top_k=1), r"gives its one expert per token the weight 1"),
     ],
 )
-def test_blocks_that_are_no_such_layer_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+def test_unsupported_blocks_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_block(make())
 
@@ -256,7 +270,7 @@ def test_layers_that_do_not_fit_are_refused_and_nothing_is_written(layer: MoELay
     assert all(torch.equal(before[name], tensor) for name, tensor in block.state_dict().items())
 
 
-def test_a_host_that_holds_some_of_the_experts_is_refused() -> None:
+def test_a_layer_with_some_of_the_experts_is_refused() -> None:
     block = mixtral()
     layer = from_block(block)
     layer.bank = layer.bank.part([0, 3])

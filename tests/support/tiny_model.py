@@ -1,4 +1,4 @@
-"""A tiny MoE classifier of random features, with every option of the layer, for runs by the hundred."""
+"""A tiny MoE classifier of random features, with every option of the layer, for hundreds of short runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from experts.layer import MoELayer
 from experts.model import initialise
 from orchestrator.tasks.task import Loss, Task, TensorData
 
-FEATURES, CLASSES = 7, 4
+FEATURES = 7
+CLASSES = 4
 OPTIONS = (
     ("kind", "ffn"),
     ("scores", "sigmoid"),
@@ -28,13 +29,14 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Tiny(Task):
-    """``tokens`` per sample; 1 gives samples without a second dimension."""
+    """A task with the tiny model."""
 
     sizes: tuple[tuple[int, ...], ...]
     """Hidden sizes of the experts, by layer."""
     top_k: int = 2
     width: int = 8
     tokens: int = 1
+    """Tokens per sample. With one, a batch has no dimension for them."""
     samples: int = 40
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,9 +45,8 @@ class Tiny(Task):
         model = TinyModel(self)
         initialise(model, 5)
         for _, layer in moe_layers(model):
-            layer.gate.weight_ED.data.mul_(
-                30
-            )  # decided gates: uneven loads, and no ties for rounding to decide
+            # Decided gates: uneven loads, and no ties that rounding could decide.
+            layer.gate.weight_ED.data.mul_(30)
         return model.to(self.dtype)
 
     def train_data(self) -> TensorData:
@@ -82,7 +83,8 @@ class TinyModel(nn.Module):
         self.head = nn.Linear(task.width, CLASSES)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Any]]:
-        x, routings = self.stem(x), []
+        x = self.stem(x)
+        routings: list[Any] = []
         for block in self.blocks:
             x, routing = block(x)
             routings.append(routing)
@@ -91,7 +93,7 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True)
 class HostCase:
-    """A run on hosts: where the experts of each layer live, how the batch is cut, and who has a share of it."""
+    """A run on several hosts: the placement of experts, the sizes of batches, and the hosts that have data."""
 
     task: Tiny
     hosts: int
@@ -110,18 +112,18 @@ class HostCase:
 
 
 def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
-    """A case that a seed names: any number of experts up to 17, any sizes, any placement, hosts without experts or tokens."""
+    """A case drawn by a seed: up to 17 experts of any sizes, any placement, hosts without experts or tokens."""
     draw = random.Random(f"{seed}/{hosts}/{dtype}")
-    layers, experts = draw.choice([1, 1, 2, 3]), draw.randint(1, 17)
+    layers = draw.choice([1, 1, 2, 3])
+    experts = draw.randint(1, 17)
     sizes = tuple(tuple(draw.choice([1, 2, 3, 4, 5, 8, 13]) for _ in range(experts)) for _ in range(layers))
-    homes = [
-        draw.sample(range(hosts), draw.randint(1, hosts)) for _ in range(layers)
-    ]  # some hosts may have none
+    # Hosts with experts, by layer: not always all of them.
+    hosts_in_use = [draw.sample(range(hosts), draw.randint(1, hosts)) for _ in range(layers)]
     options: dict[str, Any] = {name: value for name, value in OPTIONS if draw.random() < 0.25}
     if draw.random() < 0.15:
         options["capacity"] = draw.choice([0.5, 1.0, 2.0])
-    primary = draw.random() < 0.25
-    micro = draw.randint(1, 6)
+    data_on_main = draw.random() < 0.25
+    micro_batch = draw.randint(1, 6)
     task = Tiny(
         sizes,
         draw.randint(1, min(4, experts)),
@@ -130,16 +132,20 @@ def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
         dtype=dtype,
         options=options,
     )
+    host_of = tuple(tuple(draw.choice(of_layer) for _ in range(experts)) for of_layer in hosts_in_use)
+    data_ranks = 1 if data_on_main else hosts
+    global_batch = draw.randint(1, 4) * micro_batch * data_ranks - draw.randint(0, micro_batch - 1)
+    shares: tuple[float, ...] = ()
+    if not data_on_main and draw.random() < 0.3:
+        shares = tuple(draw.choice([1.0, 2.0, 0.25]) for _ in range(hosts))
     return HostCase(
         task,
         hosts,
-        tuple(tuple(draw.choice(home) for _ in range(experts)) for home in homes),
-        micro,
-        global_batch=draw.randint(1, 4) * micro * (1 if primary else hosts) - draw.randint(0, micro - 1),
-        data_on_main=primary,
-        shares=tuple(draw.choice([1.0, 2.0, 0.25]) for _ in range(hosts))
-        if not primary and draw.random() < 0.3
-        else (),
+        host_of,
+        micro_batch,
+        global_batch,
+        data_on_main,
+        shares,
         chunks=draw.choice([1, 1, 2, 3]),
         recompute=layers > 1 and draw.random() < 0.3,
     )
