@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from orchestrator.cli.check import check
     from orchestrator.config.settings import Config
     from orchestrator.record.monitor import Monitor
+    from orchestrator.report.run.frames import read_run
     from orchestrator.report.run.page import draw_report
+    from orchestrator.report.sweep.frames import read_sweep
     from orchestrator.tasks.task import Loss, Task, TensorData
     from orchestrator.trainer import Result, Trainer
 
@@ -23,9 +25,23 @@ _HOMES = {
     "Monitor": "orchestrator.record.monitor",
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
+    "read_run": "orchestrator.report.run.frames",
+    "read_sweep": "orchestrator.report.sweep.frames",
 }
 
-__all__ = ["Config", "Loss", "Monitor", "Result", "Task", "TensorData", "Trainer", "check", "draw_report"]
+__all__ = [
+    "Config",
+    "Loss",
+    "Monitor",
+    "Result",
+    "Task",
+    "TensorData",
+    "Trainer",
+    "check",
+    "draw_report",
+    "read_run",
+    "read_sweep",
+]
 
 
 def __dir__() -> list[str]:

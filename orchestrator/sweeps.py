@@ -17,12 +17,12 @@ from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
     from orchestrator.record.sweep_screen import SweepScreen
-    from orchestrator.runtime.sweep.run import Ground
-    from orchestrator.train.worker.run_dir import PreparedRun
+    from orchestrator.runtime.sweep.run import SweepDevices
+    from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 def carry_out(
-    sweep: Sweep, prepared: PreparedRun, ground: Ground, before: SweepRecord | None, quiet: bool
+    sweep: Sweep, prepared: PreparedRun, ground: SweepDevices, before: SweepRecord | None, quiet: bool
 ) -> SweepRecord:
     """Make the trials that are not made yet, and draw the report."""
     from orchestrator.record.sweep_screen import SweepScreen
@@ -93,7 +93,7 @@ def is_made(sweep: Sweep, before: SweepRecord) -> bool:
     return len(before.rows) >= sweep.num_trials
 
 
-def check_ground(sweep: Sweep, prepared: PreparedRun, ground: Ground, before: SweepRecord | None) -> None:
+def check_ground(sweep: Sweep, prepared: PreparedRun, ground: SweepDevices, before: SweepRecord | None) -> None:
     """What would make rows that do not compare, or none at all."""
     if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
         raise UserError("--objective validation_loss needs validation data; the task has none")
@@ -112,7 +112,7 @@ def check_ground(sweep: Sweep, prepared: PreparedRun, ground: Ground, before: Sw
             )
 
 
-def _header(sweep: Sweep, prepared: PreparedRun, ground: Ground) -> dict[str, Any]:
+def _header(sweep: Sweep, prepared: PreparedRun, ground: SweepDevices) -> dict[str, Any]:
     config = prepared.resolved.config
     left = {name: value for name, value in changed_settings(config).items() if name not in SETTINGS_NOT_KEPT}
     return {
@@ -132,14 +132,14 @@ def _header(sweep: Sweep, prepared: PreparedRun, ground: Ground) -> dict[str, An
 
 def outcome(record: SweepRecord) -> list[str]:
     """How a sweep ended, in two lines."""
-    from orchestrator.report.sweep.facts import in_python, train_command, tuned_command
+    from orchestrator.report.sweep.facts import is_python_task, train_command, tuned_command
 
     best = record.best()
     assert best is not None
     figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
     if record.objective == "validation_loss":
         figure = f"validation loss {best.validation_loss:.4f}, {figure}"
-    command = train_command(record, best) if in_python(record) else tuned_command(record)
+    command = train_command(record, best) if is_python_task(record) else tuned_command(record)
     return [
         f"{len(record.rows)} trials; the best is number {best.trial}: {' '.join(point_flags(best.point))} ({figure})",
         f"report: {record.folder / 'report.html'}; train with it: {command}",

@@ -154,7 +154,10 @@ def host_load(record: RunRecord) -> HostLoad | None:
             )
             for index, layer in enumerate(placement.layers)
         ],
-        steps=(max(1, recent[0]["step"] - int(measurement(recent[0].get("steps")) or 1) + 1), recent[-1]["step"])
+        steps=(
+            max(1, recent[0]["step"] - int(measurement(recent[0].get("steps")) or 1) + 1),
+            recent[-1]["step"],
+        )
         if told
         else None,
         measured=placement.relative_times([sum(host) for host in zip(*counted, strict=True)])

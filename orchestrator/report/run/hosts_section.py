@@ -246,5 +246,7 @@ def _speed(speed: float | None) -> str:
 def _held(found: HostLoad, place: int) -> str:
     if not found.detailed:
         return held_text(found, place)
-    held = [(layer.index, ids_text(layer.placement.experts_by_host[place]) or "none") for layer in found.layers]
+    held = [
+        (layer.index, ids_text(layer.placement.experts_by_host[place]) or "none") for layer in found.layers
+    ]
     return "".join(f"<div>layer {index}: {ids}</div>" for index, ids in held)

@@ -204,7 +204,11 @@ def _epoch_time(record: RunRecord) -> Panel:
     points = _points((event["epoch"] + 1, event.get("seconds")) for event in record.epochs)
     look: Look = "bars" if len(points) <= MAX_BARS else "line"
     return Panel(
-        "Epoch time", (PanelCurve("epoch time", decimate(points), look, 2),), "s", x_label="epoch", from_zero=True
+        "Epoch time",
+        (PanelCurve("epoch time", decimate(points), look, 2),),
+        "s",
+        x_label="epoch",
+        from_zero=True,
     )
 
 

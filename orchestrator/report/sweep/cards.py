@@ -1,4 +1,4 @@
-"""The pictures of a sweep on its page: curves, heat map and parallel coordinates as HTML and inline SVG, light and dark."""
+"""Pictures of a sweep on its page: curves, heat map and parallel coordinates as HTML and inline SVG."""
 
 from __future__ import annotations
 
@@ -8,195 +8,196 @@ from itertools import pairwise
 
 from orchestrator.record.ledger import SweepRecord
 from orchestrator.report.draw.axes import Axis
-from orchestrator.report.run.panels import PanelCurve, Panel, Points
+from orchestrator.report.run.panels import Panel, PanelCurve, Points
 from orchestrator.report.run.sections import heading
 from orchestrator.report.run.svg import SPAN, chart, esc
 from orchestrator.report.sweep.facts import (
-    in_words,
+    name_text,
     objective_name,
     objective_text,
     objective_value,
-    point_text,
     series_label,
-    swept,
+    setting_text,
+    swept_settings,
 )
 from orchestrator.report.sweep.heatmap import Cell, HeatMap, heat_map
-from orchestrator.report.sweep.parallel_coords import SPREAD, Line, Parallel, Scale, parallel
-from orchestrator.report.sweep.scaling import Series, interval_of, series_of, speed_of
+from orchestrator.report.sweep.parallel_coords import SPREAD, Line, ParallelPlot, Scale, parallel_plot
+from orchestrator.report.sweep.scaling import Kind, ScalingSeries, series_of
 
-MOST_SERIES = 6
-NEAR = 0.06
-"""Marks nearer than this part of an axis would touch one another."""
-MARGIN = 0.08
-"""Room before the first mark: the name of the axis stands below it."""
-STRONG = 0.62
-"""From this strength on a colour asks for light text."""
-_KINDS = (
+MAX_SERIES = 6
+MIN_MARK_DISTANCE = 0.06
+"""Marks closer than this part of an axis would touch each other."""
+LEFT_MARGIN = 0.08
+"""Part of the axis before the first mark: the name of the axis is written below it."""
+LIGHT_TEXT_STRENGTH = 0.62
+"""From this strength on a cell is so dark that it needs light text."""
+_IDEAL_COLOR = 5
+_KINDS: tuple[tuple[Kind, str, str], ...] = (
     ("strong", "Strong scaling", "the global batch stays"),
     ("weak", "Weak scaling", "each device keeps its batch"),
 )
 
 
 class DevicePanel(Panel):
-    """A panel marked at the numbers of devices that were measured."""
+    """A panel whose x axis is marked at the measured numbers of devices."""
 
     @property
     def x_axis(self) -> Axis:
         counts = sorted({x for curve in self.curves for x, _ in curve.points})
-        low, high, marks = counts[0], counts[-1], counts[-1:]
+        low = counts[0]
+        high = counts[-1]
+        marks = [high]
         for count in reversed(counts[:-1]):
-            if marks[0] - count >= NEAR * (high - low):
+            if marks[0] - count >= MIN_MARK_DISTANCE * (high - low):
                 marks.insert(0, count)
-        return Axis(low - MARGIN * (high - low), high, False, tuple(marks))
+        return Axis(low - LEFT_MARGIN * (high - low), high, False, tuple(marks))
 
 
 def scaling_charts(record: SweepRecord) -> str:
-    """Throughput and efficiency over the devices, strong and weak apart. Faint lines are the ideal."""
+    """Return throughput and efficiency over the devices, strong and weak apart; faint lines are the ideal."""
     cards = []
-    for kind, name, about in _KINDS:
-        found = series_of(record, kind)[:MOST_SERIES]  # type: ignore[arg-type]
-        if found:
-            labels = [series_label(series, found) for series in found]
-            cards += [
-                chart(_speed_panel(f"{name}: throughput", found, labels)),
-                chart(_efficiency_panel(f"{name}: efficiency", about, found, labels)),
-            ]
+    for kind, name, explanation in _KINDS:
+        shown = series_of(record, kind)[:MAX_SERIES]
+        if shown:
+            cards.append(chart(_speed_panel(f"{name}: throughput", shown)))
+            cards.append(chart(_efficiency_panel(f"{name}: efficiency", explanation, shown)))
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
-def _speed_panel(title: str, found: Sequence[Series], labels: Sequence[str]) -> Panel:
+def _speed_panel(title: str, shown: Sequence[ScalingSeries]) -> Panel:
     curves = []
-    for color, (series, label) in enumerate(zip(found, labels, strict=True)):
-        rates = [
-            (float(point.devices), speed_of(point.row) or 0.0, interval_of(point.row) or 0.0)
-            for point in series.points
+    for color, series in enumerate(shown):
+        label = series_label(series, shown)
+        devices = [float(count) for count in series.points["devices"]]
+        rates = series.points["samples_per_second"].tolist()
+        errors = (series.points["samples_per_second"] * series.points["interval"].fillna(0.0)).tolist()
+        rate_per_device = rates[0] / devices[0]
+        ideal = [(count, rate_per_device * count) for count in devices]
+        curves += [
+            PanelCurve("ideal", ideal, "raw", color),
+            PanelCurve(label, list(zip(devices, rates, strict=True)), "dots", color),
+            PanelCurve(label, _error_bars(devices, rates, errors), "raw", color),
         ]
-        base = rates[0][1] / rates[0][0]
-        curves.append(PanelCurve("ideal", [(devices, base * devices) for devices, *_ in rates], "raw", color))
-        curves.append(PanelCurve(label, [(devices, rate) for devices, rate, _ in rates], "dots", color))
-        curves.append(
-            PanelCurve(
-                label,
-                _whiskers([(devices, rate, rate * part) for devices, rate, part in rates]),
-                "raw",
-                color,
-            )
-        )
     return DevicePanel(title, tuple(curves), "samples/s", "devices", from_zero=True)
 
 
-def _efficiency_panel(title: str, about: str, found: Sequence[Series], labels: Sequence[str]) -> Panel:
-    curves = []
-    for color, (series, label) in enumerate(zip(found, labels, strict=True)):
-        parts = [
-            (float(point.devices), 100 * point.efficiency, 100 * (point.uncertainty or 0.0))
-            for point in series.points
+def _efficiency_panel(title: str, explanation: str, shown: Sequence[ScalingSeries]) -> Panel:
+    first = float(min(series.base_devices for series in shown))
+    last = float(max(series.max_devices for series in shown))
+    curves = [PanelCurve("ideal", [(first, 100.0), (last, 100.0)], "raw", _IDEAL_COLOR)]
+    for color, series in enumerate(shown):
+        label = series_label(series, shown)
+        devices = [float(count) for count in series.points["devices"]]
+        percents = (100 * series.points["efficiency"]).tolist()
+        errors = (100 * series.points["efficiency_interval"].fillna(0.0)).tolist()
+        curves += [
+            PanelCurve(label, list(zip(devices, percents, strict=True)), "dots", color),
+            PanelCurve(label, _error_bars(devices, percents, errors), "raw", color),
         ]
-        curves.append(PanelCurve(label, [(devices, part) for devices, part, _ in parts], "dots", color))
-        curves.append(PanelCurve(label, _whiskers(parts), "raw", color))
-    ends = [
-        float(devices)
-        for devices in (min(s.base_devices for s in found), max(s.points[-1].devices for s in found))
-    ]
-    return DevicePanel(
-        title,
-        (PanelCurve("ideal", [(end, 100.0) for end in ends], "raw", 5), *curves),
-        f"%, {about}",
-        "devices",
-        from_zero=True,
-    )
+    return DevicePanel(title, tuple(curves), f"%, {explanation}", "devices", from_zero=True)
 
 
-def _whiskers(points: Sequence[tuple[float, float, float]]) -> Points:
-    """An upright line through each point, as long as its interval."""
-    return [end for x, y, reach in points for end in ((x, y - reach), (x, y + reach), (x, math.nan))]
+def _error_bars(xs: Sequence[float], ys: Sequence[float], errors: Sequence[float]) -> Points:
+    """Return a vertical line through each point, as long as its interval; nan separates the lines."""
+    points: list[tuple[float, float]] = []
+    for x, y, error in zip(xs, ys, errors, strict=True):
+        points += [(x, y - error), (x, y + error), (x, math.nan)]
+    return points
 
 
 def heat_card(record: SweepRecord) -> str:
-    found = heat_map(record)
-    if found is None:
+    shown = heat_map(record)
+    if shown is None:
         return ""
-    settings = in_words(found.x) + (f" and {in_words(found.y)}" if found.y else "")
-    beside = f"best over {', '.join(map(in_words, found.others))}" if found.others else ""
-    caption = f'<figcaption>{esc(f"{objective_name(record).capitalize()} by {settings}")} <span class="unit">{esc(beside)}</span></figcaption>'
-    head = "".join(f'<th scope="col">{esc(text)}</th>' for text in found.columns)
-    corner = "<br>".join(
-        esc(name) for name in ([f"{in_words(found.y)} ↓"] if found.y else []) + [f"{in_words(found.x)} →"]
-    )
-    body = "".join(_heat_row(found, place) for place in range(len(found.rows)))
+    settings = name_text(shown.x) + (f" and {name_text(shown.y)}" if shown.y else "")
+    title = esc(f"{objective_name(record).capitalize()} by {settings}")
+    best_over = f"best over {', '.join(map(name_text, shown.others))}" if shown.others else ""
+    caption = f'<figcaption>{title} <span class="unit">{esc(best_over)}</span></figcaption>'
+    head = "".join(f'<th scope="col">{esc(text)}</th>' for text in shown.columns)
+    corner = [f"{name_text(shown.y)} ↓"] if shown.y else []
+    corner.append(f"{name_text(shown.x)} →")
+    body = "".join(_heat_row(shown, place) for place in range(len(shown.rows)))
     table = (
-        f'<table class="cells"><thead><tr><th>{corner}</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f'<table class="cells"><thead><tr><th>{"<br>".join(map(esc, corner))}</th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table>"
     )
     return f'<figure class="card chart">{caption}<div class="scroll" style="border:0">{table}</div></figure>'
 
 
-def _heat_row(found: HeatMap, place: int) -> str:
-    return f'<tr><th scope="row">{esc(found.rows[place])}</th>{"".join(map(_heat_cell, found.cells[place]))}</tr>'
+def _heat_row(shown: HeatMap, place: int) -> str:
+    cells = "".join(map(_heat_cell, shown.cells[place]))
+    return f'<tr><th scope="row">{esc(shown.rows[place])}</th>{cells}</tr>'
 
 
 def _heat_cell(cell: Cell) -> str:
     if cell.value is None:
         return f'<td class="{"none" if cell.text else "empty"}">{esc(cell.text)}</td>'
-    looks = [
-        name for name, holds in (("strong", cell.strength > STRONG), ("best", cell.strength == 1)) if holds
-    ]
-    about = f' class="{" ".join(looks)}"' if looks else ""
-    return f'<td{about} style="--much:{8 + 92 * cell.strength:.0f}%" title="trial {cell.trial}">{esc(cell.text)}</td>'
+    classes = []
+    if cell.strength > LIGHT_TEXT_STRENGTH:
+        classes.append("strong")
+    if cell.strength == 1:
+        classes.append("best")
+    class_text = f' class="{" ".join(classes)}"' if classes else ""
+    percent = 8 + 92 * cell.strength
+    return f'<td{class_text} style="--much:{percent:.0f}%" title="trial {cell.trial}">{esc(cell.text)}</td>'
 
 
 def parallel_card(record: SweepRecord) -> str:
-    found = parallel(record)
-    if found is None:
+    plot = parallel_plot(record)
+    if plot is None:
         return ""
-    last = len(found.scales) - 1
-    upright = "".join(f"M{_across(at, last)} 0V{SPAN}" for at in range(last + 1))
-    names = swept(record)
+    last = len(plot.scales) - 1
+    axes = "".join(f"M{_x(index, last)} 0V{SPAN}" for index in range(last + 1))
+    names = swept_settings(record)
+    best = plot.lines[-1]
     lines = "".join(
-        _parallel_line(line, last, _about(record, line, names), line is found.lines[-1])
-        for line in found.lines
+        _parallel_line(line, last, _line_title(record, line, names), line is best) for line in plot.lines
     )
-    about = f"{len(found.lines)} trials over {', '.join(scale.name for scale in found.scales)}"
+    description = f"{len(plot.lines)} trials over {', '.join(scale.name for scale in plot.scales)}"
     svg = (
-        f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" aria-label="{esc(about)}">'
-        f'<path class="gridline" d="{upright}"/>{lines}</svg>'
+        f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" aria-label="{esc(description)}">'
+        f'<path class="gridline" d="{axes}"/>{lines}</svg>'
     )
-    labels = "".join(_scale_labels(scale, at, last) for at, scale in enumerate(found.scales))
-    return f'<figure class="card chart">{_parallel_caption(record, found)}<div class="plot parallel">{svg}{labels}</div></figure>'
+    labels = "".join(_scale_labels(scale, index, last) for index, scale in enumerate(plot.scales))
+    caption = _parallel_caption(record, plot)
+    return f'<figure class="card chart">{caption}<div class="plot parallel">{svg}{labels}</div></figure>'
 
 
-def _parallel_caption(record: SweepRecord, found: Parallel) -> str:
-    told = f"a line for each trial, stronger with {'lower' if found.best_low else 'higher'} {objective_name(record)}"
+def _parallel_caption(record: SweepRecord, plot: ParallelPlot) -> str:
+    direction = "lower" if plot.best_is_low else "higher"
+    explanation = f"a line for each trial, stronger with {direction} {objective_name(record)}"
     key = '<span class="keys"><span class="key" style="--c:var(--c1)">best</span></span>'
-    return f'<figcaption>Settings and outcome <span class="unit">{esc(told)}</span>{key}</figcaption>'
+    return f'<figcaption>Settings and outcome <span class="unit">{esc(explanation)}</span>{key}</figcaption>'
 
 
-def _about(record: SweepRecord, line: Line, names: Sequence[str]) -> str:
-    value = objective_value(record, line.row) or 0.0
-    settings = ", ".join(f"{in_words(name)} {point_text(line.row, name)}" for name in names)
-    return f"<title>{esc(f'trial {line.row.trial}: {settings}: {objective_text(record, value)} {objective_name(record)}')}</title>"
+def _line_title(record: SweepRecord, line: Line, names: Sequence[str]) -> str:
+    outcome = objective_text(record, objective_value(record, line.row) or 0.0)
+    settings = ", ".join(f"{name_text(name)} {setting_text(line.row, name)}" for name in names)
+    title = f"trial {line.row.trial}: {settings}: {outcome} {objective_name(record)}"
+    return f"<title>{esc(title)}</title>"
 
 
-def _parallel_line(line: Line, last: int, about: str, best: bool) -> str:
-    look = (
-        "--c:var(--c1);stroke-width:3.2"
-        if best
-        else f"--c:color-mix(in srgb,var(--c0) {15 + 85 * line.strength:.0f}%,var(--line))"
-    )
-    return f'<path class="{"line" if best else "thin"}" style="{look}" d="{_course(line.places, last)}">{about}</path>'
+def _parallel_line(line: Line, last: int, title: str, is_best: bool) -> str:
+    curve = _curve(line.places, last)
+    if is_best:
+        return f'<path class="line" style="--c:var(--c1);stroke-width:3.2" d="{curve}">{title}</path>'
+    color = f"--c:color-mix(in srgb,var(--c0) {15 + 85 * line.strength:.0f}%,var(--line))"
+    return f'<path class="thin" style="{color}" d="{curve}">{title}</path>'
 
 
-def _course(places: Sequence[float], last: int) -> str:
-    """From axis to axis in bends that leave each of them level."""
-    steps = [f"M0 {_down(places[0])}"]
-    for at, (here, there) in enumerate(pairwise(places)):
-        steps.append(
-            f"C{_across(at + 0.42, last)} {_down(here)} {_across(at + 0.58, last)} {_down(there)} {_across(at + 1, last)} {_down(there)}"
+def _curve(places: Sequence[float], last: int) -> str:
+    """Return a path from axis to axis in bends that cross each axis horizontally."""
+    path = [f"M0 {_y(places[0])}"]
+    for index, (left, right) in enumerate(pairwise(places)):
+        path.append(
+            f"C{_x(index + 0.42, last)} {_y(left)} {_x(index + 0.58, last)} {_y(right)} "
+            f"{_x(index + 1, last)} {_y(right)}"
         )
-    return "".join(steps)
+    return "".join(path)
 
 
-def _scale_labels(scale: Scale, at: int, last: int) -> str:
-    left = 100 * at / last
+def _scale_labels(scale: Scale, index: int, last: int) -> str:
+    left = 100 * index / last
     marks = [
         f'<span class="tag" style="right:{100 - left:.1f}%;bottom:{100 * _inside(place):.1f}%">{esc(text)}</span>'
         for place, text in scale.marks
@@ -204,19 +205,19 @@ def _scale_labels(scale: Scale, at: int, last: int) -> str:
     return "".join(marks) + f'<span class="x" style="left:{left:.1f}%">{esc(scale.name)}</span>'
 
 
-def _across(at: float, last: int) -> str:
-    return f"{SPAN * at / last:.0f}"
+def _x(index: float, last: int) -> str:
+    return f"{SPAN * index / last:.0f}"
 
 
-def _down(place: float) -> str:
+def _y(place: float) -> str:
     return f"{SPAN * (1 - _inside(place)):.0f}"
 
 
 def _inside(place: float) -> float:
-    """Lines through the ends of an axis are drawn apart too, and stay within the frame."""
+    """Return a place within the frame, although lines through the ends of an axis are spread apart too."""
     return (place + SPREAD) / (1 + 2 * SPREAD)
 
 
-def pictures(record: SweepRecord) -> str:
-    cards = [card for card in (heat_card(record), parallel_card(record)) if card]
-    return f'{heading("What matters")}<div class="grid one">{"".join(cards)}</div>' if cards else ""
+def picture_cards(record: SweepRecord) -> str:
+    cards = heat_card(record) + parallel_card(record)
+    return f'{heading("What matters")}<div class="grid one">{cards}</div>' if cards else ""

@@ -1,4 +1,4 @@
-"""What tables, pictures and page of a sweep say alike: which settings were swept, values as text, counts, commands."""
+"""Texts about a sweep that tables, pictures and page share: swept settings, values, counts, commands."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 
 from orchestrator.config.settings import setting_types
 from orchestrator.config.space import point_flags, point_key
-from orchestrator.record.ledger import STATUSES, TrialRow, SweepRecord
+from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.stats import plural
-from orchestrator.report.sweep.scaling import PLANNED, Series, devices_of, interval_of, settings_of, speed_of
-from orchestrator.types import seconds_text
+from orchestrator.report.sweep.scaling import ScalingSeries
+from orchestrator.report.sweep.trials import (
+    PLANNED,
+    num_devices,
+    throughput,
+    throughput_interval,
+    trial_settings,
+)
+from orchestrator.types import seconds_text, speed_text, value_text
 
-SHORT = {
+SHORT_STATUS = {
     "completed": "done",
     "stopped": "stopped",
     "failed": "failed",
     "out_of_memory": "OOM",
     "infeasible": "infeasible",
 }
-WORDS = {status: status.replace("_", " ") for status in STATUSES}
-PHASES = ("data", "forward", "backward", "optimizer", "communication")
-_OF_THE_SWEEP = {"task", "name", "run_dir", "resume"}
-"""Settings that are told otherwise, or belong to the sweep's own folder."""
+STATUS_WORDS = {status: status.replace("_", " ") for status in STATUSES}
+MAX_VALUE_CHARS = 40
+_NOT_TRAINED_WITH = {"task", "name", "run_dir", "resume"}
+"""Settings that a command names in another way, or that belong to the sweep's own folder."""
 _SHORT_NAMES = {
     "accumulation_steps": "accumulation",
     "parallel_strategy": "strategy",
@@ -35,61 +42,57 @@ _SHORT_NAMES = {
 
 
 def title(record: SweepRecord) -> str:
-    return one_line(f"{record.folder.resolve().name}", 80)
+    return one_line(record.folder.resolve().name, 80)
 
 
 def setting_names(record: SweepRecord) -> list[str]:
-    """Every setting of the space, in its order, and whatever else the points hold."""
+    """Return every setting of the space, in its order, and any other setting of the points."""
     space = record.header.get("space")
-    given = [str(name) for name in space] if isinstance(space, dict) else []
-    return list(dict.fromkeys([*given, *(str(name) for row in record.rows for name in row.point)]))
+    names = [str(name) for name in space] if isinstance(space, dict) else []
+    return list(dict.fromkeys([*names, *(str(name) for row in record.rows for name in row.point)]))
 
 
-def swept(record: SweepRecord) -> list[str]:
-    """The settings that have two values or more among the trials."""
-    values = {
-        name: {point_key({name: row.point.get(name)}) for row in record.rows if name in row.point}
-        for name in setting_names(record)
-    }
-    return [name for name, found in values.items() if len(found) > 1]
+def swept_settings(record: SweepRecord) -> list[str]:
+    """Return the settings with two values or more among the trials."""
+    names = []
+    for name in setting_names(record):
+        values = {point_key({name: row.point[name]}) for row in record.rows if name in row.point}
+        if len(values) > 1:
+            names.append(name)
+    return names
 
 
 def other_swept(record: SweepRecord) -> list[str]:
-    """Swept settings that no table has a column for already."""
-    return [
-        name for name in swept(record) if name not in (*PLANNED, "parallel_strategy") or name == "compile"
-    ]
+    """Return the swept settings for which scaling tables have no column of their own."""
+    own_columns = {*PLANNED, "parallel_strategy"} - {"compile"}
+    return [name for name in swept_settings(record) if name not in own_columns]
 
 
-def in_words(name: str) -> str:
-    return one_line(_SHORT_NAMES.get(name, name.replace("_", " ")), 40)
+def name_text(name: str) -> str:
+    """Return the name of a setting for people."""
+    return one_line(_SHORT_NAMES.get(name, name.replace("_", " ")), MAX_VALUE_CHARS)
 
 
-def value_text(value: Any) -> str:
-    """A setting's value, short."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "on", False: "off"}[value]
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list | tuple):
-        return one_line(",".join(map(value_text, value)), 40)
-    return one_line(str(value), 40).replace("_parallel", " parallel")
+def short_value(value: Any) -> str:
+    """Return the value of a setting as a short text."""
+    return one_line(value_text(value), MAX_VALUE_CHARS).replace("_parallel", " parallel")
 
 
-def one_line(text: str, most: int = 300) -> str:
-    """Printable text of one line, cut where it is too long."""
+def one_line(text: str, max_chars: int = 300) -> str:
+    """Return printable text of one line, cut to a length."""
     clean = " ".join("".join(character if character.isprintable() else " " for character in text).split())
-    return clean if len(clean) <= most else clean[: most - 1] + "…"
+    return clean if len(clean) <= max_chars else clean[: max_chars - 1] + "…"
 
 
-def counts(rows: Iterable[TrialRow]) -> dict[str, int]:
-    """How many trials ended how; only those that any did."""
+def status_counts(rows: Iterable[TrialRow]) -> dict[str, int]:
+    """Return the number of trials by status, without statuses that no trial has."""
     ends = [row.status for row in rows]
     return {status: ends.count(status) for status in STATUSES if status in ends}
 
 
 def counts_text(rows: Iterable[TrialRow]) -> str:
-    return ", ".join(f"{count} {WORDS[status]}" for status, count in counts(rows).items()) or "none yet"
+    counts = status_counts(rows)
+    return ", ".join(f"{count} {STATUS_WORDS[status]}" for status, count in counts.items()) or "none yet"
 
 
 def objective_name(record: SweepRecord) -> str:
@@ -97,112 +100,116 @@ def objective_name(record: SweepRecord) -> str:
 
 
 def objective_value(record: SweepRecord, row: TrialRow) -> float | None:
-    """What people read as the outcome of a trial."""
-    return finite(row.validation_loss) if record.objective == "validation_loss" else speed_of(row)
+    """Return the figure that people read as the outcome of a trial."""
+    return finite(row.validation_loss) if record.objective == "validation_loss" else throughput(row)
 
 
 def objective_text(record: SweepRecord, value: float) -> str:
     return f"{value:.4g}" if record.objective == "validation_loss" else speed_text(value)
 
 
-def speed_text(speed: float | None) -> str:
-    if speed is None:
-        return "–"
-    return f"{speed:,.0f}" if 100 <= speed < 1e12 else f"{speed:.3g}"
+def rate_text(speed: float | None, interval: float | None) -> str:
+    """Return '1,234 ± 2.1%'; without '±' if the interval is unknown."""
+    spread = f" ± {100 * interval:.1f}%" if speed is not None and interval is not None else ""
+    return speed_text(speed) + spread
 
 
-def rate_text(row: TrialRow) -> str:
-    """'1,234 ± 2.1%'."""
-    speed, interval = speed_of(row), interval_of(row)
-    return speed_text(speed) + (
-        f" ± {100 * interval:.1f}%" if speed is not None and interval is not None else ""
-    )
+def trial_rate_text(row: TrialRow) -> str:
+    return rate_text(throughput(row), throughput_interval(row))
 
 
 def hours_text(hours: float | None) -> str:
     return "–" if hours is None else seconds_text(3600 * hours)
 
 
-def spent(record: SweepRecord) -> float:
-    """Seconds of all trials together."""
-    return sum(took for row in record.rows if (took := finite(row.seconds)) is not None and took > 0)
+def total_seconds(record: SweepRecord) -> float:
+    """Return the seconds of all trials together."""
+    durations = [finite(row.seconds) for row in record.rows]
+    return sum(seconds for seconds in durations if seconds is not None and seconds > 0)
 
 
 def space_text(record: SweepRecord) -> str:
-    """'precision (fp32,bf16) × batch (16,64)', or '24 points of precision, batch' where just these were listed."""
-    space, points = record.header.get("space"), record.header.get("points")
+    """Return 'precision (fp32,bf16) × batch (16,64)', or '24 listed points of precision, batch'."""
+    names = setting_names(record)
+    points = record.header.get("points")
     if isinstance(points, list):
-        return f"{plural(len(points), 'listed point', 'listed points')} of {', '.join(map(in_words, setting_names(record)))}"
+        return f"{plural(len(points), 'listed point', 'listed points')} of {', '.join(map(name_text, names))}"
+    space = record.header.get("space")
     domains: Mapping[str, Any] = space if isinstance(space, dict) else {}
     parts = [
-        f"{in_words(name)} ({one_line(str(domains[name]), 60)})" if name in domains else in_words(name)
-        for name in setting_names(record)
+        f"{name_text(name)} ({one_line(str(domains[name]), 60)})" if name in domains else name_text(name)
+        for name in names
     ]
     return " × ".join(parts) or "nothing"
 
 
 def hardware_text(record: SweepRecord) -> str:
-    """'8 GPUs (NVIDIA H200)', or what of it is known."""
+    """Return '8 GPUs (NVIDIA H200)', or the known part of it."""
     header = record.header
-    kind, devices, name = (
-        header.get("kind"),
-        header.get("devices"),
-        one_line(str(header.get("device_name") or ""), 60),
-    )
-    kinds = ("GPU", "GPUs") if kind == "gpu" else ("CPU device", "CPU devices")
+    on_gpu = header.get("kind") == "gpu"
+    kinds = ("GPU", "GPUs") if on_gpu else ("CPU device", "CPU devices")
+    devices = header.get("devices")
     count = plural(devices, *kinds) if isinstance(devices, int) else kinds[1]
+    details = [one_line(str(header.get("device_name") or ""), 60)]
     cores = header.get("cores_per_worker")
-    details = [
-        name,
-        f"{plural(cores, 'core', 'cores')} each" if kind != "gpu" and isinstance(cores, int) else "",
-    ]
-    beside = ", ".join(part for part in details if part)
-    return f"{count} ({beside})" if beside else count
+    if not on_gpu and isinstance(cores, int):
+        details.append(f"{plural(cores, 'core', 'cores')} each")
+    text = ", ".join(part for part in details if part)
+    return f"{count} ({text})" if text else count
 
 
 def trials_text(record: SweepRecord) -> str:
-    """'24 trials', or how many of them there are so far."""
-    planned, done = record.header.get("trials"), len(record.rows)
+    """Return '24 trials', or the number so far of those planned."""
+    planned = record.header.get("trials")
+    done = len(record.rows)
     if isinstance(planned, int) and planned > done:
         return f"{done} of {plural(planned, 'trial', 'trials')} so far"
     return plural(done, "trial", "trials")
 
 
 def sentence(record: SweepRecord) -> str:
-    """What was swept, on what, how it was measured, and how it went."""
-    task, search = (
-        one_line(str(record.header.get("task") or "unknown"), 80),
-        one_line(str(record.header.get("search") or "unknown"), 20),
-    )
+    """Return a description of the sweep: settings, hardware, measurement, outcome."""
+    task = one_line(str(record.header.get("task") or "unknown"), 80)
+    search = one_line(str(record.header.get("search") or "unknown"), 20)
     return (
-        f"Task {task} on {hardware_text(record)}: swept {space_text(record)} by {search} search for the best {objective_name(record)}; "
-        f"{trials_text(record)}: {counts_text(record.rows)}. Throughput is measured after warm-up, which is left out; "
-        "± is half the width of its 95% confidence interval (none where a trial was too short for one)."
+        f"Task {task} on {hardware_text(record)}: swept {space_text(record)} by {search} search "
+        f"for the best {objective_name(record)}; {trials_text(record)}: {counts_text(record.rows)}. "
+        f"{measurement_text()}"
+    )
+
+
+def measurement_text() -> str:
+    return (
+        "Throughput is measured after warm-up, which is left out; ± is half the width of its "
+        "95% confidence interval (none where a trial was too short for one)."
     )
 
 
 def train_command(record: SweepRecord, row: TrialRow) -> str:
-    """The command that trains with a row's settings: those given to the sweep, and over them the trial's own. Objects of a Python
-    program have no name that a command line could give; there it is a line of Python."""
+    """Return the command that trains with a trial's settings: those of the sweep, overridden by the trial's.
+
+    A task that is an object of a Python program has no name for a command line; then it is a line
+    of Python.
+    """
     given = record.header.get("settings")
     settings = (dict(given) if isinstance(given, dict) else {}) | dict(row.point)
     known = {
         name: value
         for name, value in settings.items()
-        if name in setting_types() and name not in _OF_THE_SWEEP
+        if name in setting_types() and name not in _NOT_TRAINED_WITH
     }
-    devices = devices_of(row)
+    devices = num_devices(row)
     if devices is not None and known.get("workers") in (None, "auto"):
         known["workers"] = devices
-    if in_python(record):
-        return f"Trainer(…, config=Config.of({', '.join(f'{name}={value!r}' for name, value in known.items())})).fit()"
-    return shlex.join(
-        ["orchestrator", "train", "--task", str(record.header.get("task") or "digits"), *point_flags(known)]
-    )
+    if is_python_task(record):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in known.items())
+        return f"Trainer(…, config=Config.of({arguments})).fit()"
+    task = str(record.header.get("task") or "digits")
+    return shlex.join(["orchestrator", "train", "--task", task, *point_flags(known)])
 
 
-def in_python(record: SweepRecord) -> bool:
-    """Whether the task was an object of a Python program."""
+def is_python_task(record: SweepRecord) -> bool:
+    """Return whether the task was an object of a Python program."""
     return str(record.header.get("task")).startswith("python:")
 
 
@@ -210,39 +217,41 @@ def tuned_command(record: SweepRecord) -> str:
     return shlex.join(["orchestrator", "train", "--tuned", str(record.folder)])
 
 
-def setting_text(row: TrialRow, names: Iterable[str]) -> str:
-    """'precision bf16, batch 64': what a row has of some settings."""
-    return ", ".join(f"{in_words(name)} {value_text(row.point[name])}" for name in names if name in row.point)
+def point_text(row: TrialRow, names: Iterable[str]) -> str:
+    """Return the values that a trial's point has for some settings: 'precision bf16, batch 64'."""
+    return ", ".join(
+        f"{name_text(name)} {short_value(row.point[name])}" for name in names if name in row.point
+    )
 
 
-def series_label(series: Series, among: Iterable[Series]) -> str:
-    """What sets a series apart from the others that are shown."""
-    others = list(among)
+def series_label(series: ScalingSeries, shown: Iterable[ScalingSeries]) -> str:
+    """Return the settings in which a series differs from the others that are shown."""
+    others = list(shown)
     names = list(dict.fromkeys(name for other in others for name in other.settings))
-    differ = [
+    differing = [
         name for name in names if len({point_key({name: other.settings.get(name)}) for other in others}) > 1
     ]
-    shown = differ or [
-        name for name in ("batch_size", "accumulation_steps", "global_batch_size") if name in series.settings
-    ]
-    parts = [_named(name, series.settings[name]) for name in shown if name in series.settings] or [
-        "all alike"
-    ]
-    return ", ".join(parts if series.base_devices == 1 else [*parts, f"from {series.base_devices} devices"])
+    labelled = differing or ["batch_size", "accumulation_steps", "global_batch_size"]
+    parts = [_labelled(name, series.settings[name]) for name in labelled if name in series.settings]
+    parts = parts or ["all alike"]
+    if series.base_devices != 1:
+        parts.append(f"from {series.base_devices} devices")
+    return ", ".join(parts)
 
 
-def _named(name: str, value: Any) -> str:
-    bare = name in ("precision", "strategy")
-    return value_text(value) if bare else f"{in_words(name)} {value_text(value)}"
+def _labelled(name: str, value: Any) -> str:
+    # These values need no name: nobody takes 'bf16' for a batch size.
+    if name in ("precision", "strategy"):
+        return short_value(value)
+    return f"{name_text(name)} {short_value(value)}"
 
 
-def point_text(row: TrialRow, name: str) -> str:
-    """What a trial asked for, and what the plan made of it where that is something else."""
-    asked, filled = (
-        row.point.get(name),
-        settings_of(row).get("strategy" if name == "parallel_strategy" else name),
-    )
+def setting_text(row: TrialRow, name: str) -> str:
+    """Return the requested value of a setting, and the planned one if it differs: 'auto → bf16'."""
+    planned = trial_settings(row).get("strategy" if name == "parallel_strategy" else name)
     if name not in row.point:
-        return value_text(filled) if filled is not None else "–"
-    same = filled is None or value_text(filled) == value_text(asked)
-    return value_text(asked) if same else f"{value_text(asked)} → {value_text(filled)}"
+        return short_value(planned) if planned is not None else "–"
+    requested = short_value(row.point[name])
+    if planned is None or short_value(planned) == requested:
+        return requested
+    return f"{requested} → {short_value(planned)}"

@@ -1,7 +1,8 @@
-"""Throughput (or validation loss) over two settings, as a grid of cells: what the heat map in the picture and on the page shows.
+"""The objective over two settings as cells of a heat map, for the picture and the page.
 
-The two settings are those that matter most. What matters is the part of the spread of the objective that a setting alone
-explains, corrected for how many values it has: a setting that was drawn at random explains everything otherwise.
+The two settings are those with the largest effect: the part of the objective's variance that a
+setting alone explains, corrected for its number of values. Without the correction a setting drawn
+at random would explain everything.
 """
 
 from __future__ import annotations
@@ -9,37 +10,46 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.space import point_key
-from orchestrator.record.ledger import TrialRow, SweepRecord
+from orchestrator.record.ledger import SweepRecord, TrialRow
 from orchestrator.report.run.read import finite
-from orchestrator.report.sweep.facts import SHORT, objective_text, objective_value, swept, value_text
-from orchestrator.report.sweep.scaling import ranked, score_of
+from orchestrator.report.sweep.facts import (
+    SHORT_STATUS,
+    objective_text,
+    objective_value,
+    short_value,
+    swept_settings,
+)
 
-MOST_LEVELS = 8
-"""Numbers of more values than this are put together in bins."""
-BINS = 6
-MOST_WORDS = 12
-LOG_FROM = 8.0
-"""Positive numbers of which the largest is this many times the smallest go by their logarithm."""
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MAX_LEVELS = 8
+"""A setting with more numbers than this is divided into bins."""
+NUM_BINS = 6
+MAX_WORDS = 12
+LOG_RATIO = 8.0
+"""Positive numbers whose largest is at least this many times the smallest get a logarithmic scale."""
 _WORST_FIRST = ("out_of_memory", "failed", "infeasible", "stopped")
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The values of a setting in their order, and the place of each."""
+    """The values of a setting in order, and the place of each value."""
 
     labels: tuple[str, ...]
     places: Mapping[str, int]
 
-    def of(self, value: Any) -> int:
+    def place(self, value: Any) -> int:
         return self.places[_key(value)]
 
 
 @dataclass(frozen=True)
 class Cell:
+    """The best trial of a cell; without a completed one only a text that says why."""
+
     text: str
     value: float | None = None
     strength: float = 0.0
@@ -49,7 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Cells by row and column. ``y`` is empty where one setting alone was swept."""
+    """Cells by row and column. ``y`` is empty if only one setting was swept."""
 
     x: str
     y: str
@@ -57,120 +67,150 @@ class HeatMap:
     rows: tuple[str, ...]
     cells: tuple[tuple[Cell, ...], ...]
     others: tuple[str, ...]
-    """Swept settings that the grid does not show: each cell has the best over them."""
+    """Swept settings that the map does not show: each cell has the best trial over them."""
 
 
 def heat_map(record: SweepRecord) -> HeatMap | None:
-    """None where nothing was swept or nothing was measured."""
-    names = swept(record)
-    if not names or not ranked(record):
+    """Return the heat map; None if nothing was swept or measured."""
+    names = swept_settings(record)
+    if not names or not record.ranked():
         return None
-    chosen = sorted(names, key=lambda name: -effect(record, name))[:2]
-    levels = {name: levels_of([row.point.get(name) for row in record.rows]) for name in chosen}
-    # The setting of more values lies along the longer side.
+    chosen = sorted(names, key=lambda name: -setting_effect(record, name))[:2]
+    levels = {name: setting_levels([row.point.get(name) for row in record.rows]) for name in chosen}
+    # The setting with more values goes along the longer side.
     x, *rest = sorted(chosen, key=lambda name: -len(levels[name].labels))
-    y, others = (rest[0] if rest else ""), tuple(name for name in names if name not in chosen)
-    lines = levels[y].labels if y else ("",)
-    cells = _cells(record, (x, levels[x]), (y, levels[y]) if y else None)
-    return HeatMap(x, y, levels[x].labels, lines, cells, others)
+    y = rest[0] if rest else ""
+    y_levels = levels[y] if y else Levels(("",), {})
+    y_places = [y_levels.place(row.point.get(y)) if y else 0 for row in record.rows]
+    x_places = [levels[x].place(row.point.get(x)) for row in record.rows]
+    return HeatMap(
+        x=x,
+        y=y,
+        columns=levels[x].labels,
+        rows=y_levels.labels,
+        cells=_cells(record, x_places, y_places, (len(y_levels.labels), len(levels[x].labels))),
+        others=tuple(name for name in names if name not in chosen),
+    )
 
 
-def effect(record: SweepRecord, name: str) -> float:
-    """The part of the spread of the objective that a setting explains, from 0 to 1."""
-    rows = ranked(record)
+def setting_effect(record: SweepRecord, name: str) -> float:
+    """Return the part of the objective's variance that a setting explains, from 0 to 1."""
+    rows = record.ranked()
     if len(rows) < 2:
         return 0.0
-    levels = levels_of([row.point.get(name) for row in rows])
-    groups: dict[int, list[float]] = {}
-    for row in rows:
-        score = score_of(row, record.objective) or 0.0
-        groups.setdefault(levels.of(row.point.get(name)), []).append(math.log(score) if score > 0 else score)
-    return explained(list(groups.values()))
+    levels = setting_levels([row.point.get(name) for row in rows])
+    scores = [row.score(record.objective) or 0.0 for row in rows]
+    # Speeds span orders of magnitude. Scores by loss are negative and stay as they are.
+    outcomes = [math.log(score) if score > 0 else score for score in scores]
+    return explained_variance(outcomes, [levels.place(row.point.get(name)) for row in rows])
 
 
-def explained(groups: Sequence[Sequence[float]]) -> float:
-    values = [value for group in groups for value in group]
-    mean, free = fmean(values), len(values) - len(groups)
-    whole = sum((value - mean) ** 2 for value in values)
-    within = sum((value - fmean(group)) ** 2 for group in groups for value in group)
-    if len(groups) < 2 or whole <= 0:
+def explained_variance(values: Sequence[float], groups: Sequence[int]) -> float:
+    """Return the part of the values' variance that their groups explain, corrected for the number of groups."""
+    import pandas as pd
+
+    frame = pd.DataFrame({"value": values, "group": groups})
+    num_groups = frame["group"].nunique()
+    total = float(((frame["value"] - frame["value"].mean()) ** 2).sum())
+    if num_groups < 2 or total <= 0:
         return 0.0
-    if free == 0:
+    num_free = len(frame) - num_groups
+    if num_free == 0:
         return 1.0
-    return max(0.0, 1 - (within / free) / (whole / (len(values) - 1)))
+    means = frame.groupby("group")["value"].transform("mean")
+    within = float(((frame["value"] - means) ** 2).sum())
+    return max(0.0, 1 - (within / num_free) / (total / (len(frame) - 1)))
 
 
-def levels_of(values: Sequence[Any]) -> Levels:
-    """Numbers by size, in bins where there are many; then words in the order they came, what is too many of them in one."""
+def setting_levels(values: Sequence[Any]) -> Levels:
+    """Return the levels of a setting: numbers by size, in bins if there are many, then words.
+
+    Words keep their order of appearance; those past a limit share the level 'others'.
+    """
     distinct = {_key(value): value for value in values}
     numbers = sorted((value for value in distinct.values() if is_number(value)), key=float)
-    words = [value for value in distinct.values() if not is_number(value)]
-    if len(numbers) > MOST_LEVELS:
+    if len(numbers) > MAX_LEVELS:
         places, labels = _bins(numbers)
     else:
-        places, labels = (
-            {_key(value): place for place, value in enumerate(numbers)},
-            [value_text(value) for value in numbers],
-        )
-    for value in words:
-        places[_key(value)] = min(len(labels), MOST_WORDS)
-        labels.append(value_text(value))
-    return Levels(tuple(labels if len(labels) <= MOST_WORDS else [*labels[:MOST_WORDS], "others"]), places)
+        places = {_key(value): place for place, value in enumerate(numbers)}
+        labels = [short_value(value) for value in numbers]
+    for value in distinct.values():
+        if not is_number(value):
+            places[_key(value)] = min(len(labels), MAX_WORDS)
+            labels.append(short_value(value))
+    if len(labels) > MAX_WORDS:
+        labels = [*labels[:MAX_WORDS], "others"]
+    return Levels(tuple(labels), places)
 
 
 def _bins(numbers: Sequence[Any]) -> tuple[dict[str, int], list[str]]:
-    """Even bins of sorted numbers, or even in the logarithm. Empty ones are left out."""
-    low, high = float(numbers[0]), float(numbers[-1])
-    log = low > 0 and high / low >= LOG_FROM
-    raw = [part_of(float(number), low, high, log) for number in numbers]
-    used = sorted({min(BINS - 1, int(part * BINS)) for part in raw})
-    edges = [
-        low * (high / low) ** (edge / BINS) if log else low + (high - low) * edge / BINS
-        for edge in range(BINS + 1)
+    """Return the bin of each of the sorted numbers and the bins' labels; empty bins are left out."""
+    low = float(numbers[0])
+    high = float(numbers[-1])
+    log = is_log(low, high)
+    bins = [
+        min(NUM_BINS - 1, int(relative_place(float(number), low, high, log) * NUM_BINS)) for number in numbers
     ]
-    places = {
-        _key(number): used.index(min(BINS - 1, int(part * BINS)))
-        for number, part in zip(numbers, raw, strict=True)
-    }
-    return places, [f"{edges[place]:.2g} – {edges[place + 1]:.2g}" for place in used]
+    edges = [
+        low * (high / low) ** (edge / NUM_BINS) if log else low + (high - low) * edge / NUM_BINS
+        for edge in range(NUM_BINS + 1)
+    ]
+    used = sorted(set(bins))
+    places = {_key(number): used.index(one) for number, one in zip(numbers, bins, strict=True)}
+    return places, [f"{edges[one]:.2g} – {edges[one + 1]:.2g}" for one in used]
 
 
-def part_of(number: float, low: float, high: float, log: bool) -> float:
-    """Place of a number between two, from 0 to 1."""
+def is_log(low: float, high: float) -> bool:
+    """Return whether numbers between two get a logarithmic scale."""
+    return low > 0 and high / low >= LOG_RATIO
+
+
+def relative_place(number: float, low: float, high: float, log: bool) -> float:
+    """Return the place of a number between two, from 0 to 1."""
     return math.log(number / low) / math.log(high / low) if log else (number - low) / (high - low)
 
 
 def _cells(
-    record: SweepRecord, x: tuple[str, Levels], y: tuple[str, Levels] | None
+    record: SweepRecord, x_places: Sequence[int], y_places: Sequence[int], shape: tuple[int, int]
 ) -> tuple[tuple[Cell, ...], ...]:
-    height = len(y[1].labels) if y else 1
-    held: list[list[list[TrialRow]]] = [[[] for _ in x[1].labels] for _ in range(height)]
-    for row in record.rows:
-        held[y[1].of(row.point.get(y[0])) if y else 0][x[1].of(row.point.get(x[0]))].append(row)
-    bests = [
-        max((score_of(row, record.objective) or -math.inf for row in rows), default=-math.inf)
-        for line in held
-        for rows in line
-    ]
-    scores = [score for score in bests if score > -math.inf]
-    return tuple(tuple(_cell(record, rows, min(scores), max(scores)) for rows in line) for line in held)
+    import pandas as pd
+
+    trials = pd.DataFrame({"y": y_places, "x": x_places, "trial": [row.trial for row in record.rows]})
+    scores = {row.trial: row.score(record.objective) for row in record.ranked()}
+    trials["score"] = trials["trial"].map(scores)
+    ends = [_WORST_FIRST.index(row.status) if row.status in _WORST_FIRST else None for row in record.rows]
+    trials["end"] = pd.Series(ends, dtype="Int64")
+    best = _by_cell(
+        trials.dropna(subset="score")
+        .sort_values(["score", "trial"], ascending=[False, True])
+        .drop_duplicates(["y", "x"]),
+        "trial",
+    )
+    worst_end = _by_cell(trials.dropna(subset="end").sort_values("end").drop_duplicates(["y", "x"]), "end")
+    rows = {row.trial: row for row in record.rows}
+    cell_scores = [scores[trial] or 0.0 for trial in best.values()]
+    span = (min(cell_scores), max(cell_scores))
+
+    def cell(place: tuple[int, int]) -> Cell:
+        if place in best:
+            return _measured_cell(record, rows[best[place]], span)
+        return Cell(SHORT_STATUS[_WORST_FIRST[worst_end[place]]] if place in worst_end else "")
+
+    height, width = shape
+    return tuple(tuple(cell((y, x)) for x in range(width)) for y in range(height))
 
 
-def _cell(record: SweepRecord, rows: Sequence[TrialRow], worst: float, best: float) -> Cell:
-    """The best completed trial of a cell, or why there is none."""
-    scored = [
-        (score, -row.trial, row) for row in rows if (score := score_of(row, record.objective)) is not None
-    ]
-    if not scored:
-        ends = [row.status for row in rows]
-        return Cell(next((SHORT[status] for status in _WORST_FIRST if status in ends), ""))
-    score, _, row = max(scored, key=lambda entry: entry[:2])
+def _by_cell(trials: DataFrame, column: str) -> dict[tuple[int, int], int]:
+    places = zip(trials["y"].tolist(), trials["x"].tolist(), strict=True)
+    return dict(zip(places, trials[column].tolist(), strict=True))
+
+
+def _measured_cell(record: SweepRecord, row: TrialRow, span: tuple[float, float]) -> Cell:
+    worst, best = span
+    score = row.score(record.objective) or 0.0
+    strength = relative_place(score, worst, best, is_log(worst, best)) if best > worst else 1.0
     value = objective_value(record, row)
-    return Cell(objective_text(record, value or 0.0), value, _strength(score, worst, best), row.trial)
-
-
-def _strength(score: float, worst: float, best: float) -> float:
-    return part_of(score, worst, best, worst > 0 and best / worst >= LOG_FROM) if best > worst else 1.0
+    return Cell(objective_text(record, value or 0.0), value, strength, row.trial)
 
 
 def is_number(value: Any) -> bool:

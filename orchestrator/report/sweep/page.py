@@ -1,4 +1,4 @@
-"""The page of a sweep, and all that is drawn of one: tables, pictures, ``report.html``."""
+"""The report of a sweep: tables, pictures and ``report.html``."""
 
 from __future__ import annotations
 
@@ -6,66 +6,77 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.record.ledger import SweepRecord, read_sweep_record
+from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.page import PAGE, document
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.sections import heading, tile_row, with_unit
 from orchestrator.report.run.stats import plural
 from orchestrator.report.run.svg import esc
-from orchestrator.report.sweep.cards import pictures, scaling_charts
-from orchestrator.report.sweep.csv_files import best_group, scaling_csv, sweep_csv
+from orchestrator.report.sweep.cards import picture_cards, scaling_charts
+from orchestrator.report.sweep.csv_files import scaling_csv, sweep_csv
 from orchestrator.report.sweep.facts import (
-    counts,
     counts_text,
     hardware_text,
     hours_text,
-    in_python,
+    is_python_task,
+    measurement_text,
     objective_name,
     one_line,
-    sentence,
-    setting_text,
+    point_text,
     space_text,
-    speed_text,
-    spent,
-    swept,
+    status_counts,
+    swept_settings,
     title,
+    total_seconds,
     train_command,
     trials_text,
     tuned_command,
 )
-from orchestrator.report.sweep.markdown import efficiency_text, scaling_md
+from orchestrator.report.sweep.markdown import scaling_md
 from orchestrator.report.sweep.plots import draw_pictures
-from orchestrator.report.sweep.scaling import devices_of, interval_of, predicted_hours, ranked, speed_of
+from orchestrator.report.sweep.scaling import best_series
+from orchestrator.report.sweep.scaling_text import efficiency_text
 from orchestrator.report.sweep.tables import scaling_tables, trials_table
-from orchestrator.types import seconds_text
+from orchestrator.report.sweep.trials import num_devices, predicted_hours, throughput, throughput_interval
+from orchestrator.types import seconds_text, speed_text
 
-SWEEP_CSV, SCALING_CSV, SCALING_MD = "sweep.csv", "scaling.csv", "scaling.md"
+SWEEP_CSV = "sweep.csv"
+SCALING_CSV = "scaling.csv"
+SCALING_MD = "scaling.md"
 Tile = tuple[str, str, str]
+"""Label, value as HTML, and a line below it."""
 
 
 def draw_sweep(folder: Path) -> list[Path]:
-    """Draws everything anew from the ledger of a sweep: tables, pictures and page. Returns what was written."""
+    """Draw tables, pictures and page from the ledger of a sweep and return the paths of the written files."""
     record = read_sweep_record(folder)
-    texts = {SWEEP_CSV: sweep_csv(record), SCALING_CSV: scaling_csv(record), SCALING_MD: scaling_md(record)}
+    texts = {
+        SWEEP_CSV: sweep_csv(record),
+        SCALING_CSV: scaling_csv(record),
+        SCALING_MD: scaling_md(record),
+    }
     tables = [write_whole(folder / name, text) for name, text in texts.items()]
-    return [*tables, *draw_pictures(record, folder), write_whole(folder / PAGE, sweep_page(record))]
+    pictures = draw_pictures(record, folder)
+    return [*tables, *pictures, write_whole(folder / PAGE, sweep_page(record))]
 
 
 def sweep_page(record: SweepRecord) -> str:
-    """The page as text."""
-    charts, tables = scaling_charts(record), scaling_tables(record)
+    """Return the page as text."""
+    charts = scaling_charts(record)
+    tables = scaling_tables(record)
     body = [
         _header(record),
-        _notes(record),
-        tile_row(_tiles(record)),
+        _note(record),
+        tile_row([*_best_tiles(record), *_scaling_tiles(record), *_cost_tiles(record)]),
         _commands(record),
         heading("Scaling") + charts + tables if charts or tables else "",
-        pictures(record),
+        picture_cards(record),
         heading("All trials") + trials_table(record) if record.rows else "",
         _footer(record),
     ]
-    return document(f"{title(record)} · sweep of {one_line(str(record.header.get('task')), 40)}", body)
+    task = one_line(str(record.header.get("task")), 40)
+    return document(f"{title(record)} · sweep of {task}", body)
 
 
 def _header(record: SweepRecord) -> str:
@@ -82,109 +93,101 @@ def _header(record: SweepRecord) -> str:
         for name, value in facts.items()
         if value
     )
-    tone, status = ("warn", "under way or broken off") if _is_short(record) else ("good", "completed")
+    tone, status = ("good", "completed") if _is_complete(record) else ("warn", "running or interrupted")
     badge = f'<span class="badge t-{tone}">{status}</span>'
-    return f'<header><div class="head"><h1>{esc(title(record))}</h1>{badge}</div><div class="facts">{shown}</div></header>'
+    head = f'<div class="head"><h1>{esc(title(record))}</h1>{badge}</div>'
+    return f'<header>{head}<div class="facts">{shown}</div></header>'
 
 
-def _is_short(record: SweepRecord) -> bool:
+def _is_complete(record: SweepRecord) -> bool:
     planned = record.header.get("trials")
-    return isinstance(planned, int) and planned > len(record.rows)
+    return not isinstance(planned, int) or planned <= len(record.rows)
 
 
-def _notes(record: SweepRecord) -> str:
-    """What nobody should overlook: that nothing was measured."""
-    if ranked(record) or not record.rows:
+def _note(record: SweepRecord) -> str:
+    """Return a note that no trial was measured, if so."""
+    if record.best() is not None or not record.rows:
         return ""
-    told = f"No trial was completed with a result ({counts_text(record.rows)}); the reasons are in the table of trials."
-    return f'<div class="card note t-bad">{esc(told)}</div>'
-
-
-def _tiles(record: SweepRecord) -> list[Tile]:
-    return [*_best_tiles(record), *_scaling_tile(record), *_cost_tiles(record)]
+    text = (
+        f"No trial completed with a result ({counts_text(record.rows)}); "
+        "the reasons are in the table of trials."
+    )
+    return f'<div class="card note t-bad">{esc(text)}</div>'
 
 
 def _best_tiles(record: SweepRecord) -> list[Tile]:
-    best = next(iter(ranked(record)), None)
+    best = record.best()
     if best is None:
         return []
-    interval, loss = interval_of(best), finite(best.validation_loss)
-    spread = f"± {100 * interval:.1f}%" if interval is not None else "measured too briefly for an interval"
-    rate = [
-        (
-            "best samples / s" if record.objective == "throughput" else "samples / s of the best",
-            speed_text(speed_of(best)),
-            spread,
-        )
-    ]
-    found = (
-        [("best validation loss", f"{loss:.4g}", "")]
-        if record.objective == "validation_loss" and loss is not None
-        else []
-    )
-    settings = setting_text(best, swept(record)) or f"on {plural(devices_of(best) or 1, 'device', 'devices')}"
-    found += [
-        *(rate if speed_of(best) is not None else []),
-        ("best setting", f"<i>trial</i> {best.trial}", settings),
-    ]
-    if (hours := predicted_hours(record, best)) is not None:
-        found.append(("whole run with it", with_unit(hours_text(hours)), "samples × epochs at this speed"))
-    return found
+    tiles: list[Tile] = []
+    loss = finite(best.validation_loss)
+    if record.objective == "validation_loss" and loss is not None:
+        tiles.append(("best validation loss", f"{loss:.4g}", ""))
+    speed = throughput(best)
+    if speed is not None:
+        name = "best samples / s" if record.objective == "throughput" else "samples / s of the best"
+        tiles.append((name, speed_text(speed), _spread_text(best)))
+    devices = plural(num_devices(best) or 1, "device", "devices")
+    settings = point_text(best, swept_settings(record)) or f"on {devices}"
+    tiles.append(("best setting", f"<i>trial</i> {best.trial}", settings))
+    hours = predicted_hours(record, best)
+    if hours is not None:
+        tiles.append(("whole run with it", with_unit(hours_text(hours)), "samples × epochs at this speed"))
+    return tiles
 
 
-def _scaling_tile(record: SweepRecord) -> list[Tile]:
-    points = best_group(record).points
-    if len(points) < 2 or record.objective != "throughput":
+def _spread_text(row: TrialRow) -> str:
+    interval = throughput_interval(row)
+    return "measured too briefly for an interval" if interval is None else f"± {100 * interval:.1f}%"
+
+
+def _scaling_tiles(record: SweepRecord) -> list[Tile]:
+    best = best_series(record)
+    if best is None or len(best.points) < 2 or record.objective != "throughput":
         return []
-    last, base = points[-1], points[0].devices
-    against = "one" if base == 1 else str(base)
-    return [
-        (
-            "speed-up",
-            f"{last.speedup:.2f}×",
-            f"{last.devices} devices against {against}, efficiency {efficiency_text(last)}",
-        )
-    ]
+    last = best.points.iloc[-1]
+    base = "one" if best.base_devices == 1 else str(best.base_devices)
+    efficiency = efficiency_text(last["efficiency"], last["efficiency_interval"])
+    details = f"{best.max_devices} devices against {base}, efficiency {efficiency}"
+    return [("speed-up", f"{last['speedup']:.2f}×", details)]
 
 
 def _cost_tiles(record: SweepRecord) -> list[Tile]:
-    done = counts(record.rows).get("completed", 0)
-    tiles = [("trials", str(len(record.rows)), f"{done} completed")] if record.rows else []
-    return (
-        [*tiles, ("time", with_unit(seconds_text(spent(record))), "of all trials together")]
-        if spent(record)
-        else tiles
-    )
+    tiles: list[Tile] = []
+    if record.rows:
+        num_completed = status_counts(record.rows).get("completed", 0)
+        tiles.append(("trials", str(len(record.rows)), f"{num_completed} completed"))
+    seconds = total_seconds(record)
+    if seconds:
+        tiles.append(("time", with_unit(seconds_text(seconds)), "of all trials together"))
+    return tiles
 
 
 def _commands(record: SweepRecord) -> str:
-    best = next(iter(ranked(record)), None)
+    best = record.best()
     if best is None:
         return ""
-    shown = [("Train with the best setting", train_command(record, best))]
-    if not in_python(record):
-        shown.append(("or with the best that fits the devices at hand", tuned_command(record)))
-    return (
-        '<div class="card note t-info">'
-        + "".join(
-            f'<div class="label">{esc(told)}</div><code class="command">{_unbroken(command)}</code>'
-            for told, command in shown
-        )
-        + "</div>"
-    )
+    commands = {"Train with the best setting": train_command(record, best)}
+    if not is_python_task(record):
+        commands["or with the best setting that fits your devices"] = tuned_command(record)
+    lines = [
+        f'<div class="label">{esc(label)}</div><code class="command">{_command_html(command)}</code>'
+        for label, command in commands.items()
+    ]
+    return f'<div class="card note t-info">{"".join(lines)}</div>'
 
 
-def _unbroken(command: str) -> str:
-    """A command whose flags are not broken at their hyphens."""
-    return re.sub(
-        r"(?<![\w-])(--[a-z][a-z0-9-]*)", r'<span class="unbroken">\1</span>', esc(one_line(command, 4000))
-    )
+def _command_html(command: str) -> str:
+    """Return a command whose flags are not wrapped at their hyphens."""
+    flag = r"(?<![\w-])(--[a-z][a-z0-9-]*)"
+    return re.sub(flag, r'<span class="unbroken">\1</span>', esc(one_line(command, 4000)))
 
 
 def _footer(record: SweepRecord) -> str:
-    """How it was measured, with what and when."""
-    facts = [sentence(record).rpartition(". ")[2]]
-    if version := record.header.get("version"):
+    """Return how the throughput was measured, the version, the time and the folder."""
+    facts = [measurement_text()]
+    version = record.header.get("version")
+    if version:
         facts.append(f"expert-orchestrator {one_line(str(version), 20)}")
     begun = finite(record.header.get("time"))
     if begun is not None and 0 <= begun < 4e9:

@@ -1,50 +1,49 @@
-"""The tables of a sweep on its page: what scales how, and every trial, to be sorted and filtered."""
+"""HTML tables of a sweep: scaling, and every trial with sorting and filtering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.record.ledger import STATUSES, TrialRow, SweepRecord
+from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.svg import PART_COLORS, esc
-from orchestrator.report.sweep.csv_files import Group, groups
 from orchestrator.report.sweep.facts import (
-    PHASES,
-    WORDS,
+    STATUS_WORDS,
     hours_text,
-    in_words,
+    name_text,
     one_line,
-    point_text,
     setting_names,
-    speed_text,
+    setting_text,
 )
+from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.heatmap import is_number
-from orchestrator.report.sweep.markdown import (
+from orchestrator.report.sweep.scaling_text import (
+    PHASES_COLUMN,
+    UNKNOWN,
     against_text,
     memory_text,
     phases_text,
-    scaling_cells,
-    scaling_names,
+    scaling_texts,
 )
-from orchestrator.report.sweep.scaling import (
-    Scaled,
-    best_by_devices,
-    devices_of,
-    interval_of,
+from orchestrator.report.sweep.trials import (
+    num_devices,
     phase_shares,
     predicted_hours,
-    ranked,
-    settings_of,
-    speed_of,
+    throughput,
+    throughput_interval,
+    trial_settings,
 )
-from orchestrator.types import seconds_text
+from orchestrator.types import PHASES, seconds_text, speed_text
 
-MOST_SERIES = 12
-MOST_TRIALS = 2000
-MOST_OPEN = 20
-"""Rows of a scaling table that is shown without being asked for."""
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MAX_SERIES = 12
+MAX_TRIALS = 2000
+MAX_OPEN_ROWS = 20
+"""Rows of a scaling table that is shown unfolded."""
 TONES = {
     "completed": "good",
     "stopped": "calm",
@@ -57,74 +56,91 @@ _TITLES = {
     "strong": "Strong scaling",
     "weak": "Weak scaling",
 }
-_WORDY = {"strategy", "precision", f"{' / '.join(PHASES)}, %"}
+_TEXT_COLUMNS = {"strategy", "precision", PHASES_COLUMN}
 _BEST = ' class="best"'
+_REST_COLOR = 5
 
 
 def scaling_tables(record: SweepRecord) -> str:
-    found = groups(record)
-    return "".join(
-        _scaling_table(record, kind, [group for group in found if group.kind == kind]) for kind in _TITLES
-    )
+    frame = scaling_frame(record)
+    return "".join(_scaling_table(record, kind, frame[frame["scaling"] == kind]) for kind in _TITLES)
 
 
-def _scaling_table(record: SweepRecord, kind: str, found: Sequence[Group]) -> str:
-    if not found:
+def _scaling_table(record: SweepRecord, kind: str, points: DataFrame) -> str:
+    if not len(points):
         return ""
-    best = {row.trial for row in best_by_devices(record).values()} if kind != "best" else set()
-    names = scaling_names(record)
-    head = "".join(f'<th scope="col"{_class(name not in _WORDY)}>{esc(_short(name))}</th>' for name in names)
-    body = "".join(_scaling_rows(record, group, best, names) for group in found[:MOST_SERIES])
-    cut = f", the {MOST_SERIES} fastest of {len(found)} series" if len(found) > MOST_SERIES else ""
-    aside = f"<small>against {esc(against_text(found))}{cut}</small>"
-    table = f'<div class="scroll"><table class="dense"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    shown = " open" if sum(len(group.points) for group in found) <= MOST_OPEN else ""
-    return f'<details class="card"{shown}><summary>{_TITLES[kind]} {aside}</summary>{table}{_phase_keys(found)}</details>'
+    rows = {row.trial: row for row in record.rows}
+    numbers = points["series"].unique()
+    shown = points[points["series"].isin(numbers[:MAX_SERIES])]
+    texts = scaling_texts(record, shown)
+    head = "".join(
+        f'<th scope="col"{_class(name not in _TEXT_COLUMNS)}>{esc(_short(name))}</th>' for name in texts
+    )
+    body = []
+    for _, series in shown.groupby("series", sort=False):
+        if kind != "best":
+            body.append(_label_row(series["label"].iloc[0], len(texts.columns)))
+        for place, point in series.iterrows():
+            is_marked = kind != "best" and bool(point["best_of_its_devices"])
+            body.append(_scaling_row(rows[point["trial"]], texts.loc[place].to_dict(), is_marked))
+    cut = f", the {MAX_SERIES} fastest of {len(numbers)} series" if len(numbers) > MAX_SERIES else ""
+    summary = f"{_TITLES[kind]} <small>against {esc(against_text(points))}{cut}</small>"
+    keys = _phase_keys([rows[trial] for trial in points["trial"]])
+    return _card(summary, _table("dense", head, body) + keys, is_open=len(points) <= MAX_OPEN_ROWS)
+
+
+def _card(summary: str, content: str, is_open: bool) -> str:
+    state = " open" if is_open else ""
+    return f'<details class="card"{state}><summary>{summary}</summary>{content}</details>'
+
+
+def _table(classes: str, head: str, rows: Sequence[str]) -> str:
+    return (
+        f'<div class="scroll"><table class="{classes}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
 
 
 def _short(name: str) -> str:
-    return "step" if name.startswith(PHASES[0]) else name.replace("accumulation", "accum.")
+    return "step" if name == PHASES_COLUMN else name.replace("accumulation", "accum.")
 
 
-def _scaling_rows(record: SweepRecord, group: Group, best: set[int], names: Sequence[str]) -> str:
-    cells = zip(group.points, (scaling_cells(record, group, point) for point in group.points), strict=True)
-    label = (
-        f'<tr class="plain"><td colspan="{len(names)}">{esc(group.label)}</td></tr>'
-        if group.kind != "best"
-        else ""
-    )
-    return label + "".join(_scaling_row(point, line, names, point.row.trial in best) for point, line in cells)
+def _label_row(label: str, num_columns: int) -> str:
+    return f'<tr class="plain"><td colspan="{num_columns}">{esc(label)}</td></tr>'
 
 
-def _scaling_row(point: Scaled, line: Sequence[str], names: Sequence[str], best: bool) -> str:
-    cells = "".join(
-        f"<td>{phase_stack(point.row)}</td>"
-        if name.startswith(PHASES[0])
-        else f"<td{_class(name not in _WORDY)}>{esc(cell)}</td>"
-        for name, cell in zip(names, line, strict=True)
-    )
-    return f"<tr{_BEST if best else ''}>{cells}</tr>"
+def _scaling_row(row: TrialRow, texts: Mapping[Any, str], is_marked: bool) -> str:
+    cells = [
+        f"<td>{phase_bar(row)}</td>"
+        if name == PHASES_COLUMN
+        else f"<td{_class(name not in _TEXT_COLUMNS)}>{esc(text)}</td>"
+        for name, text in texts.items()
+    ]
+    return f"<tr{_BEST if is_marked else ''}>{''.join(cells)}</tr>"
 
 
-def phase_stack(row: TrialRow) -> str:
-    """A step cut into its phases."""
+def phase_bar(row: TrialRow) -> str:
+    """Return a bar that divides a step into its phases."""
     shares = phase_shares(row)
     if not shares:
-        return "–"
+        return UNKNOWN
     parts = "".join(
-        f'<i style="--c:var(--c{PART_COLORS.get(name, 5)});flex:{shares[name]:.4f}"></i>'
+        f'<i style="--c:var(--c{PART_COLORS.get(name, _REST_COLOR)});flex:{shares[name]:.4f}"></i>'
         for name in PHASES
         if shares.get(name)
     )
     rest = max(0.0, 1 - sum(shares.values()))
-    about = esc(f"{' / '.join(PHASES)}: {phases_text(row)} %")
-    return f'<div class="stack" role="img" aria-label="{about}" title="{about}">{parts}<i style="--c:var(--fill);flex:{rest:.4f}"></i></div>'
+    description = esc(f"{' / '.join(PHASES)}: {phases_text(shares)} %")
+    return (
+        f'<div class="stack" role="img" aria-label="{description}" title="{description}">{parts}'
+        f'<i style="--c:var(--fill);flex:{rest:.4f}"></i></div>'
+    )
 
 
-def _phase_keys(found: Sequence[Group]) -> str:
-    used = {name for group in found for point in group.points for name in phase_shares(point.row)}
+def _phase_keys(rows: Sequence[TrialRow]) -> str:
+    used = {name for row in rows for name in phase_shares(row)}
     keys = "".join(
-        f'<span class="key" style="--c:var(--c{PART_COLORS.get(name, 5)})">{name}</span>'
+        f'<span class="key" style="--c:var(--c{PART_COLORS.get(name, _REST_COLOR)})">{name}</span>'
         for name in PHASES
         if name in used
     )
@@ -133,146 +149,138 @@ def _phase_keys(found: Sequence[Group]) -> str:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the trials: its name, the text of a row, and what it is sorted by (the text where it is None)."""
+    """A column of the trials: the text of each trial, and the value that it is sorted by."""
 
     name: str
     text: Callable[[TrialRow], str]
-    value: Callable[[TrialRow], Any] | None = None
-    first: str = "ascending"
-    figure: bool = True
-    measured: bool = False
-    """Whether it is a dash in the row of a trial that was not measured."""
+    value: Callable[[TrialRow], Any]
+    first_order: str = "ascending"
+    is_figure: bool = True
+    is_measured: bool = False
+    """Whether a trial that was not measured has a dash here."""
+
+
+_STATUS = _Column(
+    "status",
+    text=lambda row: STATUS_WORDS[row.status],
+    value=lambda row: STATUSES.index(row.status),
+    is_figure=False,
+)
 
 
 def trials_table(record: SweepRecord) -> str:
-    """Every trial: the completed from the best to the worst, then the others with why."""
-    best = ranked(record)
-    placed = {row.trial for row in best}
-    rest = sorted(
-        (row for row in record.rows if row.trial not in placed),
-        key=lambda row: (STATUSES.index(row.status), row.trial),
-    )
-    rows, columns = [*best, *rest], _columns(record)
+    """Return every trial: the completed from the best to the worst, then the others with their reasons."""
+    best = record.ranked()
+    ranked = {row.trial for row in best}
+    others = [row for row in record.rows if row.trial not in ranked]
+    rows = [*best, *sorted(others, key=lambda row: (STATUSES.index(row.status), row.trial))]
+    if not rows:
+        return ""
+    columns = _columns(record)
     head = "".join(
-        f'<th scope="col"{_class(column.figure)} data-first="{column.first}">{esc(column.name)}</th>'
+        f'<th scope="col"{_class(column.is_figure)} data-first="{column.first_order}">{esc(column.name)}</th>'
         for column in columns
     )
-    body = "".join(_trial(row, columns, bool(best) and row is best[0]) for row in rows[:MOST_TRIALS])
-    cut = f", {MOST_TRIALS} shown, all in sweep.csv" if len(rows) > MOST_TRIALS else ""
-    box = '<input class="filter" type="search" placeholder="Filter by words of a row; click a column to sort" aria-label="Filter trials">'
-    table = f'<div class="scroll"><table class="dense sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return (
-        f'<details class="card" open><summary>Trials <small>{len(rows)}{cut}</small></summary>{box}{table}</details>'
-        if rows
-        else ""
+    body = [_trial_row(row, columns, bool(best) and row is best[0]) for row in rows[:MAX_TRIALS]]
+    cut = f", {MAX_TRIALS} shown, all in sweep.csv" if len(rows) > MAX_TRIALS else ""
+    search_box = (
+        '<input class="filter" type="search" placeholder="Filter by words of a row; click a column to sort" '
+        'aria-label="Filter trials">'
     )
+    table = _table("dense sortable", head, body)
+    return _card(f"Trials <small>{len(rows)}{cut}</small>", search_box + table, is_open=True)
 
 
 def _columns(record: SweepRecord) -> list[_Column]:
     names = setting_names(record)
-    settings = [_setting(name, record) for name in names]
-    devices = [] if "workers" in names else [_number("devices", devices_of, lambda value: f"{value:g}")]
-    losses = (
-        [_number("validation loss", lambda row: row.validation_loss, lambda value: f"{value:.4g}")]
-        if _any_loss(record)
-        else []
-    )
-    figures = [
-        *losses,
-        _number("samples/s", speed_of, speed_text, "descending"),
-        _number(
-            "± %",
-            lambda row: 100 * part if (part := interval_of(row)) is not None else None,
-            lambda value: f"{value:.1f}",
-        ),
-        _number("step", lambda row: row.step_seconds, seconds_text),
-        _number("memory", lambda row: row.peak_memory_bytes, lambda value: _memory(value)),
-        _number("whole run", lambda row: predicted_hours(record, row), hours_text),
+    columns = [_figure("#", lambda row: row.trial, _integer), _STATUS]
+    columns += [_setting_column(name, record) for name in names]
+    if "workers" not in names:
+        columns.append(_figure("devices", num_devices, _integer))
+    if any(finite(row.validation_loss) is not None for row in record.rows):
+        columns.append(_measured("validation loss", lambda row: row.validation_loss, "{:.4g}".format))
+    columns += [
+        replace(_measured("samples/s", throughput, speed_text), first_order="descending"),
+        _measured("± %", _interval_percent, "{:.1f}".format),
+        _measured("step", lambda row: row.step_seconds, seconds_text),
+        _measured("memory", lambda row: row.peak_memory_bytes, memory_text),
+        _measured("whole run", lambda row: predicted_hours(record, row), hours_text),
+        _figure("cost", lambda row: row.seconds or None, seconds_text),
     ]
-    cost = _number("cost", lambda row: row.seconds or None, seconds_text)
-    number = _number("#", lambda row: row.trial, lambda value: f"{value:g}")
-    return [
-        number,
-        _STATUS,
-        *settings,
-        *devices,
-        *(replace(column, measured=True) for column in figures),
-        cost,
-    ]
+    return columns
 
 
-def _memory(value: float) -> str:
-    return memory_text(TrialRow(0, {}, "completed", peak_memory_bytes=int(value)))
+def _integer(value: float) -> str:
+    return f"{value:g}"
 
 
-_STATUS = _Column(
-    "status", lambda row: WORDS[row.status], lambda row: STATUSES.index(row.status), figure=False
-)
+def _interval_percent(row: TrialRow) -> float | None:
+    interval = throughput_interval(row)
+    return None if interval is None else 100 * interval
 
 
-def _setting(name: str, record: SweepRecord) -> _Column:
+def _setting_column(name: str, record: SweepRecord) -> _Column:
+    def text(row: TrialRow) -> str:
+        return setting_text(row, name)
+
     def value(row: TrialRow) -> Any:
-        ran = settings_of(row).get(name, row.point.get(name))
-        return ran if is_number(ran) else point_text(row, name)
+        used = trial_settings(row).get(name, row.point.get(name))
+        return used if is_number(used) else text(row)
 
-    figure = any(is_number(row.point.get(name)) for row in record.rows)
-    return _Column(in_words(name), lambda row: point_text(row, name), value, figure=figure)
-
-
-def _number(
-    name: str, value: Callable[[TrialRow], Any], text: Callable[[float], str], first: str = "ascending"
-) -> _Column:
-    """A column of figures; what is none is shown as a dash and stays at the end however one sorts."""
-
-    def known(row: TrialRow) -> float | None:
-        return finite(value(row))
-
-    return _Column(
-        name,
-        lambda row: text(found) if (found := known(row)) is not None else "–",
-        lambda row: _blank(known(row)),
-        first,
-    )
+    has_numbers = any(is_number(row.point.get(name)) for row in record.rows)
+    return _Column(name_text(name), text, value, is_figure=has_numbers)
 
 
-def _blank(value: float | None) -> Any:
-    return "" if value is None else value
+def _figure(name: str, figure: Callable[[TrialRow], Any], text: Callable[[float], str]) -> _Column:
+    """Return a column of figures; a missing one is shown as a dash and sorted to the end in both orders."""
+
+    def shown(row: TrialRow) -> str:
+        value = finite(figure(row))
+        return UNKNOWN if value is None else text(value)
+
+    def sorted_by(row: TrialRow) -> Any:
+        value = finite(figure(row))
+        return "" if value is None else value
+
+    return _Column(name, shown, sorted_by)
 
 
-def _any_loss(record: SweepRecord) -> bool:
-    return any(finite(row.validation_loss) is not None for row in record.rows)
+def _measured(name: str, figure: Callable[[TrialRow], Any], text: Callable[[float], str]) -> _Column:
+    return replace(_figure(name, figure, text), is_measured=True)
 
 
-def _trial(row: TrialRow, columns: Sequence[_Column], best: bool) -> str:
-    blank = bool(row.reason) and all(
-        column.value is None or column.value(row) == "" for column in columns if column.measured
-    )
-    cells = _with_reason(row, columns) if blank else "".join(_trial_cell(row, column) for column in columns)
-    return f"<tr{_BEST if best else ''}>{cells}</tr>"
+def _trial_row(row: TrialRow, columns: Sequence[_Column], is_best: bool) -> str:
+    is_blank = all(column.value(row) == "" for column in columns if column.is_measured)
+    if row.reason and is_blank:
+        cells = _cells_with_reason(row, columns)
+    else:
+        cells = "".join(_trial_cell(row, column) for column in columns)
+    return f"<tr{_BEST if is_best else ''}>{cells}</tr>"
 
 
 def _trial_cell(row: TrialRow, column: _Column) -> str:
-    text, value = column.text(row), column.value(row) if column.value else column.text(row)
-    about = f' title="{esc(one_line(row.reason))}"' if row.reason else ""
-    shown = (
-        f'<span class="end-of t-{TONES[row.status]}"{about}>{esc(text)}</span>'
-        if column is _STATUS
-        else esc(text)
-    )
-    return f'<td{_class(column.figure)} data-value="{esc(value)}">{shown}</td>'
+    shown = esc(column.text(row))
+    if column is _STATUS:
+        reason = f' title="{esc(one_line(row.reason))}"' if row.reason else ""
+        shown = f'<span class="end-of t-{TONES[row.status]}"{reason}>{shown}</span>'
+    return f'<td{_class(column.is_figure)} data-value="{esc(column.value(row))}">{shown}</td>'
 
 
-def _with_reason(row: TrialRow, columns: Sequence[_Column]) -> str:
-    """A trial that was not measured: why, across the columns of its figures, where it has room and is seen. The cells that it covers
-    stay, hidden: columns are sorted by the number of a cell."""
-    covered = [column for column in columns if column.measured]
-    why = f'<td class="wrap" colspan="{len(covered)}" data-value="">{esc(one_line(row.reason))}</td>'
-    hidden = why + '<td hidden data-value=""></td>' * (len(covered) - 1)
-    return "".join(
-        hidden if column is covered[0] else "" if column.measured else _trial_cell(row, column)
-        for column in columns
-    )
+def _cells_with_reason(row: TrialRow, columns: Sequence[_Column]) -> str:
+    """Return the cells of a trial that was not measured, with its reason across the columns of its figures.
+
+    The covered cells stay, hidden: the script sorts columns by the index of a cell.
+    """
+    covered = [column for column in columns if column.is_measured]
+    reason = f'<td class="wrap" colspan="{len(covered)}" data-value="">{esc(one_line(row.reason))}</td>'
+    cells = []
+    for column in columns:
+        if column is covered[0]:
+            cells.append(reason + '<td hidden data-value=""></td>' * (len(covered) - 1))
+        elif not column.is_measured:
+            cells.append(_trial_cell(row, column))
+    return "".join(cells)
 
 
-def _class(figure: bool) -> str:
-    return ' class="figure"' if figure else ""
+def _class(is_figure: bool) -> str:
+    return ' class="figure"' if is_figure else ""

@@ -1,4 +1,4 @@
-"""The page of a sweep: whole, safe, and with everything in it."""
+"""Tests of the page of a sweep: complete, safe, and sortable."""
 
 import base64
 import hashlib
@@ -18,23 +18,23 @@ from tests.support.fake_sweep import (
     NOTHING,
     SWEEPS,
     FakeSweep,
-    write_record,
     random_points,
+    write_record,
     write_sweep,
 )
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name) -> None:
-    found = checked(sweep_page(write_record(tmp_path, SWEEPS[name])))
-    assert found.tags.count("script") == 1
+def test_the_page_is_complete_and_needs_no_network(tmp_path, name) -> None:
+    page = checked(sweep_page(write_record(tmp_path, SWEEPS[name])))
+    assert page.tags.count("script") == 1
     links = [
         value
-        for _, attribute, value in found.attributes
+        for _, attribute, value in page.attributes
         if attribute in ("src", "href", "srcset", "action", "data")
     ]
     assert all(link.startswith("data:") for link in links)
-    assert not [attribute for _, attribute, _ in found.attributes if attribute.startswith("on")]
+    assert not [attribute for _, attribute, _ in page.attributes if attribute.startswith("on")]
 
 
 def test_the_page_runs_its_own_script_only(tmp_path) -> None:
@@ -51,41 +51,39 @@ def test_hostile_text_stays_text(tmp_path) -> None:
     assert checked(text).tags.count("img") == 0
 
 
-def test_all_parts_of_a_full_sweep_are_there(tmp_path) -> None:
+def test_a_full_sweep_has_all_sections(tmp_path) -> None:
     text = sweep_page(write_record(tmp_path, EXPERTS))
-    for said in ("Scaling", "What matters", "All trials"):
-        assert f"<h2>{said}" in text, said
-    for said in (
+    for name in ("Scaling", "What matters", "All trials"):
+        assert f"<h2>{name}" in text, name
+    for name in (
         "Strong scaling: throughput",
         "Weak scaling: efficiency",
         "Best setting of each number of devices",
         "speed-up",
     ):
-        assert said in text, said
+        assert name in text, name
     plain = re.sub(r"</?span[^>]*>", "", text)
-    assert (
-        "orchestrator train --task text --epochs 3 --parallel-strategy data_parallel --workers 8 --batch-size 32"
-        in plain
-    )
+    flags = "--epochs 3 --parallel-strategy data_parallel --workers 8 --batch-size 32"
+    assert f"orchestrator train --task text {flags}" in plain
     assert f"orchestrator train --tuned {tmp_path}" in plain
 
 
-def test_parts_without_data_are_left_out(tmp_path) -> None:
+def test_sections_without_data_are_left_out(tmp_path) -> None:
     text = sweep_page(write_record(tmp_path, NOTHING))
     assert "<h2>Scaling" not in text
     assert "<h2>What matters" not in text
-    assert "No trial was completed with a result" in text
+    assert "No trial completed with a result" in text
     assert "needs 16 devices, the cluster has 4" in text
 
 
-def test_a_sweep_that_is_not_finished_says_so(tmp_path) -> None:
+def test_an_unfinished_sweep_says_so(tmp_path) -> None:
     text = sweep_page(write_record(tmp_path, FakeSweep(left=20)))
     assert "16 of 36 trials so far" in text
-    assert "broken off" in text
+    assert "running or interrupted" in text
 
 
 def rows_of(text: str) -> list[list[tuple[str, str]]]:
-    """(data-value, text) of each cell of the sortable table."""
+    """Return (data-value, text) of each cell of the sortable table."""
     table = re.search(r'<table class="dense sortable">.*?</table>', text, flags=re.DOTALL)
     assert table is not None
     body = table[0].partition("<tbody>")[2]
@@ -98,17 +96,18 @@ def rows_of(text: str) -> list[list[tuple[str, str]]]:
 
 def test_every_trial_is_in_the_table_and_the_best_is_first(tmp_path) -> None:
     record = write_record(tmp_path, MIXED)
-    rows, best = rows_of(sweep_page(record)), record.best()
+    rows = rows_of(sweep_page(record))
+    best = record.best()
     assert best is not None
     assert sorted(int(float(row[0][0])) for row in rows) == [row.trial for row in record.rows]
     assert rows[0][0][1] == str(best.trial)
     assert [row[1][1] for row in rows][18:20] == ["stopped", "failed"]
     failed = next(row for row in rows if row[0][1] == "2")
-    assert len(failed) == len(rows[0]), "cells that the reason covers stay, or sorting would mix up columns"
+    assert len(failed) == len(rows[0]), "covered cells stay, or sorting would mix up columns"
     assert ("", MIXED.reason) in failed
 
 
-def test_figures_are_sorted_by_their_value_and_blanks_are_none(tmp_path) -> None:
+def test_figures_are_sorted_by_value_and_missing_ones_are_blank(tmp_path) -> None:
     record = write_record(tmp_path, MIXED)
     text = sweep_page(record)
     names = re.findall(r"<th scope=\"col\"[^>]*data-first=\"(\w+)\">([^<]*)</th>", text)
@@ -116,10 +115,10 @@ def test_figures_are_sorted_by_their_value_and_blanks_are_none(tmp_path) -> None
     assert names[place][0] == "descending"
     rows = {int(float(row[0][0])): row for row in rows_of(text)}
     assert float(rows[1][place][0]) == record.rows[0].samples_per_second
-    assert rows[2][place] == ("", MIXED.reason), "why, in place of the figures that are not there"
+    assert rows[2][place] == ("", MIXED.reason), "the reason replaces the missing figures"
 
 
-def test_what_the_plan_made_of_auto_is_shown(tmp_path) -> None:
+def test_the_planned_value_of_auto_is_shown(tmp_path) -> None:
     record = write_record(tmp_path, FakeSweep(space={"precision": ("auto", "fp32")}))
     assert "auto → bf16" in sweep_page(record)
 
@@ -130,7 +129,7 @@ def test_without_its_script_the_table_is_plain(tmp_path) -> None:
     assert "aria-sort=" not in before
 
 
-def test_everything_is_drawn_from_the_folder_alone(tmp_path) -> None:
+def test_the_report_is_drawn_from_the_folder_alone(tmp_path) -> None:
     write_sweep(tmp_path, EXPERTS)
     written = draw_sweep(tmp_path)
     names = [
@@ -143,12 +142,10 @@ def test_everything_is_drawn_from_the_folder_alone(tmp_path) -> None:
         "report.html",
     ]
     assert [path.name for path in written] == names
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep.jsonl", *names}, (
-        "nothing half-written is left"
-    )
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.jsonl", *names}, "no partial file is left"
 
 
-def test_a_damaged_ledger_is_drawn_as_far_as_it_goes(tmp_path) -> None:
+def test_a_damaged_ledger_is_drawn_as_far_as_possible(tmp_path) -> None:
     write_sweep(tmp_path, FakeSweep(space={"workers": (1, 2)}))
     odd = [
         '{"event": "trial", "trial": 3, "point": {"workers": [1], "x<y": {"a": 1}}, "status": "completed", "samples_per_second": NaN}',
@@ -169,7 +166,7 @@ def test_the_same_folder_gives_the_same_page(tmp_path) -> None:
     assert sweep_page(write_record(tmp_path, MIXED)) == sweep_page(write_record(tmp_path, MIXED))
 
 
-def test_no_sweep_is_the_users_mistake(tmp_path) -> None:
+def test_a_folder_without_a_sweep_is_a_user_error(tmp_path) -> None:
     with pytest.raises(UserError, match="holds no sweep"):
         draw_sweep(tmp_path)
 
