@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and scheduling that all tests share."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import RayCluster, local_cluster
 
-# Before torch is imported, here and in what tests start. Tensors of tests are tiny: threads that wait for each other, on two cores
-# that are busy, cost ten times what they save.
+# Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny: on two busy cores, threads
+# that wait for each other cost ten times what they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 _RAY_FILES = (
     "tests/test_documentation.py",
-    "tests/test_readme.py",
+    "tests/experts/test_actor_host.py",
     "tests/runtime/cluster/test_auth.py",
     "tests/runtime/cluster/test_prestart.py",
     "tests/runtime/data_parallel/test_fit.py",
+    "tests/runtime/expert_parallel/test_calls.py",
     "tests/runtime/expert_parallel/test_chaos.py",
     "tests/runtime/expert_parallel/test_host_pool.py",
     "tests/runtime/expert_parallel/test_run.py",
@@ -37,11 +38,13 @@ def _group(file: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _group(str(item.path)) != "ray")  # the longest way first
+    """Run the tests that start Ray first: they take longest, and in one worker."""
+    items.sort(key=lambda item: _group(str(item.path)) != "ray")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each pytest worker whole groups of files."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -52,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[Cluster]:
-    """The one Ray of the suite: four CPU slots, no GPU."""
-    with cluster(cpus=4) as made:
-        yield made
+def shared_cluster() -> Iterator[RayCluster]:
+    """The Ray cluster of the whole suite: four CPU slots, no GPU."""
+    with local_cluster(cpus=4) as started:
+        yield started

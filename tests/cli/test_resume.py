@@ -1,5 +1,7 @@
-"""``kill -9`` at any moment, then ``--resume auto``: the losses are those of a run never killed, to the last bit, and no
-checkpoint that was acknowledged is lost."""
+"""Runs killed by SIGKILL at any moment, then continued by ``--resume auto``.
+
+The losses equal those of a run never killed, to the last bit, and no acknowledged checkpoint is lost.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,17 @@ from tests.train.checkpoint.test_store import damage
 
 STEPS = 90
 SETTINGS = [
-    "--max-steps",
-    str(STEPS),
-    "--checkpoint-every",
-    "3",
-    "--log-every",
-    "2",
+    *("--max-steps", str(STEPS)),
+    *("--checkpoint-every", "3"),
+    *("--log-every", "2"),
     "--trackers",
     "--no-monitor-gpu",
+    *("--width", "16"),
+    *("--expert-hidden-size", "8", "16", "8", "24"),
+    *("--layers", "1"),
 ]
-SETTINGS += ["--width", "16", "--expert-hidden-size", "8", "16", "8", "24", "--layers", "1"]
+LONGEST_S = 200.0
+Losses = list[tuple[int, float, float]]
 
 
 def start(run_dir: Path, *extra: str) -> subprocess.Popen[str]:
@@ -45,62 +48,71 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    return [(e["step"], e["loss"], e["grad_norm"]) for e in by_step(read_events(run_dir / "events.jsonl"))]
+def losses(run_dir: Path) -> Losses:
+    """Return step, loss and gradient norm of every step; of a repeated step the last."""
+    events = by_step(read_events(run_dir / "events.jsonl"))
+    return [(event["step"], event["loss"], event["grad_norm"]) for event in events]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     finish(start(run_dir))
     assert len(losses(run_dir)) == STEPS
     return losses(run_dir)
 
 
-def kill_somewhere(
+def kill_at_random(
     process: subprocess.Popen[str], run_dir: Path, generator: random.Random, during_save: bool
 ) -> None:
-    """SIGKILL once this process has recorded a few steps: anywhere, or in the middle of writing a checkpoint."""
+    """Send SIGKILL once the process has recorded a few steps: at any moment, or while it writes a checkpoint."""
     events = run_dir / "events.jsonl"
-    before = events.stat().st_size if events.exists() else 0
-    deadline = time.monotonic() + 200
-    wanted = before + generator.randrange(500, 6000)
+    size = events.stat().st_size if events.exists() else 0
+    wanted = size + generator.randrange(500, 6000)
+    deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline and process.poll() is None:
-        if (
-            events.exists()
-            and events.stat().st_size > wanted
-            and (not during_save or any(run_dir.glob("checkpoints/.writing*")))
-        ):
+        has_steps = events.exists() and events.stat().st_size > wanted
+        if has_steps and (not during_save or is_saving(run_dir)):
             break
         time.sleep(0.0005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def acknowledged(run_dir: Path) -> int:
-    return max(
-        (event["step"] for event in of_kind(read_events(run_dir / "events.jsonl"), "checkpoint")), default=0
-    )
+def is_saving(run_dir: Path) -> bool:
+    return any(run_dir.glob("checkpoints/.writing*"))
 
 
-def survive(run_dir: Path, kills: int, seed: int) -> int:
-    """Kill the run again and again. Returns how many times it really was in the middle."""
-    generator = random.Random(seed)
-    killed = 0
+def last_acknowledged(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint that the record acknowledges."""
+    checkpoints = of_kind(read_events(run_dir / "events.jsonl"), "checkpoint")
+    return max((event["step"] for event in checkpoints), default=0)
+
+
+def kill_and_resume(run_dir: Path, kills: int, generator: random.Random, *extra: str) -> tuple[int, int]:
+    """Start the run and kill it, so many times; every third kill comes during a save.
+
+    Returns the kills that hit a running process, and those that left an unfinished checkpoint.
+    """
+    num_killed = 0
+    num_in_save = 0
     for number in range(kills):
-        process = start(run_dir, "--resume", "auto")
-        kill_somewhere(process, run_dir, generator, during_save=number % 3 == 1)
-        killed += process.returncode == -signal.SIGKILL
-        found, skipped = CheckpointStore(run_dir / "checkpoints").newest_good()
+        process = start(run_dir, "--resume", "auto", *extra)
+        kill_at_random(process, run_dir, generator, during_save=number % 3 == 0)
+        num_killed += process.returncode == -signal.SIGKILL
+        num_in_save += is_saving(run_dir)
+        newest, skipped = CheckpointStore(run_dir / "checkpoints").newest_good()
         assert not skipped, skipped
-        assert (int(found[0].name[5:]) if found else 0) >= acknowledged(run_dir)
-    return killed
+        step = int(newest[0].name.removeprefix("step_")) if newest else 0
+        assert step >= last_acknowledged(run_dir)
+    return num_killed, num_in_save
 
 
 @pytest.mark.slow
-def test_three_kills(tmp_path: Path, undisturbed: list[tuple[int, float, float]]) -> None:
+def test_three_kills_leave_the_losses_unchanged(tmp_path: Path, undisturbed: Losses) -> None:
     run_dir = tmp_path / "run"
-    assert survive(run_dir, 3, seed=1) >= 2
+    num_killed, _ = kill_and_resume(run_dir, 3, random.Random(1))
+    assert num_killed >= 2
     finish(start(run_dir, "--resume", "auto"))
     assert losses(run_dir) == undisturbed
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -110,29 +122,20 @@ def test_three_kills(tmp_path: Path, undisturbed: list[tuple[int, float, float]]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills(tmp_path: Path) -> None:
-    long = ["--max-steps", "400"]
-    calm, run_dir = tmp_path / "calm", tmp_path / "run"
-    finish(start(calm, *long))
-    generator = random.Random(20)
-    killed = in_save = 0
-    for number in range(20):
-        process = start(run_dir, "--resume", "auto", *long)
-        kill_somewhere(process, run_dir, generator, during_save=number % 3 == 0)
-        killed += process.returncode == -signal.SIGKILL
-        in_save += any(run_dir.glob("checkpoints/.writing*"))
-        found, skipped = CheckpointStore(run_dir / "checkpoints").newest_good()
-        assert not skipped, skipped
-        assert (int(found[0].name[5:]) if found else 0) >= acknowledged(run_dir)
-    finish(start(run_dir, "--resume", "auto", *long))
-    assert killed == 20
-    assert in_save >= 3
-    assert losses(run_dir) == losses(calm)
+def test_twenty_kills_leave_the_losses_unchanged(tmp_path: Path) -> None:
+    """A longer run, so that every kill hits it, some in the middle of a save."""
+    more_steps = ("--max-steps", "400")
+    calm_dir = tmp_path / "calm"
+    run_dir = tmp_path / "run"
+    finish(start(calm_dir, *more_steps))
+    num_killed, num_in_save = kill_and_resume(run_dir, 20, random.Random(20), *more_steps)
+    finish(start(run_dir, "--resume", "auto", *more_steps))
+    assert num_killed == 20
+    assert num_in_save >= 3
+    assert losses(run_dir) == losses(calm_dir)
 
 
-def test_a_damaged_newest_checkpoint_is_stepped_over(
-    tmp_path: Path, undisturbed: list[tuple[int, float, float]]
-) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(tmp_path: Path, undisturbed: Losses) -> None:
     run_dir = tmp_path / "run"
     store = CheckpointStore(run_dir / "checkpoints")
     process = start(run_dir)
