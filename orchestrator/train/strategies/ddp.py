@@ -1,8 +1,8 @@
 """Replicated data parallel: the whole model on each worker.
 
 Gradients are all-reduced after the backward pass until a micro-batch has proved to fit in memory. Then
-torch's DDP reduces them while the backward pass runs: that is faster, but no worker can recover from running
-out of memory in it.
+torch's DDP reduces them while the backward pass runs: that is faster, but no worker can recover from
+running out of memory in it.
 """
 
 from __future__ import annotations

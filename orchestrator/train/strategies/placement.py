@@ -1,4 +1,4 @@
-"""Where experts live: what they cost and what the hosts can do, measured, becomes a placement that all hosts agree on."""
+"""Placement of experts on hosts: measured speeds, memory and costs become a decision that all hosts share."""
 
 from __future__ import annotations
 
@@ -45,44 +45,49 @@ class PlacementDecision:
 
     @property
     def host_of(self) -> list[tuple[int, ...]]:
+        """The host of each expert, by layer."""
         return [layer.host_of for layer in self.layers]
 
-    def measured(self, asked: str) -> dict[str, Any]:
-        """What a later start of the run is to know."""
+    def saved_fields(self, requested: str) -> dict[str, Any]:
+        """Return the fields of ``plan.json`` that a resumed run takes its placement from."""
         return {
             "device_speeds": {device.name: device.speed for device in self.devices},
             "placement": [list(layer) for layer in self.host_of],
-            "placement_asked": asked,
+            "placement_asked": requested,
             "placement_hosts": len(self.devices),
         }
 
     def event(self, facts: ModelFacts) -> dict[str, Any]:
-        """The fields of a ``placement`` event."""
+        """Return the fields of a ``placement`` event."""
         hosts = [
             {"rank": rank, "node": node, "name": device.name, "speed": device.speed}
             for rank, (device, node) in enumerate(zip(self.devices, self.nodes, strict=True))
         ]
-        wholes = [max(1, sum(weights)) for weights in facts.expert_weights]
         layers = [
-            {
-                "host_of": list(layer.host_of),
-                "sizes": list(weights),
-                "costs": [weight / whole for weight in weights],
-                "seconds": list(layer.seconds),
-                "bound": layer.bound,
-                "imbalance": layer.imbalance,
-                "gap": layer.gap,
-            }
-            for layer, weights, whole in zip(self.layers, facts.expert_weights, wholes, strict=True)
+            _layer_fields(layer, weights)
+            for layer, weights in zip(self.layers, facts.expert_weights, strict=True)
         ]
         worst = max(self.layers, key=lambda layer: layer.imbalance)
-        every = f", the least even of {len(self.layers)} layers" if len(self.layers) > 1 else ""
+        scope = f", the least even of {len(self.layers)} layers" if len(self.layers) > 1 else ""
         return {
             "method": worst.method,
             "hosts": hosts,
             "layers": layers,
-            "sentence": worst.sentence() + every,
+            "sentence": worst.sentence() + scope,
         }
+
+
+def _layer_fields(layer: Placement, weights: Sequence[int]) -> dict[str, Any]:
+    total = max(1, sum(weights))
+    return {
+        "host_of": list(layer.host_of),
+        "sizes": list(weights),
+        "costs": [weight / total for weight in weights],
+        "seconds": list(layer.seconds),
+        "bound": layer.bound,
+        "imbalance": layer.imbalance,
+        "gap": layer.gap,
+    }
 
 
 def decide_placement(
@@ -93,37 +98,40 @@ def decide_placement(
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
 ) -> PlacementDecision:
-    """The placement that this run uses: the one it began with where it fits these hosts, else a new one. The main host decides
-    for all. ``loads`` are tokens per expert and layer as last seen, empty for a new run. All hosts must ask."""
-    exact = config.run.deterministic  # speeds differ from measurement to measurement
-    devices = (
-        [MeasuredDevice(plan.device.value, 1.0)] * world.size
-        if exact
-        else measure_devices(plan, world, known)
-    )
+    """Decide where the experts of a run live. All hosts must call; the main host decides for all.
+
+    A resumed run keeps its placement (from ``known``, the fields of its plan) if it fits these hosts.
+    ``loads`` are tokens per expert and layer as last seen, empty for a new run.
+    """
+    if config.run.deterministic:
+        # Measured speeds differ from one measurement to the next.
+        devices = [MeasuredDevice(plan.device.value, 1.0)] * world.size
+    else:
+        devices = measure_devices(plan, world, known)
     nodes = [
         world.broadcast_value(f"node/{rank}", platform.node() if rank == world.rank else None)
         for rank in range(world.size)
     ]
-    memory = [row[0] for row in world.gather([_room(config, plan, facts, world)])]
+    memory = [row[0] for row in world.gather([_expert_memory(config, plan, facts, world)])]
     hosts = [
-        HostFacts(device.speed, room, node) for device, room, node in zip(devices, memory, nodes, strict=True)
+        HostFacts(device.speed, num_bytes, node)
+        for device, num_bytes, node in zip(devices, memory, nodes, strict=True)
     ]
-    made = (
-        [asdict(layer) for layer in _layers(config, plan, facts, hosts, known, loads)]
-        if world.is_main
-        else None
-    )
-    layers = [
-        Placement(**{**layer, **{name: tuple(layer[name]) for name in ("host_of", "seconds")}})
-        for layer in world.broadcast_value("placement", made)
-    ]
+    decided = None
+    if world.is_main:
+        decided = [asdict(layer) for layer in _place_layers(config, plan, facts, hosts, known, loads)]
+    layers = [_placement_from_json(fields) for fields in world.broadcast_value("placement", decided)]
     return PlacementDecision(tuple(layers), tuple(devices), tuple(nodes))
+
+
+def _placement_from_json(fields: dict[str, Any]) -> Placement:
+    tuples = {name: tuple(fields[name]) for name in ("host_of", "seconds")}
+    return Placement(**{**fields, **tuples})
 
 
 @dataclass(frozen=True)
 class PredictedPlacement:
-    """The placement of each layer, as far as it can be told before a run, and what that assumes."""
+    """The placement of each layer as predicted before a run, and the assumptions behind it."""
 
     layers: tuple[Placement, ...]
     assumes: str
@@ -133,11 +141,11 @@ class PredictedPlacement:
 
 
 def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> PredictedPlacement | None:
-    """Where a new run would put its experts, with nothing measured; None where they have no hosts of their own."""
+    """Predict the placement of a new run without measuring; None unless the plan is expert parallel."""
     if plan.strategy.value != "expert_parallel":
         return None
-    hosts = [HostFacts(1.0, _left_for_experts(plan.memory.limit, plan, facts))] * plan.workers.value
-    layers = _layers(config, plan, facts, hosts, {}, ())
+    hosts = [HostFacts(1.0, _memory_left(plan.memory.limit, plan, facts))] * plan.workers.value
+    layers = _place_layers(config, plan, facts, hosts, {}, ())
     if plan.placement.value == "round_robin":
         assumes = "in turn"
     elif plan.placement.value != "auto":
@@ -145,11 +153,14 @@ def predict_placement(config: Config, plan: Plan, facts: ModelFacts) -> Predicte
     elif config.run.deterministic:
         assumes = "by the experts' sizes; hosts count as equal with --deterministic"
     else:
-        assumes = "by the experts' sizes, on hosts taken to be equally fast; a run measures their speeds first and may place otherwise"
+        assumes = (
+            "by the experts' sizes, on hosts taken to be equally fast; "
+            "a run measures their speeds first and may place otherwise"
+        )
     return PredictedPlacement(tuple(layers), assumes)
 
 
-def _layers(
+def _place_layers(
     config: Config,
     plan: Plan,
     facts: ModelFacts,
@@ -157,82 +168,87 @@ def _layers(
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
 ) -> list[Placement]:
-    """A file's placement, the one that the run began with on as many hosts, or a new one."""
-    costs = _costs(facts, loads)
+    """Return the placement of a file, the one that the run began with on as many hosts, or a new one."""
+    costs = _expert_costs(facts, loads)
     try:
-        if (chosen := placement_file(config, facts, len(hosts))) is not None:
-            return _in_turn(costs, hosts, lambda number, *rest: placement_of(chosen[number], *rest))
+        from_file = placement_file(config, facts, len(hosts))
+        if from_file is not None:
+            return place_in_turn(costs, hosts, lambda number, *rest: placement_of(from_file[number], *rest))
         before = known.get("placement")
-        alike = (known.get("placement_asked"), known.get("placement_hosts")) == (
-            config.parallel.placement,
-            len(hosts),
-        )
-        if before is not None and alike and _fits(before, facts, len(hosts)):
-            with suppress(CannotPlace):  # there was more memory then
-                return _in_turn(
+        made_for = (known.get("placement_asked"), known.get("placement_hosts"))
+        same_request = made_for == (config.parallel.placement, len(hosts))
+        if before is not None and same_request and _is_valid(before, facts, len(hosts)):
+            with suppress(CannotPlace):  # the hosts have less memory now
+                return place_in_turn(
                     costs,
                     hosts,
                     lambda number, *rest: replace(placement_of(before[number], *rest), method="as before"),
                 )
-        make = round_robin if plan.placement.value == "round_robin" else place
-        return _in_turn(costs, hosts, lambda _, *rest: make(*rest))
+        place_layer = round_robin if plan.placement.value == "round_robin" else place
+        return place_in_turn(costs, hosts, lambda _, *rest: place_layer(*rest))
     except CannotPlace as error:
         raise ResourceError(str(error)) from None
 
 
-def _in_turn(
-    costs: list[list[ExpertCost]], hosts: Sequence[HostFacts], make: Callable[..., Placement]
+def place_in_turn(
+    costs: list[list[ExpertCost]], hosts: Sequence[HostFacts], place_layer: Callable[..., Placement]
 ) -> list[Placement]:
-    """Layer by layer: what one takes of a host's memory is missing for the next."""
-    used, made = [0.0] * len(hosts), []
-    for number, layer in enumerate(costs):
-        made.append(make(number, layer, hosts, used))
-        used = list(used)
-        for expert, host in zip(layer, made[-1].host_of, strict=True):
-            used[host] += expert.bytes
-    return made
+    """Place one layer after another; each leaves less of a host's memory for the next."""
+    used_bytes = [0.0] * len(hosts)
+    placements: list[Placement] = []
+    for number, experts in enumerate(costs):
+        placement = place_layer(number, experts, hosts, used_bytes)
+        placements.append(placement)
+        used_bytes = list(used_bytes)
+        for expert, host in zip(experts, placement.host_of, strict=True):
+            used_bytes[host] += expert.bytes
+    return placements
 
 
-def _fits(host_of: Any, facts: ModelFacts, hosts: int) -> bool:
-    """Whether an earlier placement is one for these layers and hosts."""
+def _is_valid(host_of: Any, facts: ModelFacts, num_hosts: int) -> bool:
+    """Return whether a saved placement has these layers, experts and hosts."""
+    num_experts = [len(weights) for weights in facts.expert_weights]
     try:
-        read_placement(
-            json.dumps({"layers": host_of}),
-            len(facts.expert_weights),
-            [len(w) for w in facts.expert_weights],
-            hosts,
-        )
+        read_placement(json.dumps({"layers": host_of}), len(num_experts), num_experts, num_hosts)
     except ValueError:
         return False
-    return max((host for layer in host_of for host in layer), default=0) < hosts
+    return max((host for layer in host_of for host in layer), default=0) < num_hosts
 
 
-def _costs(facts: ModelFacts, loads: Sequence[Sequence[float]]) -> list[list[ExpertCost]]:
-    """What each expert of each layer costs a step: FLOPs for the share of rows it had, or an even one, and bytes of state."""
+def _expert_costs(facts: ModelFacts, loads: Sequence[Sequence[float]]) -> list[list[ExpertCost]]:
+    """Return the cost of each expert of each layer: FLOPs per step for its share of rows, and bytes of
+    state.
+
+    The share is the one last seen, or an even one.
+    """
     costs: list[list[ExpertCost]] = []
     for number, weights in enumerate(facts.expert_weights):
-        seen = loads[number] if number < len(loads) and len(loads[number]) == len(weights) else []
-        total = sum(seen)
-        shares = [tokens / total for tokens in seen] if total > 0 else [1 / len(weights)] * len(weights)
+        is_known = number < len(loads) and len(loads[number]) == len(weights)
+        tokens = loads[number] if is_known else []
+        total = sum(tokens)
+        shares = [count / total for count in tokens] if total > 0 else [1 / len(weights)] * len(weights)
         costs.append(
             [
-                ExpertCost(_PASSES * _FLOPS * w * share, _STATE_BYTES * w)
-                for w, share in zip(weights, shares, strict=True)
+                ExpertCost(_PASSES * _FLOPS * weight * share, _STATE_BYTES * weight)
+                for weight, share in zip(weights, shares, strict=True)
             ]
         )
     return costs
 
 
-def _room(config: Config, plan: Plan, facts: ModelFacts, world: World) -> float:
-    """Bytes that this host has for experts: what it may use, less the dense part and the activations."""
+def _expert_memory(config: Config, plan: Plan, facts: ModelFacts, world: World) -> float:
+    """Return the bytes that this host has for experts."""
     limit = plan.memory.limit
-    if limit is not None and world.device.type == "cuda":  # the plan's is that of the smallest device
+    if limit is not None and world.device.type == "cuda":
+        # The plan's limit is that of the smallest device.
         limit = torch.cuda.get_device_properties(world.device).total_memory * config.batch.gpu_memory_fraction
-    return _left_for_experts(limit, plan, facts)
+    return _memory_left(limit, plan, facts)
 
 
-def _left_for_experts(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
+def _memory_left(limit: float | None, plan: Plan, facts: ModelFacts) -> float:
+    """Return the limit less the dense part and the activations."""
     if limit is None:
         return math.inf
-    held = facts.expert_parameters * -(-facts.experts // plan.workers.value) / max(1, facts.experts)
-    return max(0.0, limit - (plan.memory.total - _STATE_BYTES * held))
+    most_experts = -(-facts.experts // plan.workers.value)
+    local_parameters = facts.expert_parameters * most_experts / max(1, facts.experts)
+    return max(0.0, limit - (plan.memory.total - _STATE_BYTES * local_parameters))

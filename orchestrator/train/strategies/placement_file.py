@@ -1,5 +1,7 @@
-"""The file of ``--placement PATH``: which host holds which expert, as a user wrote it. Read without torch, so that a wrong one is
-refused at once."""
+"""The file of ``--placement PATH``, which assigns experts to hosts.
+
+It is read without torch, so that an invalid one is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +16,40 @@ from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts
 
 
-def placement_file(config: Config, facts: ModelFacts, hosts: int) -> list[tuple[int, ...]] | None:
-    """What ``--placement PATH`` says; None where it names no file."""
+def placement_file(config: Config, facts: ModelFacts, num_hosts: int) -> list[tuple[int, ...]] | None:
+    """Return the host of each expert, by layer, from the file of ``--placement``; None without a file."""
     text = _file_text(config)
     if text is None:
         return None
-    with _told_as_ours(config):
-        return read_placement(
-            text, len(facts.expert_weights), [len(weights) for weights in facts.expert_weights], hosts
-        )
+    num_experts = [len(weights) for weights in facts.expert_weights]
+    with _as_user_error(config):
+        return read_placement(text, len(num_experts), num_experts, num_hosts)
 
 
 def check_placement_file(config: Config) -> None:
-    """Refuse a file of ``--placement PATH`` that can be right for no model, before anything is started for it."""
-    text, workers = _file_text(config), config.parallel.workers
+    """Refuse a file of ``--placement`` that is valid for no model, before the run starts anything."""
+    text = _file_text(config)
+    workers = config.parallel.workers
     if text is not None:
-        with _told_as_ours(config):
+        with _as_user_error(config):
             check_placement(text, workers if isinstance(workers, int) else None)
 
 
 def _file_text(config: Config) -> str | None:
-    asked = config.parallel.placement
-    if asked in PLACEMENTS:
+    path = config.parallel.placement
+    if path in PLACEMENTS:
         return None
     try:
-        return Path(asked).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--placement {asked} cannot be read ({error}); give auto, round_robin or a JSON file"
+            f"--placement {path} cannot be read ({error}); give auto, round_robin or a JSON file"
         ) from None
 
 
 @contextmanager
-def _told_as_ours(config: Config) -> Iterator[None]:
+def _as_user_error(config: Config) -> Iterator[None]:
+    """Raise a ``ValueError`` of the block as the user's error."""
     try:
         yield
     except ValueError as error:

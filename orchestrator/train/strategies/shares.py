@@ -1,4 +1,4 @@
-"""Shares of the global batch in proportion to what the workers' devices can do."""
+"""Shares of the global batch in proportion to the measured speeds of the workers' devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from orchestrator.plan.planning import Plan
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.world import World
 
-_ALIKE = 0.05  # devices nearer than this share evenly: the difference is noise
-_SECONDS = 0.2
-_SIZES = {"cuda": 4096, "cpu": 384}
+_NOISE = 0.05  # devices whose speeds differ by less share evenly: the difference is noise
+_MEASURE_S = 0.2
+_MATRIX_SIZES = {"cuda": 4096, "cpu": 384}
 
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """What a worker computes on, as measured: alike devices have one speed, the mean of theirs."""
+    """The device of a worker. Devices of one name have one speed, the mean of their measurements."""
 
     name: str
     speed: float
@@ -33,23 +33,28 @@ class MeasuredDevice:
 def assign_shares(
     config: Config, plan: Plan, world: World, known: Mapping[str, Any]
 ) -> tuple[World, dict[str, float]]:
-    """The world with its shares, and the speed of each kind of device."""
-    asked = config.parallel.share_by_speed
-    if world.size == 1 or asked == "off" or config.run.deterministic:
+    """Return the world with each worker's share of the batch, and the speed of each kind of device."""
+    requested = config.parallel.share_by_speed
+    if world.size == 1 or requested == "off" or config.run.deterministic:
         return world, {}
-    names = [row[0] for row in world.gather([float(zlib.crc32(device_name(world.device).encode()))])]
-    if asked == "auto" and len(set(names)) == 1:
+    # Compare hashes of the names: one all-reduce of numbers tells whether all devices are of one kind.
+    own_hash = float(zlib.crc32(device_name(world.device).encode()))
+    hashes = [row[0] for row in world.gather([own_hash])]
+    if requested == "auto" and len(set(hashes)) == 1:
         return world, {}
     devices = measure_devices(plan, world, known)
     shares = shares_from_speeds([device.speed for device in devices])
-    return (world.with_shares(shares) if len(set(shares)) > 1 else world), {
-        device.name: device.speed for device in devices
-    }
+    if len(set(shares)) > 1:
+        world = world.with_shares(shares)
+    return world, {device.name: device.speed for device in devices}
 
 
 def measure_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[MeasuredDevice]:
-    """The devices of all workers, by rank. Speeds that an earlier start of the run measured are taken as they are, so that
-    the same workers get the same again. All workers must ask, once in the life of the group."""
+    """Return the devices of all workers, by rank. All workers must call, once per generation of the group.
+
+    Speeds that the run measured before (in ``known``, the fields of its plan) are kept, so that a resumed
+    run gives the same workers the same shares.
+    """
     name = device_name(world.device)
     speed = known.get("device_speeds", {}).get(name) or measure_speed(world.device, plan)
     names = [
@@ -57,18 +62,17 @@ def measure_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[
         for rank in range(world.size)
     ]
     speeds = [row[0] for row in world.gather([speed])]
-    means = {kind: _mean([s for n, s in zip(names, speeds, strict=True) if n == kind]) for kind in set(names)}
+    means: dict[str, float] = {}
+    for kind in set(names):
+        of_kind = [value for other, value in zip(names, speeds, strict=True) if other == kind]
+        means[kind] = sum(of_kind) / len(of_kind)
     return [MeasuredDevice(kind, means[kind]) for kind in names]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
-    """Shares from speeds: whole percents of the fastest, and none where all are alike."""
+    """Return shares in whole percents of the fastest device, or equal ones if all speeds are alike."""
     fastest = max(speeds)
-    if min(speeds) >= fastest * (1 - _ALIKE):
+    if min(speeds) >= fastest * (1 - _NOISE):
         return [1.0] * len(speeds)
     return [max(0.01, round(speed / fastest, 2)) for speed in speeds]
 
@@ -78,21 +82,21 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_speed(device: torch.device, plan: Plan) -> float:
-    """FLOP/s of matrix products in the precision of the run."""
-    size = _SIZES[device.type]
-    a = torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(0))
-    done = 0
+    """Measure FLOP/s of matrix products in the precision of the run."""
+    size = _MATRIX_SIZES[device.type]
+    matrix = torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(0))
+    products = 0
     with torch.no_grad(), autocast(plan.precision.value, device):
-        _ = a @ a
-        _wait(device)
-        begun = perf_counter()
-        while perf_counter() - begun < _SECONDS:
-            _ = a @ a
-            _wait(device)
-            done += 1
-    return 2.0 * size**3 * done / (perf_counter() - begun)
+        _ = matrix @ matrix  # the first product loads kernels
+        _wait_for_device(device)
+        start = perf_counter()
+        while perf_counter() - start < _MEASURE_S:
+            _ = matrix @ matrix
+            _wait_for_device(device)
+            products += 1
+    return 2.0 * size**3 * products / (perf_counter() - start)
 
 
-def _wait(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

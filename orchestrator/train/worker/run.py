@@ -158,7 +158,7 @@ class WorkerRun:
             known = self.world.broadcast_value("plan", earlier_plan)
         prepared = with_measured_batch(self.prepared, self.world, known, self.log)
         placement = self._decide_placement(prepared, known)
-        placement_fields = placement.measured(config.parallel.placement) if placement else {}
+        placement_fields = placement.saved_fields(config.parallel.placement) if placement else {}
         known |= placement_fields
         if prepared.plan.data_ranks < self.world.size:
             self.world = self.world.with_data_on_main()

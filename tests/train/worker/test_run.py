@@ -15,7 +15,6 @@ from orchestrator.record.events import EventLog, by_step, of_kind, read_events
 from orchestrator.record.log import SilentLog
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.strategies.shares import shares_from_speeds
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
@@ -228,11 +227,6 @@ def test_batch_size_auto_is_agreed_on(tmp_path: Path) -> None:
     chosen = plan["choices"]["batch_size"]
     assert "throughput" in chosen["reason"]
     assert plan["choices"]["global_batch_size"]["value"] == 2 * chosen["value"]
-
-
-def test_shares_by_speed() -> None:
-    assert shares_from_speeds([1.0, 0.97]) == [1.0, 1.0]
-    assert shares_from_speeds([400.0, 100.0, 396.0]) == [1.0, 0.25, 0.99]
 
 
 def test_asked_for_shares_are_recorded(tmp_path: Path) -> None:

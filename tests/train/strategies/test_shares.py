@@ -1,0 +1,54 @@
+"""Tests of batch shares by device speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.plan.planning import plan
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
+from orchestrator.train.strategies import shares
+from orchestrator.train.strategies.shares import MeasuredDevice, measure_devices, shares_from_speeds
+from tests.support.inventories import machine, model
+from tests.support.ranks import run_ranks
+
+
+def test_shares_follow_speeds_unless_they_differ_by_noise_only() -> None:
+    assert shares_from_speeds([1.0, 0.97]) == [1.0, 1.0]
+    assert shares_from_speeds([400.0, 100.0, 396.0]) == [1.0, 0.25, 0.99]
+
+
+def measure_on_rank(
+    rank: int, size: int, store: str, names: list[str], speeds: list[float], known: dict[str, Any]
+) -> list[MeasuredDevice]:
+    """Measure the devices of ranks that have the given names and would measure the given speeds."""
+    config = Config.of(parallel_strategy="data_parallel", workers=size)
+    chosen = plan(config, machine(), model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "device_name", lambda _: names[rank])
+        patch.setattr(shares, "measure_speed", lambda *_: speeds[rank])
+        with process_group_world(
+            file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60
+        ) as world:
+            return measure_devices(chosen, world, known)
+
+
+def test_devices_of_one_name_have_the_mean_of_their_speeds_on_every_rank() -> None:
+    expected = [MeasuredDevice("a", 200.0), MeasuredDevice("a", 200.0)]
+    assert run_ranks(measure_on_rank, 2, ["a", "a"], [100.0, 300.0], {}) == [expected, expected]
+
+
+def test_devices_of_another_name_do_not_enter_the_mean() -> None:
+    expected = [MeasuredDevice("a", 200.0), MeasuredDevice("b", 50.0), MeasuredDevice("a", 200.0)]
+    assert run_ranks(measure_on_rank, 3, ["a", "b", "a"], [100.0, 50.0, 300.0], {}) == [expected] * 3
+
+
+def test_speeds_that_are_known_are_not_measured_again() -> None:
+    """A resumed run keeps its shares, though a new measurement would give other speeds."""
+    expected = [MeasuredDevice("a", 7.0), MeasuredDevice("b", 50.0)]
+    known = {"device_speeds": {"a": 7.0}}
+    assert run_ranks(measure_on_rank, 2, ["a", "b"], [100.0, 50.0], known) == [expected] * 2
