@@ -21,7 +21,7 @@ import pytest
 
 from orchestrator.config.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
-from tests.support.cluster import Cluster
+from tests.support.cluster import RayCluster
 from tests.support.documents import PAGES, ROOT, Block, blocks, broken_links, page_name
 from tests.support.ranks import run_ranks
 
@@ -171,7 +171,7 @@ PAGES_THAT_RUN = sorted({block.page for block in BLOCKS if block.runs and block.
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN)
-def test_commands_run(page: str, tmp_path: Path, shared_cluster: Cluster) -> None:
+def test_commands_run(page: str, tmp_path: Path, shared_cluster: RayCluster) -> None:
     """In order, in one folder, as a reader would. Workers are started on the cluster of the tests."""
     for block in BLOCKS:
         if block.page == page and block.language == "bash" and block.runs:
@@ -185,7 +185,7 @@ def test_commands_run(page: str, tmp_path: Path, shared_cluster: Cluster) -> Non
                     assert code == 0, f"{command}\n{output}"
 
 
-def _environment(cluster: Cluster | None) -> dict[str, str]:
+def _environment(cluster: RayCluster | None) -> dict[str, str]:
     if cluster is None:
         return {}
     changed = {name: value for name, value in cluster.environment.items() if os.environ.get(name) != value}

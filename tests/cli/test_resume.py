@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.train.checkpoint.test_store import damage
+from tests.support.checkpoints import damage
 
 STEPS = 90
 SETTINGS = [
