@@ -1,4 +1,4 @@
-"""A sweep from its beginning to its report: the folder, the ledger, the trials, the tables and pictures."""
+"""A sweep from start to report: the folder, the ledger, the trials, the tables and pictures."""
 
 from __future__ import annotations
 
@@ -17,121 +17,124 @@ from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
     from orchestrator.record.sweep_screen import SweepScreen
-    from orchestrator.runtime.sweep.run import SweepDevices
+    from orchestrator.runtime.sweep.devices import SweepDevices
     from orchestrator.train.worker.prepared_run import PreparedRun
 
 
-def carry_out(
-    sweep: Sweep, prepared: PreparedRun, ground: SweepDevices, before: SweepRecord | None, quiet: bool
+def run_trials(
+    sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None, quiet: bool
 ) -> SweepRecord:
-    """Make the trials that are not made yet, and draw the report."""
+    """Run the trials that are not done yet, and draw the report."""
     from orchestrator.record.sweep_screen import SweepScreen
-    from orchestrator.runtime.sweep.run import run_sweep
+    from orchestrator.runtime.sweep.run import SweepRun
     from orchestrator.train.worker.observers import stop_on_signal
     from orchestrator.train.worker.run_dir import check_links
 
-    check_ground(sweep, prepared, ground, before)
-    folder = before.folder if before else _new_folder(prepared.resolved.config)
+    check_comparable(sweep, prepared, devices, earlier)
+    folder = earlier.folder if earlier else _new_folder(prepared.resolved.config)
     check_links(folder)
-    done = before.rows if before else ()
+    done = earlier.rows if earlier else ()
     secrets = secret_values()
-    ledger, screen = (
-        Ledger(folder, secrets),
-        SweepScreen(quiet=quiet, objective=sweep.objective, rows=done, secrets=secrets),
-    )
+    ledger = Ledger(folder, secrets)
+    screen = SweepScreen(quiet=quiet, objective=sweep.objective, rows=done, secrets=secrets)
     screen.begin(sweep.num_trials, len(done))
     try:
-        if before is None:
-            ledger.begin(_header(sweep, prepared, ground))
-        with stop_on_signal() as asked:
-            run_sweep(sweep, prepared, ground, ledger, done, screen, asked)
-            stopped = asked()
+        if earlier is None:
+            ledger.begin(_header(sweep, prepared, devices))
+        with stop_on_signal() as stop_requested:
+            SweepRun(sweep, prepared, devices, ledger, done, screen, stop_requested).run()
+            was_stopped = stop_requested()
     finally:
         screen.close()
         ledger.close()
-    return _concluded(sweep, folder, screen, stopped)
+    return _report(sweep, folder, screen, was_stopped)
 
 
-def conclude(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
-    """The end of a sweep whose trials are all made already: the report, drawn anew, and how it ended."""
+def finish_sweep(sweep: Sweep, folder: Path, quiet: bool) -> SweepRecord:
+    """Draw the report of a sweep whose trials are all done, and say how it ended."""
     from orchestrator.record.sweep_screen import SweepScreen
 
     screen = SweepScreen(quiet=quiet, objective=sweep.objective, secrets=secret_values())
-    screen.note(f"all {sweep.num_trials} trials of {folder} are made already; the report is drawn anew")
-    return _concluded(sweep, folder, screen, stopped=False)
+    screen.note(f"all {sweep.num_trials} trials of {folder} are done already; drawing the report again")
+    return _report(sweep, folder, screen, was_stopped=False)
 
 
-def _concluded(sweep: Sweep, folder: Path, screen: SweepScreen, stopped: bool) -> SweepRecord:
+def _report(sweep: Sweep, folder: Path, screen: SweepScreen, was_stopped: bool) -> SweepRecord:
     from orchestrator.report.sweep.page import draw_sweep
 
     record = read_sweep_record(folder)
     draw_sweep(folder)
-    if stopped:
+    if was_stopped:
         raise Interrupted(
-            f"interrupted after {len(record.rows)} of {sweep.num_trials} trials; go on with: orchestrator sweep --resume {folder}"
+            f"interrupted after {len(record.rows)} of {sweep.num_trials} trials; "
+            f"continue with: orchestrator sweep --resume {folder}"
         )
     if record.best() is None:
-        raise _nothing(record)
-    for line in outcome(record):
+        raise _without_result(record)
+    for line in outcome_lines(record):
         screen.note(line)
     return record
 
 
-def _nothing(record: SweepRecord) -> OrchestratorError:
-    """Why a sweep has no result: for want of devices or memory alone, or because trials failed."""
-    wanting = all(row.status in ("infeasible", "out_of_memory") for row in record.rows)
-    told = f"none of the {len(record.rows)} trials completed" + (
-        ", for want of devices or memory" if wanting else ""
-    )
-    return (ResourceError if wanting else TrainingFailed)(
-        f"{told}; their reasons are in {record.folder / 'report.html'}"
-    )
+def _without_result(record: SweepRecord) -> OrchestratorError:
+    """Return the error of a sweep without a result: insufficient resources, or failed trials."""
+    lacks_resources = all(row.status in ("infeasible", "out_of_memory") for row in record.rows)
+    message = f"none of the {len(record.rows)} trials completed"
+    reasons = f"their reasons are in {record.folder / 'report.html'}"
+    if lacks_resources:
+        return ResourceError(f"{message}, for lack of devices or memory; {reasons}")
+    return TrainingFailed(f"{message}; {reasons}")
 
 
-def is_made(sweep: Sweep, before: SweepRecord) -> bool:
-    """Whether a sweep that is to go on has all its trials already."""
-    return len(before.rows) >= sweep.num_trials
+def is_complete(sweep: Sweep, earlier: SweepRecord) -> bool:
+    """Return whether a sweep to continue has all its trials already."""
+    return len(earlier.rows) >= sweep.num_trials
 
 
-def check_ground(sweep: Sweep, prepared: PreparedRun, ground: SweepDevices, before: SweepRecord | None) -> None:
-    """What would make rows that do not compare, or none at all."""
+def check_comparable(
+    sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None
+) -> None:
+    """Refuse a sweep whose trials would have no score, or would not compare with the earlier ones."""
     if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
         raise UserError("--objective validation_loss needs validation data; the task has none")
-    if before is None:
+    if earlier is None:
         return
-    now = {
-        "kind": "gpu" if ground.on_gpu else "cpu",
-        "device_name": ground.name,
-        "cores_per_worker": ground.cores,
-    }
-    for name, value in now.items():
-        if before.header.get(name) != value:
+    for name, value in _device_facts(devices).items():
+        before = earlier.header.get(name)
+        if before != value:
             raise UserError(
-                f"the sweep in {before.folder} was begun with {name} {before.header.get(name)}, and here it is {value}: the rows would not "
-                "compare. Go on where it was begun, or begin another sweep here"
+                f"the sweep in {earlier.folder} was started with {name} {before}, and here it is {value}: "
+                "the trials would not compare. Continue on the first machine, or start another sweep here"
             )
 
 
-def _header(sweep: Sweep, prepared: PreparedRun, ground: SweepDevices) -> dict[str, Any]:
+def _device_facts(devices: SweepDevices) -> dict[str, Any]:
+    """Return the facts about a device that must be the same for all trials of a sweep."""
+    return {
+        "kind": "gpu" if devices.on_gpu else "cpu",
+        "device_name": devices.name,
+        "cores_per_worker": devices.cores,
+    }
+
+
+def _header(sweep: Sweep, prepared: PreparedRun, devices: SweepDevices) -> dict[str, Any]:
     config = prepared.resolved.config
-    left = {name: value for name, value in changed_settings(config).items() if name not in SETTINGS_NOT_KEPT}
+    settings = changed_settings(config)
     return {
         "version": VERSION,
         "task": config.task,
         **sweep.header(),
         "seed": config.run.seed,
-        "settings": left,
-        "kind": "gpu" if ground.on_gpu else "cpu",
-        "devices": ground.devices,
-        "device_name": ground.name,
-        "cores_per_worker": ground.cores,
+        "settings": {name: value for name, value in settings.items() if name not in SETTINGS_NOT_KEPT},
+        **_device_facts(devices),
+        "devices": devices.devices,
         "samples": prepared.facts.samples,
         "epochs": config.run.epochs,
     }
 
 
-def outcome(record: SweepRecord) -> list[str]:
-    """How a sweep ended, in two lines."""
+def outcome_lines(record: SweepRecord) -> list[str]:
+    """Return the outcome of a sweep in two lines."""
     from orchestrator.report.sweep.facts import is_python_task, train_command, tuned_command
 
     best = record.best()
@@ -139,23 +142,25 @@ def outcome(record: SweepRecord) -> list[str]:
     figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
     if record.objective == "validation_loss":
         figure = f"validation loss {best.validation_loss:.4f}, {figure}"
+    flags = " ".join(point_flags(best.point))
     command = train_command(record, best) if is_python_task(record) else tuned_command(record)
     return [
-        f"{len(record.rows)} trials; the best is number {best.trial}: {' '.join(point_flags(best.point))} ({figure})",
+        f"{len(record.rows)} trials; the best is number {best.trial}: {flags} ({figure})",
         f"report: {record.folder / 'report.html'}; train with it: {command}",
     ]
 
 
 def check_new(config: Config) -> None:
-    """A folder that holds a sweep is not begun anew."""
-    folder = _named(config)
+    """Refuse to start a sweep in a folder that holds one."""
+    folder = _named_folder(config)
     if folder is not None and holds_sweep(folder):
         raise UserError(
-            f"{folder} holds a sweep already; go on with it by --resume {folder}, or choose another --run-dir or --name"
+            f"{folder} holds a sweep already; continue it with --resume {folder}, "
+            "or choose another --run-dir or --name"
         )
 
 
-def _named(config: Config) -> Path | None:
+def _named_folder(config: Config) -> Path | None:
     return config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
 
 
@@ -163,7 +168,8 @@ def _new_folder(config: Config) -> Path:
     from orchestrator.train.worker.run_dir import task_name
 
     check_new(config)
-    folder = _named(config) or results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
+    default = results_folder() / f"sweep-{task_name(config)}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = _named_folder(config) or default
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

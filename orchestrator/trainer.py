@@ -1,4 +1,4 @@
-"""The Python API: train a model, data and loss of your own, or a named task, in a few lines."""
+"""The Python API: training of your own model, data and loss, or of a named task, in a few lines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.reader import Resolved, absolute
+from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
+from orchestrator.config.writer import with_absolute_paths
 from orchestrator.errors import UserError
+from orchestrator.plan.compute import choose_precision
+from orchestrator.plan.device import choose_device, choose_worker_device
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import (
@@ -23,31 +26,32 @@ from orchestrator.plan.inventory.hardware import (
     secret_values,
     set_environment,
 )
-from orchestrator.plan.planning import choose_device, choose_precision, choose_worker_device, plan
+from orchestrator.plan.planning import plan
 from orchestrator.plan.workers import (
-    asks_for_workers,
     check_cpu,
     choose_backend,
     choose_strategy,
     choose_workers,
-    on_gpus,
+    uses_gpus,
+    workers_flag,
 )
 from orchestrator.record.screen import Screen
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from torch import nn
 
     from orchestrator.config.sweep import Sweep
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
-    from orchestrator.train.worker.batch_size import Found
-    from orchestrator.train.worker.run_dir import Prepared
+    from orchestrator.train.worker.batch_size import BatchSizeResult
+    from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its status, its folder, its summary, and the trained model."""
+    """The outcome of a run: its status, its folder, its summary, and the trained model."""
 
     status: str
     run_dir: Path
@@ -56,10 +60,17 @@ class Result:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint with the best validation result; ``--init-from`` begins with its weights."""
+        """The checkpoint with the best validation result; ``--init-from`` starts from its weights."""
         step = self.summary["best"].get("step")
         path = self.run_dir / "checkpoints" / f"step_{step or 0:08d}"
         return path if step and path.is_dir() else None
+
+    @property
+    def history(self) -> DataFrame:
+        """One row per training step, with metrics and evaluations; see ``orchestrator.read_run``."""
+        from orchestrator.report.run.frames import read_run
+
+        return read_run(self.run_dir)
 
     def performance_summary(self) -> str:
         return (self.run_dir / "performance_summary.txt").read_text(encoding="utf-8")
@@ -71,10 +82,11 @@ class Trainer:
         trainer = Trainer(model, data=(x, y), loss=loss, config=Config.of(epochs=3))
         result = trainer.fit()
 
-    ``data`` and ``validation`` are tensors, tuples of tensors, or data sets with ``__len__`` and ``__getitem__``.
-    ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a ``Loss``. ``optimizer`` makes an optimizer
-    from parameters; ``schedule`` gives the factor of the learning rate at a step. The model holds the trained weights
-    afterwards."""
+    ``data`` and ``validation`` are tensors, tuples of tensors, or data sets with ``__len__`` and
+    ``__getitem__``. ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a
+    ``Loss``. ``optimizer`` builds an optimizer from parameters; ``schedule`` returns the factor of
+    the learning rate at a step. After the training the model holds the trained weights.
+    """
 
     def __init__(
         self,
@@ -89,235 +101,263 @@ class Trainer:
         config: Config | Resolved | None = None,
         quiet: bool = False,
     ) -> None:
+        if not isinstance(config, Config | Resolved | None):
+            raise UserError(f"config is a {type(config).__name__}; a Config is needed: Config.of(epochs=3)")
         self.resolved = config if isinstance(config, Resolved) else Resolved(config or Config(), {})
         self._screen = Screen(quiet=True)
         self._quiet = quiet
         self._model = model
-        self._given: Task | None = task
-        if not isinstance(config, Config | Resolved | None):
-            raise UserError(f"config is a {type(config).__name__}; a Config was needed: Config.of(epochs=3)")
-        if task is not None and not all(
-            callable(getattr(task, member, None)) for member in ("build_model", "train_data", "loss")
-        ):
-            raise UserError(
-                f"task is {task!r}; an object with build_model, train_data and loss was needed (a name goes into Config.of(task=...))"
-            )
-        if model is None and any(part is not None for part in (data, loss, validation, optimizer, schedule)):
+        self._own_task: Task | None = task
+        if task is not None:
+            _check_task(task)
+        has_parts = any(part is not None for part in (data, loss, validation, optimizer, schedule))
+        if model is None and has_parts:
             raise UserError("data and loss were given without a model: Trainer(model, data=..., loss=...)")
         if model is not None:
             if data is None or loss is None:
-                raise UserError(
-                    "a model of your own needs data and loss beside it: Trainer(model, data=..., loss=...)"
-                )
-            self._given = _given_task(model, data, loss, validation, optimizer, schedule)
-        if self._given is not None:
-            own = f"python:{type(self._given if model is None else model).__name__}"
-            self.resolved = Resolved(self.resolved.config.but(task=own), self.resolved.origins)
+                raise UserError("your own model needs data and loss: Trainer(model, data=..., loss=...)")
+            self._own_task = _task_from_objects(model, data, loss, validation, optimizer, schedule)
+        if self._own_task is not None:
+            name = type(self._own_task if model is None else model).__name__
+            self.resolved = Resolved(self.resolved.config.but(task=f"python:{name}"), self.resolved.origins)
 
-    def prepare(self) -> Prepared:
-        """Load the task, look at the hardware, trace the model and plan. Nothing is written, and no cluster is started."""
-        return self._prepare(self._look(), None)
+    def prepare(self) -> PreparedRun:
+        """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""
+        return self._prepare(self._take_inventory(), None)
 
-    def _look(self) -> Inventory:
-        # read by torch when it first touches the GPU: without it large batches fail for fragments, not for lack of memory
+    def _take_inventory(self) -> Inventory:
+        # torch reads it when it first uses the GPU. Without it large batches fail because the free
+        # memory is fragmented, although there is enough of it.
         set_environment("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
-    def _prepare(self, found: Inventory, cluster: Cluster | None, task: Task | None = None) -> Prepared:
+    def _prepare(self, hardware: Inventory, cluster: Cluster | None, task: Task | None = None) -> PreparedRun:
         from orchestrator.measure.model_facts import model_facts
         from orchestrator.tasks.load import load_task
-        from orchestrator.train.worker.run_dir import Prepared, kept_batch, planned_before, run_before
+        from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
+        from orchestrator.train.worker.prepared_run import PreparedRun
+        from orchestrator.train.worker.run_dir import find_run_to_resume
 
-        config = absolute(self.resolved.config, Path.cwd())
-        task = task or self._given or load_task(config)
-        device = self._device(config, found, cluster)
-        precision = choose_precision(config, found, device).value
+        config = with_absolute_paths(self.resolved.config, Path.cwd())
+        task = task or self._own_task or load_task(config)
+        device = self._traced_device(config, hardware, cluster)
+        precision = choose_precision(config, hardware, device).value
         facts = model_facts(task, device, precision)
-        before = run_before(config, config.run.name, results_folder())
-        known = planned_before(before) if before else {}
-        chosen = plan(config, found, facts, kept_batch(config, known), cluster, in_cluster())
-        return Prepared(
-            Resolved(config, self.resolved.origins), task, found, facts, chosen, cluster, in_cluster()
+        earlier_run = find_run_to_resume(config, config.run.name, results_folder())
+        earlier_plan = read_earlier_plan(earlier_run) if earlier_run else {}
+        global_batch = earlier_global_batch(config, earlier_plan)
+        chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())
+        return PreparedRun(
+            Resolved(config, self.resolved.origins), task, hardware, facts, chosen, cluster, in_cluster()
         )
 
-    def _device(self, config: Config, found: Inventory, cluster: Cluster | None) -> str:
-        """What the model is traced for."""
+    def _traced_device(self, config: Config, hardware: Inventory, cluster: Cluster | None) -> str:
+        """Return the device for which the model is traced."""
         joined = cluster is not None and cluster.joined
-        if choose_strategy(config, found, joined or in_cluster()).value == "single":
-            return choose_device(config, found).value
+        if choose_strategy(config, hardware, joined or in_cluster()).value == "single":
+            return choose_device(config, hardware).value
         if not joined:
-            found = replace(found, gpus=chosen_gpus(found, config.parallel.devices))
-        return choose_worker_device(config, found, cluster.gpus if cluster else len(found.gpus)).value
+            hardware = replace(hardware, gpus=chosen_gpus(hardware, config.parallel.devices))
+        num_gpus = cluster.gpus if cluster else len(hardware.gpus)
+        return choose_worker_device(config, hardware, num_gpus).value
 
-    def find_batch_size(self) -> Found:
-        """What ``--batch-size auto`` would find: the largest batch that fits the GPU, or the fastest on the CPU."""
+    def find_batch_size(self) -> BatchSizeResult:
+        """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU."""
         from orchestrator.train.parts.world import World
         from orchestrator.train.worker.batch_probe import find_batch
-        from orchestrator.train.worker.build import machine_settings
+        from orchestrator.train.worker.torch_settings import torch_settings
 
         prepared = self.prepare()
-        config, chosen = prepared.resolved.config, prepared.plan
+        config = prepared.resolved.config
+        chosen = prepared.plan
         world = World.single_process(chosen.device.value)
-        with machine_settings(config, chosen, world.device):
+        with torch_settings(config, chosen, world.device):
             return find_batch(config, chosen, prepared.task, world, prepared.facts)
 
     def bench(self, iterations: int = 20, precisions: bool = False) -> list[BenchResult]:
-        """Forward, backward and optimizer time over whole steps, warm-up left out; in each precision if asked for."""
+        """Measure forward, backward and optimizer time over whole steps after warm-up.
+
+        ``precisions`` measures every precision that the device supports.
+        """
         from orchestrator.measure.bench import measure, measure_precisions
 
         prepared = self.prepare()
-        config, chosen, task = prepared.resolved.config, prepared.plan, prepared.task
-        return (
-            measure_precisions(config, chosen, task, iterations)
-            if precisions
-            else [measure(config, chosen, task, iterations)]
-        )
+        config = prepared.resolved.config
+        if precisions:
+            return measure_precisions(config, prepared.plan, prepared.task, iterations)
+        return [measure(config, prepared.plan, prepared.task, iterations)]
 
     def fit(self) -> Result:
-        """Train to the end. Works in a notebook and from a running event loop too; ``fit_async`` leaves that loop free."""
+        """Train to the end. Works in a notebook and inside a running event loop; ``fit_async`` does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
-        if not asks_for_workers(self.resolved.config):
-            found = self._look()
-            if choose_strategy(self.resolved.config, found, in_cluster()).value == "single":
-                return self._alone(self._prepare(found, None))
+        config = self.resolved.config
+        if not workers_flag(config):
+            hardware = self._take_inventory()
+            if choose_strategy(config, hardware, in_cluster()).value == "single":
+                return self._run_in_process(self._prepare(hardware, None))
         from orchestrator.train.strategies.placement_file import check_placement_file
         from orchestrator.train.worker.run_dir import check_unused
 
-        run = self.resolved.config.run  # a cluster takes a while to start: what needs none is told before
-        check_unused(self.resolved.config, run.run_dir or (results_folder() / run.name if run.name else None))
-        check_placement_file(self.resolved.config)
+        # A cluster takes a while to start: checks that need none come first.
+        named = results_folder() / config.run.name if config.run.name else None
+        check_unused(config, config.run.run_dir or named)
+        check_placement_file(config)
         from orchestrator.runtime.cluster.session import session
 
-        with session(self.resolved.config, self._screen.note) as joined:
-            return self._together(joined)
+        with session(config, self._screen.note) as joined:
+            return self._run_on_workers(joined)
 
     def devices(self) -> tuple[str, int]:
-        """Devices that a run here could have, of the cluster that it would join or of this machine: ``gpu`` and how many, where
-        there are any that it may use, else ``cpu`` and the cores."""
-        from orchestrator.runtime.cluster.session import cluster_runs, session
+        """Return the devices that a run could use, of the cluster it would join or of this machine.
+
+        They are ``gpu`` and their number if it may use any, else ``cpu`` and the number of cores.
+        """
+        from orchestrator.runtime.cluster.session import joins_cluster, session
         from orchestrator.runtime.cluster.survey import survey
 
-        config, found = self.resolved.config, self._look()
-        cluster = Cluster.of(found, config.parallel.devices)
-        if cluster_runs(config):
+        config = self.resolved.config
+        hardware = self._take_inventory()
+        cluster = Cluster.of(hardware, config.parallel.devices)
+        if joins_cluster(config):
             with session(config, self._screen.note) as joined:
-                cluster, found = survey(found, joined)
-        return ("gpu", cluster.gpus) if on_gpus(config, cluster) and found.gpus else ("cpu", cluster.cpus)
+                cluster, hardware = survey(hardware, joined)
+        if uses_gpus(config, cluster) and hardware.gpus:
+            return "gpu", cluster.gpus
+        return "cpu", cluster.cpus
 
     def sweep(self, sweep: Sweep, resume: Path | None = None) -> SweepRecord:
-        """Try settings against each other, each in a short run of its own; ``resume`` is the folder of a sweep to go on with. What
-        came of each trial, and tables and pictures of it, lie in the folder of the sweep."""
+        """Compare settings, each in a short run of its own; ``resume`` is the folder of a sweep to continue.
+
+        The result of each trial, tables and pictures are in the folder of the sweep; see also
+        ``orchestrator.read_sweep``.
+        """
         from orchestrator.record.ledger import read_sweep_record
-        from orchestrator.sweeps import carry_out, conclude, is_made
+        from orchestrator.sweeps import finish_sweep, is_complete, run_trials
         from orchestrator.tasks.load import load_task
 
-        before = read_sweep_record(resume) if resume is not None else None
-        if before is not None and is_made(sweep, before):
-            return conclude(sweep, before.folder, self._quiet)
-        config, found = self.resolved.config, self._look()
-        task = self._given or load_task(
-            absolute(config, Path.cwd())
-        )  # what is wrong with it is told before a cluster starts
+        earlier = read_sweep_record(resume) if resume is not None else None
+        if earlier is not None and is_complete(sweep, earlier):
+            return finish_sweep(sweep, earlier.folder, self._quiet)
+        config = self.resolved.config
+        hardware = self._take_inventory()
+        # A task that cannot be loaded is reported before a cluster starts.
+        task = self._own_task or load_task(with_absolute_paths(config, Path.cwd()))
         from orchestrator.runtime.cluster.session import session
         from orchestrator.runtime.cluster.survey import survey
-        from orchestrator.runtime.sweep.run import Ground, check_first
+        from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
 
-        check_first(sweep, config, found)
+        check_feasible(sweep, config, hardware)
         with session(config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
-            cluster, node = survey(found, joined)
-            ground = Ground.of(config, sweep.space, node, cluster)
-            return carry_out(sweep, self._prepare(node, cluster, task), ground, before, self._quiet)
+            cluster, node = survey(hardware, joined)
+            devices = SweepDevices.of(config, sweep.space, node, cluster)
+            return run_trials(sweep, self._prepare(node, cluster, task), devices, earlier, self._quiet)
 
     async def fit_async(self) -> Result:
         return await asyncio.to_thread(self.fit)
 
-    def _alone(self, prepared: Prepared) -> Result:
-        """The run in this process."""
+    def _run_in_process(self, prepared: PreparedRun) -> Result:
+        """Train in this process."""
         from orchestrator.train.parts.world import World
-        from orchestrator.train.worker.build import check_beginning, kept_randomness
-        from orchestrator.train.worker.observers import interruptible, recording
-        from orchestrator.train.worker.run import Supervision, record_failure, work
-        from orchestrator.train.worker.run_dir import banner_rows, open_run_dir
+        from orchestrator.train.worker.observers import open_event_log, stop_on_signal
+        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.resume import check_start_checkpoint
+        from orchestrator.train.worker.run import Supervision, record_failure, run_worker
+        from orchestrator.train.worker.run_dir import open_run_dir
+        from orchestrator.train.worker.torch_settings import preserved_random_state
 
-        config, begun = prepared.resolved.config, perf_counter()
-        check_beginning(config)
+        start_s = perf_counter()
+        config = prepared.resolved.config
+        check_start_checkpoint(config)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
-        with kept_randomness(), recording(config, run_dir, self._screen) as log, interruptible() as asked:
-            self._introduce(prepared, banner_rows(prepared, run_dir))
+        world = World.single_process(prepared.plan.device.value)
+        with (
+            preserved_random_state(),
+            open_event_log(config, run_dir, self._screen) as log,
+            stop_on_signal() as stop_requested,
+        ):
+            self._show_banner(prepared, banner_rows(prepared, run_dir))
             try:
-                outcome, model = work(
-                    prepared,
-                    World.single_process(prepared.plan.device.value),
-                    run_dir,
-                    log,
-                    Supervision(asked),
-                )
+                outcome, model = run_worker(prepared, world, run_dir, log, Supervision(stop_requested))
             except BaseException as error:
-                record_failure(run_dir, error, perf_counter() - begun, log)
+                record_failure(run_dir, error, perf_counter() - start_s, log)
                 raise
-        return self._concluded(outcome.status, run_dir, model)
+        return self._finish(outcome.status, run_dir, model)
 
-    def _together(self, joined: bool) -> Result:
-        """The run on the workers of a cluster; ``joined`` if it is someone else's."""
+    def _run_on_workers(self, joined: bool) -> Result:
+        """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
         from orchestrator.runtime.cluster.survey import survey
         from orchestrator.runtime.driver import drive, trained_model
         from orchestrator.train.strategies.placement_file import placement_file
-        from orchestrator.train.worker.build import check_beginning
-        from orchestrator.train.worker.run_dir import banner_rows, open_run_dir
+        from orchestrator.train.worker.prepared_run import banner_rows
+        from orchestrator.train.worker.resume import check_start_checkpoint
+        from orchestrator.train.worker.run_dir import open_run_dir
 
-        cluster, node = survey(self._look(), joined)
-        asked = self.resolved.config  # what cannot be had is told before anything is traced
-        count, on_gpu = (
-            choose_workers(asked, cluster, node).value,
-            choose_worker_device(asked, node, cluster.gpus).value != "cpu",
-        )
-        check_cpu(asked, on_gpu)
-        choose_backend(asked, on_gpu, count)
+        cluster, node = survey(self._take_inventory(), joined)
+        # Insufficient resources are reported before the model is traced.
+        requested = self.resolved.config
+        num_workers = choose_workers(requested, cluster, node).value
+        on_gpu = choose_worker_device(requested, node, cluster.gpus).value != "cpu"
+        check_cpu(requested, on_gpu)
+        choose_backend(requested, on_gpu, num_workers)
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
-        check_beginning(config)
+        check_start_checkpoint(config)
         if prepared.plan.strategy.value == "expert_parallel":
-            placement_file(config, prepared.facts, count)
+            placement_file(config, prepared.facts, num_workers)
         run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
-        self._introduce(prepared, banner_rows(prepared, run_dir))
-        status = drive(_start_of(prepared), prepared, cluster, run_dir, self._screen)
-        return self._concluded(status, run_dir, trained_model(prepared, run_dir))
+        self._show_banner(prepared, banner_rows(prepared, run_dir))
+        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, self._screen)
+        return self._finish(status, run_dir, trained_model(prepared, run_dir))
 
-    def _introduce(self, prepared: Prepared, rows: list[tuple[str, str]]) -> None:
+    def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
         self._screen.banner(rows, "expert-orchestrator")
         unused = unused_settings(prepared.resolved.config, prepared.plan.strategy.value, prepared.facts)
         if unused:
             self._screen.note(f"note: {unused}")
 
-    def _concluded(self, status: str, run_dir: Path, model: nn.Module) -> Result:
+    def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.run.page import draw_report
-        from orchestrator.train.worker.run_dir import conclude, outcome_lines
+        from orchestrator.train.worker.run_dir import summary_lines, write_summary
 
         if self._model is not None:
             self._model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
-        summary = conclude(run_dir)
+        summary = write_summary(run_dir)
         draw_report(run_dir)
-        for line in outcome_lines(summary, run_dir):
+        for line in summary_lines(summary, run_dir):
             self._screen.note(line)
         return Result(status, run_dir, summary, model)
 
 
-def _start_of(prepared: Prepared) -> Any:
-    """How a group of workers is started, by the strategy of the plan."""
+def _worker_group_type(prepared: PreparedRun) -> Any:
+    """Return the class that starts and watches the workers of the plan's strategy."""
     if prepared.plan.strategy.value == "expert_parallel":
         from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 
         return ExpertParallelRun
-    from orchestrator.runtime.data_parallel.fit import Fit
+    from orchestrator.runtime.data_parallel.fit import DataParallelRun
 
-    return Fit
+    return DataParallelRun
 
 
-def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any) -> Task:
-    """A task from objects. Models for tracing and probing are copies; the trained weights go back into the given one."""
-    from orchestrator.tasks.task import Task as Protocol
+def _check_task(task: Any) -> None:
+    members = ("build_model", "train_data", "loss")
+    if not all(callable(getattr(task, member, None)) for member in members):
+        raise UserError(
+            f"task is {task!r}; an object with build_model, train_data and loss is needed "
+            "(a name goes into Config.of(task=...))"
+        )
 
-    class Given(Protocol):
+
+def _task_from_objects(
+    model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any
+) -> Task:
+    """Return a task made of objects.
+
+    Models for tracing and probing are copies; the trained weights are loaded into the given model.
+    """
+    from orchestrator.tasks.task import Task as BaseTask
+
+    class ObjectTask(BaseTask):
         def build_model(self) -> Any:
             return copy.deepcopy(model)
 
@@ -336,4 +376,4 @@ def _given_task(model: Any, data: Any, loss: Any, validation: Any, optimizer: An
         def schedule(self) -> Any:
             return schedule
 
-    return Given()
+    return ObjectTask()

@@ -1,0 +1,243 @@
+"""Tests of whole runs through the Python API: failures, interruption, resuming, compilation, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator import Trainer
+from orchestrator.errors import TaskFailed, TrainingFailed
+from orchestrator.record.events import by_step, of_kind
+from tests.test_trainer import blobs, cross_entropy, events_of, settings, trainer
+
+# Failures
+
+
+def test_a_diverged_run_fails_and_saves_no_checkpoint_of_it(tmp_path: Path) -> None:
+    num_calls = 0
+
+    def exploding_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return cross_entropy(model, batch) * (float("nan") if num_calls > 12 else 1.0)
+
+    config = settings(tmp_path, checkpoint_every=2, log_every=1)
+    with pytest.raises(TrainingFailed, match="diverged"):
+        trainer(config, blobs(320), exploding_loss).fit()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    events = events_of(tmp_path)
+    first_nan = next(step["step"] for step in by_step(events) if step["loss"] == "nan")
+    assert max(event["step"] for event in of_kind(events, "checkpoint")) < first_nan
+
+
+def test_an_error_in_a_loader_process_is_reported_like_any_other(tmp_path: Path) -> None:
+    class BrokenData:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 40:
+                raise ValueError("broken file 40.png")
+            return torch.zeros(4), 0
+
+    with pytest.raises(TaskFailed) as caught:
+        trainer(settings(tmp_path, loader_workers=2), BrokenData()).fit()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "ValueError: broken file 40.png"
+    assert "test_trainer_runs.py" in lines[-2]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.train.checkpoint import store
+
+    write_checkpoint = store.write_checkpoint
+    num_calls = 0
+
+    def fail_once(*arguments: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise OSError(28, "No space left on device")
+        write_checkpoint(*arguments)
+
+    monkeypatch.setattr(store, "write_checkpoint", fail_once)
+    result = trainer(settings(tmp_path, epochs=2)).fit()
+    assert result.status == "completed"
+    (warning,) = of_kind(events_of(tmp_path), "warning")
+    assert "No space left" in warning["message"]
+
+
+def test_a_tracker_that_fails_is_a_warning_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchestrator.record import tracker_backends
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no tracker today")
+
+    monkeypatch.setitem(tracker_backends.FACTORIES, "tensorboard", fail)  # pyright: ignore[reportArgumentType]
+    result = trainer(settings(tmp_path, trackers=("tensorboard",), monitor_gpu=True), blobs(64)).fit()
+    events = events_of(tmp_path)
+    assert result.status == "completed"
+    assert any("no tracker today" in event["message"] for event in of_kind(events, "warning"))
+    # The run is shorter than the monitor's interval, and still has a sample.
+    assert of_kind(events, "monitor")[-1]["host"]["process_memory"] > 0
+
+
+def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
+    flags = ["--run-dir", str(tmp_path / "run"), "--epochs", "5000", "--trackers"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "train", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+    while process.poll() is None and len(of_kind(events_of(tmp_path), "step")) < 5:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "--resume auto" in output
+    events = events_of(tmp_path)
+    assert of_kind(events, "end")[0]["status"] == "stopped"
+    assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
+
+
+# Memory and batches
+
+
+def test_a_step_repeated_after_out_of_memory_updates_batch_norm_once(tmp_path: Path) -> None:
+    def num_batches_tracked(with_failure: bool) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        is_training = False
+        num_failures = 0
+
+        def failing_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            nonlocal num_failures
+            loss = cross_entropy(model, batch)
+            is_real_step = is_training and model.training and batch[0].device.type == "cpu"
+            if with_failure and is_real_step and len(batch[0]) == 16 and not num_failures:
+                num_failures += 1
+                raise torch.OutOfMemoryError("injected")
+            return loss
+
+        config = settings(tmp_path / str(with_failure), epochs=1)
+        own = trainer(config, blobs(64), failing_loss, model)
+        prepared = own.prepare()
+        is_training = True
+        own._run_in_process(prepared)
+        assert num_failures == with_failure
+        return int(model[1].num_batches_tracked)  # pyright: ignore[reportArgumentType]
+
+    assert num_batches_tracked(False) == 4
+    assert num_batches_tracked(True) == 8, "four steps in two halves each, without the failed attempt"
+
+
+def test_an_evaluation_that_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
+    def tight_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training and len(batch[0]) > 5:
+            raise torch.OutOfMemoryError("injected")
+        return cross_entropy(model, batch)
+
+    means = []
+    for name, loss in (("plain", cross_entropy), ("tight", tight_loss)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        config = settings(tmp_path / name, epochs=1)
+        result = trainer(config, loss=loss, model=model, validation=blobs(23, 1)).fit()
+        means.append(result.summary["validation"]["loss"])
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+
+
+def test_another_batch_size_on_resume_moves_the_end_of_the_schedule(tmp_path: Path) -> None:
+    trainer(settings(tmp_path, epochs=2, batch_size=16, max_steps=4), blobs(64)).fit()
+    trainer(settings(tmp_path, epochs=2, batch_size=8, resume="auto"), blobs(64)).fit()
+    events = events_of(tmp_path)
+    steps = by_step(events)
+    assert len(steps) == 4 + 8
+    assert of_kind(events, "start")[-1]["total_steps"] == 12
+    assert steps[-1]["lr"] < 0.2 * max(step["lr"] for step in steps)
+
+
+def test_batch_size_auto_on_a_cpu_is_measured_once(tmp_path: Path) -> None:
+    def batch_choice() -> dict[str, Any]:
+        return json.loads((tmp_path / "run" / "plan.json").read_text())["choices"]["batch_size"]
+
+    config = settings(tmp_path, batch_size="auto", max_steps=2)
+    trainer(config, blobs(512)).fit()
+    first = batch_choice()
+    assert "measured throughput" in first["reason"]
+    assert 1 <= first["value"] <= 64, "at most an eighth of the data"
+    trainer(config.but(resume="auto", max_steps=4), blobs(512)).fit()
+    resumed = batch_choice()
+    assert resumed["value"] == first["value"]
+    assert resumed["reason"] == "measured when the run was first started"
+    assert resumed["rejected"] == []
+
+
+def test_activation_checkpointing_keeps_the_losses(tmp_path: Path) -> None:
+    losses = []
+    for switch in ("off", "on"):
+        config = settings(
+            tmp_path / switch,
+            epochs=2,
+            batch_size=None,
+            activation_checkpointing=switch,
+            width=16,
+            expert_hidden_size=(8,),
+        )
+        Trainer(config=config, quiet=True).fit()
+        losses.append([step["loss"] for step in by_step(events_of(tmp_path / switch))])
+    assert losses[0] == losses[1]
+
+
+# Compilation and profiling
+
+
+def test_a_compiler_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is repeated without the compiler, and the run says so."""
+
+    def failing_backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_function(call, backend=failing_backend))
+    result = trainer(settings(tmp_path, compile=True), blobs(64)).fit()
+    assert result.status == "completed"
+    (event,) = of_kind(events_of(tmp_path), "compile")
+    assert event["status"] == "failed"
+    assert "no compiler here" in event["detail"]
+
+
+def test_modules_of_torch_itself_are_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def counting_backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_function(call, backend=counting_backend))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    trainer(settings(tmp_path, compile=True), blobs(64), model=model).fit()
+    assert graphs
+    (event,) = of_kind(events_of(tmp_path), "compile")
+    assert event["status"] == "compiled"
+
+
+def test_a_profile_is_a_trace_and_a_table(tmp_path: Path) -> None:
+    trainer(settings(tmp_path, profile=True), blobs(200)).fit()
+    assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
+    assert "addmm" in (tmp_path / "run" / "profile.txt").read_text()
