@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.support import markdown_table
 from orchestrator.record.events import Event, of_kind
-from tests.support.faults import Fired
+from tests.support.faults import FiredFault
 
 LATE_STEPS = 3  # that may still be recorded between a kill and its detection
 GAPS_S = (1, 5, 15)
@@ -22,7 +22,7 @@ PARTS = ("detect_seconds", "regroup_seconds", "restore_seconds", "replay_seconds
 class Cost:
     """The cost of one kill, in seconds from the kill. None where the run ended first."""
 
-    fired: Fired
+    fired: FiredFault
     next_step: float | None
     """To the first step done after the kill."""
     back: float | None
@@ -31,7 +31,7 @@ class Cost:
     """The recovery event that belongs to the kill."""
 
 
-def costs(fired: Sequence[Fired], events: Sequence[Event]) -> list[Cost]:
+def costs(fired: Sequence[FiredFault], events: Sequence[Event]) -> list[Cost]:
     return [
         Cost(kill, _next_step(kill.time, events), _back(kill.time, events), _recovery(kill.time, events))
         for kill in fired

@@ -1,9 +1,11 @@
-"""A host of experts as a Ray actor: it owns one device and runs what it is handed, in segments. It knows nothing of training:
-that comes with the function it is given. Between segments the driver may look after it; within one, no Ray call is made.
+"""A host of experts as a Ray actor.
 
-Beside the thread that works there are others, so that a host can be told to leave its group while it waits for the others, and
-copies of its state can be fetched while it goes on. A copy is the return value of a call, not an object that the host puts: the
-driver owns it, and it outlives the host."""
+The actor owns one device and runs the work that it is given, a segment at a time. It knows nothing about training: the
+training code arrives as a function. The driver calls the host between segments; inside a segment there is no Ray call.
+
+Next to the thread that works, the actor has one thread per concurrency group. So the driver can make a host leave its
+group while the host waits for its peers, and can fetch snapshots while the host trains. A snapshot is the return
+value of an actor call and not an object that the host puts: the driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
@@ -20,135 +22,155 @@ import ray
 
 from experts.membership import GroupMembership
 
+_CHECK_SECONDS = 0.05
 
-class Work(Protocol):
-    """What a host works at, a segment at a time: of so many steps, or whatever else the work is measured in."""
+BackupKey = tuple[int, int, int]
+"""The generation, rank and step of a snapshot."""
+
+
+class HostedWork(Protocol):
+    """Work that a host does in segments, such as a number of training steps."""
 
     def advance(self, segment: Any) -> Any: ...
 
 
 class Outbox:
-    """Room for one thing that is to be fetched. Whoever puts waits for room, whoever fetches for something."""
+    """A mailbox with one place. Writers wait until it is empty, readers until it is full."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._held: tuple[Any, Any] | None = None
+        self._content: tuple[Any, Any] | None = None
 
-    def make_room(self, life: GroupMembership) -> None:
-        """Wait until what was put last is being fetched, and so what was put before it has been."""
+    def wait_for_space(self, membership: GroupMembership) -> None:
+        """Wait until the last item is being fetched; the item before it has then arrived."""
         with self._changed:
-            while self._held is not None:
-                life.check()
-                self._changed.wait(0.05)
+            while self._content is not None:
+                membership.check()
+                self._changed.wait(_CHECK_SECONDS)
 
     def put(self, header: Any, data: Any) -> None:
         with self._changed:
-            self._held = header, data
+            self._content = header, data
             self._changed.notify_all()
 
     def fetch(self) -> tuple[Any, Any]:
         with self._changed:
-            while self._held is None:
+            while self._content is None:
                 self._changed.wait()
-            held, self._held = self._held, None
+            content = self._content
+            self._content = None
             self._changed.notify_all()
-            return held
+            return content
 
     def empty(self) -> None:
         with self._changed:
-            self._held = None
+            self._content = None
             self._changed.notify_all()
 
 
 @dataclass
-class Side:
-    """What work as a member of a group has beside it: its membership, where copies are put, and what it remembers from one
-    membership to the next."""
+class HostContext:
+    """The surroundings of hosted work: its group membership, the mailbox for snapshots, and a cache.
+
+    The cache survives the membership: what a host has loaded once serves the next group too."""
 
     membership: GroupMembership
     outbox: Outbox
-    memory: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
 
 
-@ray.remote(concurrency_groups={"side": 1, "copies": 1, "kept": 1, "life": 1})  # pyright: ignore[reportCallIssue]
+@ray.remote(concurrency_groups={"control": 1, "snapshots": 1, "backups": 1, "liveness": 1})  # pyright: ignore[reportCallIssue]
 class ExpertHost:
-    """One host. It works at one thing at a time; what it has imported stays for the next."""
+    """One host. It does one piece of work at a time; its imports and its cache serve the next one."""
 
     def __init__(self) -> None:
-        self._work: Work | None = None
+        self._work: HostedWork | None = None
         self._stack = ExitStack()
-        self._side = Side(GroupMembership(), Outbox())
-        self._epoch, self._left = -1, -1
+        self._context = HostContext(GroupMembership(), Outbox())
+        self._generation = -1
+        self._last_generation_left = -1
+        # Guards the two generations and the membership: ``join`` and ``leave`` run in different threads.
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        self._backups: dict[BackupKey, tuple[Any, Any]] = {}
 
-    def warm(self, rehearse: Callable[..., None], *arguments: Any) -> tuple[str, int]:
-        """Get ready: ``rehearse(side, *arguments)``. Returns the node and the process that this is."""
-        rehearse(self._side, *arguments)
+    def warm_up(self, preload: Callable[..., None], *arguments: Any) -> tuple[str, int]:
+        """Call ``preload(context, *arguments)``. Return the id of this node and of this process."""
+        preload(self._context, *arguments)
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    @ray.method(concurrency_group="life")
-    def live(self) -> None:
-        """Ends with the host, and not before: whoever asked knows when it dies."""
+    @ray.method(concurrency_group="liveness")
+    def block_until_death(self) -> None:
+        """Block as long as the host lives: the call fails when the host dies."""
         threading.Event().wait()
 
-    def meeting_place(self) -> tuple[str, int]:
-        """An address and a free port at which the hosts can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Return an address and a free port where hosts can form a group."""
+        return free_address()
 
-    def open(self, make: Callable[..., AbstractContextManager[Work]], *arguments: Any) -> None:
-        """Prepare to work: ``make(*arguments)``."""
+    def open(self, start: Callable[..., AbstractContextManager[HostedWork]], *arguments: Any) -> None:
+        """Prepare work without a membership: ``start(*arguments)``."""
         self.close()
-        self._work = self._stack.enter_context(make(*arguments))
+        self._work = self._stack.enter_context(start(*arguments))
 
-    def join(self, make: Callable[..., AbstractContextManager[Work]], epoch: int, *arguments: Any) -> None:
-        """Become a member of the group of that epoch, and prepare to work in it: ``make(side, *arguments)``."""
+    def join(
+        self, start: Callable[..., AbstractContextManager[HostedWork]], generation: int, *arguments: Any
+    ) -> None:
+        """Join the group of a generation and prepare the work in it: ``start(context, *arguments)``."""
         self.close()
         with self._lock:
-            self._side.membership, self._epoch = GroupMembership(), epoch
-            self._side.outbox.empty()
-            if self._left >= epoch:
-                self._side.membership.leave()
-        self._work = self._stack.enter_context(make(self._side, *arguments))
+            self._context.membership = GroupMembership()
+            self._generation = generation
+            self._context.outbox.empty()
+            # ``leave`` may overtake ``join``: they arrive in different threads.
+            if self._last_generation_left >= generation:
+                self._context.membership.leave()
+        self._work = self._stack.enter_context(start(self._context, *arguments))
 
     def advance(self, segment: Any) -> Any:
-        """Work for a segment. Returns what the work returns."""
-        assert self._work is not None, "advance before open"
+        """Work for one segment. Return the result of the work."""
+        assert self._work is not None, "advance before open or join"
         try:
             return self._work.advance(segment)
-        except BaseException:  # what is being written is written to its end
+        except BaseException:
+            # Closing the work finishes what it writes in the background, such as a checkpoint.
             self._work = None
             self._stack.__exit__(*sys.exc_info())
             raise
 
     def close(self) -> None:
-        """The work is over."""
+        """End the work."""
         self._work = None
         self._stack.close()
 
-    @ray.method(concurrency_group="side")
-    def leave(self, epoch: int) -> None:
-        """Whoever waits in the group of that epoch, or of one before, stops waiting."""
+    @ray.method(concurrency_group="control")
+    def leave(self, generation: int) -> None:
+        """Leave the group of a generation, or of an earlier one: the work stops waiting for its peers."""
         with self._lock:
-            self._left = max(self._left, epoch)
-            if self._epoch <= epoch:
-                self._side.membership.leave()
+            self._last_generation_left = max(self._last_generation_left, generation)
+            if self._generation <= generation:
+                self._context.membership.leave()
 
-    @ray.method(concurrency_group="copies", num_returns=2)
-    def copy(self) -> tuple[Any, Any]:
-        """The next copy of this host's state: what it holds, and the bytes."""
-        return self._side.outbox.fetch()
+    @ray.method(concurrency_group="snapshots", num_returns=2)
+    def next_snapshot(self) -> tuple[Any, Any]:
+        """Wait for the next snapshot of this host. Return its header and its bytes."""
+        return self._context.outbox.fetch()
 
-    @ray.method(concurrency_group="kept")
-    def keep(self, key: tuple[int, int, int], header: Any, data: Any, oldest: int) -> None:
-        """Keep a copy of another host's, in this process's own memory, by epoch, rank and step; those of steps before the ``oldest``
-        are let go of."""
-        self._kept = {known: kept for known, kept in self._kept.items() if known[2] >= oldest}
-        self._kept[key] = header, data.copy()
+    @ray.method(concurrency_group="backups")
+    def store_backup(self, key: BackupKey, header: Any, data: Any, oldest_step: int) -> None:
+        """Keep another host's snapshot in this process; delete those from before ``oldest_step``.
 
-    @ray.method(concurrency_group="kept", num_returns=2)
-    def kept(self, key: tuple[int, int, int]) -> tuple[Any, Any]:
-        """The copy that is kept of another host."""
-        return self._kept[key]
+        The bytes are copied out of the object store, whose copy is lost with the node of the other host."""
+        self._backups = {known: backup for known, backup in self._backups.items() if known[2] >= oldest_step}
+        self._backups[key] = header, data.copy()
+
+    @ray.method(concurrency_group="backups", num_returns=2)
+    def load_backup(self, key: BackupKey) -> tuple[Any, Any]:
+        """Return the snapshot that this host keeps for another one."""
+        return self._backups[key]
+
+
+def free_address() -> tuple[str, int]:
+    """Return this node's address and a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -1,4 +1,6 @@
-"""What to do after a failure. Pure: decisions are values, and one place carries them out."""
+"""Decisions after a failure: restart, regroup, wait or give up; and which hosts count as stuck.
+
+Pure functions: they return values that say what to do and why. The driver and ``expert_parallel/run`` carry them out."""
 
 from __future__ import annotations
 
@@ -6,39 +8,59 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
-_ORDER: tuple[Kind, ...] = ("error", "memory", "worker", "fault", "resources", "communication")
+FailureKind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
+
+LossCause = Literal["died", "device", "stuck", "unfit"]
+"""Why a process is of no use any more: it died, its GPU failed, it stopped moving, or it could not join."""
+
+_BY_SEVERITY: tuple[FailureKind, ...] = (
+    "error",
+    "memory",
+    "worker",
+    "fault",
+    "resources",
+    "communication",
+)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong. ``error`` is the run's own doing (a user's mistake, a loss that diverged): it would happen again. A ``fault``
-    may: nobody knows what it was."""
+    """One thing that went wrong.
 
-    kind: Kind
+    ``error`` is caused by the run itself (a user's mistake, a loss that diverged) and would happen again. A ``fault``
+    has an unknown cause and may happen again."""
+
+    kind: FailureKind
     message: str
     rank: int | None = None
     micro_batch: int | None = None
+    loss: LossCause | None = None
+    """Set if the process of that rank cannot be used any more."""
+
+
+# Decisions
 
 
 @dataclass(frozen=True)
-class Again:
-    """Begin again from the newest checkpoint."""
+class Restart:
+    """Start new workers from the newest checkpoint."""
 
     workers: int
     halvings: int
-    """How often the micro-batch has been halved by now."""
+    """How often the micro-batch has been halved so far."""
     reason: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
+    """End the run."""
+
     reason: str
 
 
 @dataclass(frozen=True)
 class Regroup:
-    """Go on with these hosts, by their seats, in the order of their ranks."""
+    """Continue with these hosts, in the order of their new ranks."""
 
     members: tuple[int, ...]
     halvings: int
@@ -47,131 +69,151 @@ class Regroup:
 
 @dataclass(frozen=True)
 class Wait:
-    """For a host that is being started."""
+    """Wait for a host that is being started."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What a run has been through."""
+class FailureHistory:
+    """The failures of a run so far."""
 
     failures: int = 0
     halvings: int = 0
     faulty_step: int | None = None
-    """The step that an unknown fault struck at last."""
+    """The step of the last failure with an unknown cause."""
 
-
-def worst(failures: Iterable[Failure]) -> Failure:
-    """Of several workers' failures the cause counts, not what it did to the others."""
-    return min(failures, key=lambda failure: _ORDER.index(failure.kind))
-
-
-def decide(
-    failure: Failure, *, failures: int, max_failures: int, workers: int, slots: int, halvings: int
-) -> Again | GiveUp:
-    """After the ``failures``-th failure of a run on ``workers`` workers that all begin again, where ``slots`` are to be had now."""
-    end = _hopeless(failure, failures, max_failures)
-    if end is not None or failure.kind == "fault":
-        return end or GiveUp(failure.message)
-    if slots < 1:
-        return GiveUp(f"{failure.message}; no device is left to go on with")
-    if failure.kind == "memory":
-        return Again(min(workers, slots), halvings + 1, f"{failure.message}; going on with half of it")
-    if slots < workers:
-        return Again(
-            slots,
-            halvings,
-            f"{failure.message}; {slots} of {workers} workers can go on, with the same global batch",
+    def with_failure(self, failure: Failure, step: int | None = None) -> FailureHistory:
+        """Return the history with one more failure. ``step``: where it happened, if that matters later."""
+        return replace(
+            self,
+            failures=self.failures + 1,
+            halvings=self.halvings + (failure.kind == "memory"),
+            faulty_step=step if failure.kind == "fault" else self.faulty_step,
         )
-    return Again(workers, halvings, failure.message)
 
 
-def _hopeless(failure: Failure, failures: int, max_failures: int) -> GiveUp | None:
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others; of several equals the first."""
+    return min(failures, key=lambda failure: _BY_SEVERITY.index(failure.kind))
+
+
+def decide_restart(
+    failure: Failure, history: FailureHistory, *, max_failures: int, workers: int, slots: int
+) -> Restart | GiveUp:
+    """Decide how a run goes on whose workers all start anew.
+
+    ``history`` includes the failure; ``slots`` is the number of devices that are available now."""
+    give_up = _must_give_up(failure, history.failures, max_failures)
+    if give_up is not None:
+        return give_up
+    if failure.kind == "fault":
+        return GiveUp(failure.message)
+    if slots < 1:
+        return GiveUp(f"{failure.message}; no device is left to continue on")
+    if failure.kind == "memory":
+        reason = f"{failure.message}; continuing with half the micro-batch"
+        return Restart(min(workers, slots), history.halvings, reason)
+    if slots < workers:
+        reason = f"{failure.message}; continuing on {slots} of {workers} workers with the same global batch"
+        return Restart(slots, history.halvings, reason)
+    return Restart(workers, history.halvings, failure.message)
+
+
+def _must_give_up(failure: Failure, failures: int, max_failures: int) -> GiveUp | None:
     if failure.kind == "error":
         return GiveUp(failure.message)
     if failures > max_failures:
-        limit = (
-            "no restart is allowed (--max-failures 0)"
-            if max_failures == 0
-            else f"--max-failures is {max_failures}"
-        )
-        often = "once" if failures == 1 else f"{failures} times"
+        limit = f"--max-failures is {max_failures}"
+        if max_failures == 0:
+            limit = "no restart is allowed (--max-failures 0)"
+        count = "once" if failures == 1 else f"{failures} times"
         return GiveUp(
-            f"{failure.message}; the run has failed {often}, and {limit}. Go on from the newest checkpoint with --resume auto"
+            f"{failure.message}; the run has failed {count}, and {limit}."
+            " Continue from the newest checkpoint with --resume auto"
         )
     if failure.kind == "memory" and failure.micro_batch == 1:
         return GiveUp(
-            f"{failure.message}, which cannot be halved; try --activation-checkpointing on, more --workers, or a smaller model"
+            f"{failure.message}, which cannot be halved;"
+            " try --activation-checkpointing on, more --workers, or a smaller model"
         )
     return None
 
 
-def tallied(tally: Tally, failure: Failure, step: int) -> Tally:
-    """With one more failure, at that step."""
-    halvings = tally.halvings + (failure.kind == "memory")
-    return replace(
-        tally,
-        failures=tally.failures + 1,
-        halvings=halvings,
-        faulty_step=step if failure.kind == "fault" else tally.faulty_step,
-    )
-
-
 @dataclass(frozen=True)
 class HostStatus:
-    """The hosts of a group by their seats, those of them that are lost, and others: ready to step in, or being started."""
+    """The members of a group by host id, those of them that are lost, and the hosts outside of it.
+
+    ``ready`` hosts can join at once; ``starting`` ones will be ready later."""
 
     members: tuple[int, ...]
     lost: frozenset[int] = frozenset()
     ready: tuple[int, ...] = ()
-    coming: tuple[int, ...] = ()
+    starting: tuple[int, ...] = ()
 
 
-def regroup(
+def decide_regroup(
     failure: Failure,
-    seats: HostStatus,
-    tally: Tally,
+    hosts: HostStatus,
+    history: FailureHistory,
     *,
     max_failures: int,
     repeated: bool = False,
-    patient: bool = True,
+    may_wait: bool = True,
 ) -> Regroup | Wait | GiveUp:
-    """How expert hosts go on after a failure that ``tally`` counts already. ``repeated``: the same step failed before in a way that
-    nobody knows. ``patient``: hosts that are being started are worth waiting for, though others could go on without them."""
-    end = _hopeless(failure, tally.failures, max_failures)
-    if end is not None:
-        return end
+    """Decide how expert hosts go on after a failure, which ``history`` includes.
+
+    ``repeated``: an unknown fault has struck at this step before. ``may_wait``: wait for hosts that are being started,
+    even if the others could continue without them."""
+    give_up = _must_give_up(failure, history.failures, max_failures)
+    if give_up is not None:
+        return give_up
     if failure.kind == "fault" and repeated:
         return GiveUp(f"{failure.message}; the same step failed twice")
-    missing = [seat for seat in seats.members if seat in seats.lost]
-    ready = [seat for seat in seats.ready if seat not in seats.members or seat in seats.lost]
-    taken = dict(zip(missing, ready, strict=False))
-    left = tuple(taken.get(seat, seat) for seat in seats.members if seat in taken or seat not in seats.lost)
-    short = len(seats.members) - len(left)
-    if short and seats.coming and (patient or not left):
-        return Wait(f"{failure.message}; waiting for {short} host{'s' * (short > 1)} to take over")
-    if not left:
-        return GiveUp(f"{failure.message}; no host is left to go on with")
-    if short:
-        reason = f"{failure.message}; {len(left)} of {len(seats.members)} hosts can go on, with the same global batch"
-        return Regroup(left, tally.halvings, reason)
-    half = "; going on with half of it" if failure.kind == "memory" else ""
-    return Regroup(left, tally.halvings, failure.message + half)
+    members = _replace_lost(hosts)
+    num_missing = len(hosts.members) - len(members)
+    if num_missing and hosts.starting and (may_wait or not members):
+        plural = "s" if num_missing > 1 else ""
+        return Wait(f"{failure.message}; waiting for {num_missing} host{plural} to take over")
+    if not members:
+        return GiveUp(f"{failure.message}; no host is left to continue on")
+    reason = failure.message
+    if num_missing:
+        share = f"{len(members)} of {len(hosts.members)} hosts"
+        reason = f"{failure.message}; continuing on {share} with the same global batch"
+    elif failure.kind == "memory":
+        reason = f"{failure.message}; continuing with half the micro-batch"
+    return Regroup(members, history.halvings, reason)
+
+
+def _replace_lost(hosts: HostStatus) -> tuple[int, ...]:
+    """Return the members with ready hosts in the ranks of lost ones; without a replacement the rank is dropped."""
+    lost = [host for host in hosts.members if host in hosts.lost]
+    # The same host id may be ready again: its lost process has been replaced by a new one.
+    standby = [host for host in hosts.ready if host not in hosts.members or host in hosts.lost]
+    replacements = dict(zip(lost, standby, strict=False))
+    survivors = [host for host in hosts.members if host in replacements or host not in hosts.lost]
+    return tuple(replacements.get(host, host) for host in survivors)
+
+
+# Hosts that are stuck
 
 
 @dataclass(frozen=True)
 class HostHealth:
-    """What is known of a host from outside: what it said last, for how long it has said nothing, and for how long nothing new."""
+    """The state of a host as its heartbeats show it."""
 
     host_id: int
     phase: str
     waiting: bool
+    """Whether the host waits for its peers."""
     silent_s: float
-    still_s: float
+    """Seconds since the last heartbeat."""
+    unchanged_s: float
+    """Seconds since the last heartbeat that showed progress."""
 
 
-_LIMITS = {
+_PHASE_FACTORS = {
     "step": 1,
     "rest": 1,
     "join": 6,
@@ -182,36 +224,37 @@ _LIMITS = {
     "build": 60,
     "save": 60,
 }
-"""What a phase may take, in multiples of what a step may."""
-_SLOW = 3  # times as long as the slowest step so far
-_SILENT = 0.95  # of a limit: who says nothing is found out before it is over
-_QUIET = 3  # times what a step may take: for so long a host may say nothing at all, busy or not, once it has begun to
+"""Time limits of the phases, as multiples of the time limit of a step."""
+_SLOWEST_STEP_FACTOR = 3
+_SILENCE_FACTOR = 0.95
+"""Of a phase's limit: a frozen host must be found before its peers, which wait for it, exceed the limit too."""
+_LONGEST_SILENCE = 3
+"""Times the limit of a step: heartbeats come from a thread of their own, whatever the host is busy with."""
 
 
-def limit_s(phase: str, patience_s: float, slowest_s: float = 0.0) -> float:
-    """Seconds that a phase may take without a sign of progress."""
-    return max(_LIMITS.get(phase, 1) * patience_s, _SLOW * slowest_s)
+def phase_limit_s(phase: str, step_limit_s: float, slowest_step_s: float = 0.0) -> float:
+    """Return how long a phase may last without progress."""
+    return max(_PHASE_FACTORS.get(phase, 1) * step_limit_s, _SLOWEST_STEP_FACTOR * slowest_step_s)
 
 
-def stuck(vitals: Iterable[HostHealth], patience_s: float, slowest_s: float = 0.0) -> tuple[HostHealth, ...]:
-    """Hosts that are frozen, out of reach, or at the same thing for too long. Who waits for others is not to blame, unless all do."""
-    known = tuple(vitals)
-    limits = {vital.host_id: limit_s(vital.phase, patience_s, slowest_s) for vital in known}
+def find_stuck(
+    health: Iterable[HostHealth], step_limit_s: float, slowest_step_s: float = 0.0
+) -> tuple[HostHealth, ...]:
+    """Return the hosts that are frozen, unreachable, or in one phase for too long.
 
-    def over(vital: HostHealth) -> bool:
-        still = vital.still_s > limits[vital.host_id] and not vital.waiting and vital.phase != "rest"
-        quiet = (
-            min(limits[vital.host_id], _QUIET * patience_s)
-            if vital.phase != "join"
-            else limits[vital.host_id]
-        )
-        return still or vital.silent_s > _SILENT * quiet
+    A host that waits for its peers is not stuck, unless all of them wait."""
+    hosts = tuple(health)
+    limits = {host.host_id: phase_limit_s(host.phase, step_limit_s, slowest_step_s) for host in hosts}
 
-    found = tuple(filter(over, known))
-    if (
-        not found
-        and known
-        and all(vital.waiting and vital.still_s > limits[vital.host_id] for vital in known)
-    ):
-        return known
-    return found
+    def is_stuck(host: HostHealth) -> bool:
+        limit = limits[host.host_id]
+        may_rest = host.waiting or host.phase == "rest"
+        if host.unchanged_s > limit and not may_rest:
+            return True
+        # A joining host has not sent a heartbeat yet: it has the whole time of its phase.
+        silence = limit if host.phase == "join" else min(limit, _LONGEST_SILENCE * step_limit_s)
+        return host.silent_s > _SILENCE_FACTOR * silence
+
+    stuck = tuple(filter(is_stuck, hosts))
+    deadlocked = all(host.waiting and host.unchanged_s > limits[host.host_id] for host in hosts)
+    return hosts if deadlocked and not stuck else stuck

@@ -1,5 +1,6 @@
-"""Expert hosts on a GPU that are killed: what CUDA held is given back, and the run goes on as if nothing had happened. They share the one
-GPU, over gloo; NCCL refuses two hosts on a device."""
+"""Killed expert hosts on a GPU: CUDA's memory is freed, and the run continues with the same results.
+
+The hosts share one GPU and communicate over gloo: NCCL refuses two ranks on one device."""
 
 from __future__ import annotations
 
@@ -8,32 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos_runs import Job, disturbed
-from tests.support.cluster import Cluster, cluster
-from tests.support.faults import Schedule
-from tests.support.run_checks import recoveries, told
+from tests.support.chaos_runs import Job, run_with_faults
+from tests.support.cli_runs import read_summary
+from tests.support.cluster import RayCluster, local_cluster
+from tests.support.faults import FaultSchedule
+from tests.support.run_checks import recoveries
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(500)]
 STEPS = 60
 
 
 @pytest.fixture
-def three_on_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A node that says that it has three GPUs, where every process sees the same one."""
+def cluster_with_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    """A node that declares three GPUs, where every process sees the same one."""
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-    with cluster(cpus=6, gpus=3) as made:
-        yield made
+    with local_cluster(cpus=6, gpus=3) as cluster:
+        yield cluster
 
 
-def test_killed_hosts_cost_nothing_on_a_gpu(three_on_one: Cluster, tmp_path: Path) -> None:
-    job = Job(
-        STEPS, hosts=2, spares=1, here=three_on_one, extra=("--backend", "gloo", "--gpu-mode", "multi_gpu")
-    )
-    calm = disturbed(job, tmp_path / "calm" / "run", Schedule())
-    assert calm.wrong(calm, STEPS) == []
-    schedule = Schedule().kill(1, step=23).kill(0, step=37, phase="exchange").kill((0, 1), step=48)
-    ended = disturbed(job, tmp_path / "killed" / "run", schedule)
-    assert ended.wrong(calm, STEPS) == []
-    assert (len(ended.fired), len(recoveries(ended.events))) == (4, 3)
-    assert [recovery["source"] for recovery in recoveries(ended.events)] == ["memory"] * 3
-    assert told(ended.run_dir)["device"] == told(calm.run_dir)["device"] != "cpu"
+def test_killed_hosts_cost_nothing_on_a_gpu(cluster_with_shared_gpu: RayCluster, tmp_path: Path) -> None:
+    flags = ("--backend", "gloo", "--gpu-mode", "multi_gpu")
+    job = Job(STEPS, hosts=2, spares=1, cluster=cluster_with_shared_gpu, extra=flags)
+    calm = run_with_faults(job, tmp_path / "calm" / "run", FaultSchedule())
+    assert calm.problems(calm, STEPS) == []
+    schedule = FaultSchedule().kill(1, step=23).kill(0, step=37, phase="exchange").kill((0, 1), step=48)
+    run = run_with_faults(job, tmp_path / "killed" / "run", schedule)
+    assert run.problems(calm, STEPS) == []
+    assert (len(run.fired), len(recoveries(run.events))) == (4, 3)
+    assert [recovery["source"] for recovery in recoveries(run.events)] == ["memory"] * 3
+    assert read_summary(run.run_dir)["device"] == read_summary(calm.run_dir)["device"] != "cpu"

@@ -1,4 +1,4 @@
-"""What is done after a failure: one test per arrow."""
+"""The decisions after a failure, one test per case, and the search for stuck hosts."""
 
 from __future__ import annotations
 
@@ -7,81 +7,89 @@ from typing import Any
 import pytest
 
 from orchestrator.runtime.recovery import (
-    Again,
     Failure,
+    FailureHistory,
+    FailureKind,
     GiveUp,
     HostHealth,
     HostStatus,
-    Kind,
     Regroup,
-    Tally,
+    Restart,
     Wait,
-    decide,
-    limit_s,
-    regroup,
-    stuck,
-    tallied,
-    worst,
+    decide_regroup,
+    decide_restart,
+    find_stuck,
+    phase_limit_s,
+    root_cause,
 )
 
 LOST = Failure("worker", "worker 1 was lost", 1)
-NOW: dict[str, Any] = {"failures": 1, "max_failures": 3, "workers": 4, "slots": 4, "halvings": 1}
+
+
+# Restarts of all workers
+
+
+def decide(failure: Failure, failures: int = 1, max_failures: int = 3, slots: int = 4) -> Restart | GiveUp:
+    """Decide on the restart of four workers whose micro-batch was halved once before the failure."""
+    earlier = FailureHistory(failures=failures - 1, halvings=1)
+    history = earlier.with_failure(failure)
+    return decide_restart(failure, history, max_failures=max_failures, workers=4, slots=slots)
 
 
 def test_a_lost_worker_is_replaced() -> None:
-    assert decide(LOST, **NOW) == Again(4, 1, "worker 1 was lost")
-    assert isinstance(decide(Failure("communication", "lost touch"), **NOW), Again)
-    assert isinstance(decide(Failure("resources", "start timed out"), **NOW), Again)
+    assert decide(LOST) == Restart(4, 1, "worker 1 was lost")
+    assert isinstance(decide(Failure("communication", "lost contact")), Restart)
+    assert isinstance(decide(Failure("resources", "start timed out")), Restart)
 
 
 def test_a_lost_node_leaves_fewer_workers() -> None:
-    made = decide(LOST, **NOW | {"slots": 3})
-    assert isinstance(made, Again)
-    assert (made.workers, made.halvings) == (3, 1)
-    assert "3 of 4 workers" in made.reason
-    assert isinstance(decide(LOST, **NOW | {"slots": 0}), GiveUp)
+    decision = decide(LOST, slots=3)
+    assert isinstance(decision, Restart)
+    assert (decision.workers, decision.halvings) == (3, 1)
+    assert "3 of 4 workers" in decision.reason
+    assert isinstance(decide(LOST, slots=0), GiveUp)
 
 
 def test_out_of_memory_halves_the_micro_batch() -> None:
-    made = decide(Failure("memory", "worker 0 ran out", 0, 16), **NOW)
-    assert isinstance(made, Again)
-    assert (made.workers, made.halvings) == (4, 2)
-    assert isinstance(decide(Failure("memory", "worker 0 ran out", 0, 1), **NOW), GiveUp)
+    decision = decide(Failure("memory", "worker 0 ran out", 0, 16))
+    assert isinstance(decision, Restart)
+    assert (decision.workers, decision.halvings) == (4, 2)
+    assert isinstance(decide(Failure("memory", "worker 0 ran out", 0, 1)), GiveUp)
 
 
-def test_the_runs_own_error_is_never_retried() -> None:
-    assert decide(Failure("error", "KeyError: 'a'"), **NOW) == GiveUp("KeyError: 'a'")
+@pytest.mark.parametrize("kind", ["error", "fault"])
+def test_errors_and_faults_are_never_retried_by_a_restart(kind: FailureKind) -> None:
+    assert decide(Failure(kind, "KeyError: 'a'")) == GiveUp("KeyError: 'a'")
 
 
-@pytest.mark.parametrize(("failures", "most"), [(4, 3), (1, 0)])
-def test_patience_ends(failures: int, most: int) -> None:
-    made = decide(LOST, **NOW | {"failures": failures, "max_failures": most})
-    assert isinstance(made, GiveUp)
-    assert "--max-failures" in made.reason
+@pytest.mark.parametrize(("failures", "max_failures"), [(4, 3), (1, 0)])
+def test_restarts_are_limited(failures: int, max_failures: int) -> None:
+    decision = decide(LOST, failures, max_failures)
+    assert isinstance(decision, GiveUp)
+    assert "--max-failures" in decision.reason
 
 
-# Expert hosts
+# New groups of expert hosts
 
 THREE = (0, 1, 2)
-ONCE = Tally(failures=1)
+ONCE = FailureHistory(failures=1)
 
 
 def after_loss(
     *lost: int,
     ready: tuple[int, ...] = (),
-    coming: tuple[int, ...] = (),
+    starting: tuple[int, ...] = (),
     members: tuple[int, ...] = THREE,
-    patient: bool = True,
+    may_wait: bool = True,
 ) -> Regroup | Wait | GiveUp:
-    return regroup(
-        LOST, HostStatus(members, frozenset(lost), ready, coming), ONCE, max_failures=3, patient=patient
-    )
+    hosts = HostStatus(members, frozenset(lost), ready, starting)
+    return decide_regroup(LOST, hosts, ONCE, max_failures=3, may_wait=may_wait)
 
 
 def members_after(*lost: int, **others: Any) -> tuple[int, ...]:
-    made = after_loss(*lost, **others)
-    assert isinstance(made, Regroup), made
-    return made.members
+    decision = after_loss(*lost, **others)
+    assert isinstance(decision, Regroup), decision
+    return decision.members
 
 
 def test_a_spare_takes_the_rank_of_the_lost_host() -> None:
@@ -91,98 +99,107 @@ def test_a_spare_takes_the_rank_of_the_lost_host() -> None:
     assert after_loss(1, ready=(3,)) == Regroup((0, 3, 2), 0, LOST.message)
 
 
-def test_two_lost_with_one_spare() -> None:
+def test_one_spare_replaces_the_first_of_two_lost_hosts() -> None:
     assert members_after(0, 1, ready=(3,)) == (3, 2)
     assert members_after(1, 2, ready=(3,)) == (0, 3)
-    made = after_loss(1, 2, ready=(3,))
-    assert isinstance(made, Regroup)
-    assert "2 of 3 hosts" in made.reason
-    assert "same global batch" in made.reason
+    decision = after_loss(1, 2, ready=(3,))
+    assert isinstance(decision, Regroup)
+    assert "2 of 3 hosts" in decision.reason
+    assert "same global batch" in decision.reason
 
 
-def test_two_lost_with_one_spare_and_one_that_comes() -> None:
-    made = after_loss(1, 2, ready=(3,), coming=(1, 2))
-    assert isinstance(made, Wait)
-    assert "waiting for 1 host to" in made.reason
-    assert members_after(1, 2, ready=(3,), coming=(1, 2), patient=False) == (0, 3)
+def test_a_host_that_is_being_started_is_waited_for_unless_time_is_up() -> None:
+    decision = after_loss(1, 2, ready=(3,), starting=(1, 2))
+    assert isinstance(decision, Wait)
+    assert "waiting for 1 host to" in decision.reason
+    assert members_after(1, 2, ready=(3,), starting=(1, 2), may_wait=False) == (0, 3)
 
 
-def test_the_main_host_is_lost_and_nobody_takes_its_place() -> None:
+def test_the_others_go_on_without_the_main_host() -> None:
     assert members_after(0) == (1, 2)
 
 
-def test_all_are_lost() -> None:
-    made = after_loss(*THREE)
-    assert isinstance(made, GiveUp)
-    assert "no host is left" in made.reason
-    assert isinstance(after_loss(*THREE, coming=THREE), Wait)
-    assert isinstance(after_loss(*THREE, coming=THREE, patient=False), Wait), (
-        "there is nobody who could go on without them"
+def test_the_loss_of_all_hosts() -> None:
+    decision = after_loss(*THREE)
+    assert isinstance(decision, GiveUp)
+    assert "no host is left" in decision.reason
+    waiting = after_loss(*THREE, starting=THREE)
+    assert isinstance(waiting, Wait)
+    assert "3 hosts to" in waiting.reason
+    assert isinstance(after_loss(*THREE, starting=THREE, may_wait=False), Wait), (
+        "no one could go on without them"
     )
     assert members_after(*THREE, ready=THREE) == THREE
     assert members_after(*THREE, ready=(4,)) == (4,)
-    assert "3 hosts to" in getattr(after_loss(*THREE, coming=THREE), "reason", "")
 
 
-def test_a_seat_that_was_lost_can_be_taken_again() -> None:
+def test_a_lost_host_id_can_be_used_again() -> None:
     assert members_after(1, ready=(0, 1, 2)) == THREE, "members that are ready are members already"
     assert members_after(1, 2, ready=(0, 2, 3)) == (0, 2, 3)
     assert members_after(3, ready=(0, 1, 2, 3), members=(0, 3, 2)) == (0, 1, 2)
 
 
-def test_members_that_live_are_never_spares() -> None:
+def test_living_members_are_never_spares() -> None:
     assert members_after(1, ready=(0, 2)) == (0, 2)
 
 
-def test_who_has_only_lost_touch_stays() -> None:
-    made = regroup(
-        Failure("communication", "lost touch"), HostStatus(THREE, ready=(3,)), ONCE, max_failures=3
-    )
-    assert made == Regroup(THREE, 0, "lost touch")
+def test_hosts_that_lost_contact_stay_members() -> None:
+    failure = Failure("communication", "lost contact")
+    decision = decide_regroup(failure, HostStatus(THREE, ready=(3,)), ONCE, max_failures=3)
+    assert decision == Regroup(THREE, 0, "lost contact")
 
 
-def test_nobody_is_waited_for_where_nobody_is_missing() -> None:
-    assert members_after(coming=(3,)) == THREE
+def test_a_complete_group_waits_for_no_one() -> None:
+    assert members_after(starting=(3,)) == THREE
 
 
-def test_hosts_out_of_memory_go_on_with_half() -> None:
-    ran_out = Failure("memory", "host 0 ran out", 0, 16)
-    made = regroup(ran_out, HostStatus(THREE), tallied(ONCE, ran_out, 7), max_failures=3)
-    assert made == Regroup(THREE, 1, "host 0 ran out; going on with half of it")
+def test_hosts_out_of_memory_continue_with_half_the_micro_batch() -> None:
+    exhausted = Failure("memory", "host 0 ran out", 0, 16)
+    history = ONCE.with_failure(exhausted, 7)
+    decision = decide_regroup(exhausted, HostStatus(THREE), history, max_failures=3)
+    assert decision == Regroup(THREE, 1, "host 0 ran out; continuing with half the micro-batch")
 
 
 def test_a_micro_batch_of_one_is_not_halved() -> None:
-    made = regroup(Failure("memory", "host 0 ran out", 0, 1), HostStatus(THREE), ONCE, max_failures=3)
-    assert isinstance(made, GiveUp)
-    assert "cannot be halved" in made.reason
-    assert "--activation-checkpointing" in made.reason
+    exhausted = Failure("memory", "host 0 ran out", 0, 1)
+    decision = decide_regroup(exhausted, HostStatus(THREE), ONCE, max_failures=3)
+    assert isinstance(decision, GiveUp)
+    assert "cannot be halved" in decision.reason
+    assert "--activation-checkpointing" in decision.reason
 
 
-def test_an_error_of_the_run_is_never_mended() -> None:
-    made = regroup(Failure("error", "it diverged"), HostStatus(THREE, ready=(3,)), ONCE, max_failures=3)
-    assert made == GiveUp("it diverged")
+def test_an_error_of_the_run_is_never_retried_by_a_new_group() -> None:
+    hosts = HostStatus(THREE, ready=(3,))
+    decision = decide_regroup(Failure("error", "it diverged"), hosts, ONCE, max_failures=3)
+    assert decision == GiveUp("it diverged")
 
 
-def test_the_same_fault_twice_at_a_step_is_the_last() -> None:
-    fault, seats = Failure("fault", "OSError: once"), HostStatus(THREE)
-    assert isinstance(regroup(fault, seats, ONCE, max_failures=3), Regroup)
-    made = regroup(fault, seats, ONCE, max_failures=3, repeated=True)
-    assert isinstance(made, GiveUp)
-    assert "failed twice" in made.reason
-    assert isinstance(regroup(LOST, seats, ONCE, max_failures=3, repeated=True), Regroup), (
-        "a lost host says nothing of the step"
+def test_a_fault_that_repeats_at_the_same_step_is_final() -> None:
+    fault = Failure("fault", "OSError: once")
+    hosts = HostStatus(THREE)
+    assert isinstance(decide_regroup(fault, hosts, ONCE, max_failures=3), Regroup)
+    decision = decide_regroup(fault, hosts, ONCE, max_failures=3, repeated=True)
+    assert isinstance(decision, GiveUp)
+    assert "failed twice" in decision.reason
+    assert isinstance(decide_regroup(LOST, hosts, ONCE, max_failures=3, repeated=True), Regroup), (
+        "a lost host says nothing about the step"
     )
 
 
 @pytest.mark.parametrize(
-    ("failures", "most", "ends"), [(3, 3, False), (4, 3, True), (1, 0, True), (1, 1, False)]
+    ("failures", "max_failures", "gives_up"),
+    [(3, 3, False), (4, 3, True), (1, 0, True), (1, 1, False)],
 )
-def test_hosts_fail_as_often_as_is_allowed(failures: int, most: int, ends: bool) -> None:
-    made = regroup(LOST, HostStatus(THREE, frozenset({1}), (3,)), Tally(failures), max_failures=most)
-    assert isinstance(made, GiveUp) == ends
-    if ends:
-        assert "--max-failures" in made.reason
-        assert "--resume auto" in made.reason
+def test_new_groups_are_limited(failures: int, max_failures: int, gives_up: bool) -> None:
+    hosts = HostStatus(THREE, frozenset({1}), (3,))
+    decision = decide_regroup(LOST, hosts, FailureHistory(failures), max_failures=max_failures)
+    assert isinstance(decision, GiveUp) == gives_up
+    if gives_up:
+        assert "--max-failures" in decision.reason
+        assert "--resume auto" in decision.reason
+
+
+# Failures
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -196,81 +213,86 @@ def test_hosts_fail_as_often_as_is_allowed(failures: int, most: int, ends: bool)
         ("resources", ("communication",)),
     ],
 )
-def test_the_cause_is_told_from_what_it_did(cause: Kind, others: tuple[Kind, ...], order: int) -> None:
+def test_the_root_cause_is_found_in_any_order(
+    cause: FailureKind, others: tuple[FailureKind, ...], order: int
+) -> None:
     failures = [Failure(kind, kind) for kind in (cause, *others)][::order]
-    assert worst(failures).kind == cause
+    assert root_cause(failures).kind == cause
 
 
-def test_of_two_that_are_alike_the_first_is_told() -> None:
-    assert (
-        worst([Failure("communication", "x"), Failure("worker", "a", 0), Failure("worker", "b", 1)]).rank == 0
-    )
+def test_of_equal_failures_the_first_is_the_root_cause() -> None:
+    failures = [
+        Failure("communication", "x"),
+        Failure("worker", "a", 0),
+        Failure("worker", "b", 1),
+    ]
+    assert root_cause(failures).rank == 0
 
 
-def test_what_a_run_has_been_through() -> None:
-    tally = tallied(Tally(), LOST, 5)
-    assert tally == Tally(1, 0, None)
-    tally = tallied(tally, Failure("fault", "once"), 6)
-    assert tally == Tally(2, 0, 6)
-    tally = tallied(tally, Failure("memory", "ran out"), 9)
-    assert tally == Tally(3, 1, 6), "the last fault is not forgotten"
-    assert tallied(tally, Failure("fault", "once"), 0) == Tally(4, 1, 0), "step 0 is a step"
+def test_the_history_counts_failures_and_halvings_and_remembers_the_last_faulty_step() -> None:
+    history = FailureHistory().with_failure(LOST, 5)
+    assert history == FailureHistory(1, 0, None)
+    history = history.with_failure(Failure("fault", "once"), 6)
+    assert history == FailureHistory(2, 0, 6)
+    history = history.with_failure(Failure("memory", "ran out"), 9)
+    assert history == FailureHistory(3, 1, 6)
+    history = history.with_failure(Failure("fault", "once"), 0)
+    assert history == FailureHistory(4, 1, 0), "step 0 is a step"
 
 
-# Hosts that stand still
+# Stuck hosts
 
 
-def vital(
-    seat: int, phase: str = "step", waiting: bool = False, silent: float = 0.1, still: float = 0.1
+def host(
+    host_id: int,
+    phase: str = "step",
+    waiting: bool = False,
+    silent_s: float = 0.1,
+    unchanged_s: float = 0.1,
 ) -> HostHealth:
-    return HostHealth(seat, phase, waiting, silent, still)
+    return HostHealth(host_id, phase, waiting, silent_s, unchanged_s)
 
 
-def seats_of(*vitals: HostHealth, slowest: float = 0.0) -> list[int]:
-    return [found.host_id for found in stuck(vitals, 10.0, slowest)]
+def stuck_ids(*hosts: HostHealth, slowest_step_s: float = 0.0) -> list[int]:
+    return [stuck.host_id for stuck in find_stuck(hosts, 10.0, slowest_step_s)]
 
 
-def test_hosts_that_move_are_left_alone() -> None:
-    assert seats_of() == []
-    assert seats_of(vital(0), vital(1, waiting=True)) == []
-    assert seats_of(vital(0, silent=9.0), vital(1, still=10.0)) == [], "as long as it may is not too long"
+def test_hosts_that_make_progress_are_not_stuck() -> None:
+    assert stuck_ids() == []
+    assert stuck_ids(host(0), host(1, waiting=True)) == []
+    assert stuck_ids(host(0, silent_s=9.0), host(1, unchanged_s=10.0)) == [], "the limit itself is allowed"
 
 
-def test_a_host_that_is_frozen_says_nothing() -> None:
-    assert seats_of(vital(0, waiting=True, still=12.0), vital(1, silent=10.1, still=10.1)) == [1]
-    assert seats_of(vital(0, waiting=True, still=12.0), vital(1, waiting=True, silent=10.1, still=10.1)) == [
-        1
-    ], "frozen while it waited"
+def test_a_frozen_host_is_found_by_its_silence() -> None:
+    waiting = host(0, waiting=True, unchanged_s=12.0)
+    assert stuck_ids(waiting, host(1, silent_s=10.1, unchanged_s=10.1)) == [1]
+    frozen_while_waiting = host(1, waiting=True, silent_s=10.1, unchanged_s=10.1)
+    assert stuck_ids(waiting, frozen_while_waiting) == [1]
 
 
-def test_a_host_that_does_not_get_on_is_stuck_though_it_speaks() -> None:
-    assert seats_of(vital(0, waiting=True, still=11.0), vital(1, still=11.0)) == [1]
+def test_a_host_without_progress_is_stuck_though_it_sends_heartbeats() -> None:
+    assert stuck_ids(host(0, waiting=True, unchanged_s=11.0), host(1, unchanged_s=11.0)) == [1]
 
 
-def test_who_waits_is_not_to_blame() -> None:
-    assert (
-        seats_of(
-            vital(0, waiting=True, still=1000.0), vital(1, waiting=True, still=1000.0), vital(2, still=9.0)
-        )
-        == []
-    )
+def test_a_waiting_host_is_not_stuck_while_another_one_works() -> None:
+    waiting = [host(host_id, waiting=True, unchanged_s=1000.0) for host_id in (0, 1)]
+    assert stuck_ids(*waiting, host(2, unchanged_s=9.0)) == []
 
 
-def test_all_that_wait_for_each_other_are() -> None:
-    waiting = [vital(seat, waiting=True, still=10.5) for seat in THREE]
-    assert seats_of(*waiting) == [0, 1, 2]
-    assert seats_of(*waiting[:2], vital(2, waiting=True, still=9.0)) == [], (
-        "the last of them has just begun to"
-    )
-    assert seats_of(vital(0, waiting=True, still=11.0)) == [0]
+def test_hosts_that_all_wait_for_each_other_are_stuck() -> None:
+    waiting = [host(host_id, waiting=True, unchanged_s=10.5) for host_id in THREE]
+    assert stuck_ids(*waiting) == [0, 1, 2]
+    just_began = host(2, waiting=True, unchanged_s=9.0)
+    assert stuck_ids(*waiting[:2], just_began) == []
+    assert stuck_ids(host(0, waiting=True, unchanged_s=11.0)) == [0]
 
 
-def test_a_rest_is_no_standing_still_but_silence_is() -> None:
-    assert seats_of(vital(0, "rest", still=500.0)) == []
-    assert seats_of(vital(0, "rest", silent=10.5, still=500.0)) == [0]
+def test_a_resting_host_may_stay_unchanged_but_not_silent() -> None:
+    assert stuck_ids(host(0, "rest", unchanged_s=500.0)) == []
+    assert stuck_ids(host(0, "rest", silent_s=10.5, unchanged_s=500.0)) == [0]
 
 
-LONG = {
+PHASE_FACTORS = {
     "step": 1,
     "rest": 1,
     "join": 6,
@@ -283,34 +305,33 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("phase", LONG)
-def test_long_phases_take_long(phase: str) -> None:
-    limit = 10.0 * LONG[phase]
-    assert limit_s(phase, 10.0) == limit
-    assert seats_of(vital(0, phase, still=limit)) == []
-    assert seats_of(vital(0, phase, still=limit + 0.1)) == ([0] if phase != "rest" else [])
+@pytest.mark.parametrize("phase", PHASE_FACTORS)
+def test_long_phases_have_longer_limits(phase: str) -> None:
+    limit = 10.0 * PHASE_FACTORS[phase]
+    assert phase_limit_s(phase, 10.0) == limit
+    assert stuck_ids(host(0, phase, unchanged_s=limit)) == []
+    assert stuck_ids(host(0, phase, unchanged_s=limit + 0.1)) == ([0] if phase != "rest" else [])
 
 
-@pytest.mark.parametrize("phase", [phase for phase in LONG if phase != "join"])
-def test_no_phase_is_so_long_that_a_host_says_nothing(phase: str) -> None:
-    """It speaks from beside its work: three times what a step may take is long enough, whatever it is busy with."""
-    quiet = min(10.0 * LONG[phase], 30.0)
-    assert (
-        seats_of(vital(0, phase, silent=0.9 * quiet, still=0.9 * quiet), vital(1, waiting=True, still=quiet))
-        == []
-    )
-    assert seats_of(vital(0, phase, silent=quiet, still=quiet), vital(1, waiting=True, still=quiet)) == [0]
+@pytest.mark.parametrize("phase", [phase for phase in PHASE_FACTORS if phase != "join"])
+def test_in_no_phase_may_a_host_be_silent_for_long(phase: str) -> None:
+    """Heartbeats come from a thread of their own: three times the limit of a step is long enough in any phase."""
+    silence = min(10.0 * PHASE_FACTORS[phase], 30.0)
+    waiting = host(1, waiting=True, unchanged_s=silence)
+    shorter = 0.9 * silence
+    assert stuck_ids(host(0, phase, silent_s=shorter, unchanged_s=shorter), waiting) == []
+    assert stuck_ids(host(0, phase, silent_s=silence, unchanged_s=silence), waiting) == [0]
 
 
-def test_who_has_not_begun_to_speak_has_the_time_to() -> None:
-    assert seats_of(vital(0, "join", silent=50.0, still=50.0)) == []
-    assert seats_of(vital(0, "join", silent=60.0, still=60.0)) == [0]
+def test_a_joining_host_may_be_silent_for_its_whole_phase() -> None:
+    assert stuck_ids(host(0, "join", silent_s=50.0, unchanged_s=50.0)) == []
+    assert stuck_ids(host(0, "join", silent_s=60.0, unchanged_s=60.0)) == [0]
 
 
 def test_slow_steps_raise_the_limit() -> None:
-    assert limit_s("step", 10.0, slowest_s=2.0) == 10.0
-    assert limit_s("step", 10.0, slowest_s=5.0) == 15.0
-    assert limit_s("evaluate", 10.0, slowest_s=50.0) == 150.0
-    assert limit_s("a phase of a later version", 10.0) == 10.0
-    assert seats_of(vital(0, still=14.0), slowest=5.0) == []
-    assert seats_of(vital(0, still=15.5), slowest=5.0) == [0]
+    assert phase_limit_s("step", 10.0, slowest_step_s=2.0) == 10.0
+    assert phase_limit_s("step", 10.0, slowest_step_s=5.0) == 15.0
+    assert phase_limit_s("evaluate", 10.0, slowest_step_s=50.0) == 150.0
+    assert phase_limit_s("a phase of a later version", 10.0) == 10.0
+    assert stuck_ids(host(0, unchanged_s=14.0), slowest_step_s=5.0) == []
+    assert stuck_ids(host(0, unchanged_s=15.5), slowest_step_s=5.0) == [0]

@@ -1,64 +1,44 @@
-"""A run on hosts of experts, from its start to its end, with the faults of a schedule; and the same one left in peace."""
+"""Runs on expert hosts under a schedule of faults, and the same runs undisturbed."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config.outputs import CheckpointSettings
-from orchestrator.config.parallel import ParallelSettings
 from orchestrator.record.events import Event, read_events
-from tests.support.cluster import Cluster
-from tests.support.fault_injector import Injector
-from tests.support.faults import Fired, Post, Schedule
-from tests.support.process_watch import Watch, leaking
-from tests.support.run_checks import left_in, left_memory, left_processes, shared_memory, wrong_run
+from tests.support.cluster import RayCluster
+from tests.support.fault_injector import FaultInjector
+from tests.support.faults import FaultFolder, FaultSchedule, FiredFault
+from tests.support.process_watch import ProcessWatch, find_leaks
+from tests.support.run_checks import (
+    check_run,
+    leftover_processes,
+    leftover_shared_memory,
+    leftovers_in_cluster,
+    shared_memory,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = 1438  # of the digits' 1,797 that are trained on
-MODEL = [
-    "--width",
-    "32",
-    "--layers",
-    "2",
-    "--experts",
-    "6",
-    "--expert-hidden-size",
-    "32",
-    "48",
-    "32",
-    "64",
-    "32",
-    "48",
-]
-SETTINGS = [
-    "--task", "tests.support.faulty_task:Faulty", "--parallel-strategy", "expert_parallel", "--deterministic", *MODEL,
-    "--placement", "round_robin", "--share-by-speed", "off", "--global-batch-size", "96", "--epochs", "1000000", "--log-every", "1",
-    "--evaluate-every", "100", "--trackers", "--no-monitor-gpu", "--learning-rate", "1e-3", "--max-failures", "1000",
-]  # fmt: skip
-
-
-def known(*flags: str) -> list[str]:
-    """Those of the flags (each with its value) that the product has."""
-    names = {field.name for settings in (ParallelSettings, CheckpointSettings) for field in fields(settings)}
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [
-        part
-        for flag, value in pairs
-        if flag.removeprefix("--").replace("-", "_") in names
-        for part in (flag, value)
-    ]
+SAMPLES = 1438
+"""Training samples of the digits, of 1,797 in all."""
+SETTINGS = shlex.split("""
+    --task tests.support.faulty_task:FaultyDigits --parallel-strategy expert_parallel --deterministic
+    --width 32 --layers 2 --experts 6 --expert-hidden-size 32 48 32 64 32 48
+    --placement round_robin --share-by-speed off --global-batch-size 96 --epochs 1000000 --log-every 1
+    --evaluate-every 100 --trackers --no-monitor-gpu --learning-rate 1e-3 --max-failures 1000
+""")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run, and where: on a cluster, or on a Ray of its own."""
+    """The settings of a run, and its cluster; without one it starts a Ray of its own."""
 
     steps: int
     hosts: int = 3
@@ -67,50 +47,59 @@ class Job:
     checkpoint_every: int = 20
     collective_timeout: int = 10
     extra: tuple[str, ...] = ()
-    here: Cluster | None = None
-    pace: float = 0.0
-    """Seconds that a host sleeps in each step: as if a GPU worked for it, and the cores were free."""
+    cluster: RayCluster | None = None
+    pace_s: float = 0.0
+    """How long a host sleeps in each step, as if a GPU worked for it and the cores were free."""
 
     def command(self, run_dir: Path) -> list[str]:
-        live = known("--spares", str(self.spares), "--snapshot-every", str(self.snapshot_every))
         flags = {
-            "--run-dir": str(run_dir), "--workers": str(self.hosts), "--max-steps": str(self.steps),
-            "--checkpoint-every": str(self.checkpoint_every), "--collective-timeout": str(self.collective_timeout),
-            "--ray-address": self.here.address if self.here else "local",
-        }  # fmt: skip
-        given = [part for flag in flags.items() for part in flag]
-        return [sys.executable, "-m", "orchestrator", "train", *SETTINGS, *given, *live, *self.extra]
+            "--run-dir": run_dir,
+            "--workers": self.hosts,
+            "--max-steps": self.steps,
+            "--checkpoint-every": self.checkpoint_every,
+            "--collective-timeout": self.collective_timeout,
+            "--spares": self.spares,
+            "--snapshot-every": self.snapshot_every,
+            "--ray-address": self.cluster.address if self.cluster else "local",
+        }
+        arguments = [str(part) for flag in flags.items() for part in flag]
+        return [sys.executable, "-m", "orchestrator", "train", *SETTINGS, *arguments, *self.extra]
 
     def environment(self) -> dict[str, str]:
-        given = self.here.environment if self.here else os.environ
-        return {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])}
+        environment = self.cluster.environment if self.cluster else os.environ
+        paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run that is over. ``left`` says what it left behind."""
+class FinishedRun:
+    """A run that has ended, and what it left behind."""
 
     run_dir: Path
-    code: int
+    exit_code: int
     output: str
     events: list[Event]
-    fired: list[Fired]
-    left: list[str]
-    watch: Watch
+    fired: list[FiredFault]
+    leftovers: list[str]
+    watch: ProcessWatch
 
-    def wrong(self, calm: Ended, steps: int) -> list[str]:
-        """What is wrong with it, against the undisturbed one: nothing, if it shrugged all faults off."""
-        if self.code:
-            return [f"ended with code {self.code}: {self.output[-2000:]}"]
-        return [*wrong_run(self.run_dir, calm.run_dir, steps, SAMPLES), *self.left, *self.leaking(calm)]
+    def problems(self, calm: FinishedRun, steps: int) -> list[str]:
+        """Return the differences from the undisturbed run that the faults must not cause."""
+        if self.exit_code:
+            return [f"ended with code {self.exit_code}: {self.output[-2000:]}"]
+        return [
+            *check_run(self.run_dir, calm.run_dir, steps, SAMPLES),
+            *self.leftovers,
+            *self.leaks(calm),
+        ]
 
-    def leaking(self, calm: Ended) -> list[str]:
-        return leaking(self.watch, calm.watch, [one.time for one in self.fired])
+    def leaks(self, calm: FinishedRun) -> list[str]:
+        return find_leaks(self.watch, calm.watch, [fault.time for fault in self.fired])
 
 
 @contextmanager
-def started(job: Job, run_dir: Path, *extra: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The driver's process, in a session of its own."""
+def started_driver(job: Job, run_dir: Path, *extra: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the driver in a session of its own; kill it at the end if it still runs."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with run_dir.with_name(f"{run_dir.name}.txt").open("ab") as output:
         process = subprocess.Popen(
@@ -129,34 +118,29 @@ def started(job: Job, run_dir: Path, *extra: str) -> Iterator[subprocess.Popen[b
             process.wait()
 
 
-def disturbed(job: Job, run_dir: Path, schedule: Schedule, *extra: str, timeout: float = 600) -> Ended:
-    """Run to the end under a schedule; an empty one leaves it in peace. TimeoutError where it does not end."""
-    post, memory = Post.beside(run_dir), shared_memory()
-    post.lay_out(schedule, job.pace)
-    with started(job, run_dir, *extra) as process:
-        roots = frozenset({process.pid, *(node.pid for node in (job.here.nodes if job.here else []))})
-        with (
-            Watch(process.pid, run_dir) as watch,
-            Injector(run_dir, schedule, job.hosts, process.pid, roots, job.here),
-        ):
+def run_with_faults(
+    job: Job, run_dir: Path, schedule: FaultSchedule, *extra: str, timeout: float = 600
+) -> FinishedRun:
+    """Run to the end under a schedule; an empty one leaves the run undisturbed."""
+    folder = FaultFolder.of_run(run_dir)
+    memory_before = shared_memory()
+    folder.write(schedule, job.pace_s)
+    with started_driver(job, run_dir, *extra) as process:
+        raylets = [node.pid for node in job.cluster.nodes] if job.cluster else []
+        roots = frozenset({process.pid, *raylets})
+        injector = FaultInjector(run_dir, schedule, job.hosts, process.pid, roots, job.cluster)
+        with ProcessWatch(process.pid, run_dir) as watch, injector:
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
-                raise TimeoutError(
-                    f"{run_dir} did not end within {timeout} s:\n{output_of(run_dir)[-3000:]}"
-                ) from None
-    fired = post.fired()
-    left = [*left_processes(watch.readings), *left_memory(memory)]
-    left += left_in(job.here) if job.here else []
-    return Ended(
-        run_dir,
-        process.returncode,
-        output_of(run_dir),
-        read_events(run_dir / "events.jsonl"),
-        fired,
-        left,
-        watch,
-    )
+                output = output_of(run_dir)[-3000:]
+                raise TimeoutError(f"{run_dir} did not end within {timeout} s:\n{output}") from None
+    fired = folder.fired()
+    leftovers = [*leftover_processes(watch.readings), *leftover_shared_memory(memory_before)]
+    if job.cluster:
+        leftovers += leftovers_in_cluster(job.cluster)
+    events = read_events(run_dir / "events.jsonl")
+    return FinishedRun(run_dir, process.returncode, output_of(run_dir), events, fired, leftovers, watch)
 
 
 def output_of(run_dir: Path) -> str:

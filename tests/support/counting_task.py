@@ -1,4 +1,4 @@
-"""A task that counts what its process asks of Ray between the steps of a run, for a test that nothing is asked."""
+"""A task that counts the calls of its process into Ray during a run, for a test that there are none."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
 
 CALLS: Counter[str] = Counter()
+ENTRIES: tuple[tuple[Any, str], ...] = (
+    (ray, "get"),
+    (ray, "put"),
+    (ray, "wait"),
+    (ray.actor.ActorMethod, "_remote"),
+    (ray.remote_function.RemoteFunction, "_remote"),
+    (Worker, "put_object"),
+    (Worker, "get_objects"),
+)
+"""Functions that every call into Ray passes through."""
 
 
-def counted(owner: Any, name: str) -> None:
-    """Count the calls of a function that leads into Ray."""
-    real = getattr(owner, name)
+def count_calls(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
 
     def call(*arguments: Any, **named: Any) -> Any:
         CALLS[name] += 1
-        return real(*arguments, **named)
+        return original(*arguments, **named)
 
     setattr(owner, name, call)
 
 
-class Counting(Digits):
-    """Digits, with Ray's entries counted from the first loss on. At each loss the count so far is left beside the run."""
+class CountingDigits(Digits):
+    """The digits, with calls into Ray counted from the first loss on and written to the run folder at each loss."""
 
     losses = 0
 
     def loss(self, model: Any, batch: Any) -> Loss:
         if global_worker.mode != ray.WORKER_MODE:  # the driver, which traces the model
             return super().loss(model, batch)
-        if Counting.losses == 0:
-            for owner, name in (
-                (ray, "get"),
-                (ray, "put"),
-                (ray, "wait"),
-                (ray.actor.ActorMethod, "_remote"),
-                (ray.remote_function.RemoteFunction, "_remote"),
-                (Worker, "put_object"),
-                (Worker, "get_objects"),
-            ):
-                counted(owner, name)
-        Counting.losses += 1
-        told = json.dumps({"losses": Counting.losses, "calls": dict(CALLS)})
-        Path(str(self.config.run.run_dir), f"calls-{os.getpid()}.json").write_text(told)
+        if CountingDigits.losses == 0:
+            for owner, name in ENTRIES:
+                count_calls(owner, name)
+        CountingDigits.losses += 1
+        counts = {"losses": CountingDigits.losses, "calls": dict(CALLS)}
+        path = Path(str(self.config.run.run_dir), f"calls-{os.getpid()}.json")
+        path.write_text(json.dumps(counts))
         return super().loss(model, batch)

@@ -1,8 +1,8 @@
-"""The digits, with faults at exact moments inside a step, and a record of which samples each rank saw at which step. Named on the
-command line as ``tests.support.faulty_task:Faulty``; the faults are those of the schedule that lies beside the run's folder.
+"""The digits task with faults at exact moments inside a step, and a record of the samples that each rank saw.
 
-A process knows its rank by the run's own record: the pid file that has its number. The step is told by the schedule of the learning
-rate, which the loop asks at the beginning of each."""
+It is named on the command line as ``tests.support.faulty_task:FaultyDigits``. The faults are those of the schedule in the
+folder next to the run's. A process finds its rank by the pid file that holds its number. It learns the step from the
+learning-rate schedule, which the loop calls at the beginning of each step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from experts.balance import moe_layers
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
-from tests.support.faults import Fault, Phase, Post
+from tests.support.faults import Fault, FaultFolder, Phase
 
 MESSAGE = "a fault of the schedule"
-_ROWS_TRAVEL = 2  # the exchange of a step that carries rows: counts go first
+_ROW_EXCHANGE = 2
+"""The exchange of a step that sends rows; the one before sends counts."""
 
 
 @dataclass
-class Agent:
-    """Carries out the faults of one process, and keeps its record."""
+class FaultAgent:
+    """Carries out the faults of one process and records its samples."""
 
     run_dir: Path
-    post: Post
+    folder: FaultFolder
     waiting: list[tuple[int, Fault]]
-    pace: float = 0.0
+    """Faults that have not happened yet, with their numbers."""
+    pace_s: float = 0.0
     step: int = 0
     attempt: int = 0
     exchanges: int = 0
@@ -47,58 +49,67 @@ class Agent:
     _hooks: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, run_dir: Path) -> Agent:
-        post = Post.beside(run_dir)
-        inside = [(number, fault) for number, fault in enumerate(post.schedule().faults) if fault.when.inside]
-        return cls(run_dir, post, inside, post.pace())
+    def of_run(cls, run_dir: Path) -> FaultAgent:
+        folder = FaultFolder.of_run(run_dir)
+        faults = enumerate(folder.schedule().faults)
+        waiting = [(number, fault) for number, fault in faults if fault.moment.inside]
+        return cls(run_dir, folder, waiting, folder.pace_s())
 
-    def begins(self, step: int) -> None:
-        """Of a step the loop asks twice: before it, and before the weights change."""
-        self.step, self.attempt, self.exchanges = step, self.attempt + 1, 0
+    def begin_step(self, step: int) -> None:
+        """Begin a step. The loop asks for the learning rate twice: before the step, and before the weights change."""
+        self.step = step
+        self.attempt += 1
+        self.exchanges = 0
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def rank(self) -> int | None:
-        """This process's place among those that train now; None in the driver, and in a spare."""
-        if self._rank is None or not self._is_mine(self._file(self._rank)):
-            mine = (path for path in self.run_dir.glob("logs/worker_*.pid") if self._is_mine(path))
-            found = next(mine, None)
-            self._rank = int(found.stem.removeprefix("worker_")) if found else None
+        """Return the rank of this process in the current group; None in the driver and in a spare."""
+        if self._rank is None or not self._is_own(self._pid_file(self._rank)):
+            paths = self.run_dir.glob("logs/worker_*.pid")
+            path = next((path for path in paths if self._is_own(path)), None)
+            self._rank = int(path.stem.removeprefix("worker_")) if path else None
         return self._rank
 
-    def _file(self, rank: int) -> Path:
+    def _pid_file(self, rank: int) -> Path:
         return self.run_dir / "logs" / f"worker_{rank}.pid"
 
-    def _is_mine(self, path: Path) -> bool:
+    def _is_own(self, pid_file: Path) -> bool:
         with suppress(OSError):
-            return path.read_text(encoding="utf-8").strip() == str(os.getpid())
+            return pid_file.read_text(encoding="utf-8").strip() == str(os.getpid())
         return False
 
-    def due(self, phase: Phase) -> bool:
-        return any(fault.when.phase == phase and fault.when.step <= self.step for _, fault in self.waiting)
+    def has_fault(self, phase: Phase) -> bool:
+        return any(self._is_due(fault, phase) for _, fault in self.waiting)
 
-    def at(self, phase: Phase) -> None:
-        """This process has come to a phase: what is due happens."""
-        if not self.step or not self.due(phase) or (rank := self.rank()) is None:
+    def _is_due(self, fault: Fault, phase: Phase) -> bool:
+        return fault.moment.phase == phase and fault.moment.step <= self.step
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Carry out the faults that are due in this phase."""
+        if not self.step or not self.has_fault(phase):
+            return
+        rank = self.rank()
+        if rank is None:
             return
         for number, fault in list(self.waiting):
-            if fault.when.phase == phase and fault.when.step <= self.step and rank in fault.whom.ranks:
+            if self._is_due(fault, phase) and rank in fault.victim.ranks:
                 self.waiting.remove((number, fault))
-                if self.post.claim(number, fault, rank, os.getpid(), self.step):
-                    happen(fault)
+                if self.folder.claim(number, fault, rank, os.getpid(), self.step):
+                    carry_out(fault)
 
     def watch_backward(self, parameter: torch.Tensor) -> None:
-        """Of a parameter in the middle of the model: its gradient is there when half the pass is over."""
-        if self.due("backward"):
-            self._hooks.append(parameter.register_hook(lambda _: self.at("backward")))
+        """Enter the backward phase when the gradient of a parameter in the middle of the model is ready."""
+        if self.has_fault("backward"):
+            self._hooks.append(parameter.register_hook(lambda _: self.enter_phase("backward")))
 
-    def saw(self, ids: list[int]) -> None:
+    def record_samples(self, ids: list[int]) -> None:
         rank = self.rank()
         if rank is None or not self.step:
             return
         if self._record is None:
-            self._record = (self.post.folder / "seen" / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
+            self._record = (self.folder.folder / "seen" / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
         line = {
             "time": time(),
             "rank": rank,
@@ -111,8 +122,8 @@ class Agent:
         self._record.flush()
 
 
-def happen(fault: Fault) -> None:
-    match fault.what:
+def carry_out(fault: Fault) -> None:
+    match fault.kind:
         case "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "sigstop":
@@ -124,71 +135,94 @@ def happen(fault: Fault) -> None:
         case "disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case _:
-            raise ValueError(f"{fault.what} is not to be had inside a process")
+            raise ValueError(f"{fault.kind} cannot happen inside a process")
 
 
-# --- moments that no task sees
+# Phases that a task does not see: functions of the product are wrapped.
 
 
-AGENTS: list[Agent] = []  # the one of this process; a process may load its task more than once
+AGENTS: list[FaultAgent] = []
+"""The agent of this process. A process may load its task more than once; the last agent counts."""
 
 
-def _in_exchange(agent: Agent) -> None:
+def _enter_exchange(agent: FaultAgent) -> None:
     agent.exchanges += 1
-    if agent.exchanges >= _ROWS_TRAVEL:
-        agent.at("exchange")
+    if agent.exchanges >= _ROW_EXCHANGE:
+        agent.enter_phase("exchange")
 
 
-def _gathering(agent: Agent) -> None:
-    if agent.rank() != 0:  # the main one is hit in the middle of writing
-        agent.at("checkpoint")
+def _enter_checkpoint(agent: FaultAgent) -> None:
+    # Rank 0 is hit later, in the middle of writing.
+    if agent.rank() != 0:
+        agent.enter_phase("checkpoint")
 
 
-MOMENTS: tuple[tuple[str, str, Callable[[Agent], None], bool], ...] = (
-    ("experts.group", "Group.all_to_all", _in_exchange, True),
-    ("orchestrator.train.checkpoint.snapshots", "_fill", lambda agent: agent.at("snapshot"), True),
-    ("orchestrator.train.checkpoint.writer", "capture", _gathering, False),
-    ("orchestrator.train.checkpoint.store", "_write_json", lambda agent: agent.at("checkpoint"), False),
+@dataclass(frozen=True)
+class WrappedFunction:
+    """A function whose call marks a phase."""
+
+    module: str
+    name: str
+    enter: Callable[[FaultAgent], None]
+    after_call: bool
+    """Whether the phase is entered after the call, when the work that it starts is under way."""
+
+
+WRAPPED = (
+    WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
+    WrappedFunction(
+        "orchestrator.train.checkpoint.snapshots",
+        "_copy_tensors",
+        lambda agent: agent.enter_phase("snapshot"),
+        True,
+    ),
+    WrappedFunction("orchestrator.train.checkpoint.writer", "capture", _enter_checkpoint, False),
+    WrappedFunction(
+        "orchestrator.train.checkpoint.files",
+        "_write_json",
+        lambda agent: agent.enter_phase("checkpoint"),
+        False,
+    ),
 )
-"""Module and name of a function, what to do when it is called, and whether that is after it has begun its work."""
 
 
-def listen() -> None:
-    """Once in a process: be told of the moments. A name that is gone is an error: a phase that never comes would pass every test."""
-    if not AGENTS:
-        for module, name, tell, after in MOMENTS:
-            *owners, last = name.split(".")
-            owner: Any = importlib.import_module(module)
-            for part in owners:
-                owner = getattr(owner, part)
-            setattr(owner, last, _told(getattr(owner, last), tell, after))
+def wrap_functions() -> None:
+    """Wrap the functions, once per process. A missing name is an error: a phase that never comes would pass any test."""
+    if AGENTS:
+        return
+    for function in WRAPPED:
+        *owners, name = function.name.split(".")
+        owner: Any = importlib.import_module(function.module)
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, _wrap(getattr(owner, name), function))
 
 
-def _told(real: Callable[..., Any], tell: Callable[[Agent], None], after: bool) -> Callable[..., Any]:
-    @wraps(real)
+def _wrap(original: Callable[..., Any], function: WrappedFunction) -> Callable[..., Any]:
+    @wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
-        if not after:
-            tell(AGENTS[-1])
-        result = real(*arguments, **named)
-        if after:
-            tell(AGENTS[-1])
+        if not function.after_call:
+            function.enter(AGENTS[-1])
+        result = original(*arguments, **named)
+        if function.after_call:
+            function.enter(AGENTS[-1])
         return result
 
     return call
 
 
-class Faulty(Digits):
-    """Digits whose samples have numbers."""
+class FaultyDigits(Digits):
+    """The digits, with a number for each sample."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        listen()
-        self.agent = Agent.of(Path(str(config.run.run_dir)))
+        wrap_functions()
+        self.agent = FaultAgent.of_run(Path(str(config.run.run_dir)))
         AGENTS[:] = [self.agent]
 
     def schedule(self) -> Callable[[int], float]:
         def factor(step: int) -> float:
-            self.agent.begins(step + 1)
+            self.agent.begin_step(step + 1)
             return 1.0
 
         return factor
@@ -200,11 +234,10 @@ class Faulty(Digits):
     def loss(self, model: Any, batch: Any) -> Loss:
         images, labels, *ids = batch
         if model.training and ids and self.agent.rank() is not None:
-            if not moe_layers(model)[0][
-                1
-            ].context.step.dummy:  # samples that stand in for none count for nothing
-                self.agent.saw(ids[0].tolist())
-            self.agent.at("forward")
-            sleep(self.agent.pace)
+            _, first_layer = moe_layers(model)[0]
+            if not first_layer.context.step.dummy:  # a dummy pass computes samples that count nowhere
+                self.agent.record_samples(ids[0].tolist())
+            self.agent.enter_phase("forward")
+            sleep(self.agent.pace_s)
             self.agent.watch_backward(model.blocks[-1].norm.weight)
         return super().loss(model, (images, labels))

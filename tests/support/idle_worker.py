@@ -1,4 +1,6 @@
-"""Work for expert hosts that trains nothing: it puts out copies, waits or fails, as it is told. Light, for every host loads it."""
+"""Work for expert hosts that trains nothing: it puts snapshots, waits or fails on request.
+
+Every host imports this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -12,51 +14,59 @@ from typing import Any
 
 import numpy as np
 
-from experts.actor_host import Side
+from experts.actor_host import HostContext
 
-LARGE = 300_000  # bytes: what is smaller travels in the answer itself
+SNAPSHOT_BYTES = 300_000
+"""Large enough for the object store; Ray sends smaller results inside the reply."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """As much of a header as the driver looks at."""
+class IdleHeader:
+    """The fields of a snapshot's header that the driver reads."""
 
-    epoch: int
+    generation: int
     step: int
     rank: int
     size: int
 
 
-def rehearse(side: Side, deaths: str, place: tuple[str, int]) -> None:
-    """Die, for as long as there are lines in a file: each death takes one."""
-    lines = Path(deaths).read_text(encoding="utf-8").splitlines()
+def preload_or_die(context: HostContext, deaths_file: str, store_address: tuple[str, int]) -> None:
+    """Kill this process as long as the file has lines; each death removes one."""
+    lines = Path(deaths_file).read_text(encoding="utf-8").splitlines()
     if lines:
-        Path(deaths).write_text("\n".join(lines[1:]), encoding="utf-8")
+        Path(deaths_file).write_text("\n".join(lines[1:]), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
-    side.memory["place"] = place
+    context.cache["store address"] = store_address
 
 
-class Worker:
-    """Does what the segment says."""
+def snapshot_value(generation: int, step: int, rank: int) -> int:
+    """Return the byte that a snapshot is filled with."""
+    return 100 * (generation % 2) + 10 * rank + step % 10
 
-    def __init__(self, side: Side, epoch: int, rank: int, size: int) -> None:
-        self.side, self._place = side, (epoch, rank, size)
+
+class IdleWorker:
+    """Does what the segment says: wait, fail, or put the snapshot of a step."""
+
+    def __init__(self, context: HostContext, generation: int, rank: int, size: int) -> None:
+        self._context = context
+        self._generation = generation
+        self._rank = rank
+        self._size = size
 
     def advance(self, segment: tuple[str, int]) -> Any:
-        what, number = segment
-        if what == "wait":
-            self.side.membership.wait_until(lambda: False)
-        if what == "fail":
+        action, step = segment
+        if action == "wait":
+            self._context.membership.wait_until(lambda: False)
+        if action == "fail":
             raise ValueError("of the work")
-        if what == "put":
-            self.side.outbox.make_room(self.side.membership)
-            epoch, rank, size = self._place
-            self.side.outbox.put(
-                Told(epoch, number, rank, size), np.full(LARGE, 10 * rank + number % 10, np.uint8)
-            )
-        return number
+        if action == "put":
+            self._context.outbox.wait_for_space(self._context.membership)
+            header = IdleHeader(self._generation, step, self._rank, self._size)
+            value = snapshot_value(self._generation, step, self._rank)
+            self._context.outbox.put(header, np.full(SNAPSHOT_BYTES, value, np.uint8))
+        return step
 
 
 @contextmanager
-def working(side: Side, epoch: int, rank: int, size: int) -> Iterator[Worker]:
-    yield Worker(side, epoch, rank, size)
+def idle_worker(context: HostContext, generation: int, rank: int, size: int) -> Iterator[IdleWorker]:
+    yield IdleWorker(context, generation, rank, size)

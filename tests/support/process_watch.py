@@ -1,4 +1,4 @@
-"""Looks at the processes of a run while it goes on: who they are, and how many files and threads each holds."""
+"""Observes the processes of a run while it goes on: which there are, and how many files and threads each holds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Self
 
 import psutil
 
-_LOOK_SECONDS = 0.25
-_FREE = 10.0  # that anyone may hold more of: ways to the store are kept, and a group that was left is let go of in its own time
-_PER_FAULT = 0.5
+_READ_SECONDS = 0.25
+_ALLOWED_MORE = 10.0
+"""Files or threads that a process may hold above the usual: store connections are kept for reuse, and the old group is
+destroyed in the background."""
+_ALLOWED_PER_FAULT = 0.5
 
 
 @dataclass(frozen=True)
 class Reading:
+    """The resources of a process at one time."""
+
     time: float
     files: int
     threads: int
@@ -26,8 +30,8 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process held at the end, having lived through so many faults."""
+class Holdings:
+    """The last reading of a process, and the number of faults that it lived through."""
 
     pid: int
     seconds: float
@@ -36,33 +40,36 @@ class Held:
 
 
 @dataclass
-class Watch:
-    """``root`` is the driver. Hosts are known by the run's pid files: on a cluster that runs already they are no children of it."""
+class ProcessWatch:
+    """Reads the processes of a run in a thread.
+
+    ``root`` is the driver. Hosts are found by the run's pid files: in a cluster that was there before, they are not
+    children of the driver."""
 
     root: int
     run_dir: Path
     readings: dict[int, list[Reading]] = field(default_factory=dict)
     member_since: dict[int, float] = field(default_factory=dict)
-    _over: threading.Event = field(default_factory=threading.Event)
+    _stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
-    def _work(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            for pid in self._present():
+    def _run(self) -> None:
+        while not self._stop.wait(_READ_SECONDS):
+            for pid in self._processes():
                 with suppress(OSError, psutil.Error):
-                    self.readings.setdefault(pid, []).append(reading(pid))
+                    self.readings.setdefault(pid, []).append(read_process(pid))
 
-    def _present(self) -> set[int]:
+    def _processes(self) -> set[int]:
         pids = {self.root}
         with suppress(psutil.Error):
             pids |= {child.pid for child in psutil.Process(self.root).children(recursive=True)}
@@ -73,46 +80,42 @@ class Watch:
                 self.member_since.setdefault(pid, time.time())
         return pids
 
-    def held(self, moments: list[float]) -> list[Held]:
-        """Of the driver and of each host; most faults first."""
-        since = {self.root: 0.0, **self.member_since}
-        lives = {
-            pid: [one for one in seen if one.resident] for pid, seen in self.readings.items()
-        }  # who is ending has none
-        found = [(pid, start, lives[pid]) for pid, start in since.items() if lives.get(pid)]
-        held = [
-            Held(
-                pid,
-                seen[-1].time - seen[0].time,
-                sum(start < moment < seen[-1].time for moment in moments),
-                seen[-1],
-            )
-            for pid, start, seen in found
-        ]
-        return sorted(held, key=lambda one: -one.faults)
+    def holdings(self, fault_times: list[float]) -> list[Holdings]:
+        """Return what the driver and each host held at the end; those that lived through most faults come first."""
+        found: list[Holdings] = []
+        for pid, since in {self.root: 0.0, **self.member_since}.items():
+            # A process that is exiting has no resident memory; its numbers say nothing.
+            readings = [reading for reading in self.readings.get(pid, []) if reading.resident]
+            if readings:
+                first, last = readings[0], readings[-1]
+                faults = sum(since < fault_time < last.time for fault_time in fault_times)
+                found.append(Holdings(pid, last.time - first.time, faults, last))
+        return sorted(found, key=lambda holdings: -holdings.faults)
 
-    def most(self, what: str, driver: bool) -> int:
-        """The most files, threads or bytes that the driver, or any one host, held at any time."""
+    def peak(self, resource: str, driver: bool) -> int:
+        """Return the most files, threads or bytes that the driver, or any one host, held at any time."""
         pids = {self.root} if driver else self.member_since.keys() - {self.root}
-        return max((getattr(one, what) for pid in pids for one in self.readings.get(pid, [])), default=0)
+        readings = [reading for pid in pids for reading in self.readings.get(pid, [])]
+        return max((getattr(reading, resource) for reading in readings), default=0)
 
 
-def reading(pid: int) -> Reading:
+def read_process(pid: int) -> Reading:
     process = psutil.Process(pid)
-    return Reading(
-        time.time(), len(os.listdir(f"/proc/{pid}/fd")), process.num_threads(), process.memory_info().rss
-    )
+    files = len(os.listdir(f"/proc/{pid}/fd"))
+    return Reading(time.time(), files, process.num_threads(), process.memory_info().rss)
 
 
-def leaking(watch: Watch, calm: Watch, moments: list[float]) -> list[str]:
-    """Processes that hold more, of files or threads, than such a process ever did in the run that was left in peace, and than the faults
-    it lived through excuse."""
-    wrong: list[str] = []
-    for one in watch.held(moments):
-        driver = one.pid == watch.root
-        for what in ("files", "threads"):
-            usual, last = calm.most(what, driver), getattr(one.last, what)
-            if last - usual > _FREE + _PER_FAULT * one.faults:
-                who = "the driver" if driver else f"host process {one.pid}"
-                wrong.append(f"{who} had {last} {what} after {one.faults} faults, where {usual} are usual")
-    return wrong
+def find_leaks(watch: ProcessWatch, calm: ProcessWatch, fault_times: list[float]) -> list[str]:
+    """Return the processes that hold more files or threads than in the undisturbed run, beyond what faults excuse."""
+    leaks: list[str] = []
+    for holdings in watch.holdings(fault_times):
+        driver = holdings.pid == watch.root
+        name = "the driver" if driver else f"host process {holdings.pid}"
+        allowed_more = _ALLOWED_MORE + _ALLOWED_PER_FAULT * holdings.faults
+        for resource in ("files", "threads"):
+            usual = calm.peak(resource, driver)
+            last = getattr(holdings.last, resource)
+            if last - usual > allowed_more:
+                after = f"after {holdings.faults} faults"
+                leaks.append(f"{name} had {last} {resource} {after}, where {usual} are usual")
+    return leaks

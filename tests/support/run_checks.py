@@ -1,4 +1,4 @@
-"""What must hold after a run that was disturbed. Each check returns what it found wrong, in words; nothing: all is well."""
+"""Checks of a run that was disturbed by faults. Each returns the problems that it found, as text."""
 
 from __future__ import annotations
 
@@ -17,165 +17,172 @@ import torch
 from safetensors.torch import load_file
 
 from orchestrator.record.events import Event, by_step, of_kind, read_events
-from tests.support.cluster import Cluster
-from tests.support.fault_injector import alive
-from tests.support.faults import Post
+from tests.support.cli_runs import read_summary
+from tests.support.cluster import RayCluster
+from tests.support.fault_injector import is_alive
+from tests.support.faults import FaultFolder
 
-_GRACE_SECONDS = 10.0  # for processes that were told to go
-_MISSED_SECONDS = 60.0
-_BLIND = "the cluster could not be looked at"
-
-
-def told(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-
-
-def wrong_steps(events: Sequence[Event], steps: int) -> list[str]:
-    """Every step is there, and none beyond."""
-    found = [event["step"] for event in by_step(events)]
-    missing, extra = (
-        sorted(set(range(1, steps + 1)) - set(found)),
-        sorted(set(found) - set(range(1, steps + 1))),
-    )
-    return [
-        f"{what} steps {numbers[:10]}"
-        for what, numbers in (("missing", missing), ("unexpected", extra))
-        if numbers
-    ]
+_EXIT_SECONDS = 10.0
+"""How long processes may take to exit after the run."""
+_DEAD_NODE_SECONDS = 60.0
+"""How long Ray may take to notice a dead node; until then the cluster's state cannot be read."""
+_UNREADABLE = "the state of the cluster cannot be read"
 
 
-def wrong_losses(events: Sequence[Event], calm: Sequence[Event], relative: float = 0.0) -> list[str]:
-    """Losses and norms of all steps against the undisturbed run's: to the last bit, or so close."""
+# Steps, losses and weights
+
+
+def check_steps(events: Sequence[Event], steps: int) -> list[str]:
+    """Every step is recorded, and none beyond the last."""
+    expected = set(range(1, steps + 1))
+    recorded = {event["step"] for event in by_step(events)}
+    problems: list[str] = []
+    if missing := sorted(expected - recorded):
+        problems.append(f"missing steps {missing[:10]}")
+    if unexpected := sorted(recorded - expected):
+        problems.append(f"unexpected steps {unexpected[:10]}")
+    return problems
+
+
+def check_losses(events: Sequence[Event], calm: Sequence[Event], relative: float = 0.0) -> list[str]:
+    """Losses and gradient norms equal those of the undisturbed run: to the last bit, or within a tolerance."""
     pairs = list(zip(by_step(events), by_step(calm), strict=False))
-    wrong = [
-        f"step {mine['step']}: {name} {mine[name]!r}, undisturbed {theirs[name]!r}"
-        for mine, theirs in pairs
+    differing = [
+        f"step {step['step']}: {name} {step[name]!r}, undisturbed {calm_step[name]!r}"
+        for step, calm_step in pairs
         for name in ("loss", "grad_norm")
-        if abs(mine[name] - theirs[name]) > relative * abs(theirs[name])
+        if abs(step[name] - calm_step[name]) > relative * abs(calm_step[name])
     ]
-    return [f"{len(wrong)} figures of {2 * len(pairs)} differ, first: {wrong[0]}"] if wrong else []
+    if not differing:
+        return []
+    return [f"{len(differing)} values of {2 * len(pairs)} differ, first: {differing[0]}"]
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
     return max((run_dir / "checkpoints").glob("step_*"))
 
 
-def wrong_weights(run_dir: Path, calm: Path) -> list[str]:
-    """The last checkpoints of two runs, tensor by tensor and bit by bit: weights, buffers and what the optimizer keeps."""
-    mine, theirs = newest_checkpoint(run_dir), newest_checkpoint(calm)
-    if mine.name != theirs.name:
-        return [f"the last checkpoint is {mine.name}, undisturbed {theirs.name}"]
-    wrong: list[str] = []
+def check_weights(run_dir: Path, calm: Path) -> list[str]:
+    """The last checkpoints of two runs are equal bit by bit: weights, buffers and optimizer state."""
+    checkpoint = newest_checkpoint(run_dir)
+    calm_checkpoint = newest_checkpoint(calm)
+    if checkpoint.name != calm_checkpoint.name:
+        return [f"the last checkpoint is {checkpoint.name}, undisturbed {calm_checkpoint.name}"]
+    problems: list[str] = []
     for file in ("model.safetensors", "optimizer.safetensors"):
-        a, b = load_file(mine / file), load_file(theirs / file)
-        wrong += [f"{file}: {name} is in one only" for name in sorted(set(a) ^ set(b))]
-        wrong += [
-            f"{file}: {name} differs"
-            for name in sorted(set(a) & set(b))
-            if _bytes(a[name]) != _bytes(b[name])
-        ]
-    return wrong
+        tensors = load_file(checkpoint / file)
+        calm_tensors = load_file(calm_checkpoint / file)
+        problems += [f"{file}: {name} is in one only" for name in sorted(set(tensors) ^ set(calm_tensors))]
+        for name in sorted(set(tensors) & set(calm_tensors)):
+            if _content(tensors[name]) != _content(calm_tensors[name]):
+                problems.append(f"{file}: {name} differs")
+    return problems
 
 
-def _bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    return (
-        str(tensor.dtype),
-        tuple(tensor.shape),
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
-    )
+def _content(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), data
 
 
-# --- each sample once per epoch
+# Each sample once per epoch
 
 
-def wrong_counts(events: Sequence[Event], samples: int) -> list[str]:
-    """By the run's own record: the samples of an epoch's steps add up."""
-    sums: Counter[int] = Counter()
+def check_sample_counts(events: Sequence[Event], samples: int) -> list[str]:
+    """The recorded samples of each epoch add up; the last epoch may be cut short."""
+    counts: Counter[int] = Counter()
     for event in by_step(events):
-        sums[event["epoch"]] += event["samples"]
-    last = max(sums, default=0)
-    return [
+        counts[event["epoch"]] += event["samples"]
+    last = max(counts, default=0)
+    problems = [
         f"epoch {epoch}: {count} samples of {samples}"
-        for epoch, count in sums.items()
+        for epoch, count in counts.items()
         if epoch != last and count != samples
-    ] + [f"epoch {last}: {sums[last]} samples, more than {samples}" for _ in range(sums[last] > samples)]
+    ]
+    if counts[last] > samples:
+        problems.append(f"epoch {last}: {counts[last]} samples, more than {samples}")
+    return problems
 
 
-def wrong_samples(events: Sequence[Event], post: Post, samples: int) -> list[str]:
-    """By what every rank saw: each sample once in a whole epoch, none twice in the last, which may be cut short."""
+def check_samples(events: Sequence[Event], folder: FaultFolder, samples: int) -> list[str]:
+    """By the ranks' own records, each sample is seen once per epoch; the last epoch may be cut short."""
     epoch_of = {event["step"]: event["epoch"] for event in by_step(events)}
     seen: dict[int, Counter[int]] = defaultdict(Counter)
-    for step, ids in final_attempts(events, post).items():
+    for step, ids in samples_by_step(events, folder).items():
         if step in epoch_of:
             seen[epoch_of[step]].update(ids)
-    last, wrong = max(seen, default=0), list[str]()
+    if not seen:
+        return ["no record of any sample"]
+    last = max(seen)
+    problems: list[str] = []
     for epoch, counts in sorted(seen.items()):
-        often = [number for number, count in counts.items() if count > 1]
-        if often or (epoch != last and len(counts) != samples):
-            wrong.append(
-                f"epoch {epoch}: {len(counts)} of {samples} samples seen, {len(often)} of them more than once"
+        repeated = [number for number, count in counts.items() if count > 1]
+        if repeated or (epoch != last and len(counts) != samples):
+            problems.append(
+                f"epoch {epoch}: {len(counts)} of {samples} samples seen, {len(repeated)} of them more than once"
             )
-    return wrong or ([] if seen else ["no record of any sample"])
+    return problems
 
 
-def final_attempts(events: Sequence[Event], post: Post) -> dict[int, list[int]]:
-    """The samples of each step, of the attempt that counted: what ranks saw after the last failure before the step was last begun,
-    and of each rank its last go."""
+def samples_by_step(events: Sequence[Event], folder: FaultFolder) -> dict[int, list[int]]:
+    """Return the samples of each step in the attempt that counted."""
     records: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(post.folder.glob("seen/*.jsonl")):
+    for path in sorted(folder.folder.glob("seen/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # a killed writer's last line
+            with suppress(ValueError):  # the last line of a killed process may be torn
                 record = json.loads(line)
                 records[record["step"]].append(record)
-    cuts = [event["time"] for event in events if event["event"] in ("failure", "start")]
-    return {step: _last_go(found, cuts) for step, found in records.items()}
+    interruptions = [event["time"] for event in events if event["event"] in ("failure", "start")]
+    return {step: _last_attempt(of_step, interruptions) for step, of_step in records.items()}
 
 
-def _last_go(records: list[dict[str, Any]], cuts: list[float]) -> list[int]:
+def _last_attempt(records: list[dict[str, Any]], interruptions: list[float]) -> list[int]:
+    """Return the samples that count: recorded after the last interruption of the step, and in each rank's last attempt."""
     latest = max(record["time"] for record in records)
-    since = max((cut for cut in cuts if cut < latest), default=0.0)
-    goes: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for record in sorted(
-        (record for record in records if record["time"] > since), key=lambda record: record["time"]
-    ):
-        goes[record["rank"]].append(record)
-    return [
-        number
-        for of_rank in goes.values()
-        for record in of_rank
-        if (record["pid"], record["attempt"]) == (of_rank[-1]["pid"], of_rank[-1]["attempt"])
-        for number in record["ids"]
-    ]
+    since = max((at for at in interruptions if at < latest), default=0.0)
+    recent = [record for record in records if record["time"] > since]
+    by_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for record in sorted(recent, key=lambda record: record["time"]):
+        by_rank[record["rank"]].append(record)
+    ids: list[int] = []
+    for of_rank in by_rank.values():
+        last = of_rank[-1]["pid"], of_rank[-1]["attempt"]
+        for record in of_rank:
+            if (record["pid"], record["attempt"]) == last:
+                ids += record["ids"]
+    return ids
 
 
-def wrong_run(run_dir: Path, calm: Path, steps: int, samples: int) -> list[str]:
-    """All of the above, for a run that went through to the end on as many hosts as the undisturbed one."""
-    events, theirs = read_events(run_dir / "events.jsonl"), read_events(calm / "events.jsonl")
-    status = told(run_dir)["status"]
+def check_run(run_dir: Path, calm: Path, steps: int, samples: int) -> list[str]:
+    """All of the above, for a completed run on as many hosts as the undisturbed one."""
+    events = read_events(run_dir / "events.jsonl")
+    calm_events = read_events(calm / "events.jsonl")
+    status = read_summary(run_dir)["status"]
     return [
         *([] if status == "completed" else [f"status is {status}"]),
-        *wrong_steps(events, steps),
-        *wrong_losses(events, theirs),
-        *wrong_weights(run_dir, calm),
-        *wrong_counts(events, samples),
-        *wrong_samples(events, Post.beside(run_dir), samples),
+        *check_steps(events, steps),
+        *check_losses(events, calm_events),
+        *check_weights(run_dir, calm),
+        *check_sample_counts(events, samples),
+        *check_samples(events, FaultFolder.of_run(run_dir), samples),
     ]
 
 
 def recoveries(events: Sequence[Event]) -> list[Event]:
-    """One event for each attempt: its last line."""
+    """Return the last ``recovery`` event of each attempt."""
     return list({event["attempt"]: event for event in of_kind(events, "recovery")}.values())
 
 
-# --- nothing is left behind
+# Leftovers
 
 
-def left_processes(pids: Iterable[int]) -> list[str]:
-    """Processes of the run that outlive it, once they have had time to go."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+def leftover_processes(pids: Iterable[int]) -> list[str]:
+    """No process of the run outlives it."""
+    alive = [pid for pid in pids if is_alive(pid)]
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while alive and time.monotonic() < deadline:
         time.sleep(0.1)
-    return [f"process {pid} is left: {_command(pid)}" for pid in left]
+        alive = [pid for pid in alive if is_alive(pid)]
+    return [f"process {pid} is left: {_command(pid)}" for pid in alive]
 
 
 def _command(pid: int) -> str:
@@ -188,27 +195,27 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
 
 
-def left_memory(before: set[str]) -> list[str]:
-    """Shared memory that is new, stays, and that no process has open: others on the machine may have some of their own."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while (left := shared_memory() - before) and (left := left - _mapped()) and time.monotonic() < deadline:
+def leftover_shared_memory(before: set[str]) -> list[str]:
+    """No new shared memory stays that no process has open. Other programs on the machine may open some of their own."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    left = shared_memory() - before - _open_shared_memory()
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
+        left = shared_memory() - before - _open_shared_memory()
     return [f"shared memory {name} is left" for name in sorted(left)]
 
 
-def _mapped() -> set[str]:
-    """Names of the shared memory that processes have open."""
-    used: set[str] = set()
+def _open_shared_memory() -> set[str]:
+    names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            mapped = (
-                line.partition("/dev/shm/")[2] for line in maps.read_text(errors="replace").splitlines()
-            )
-            used |= {name.removesuffix(" (deleted)") for name in mapped if name}
-    return used
+            lines = maps.read_text(errors="replace").splitlines()
+            mapped = [line.partition("/dev/shm/")[2] for line in lines]
+            names |= {name.removesuffix(" (deleted)") for name in mapped if name}
+    return names
 
 
-_LOOK = """
+_LIST_LEFTOVERS = """
 import json, re, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 from ray._private.internal_api import memory_summary
@@ -216,22 +223,30 @@ from ray._private.state import actors, state
 from ray.util import placement_group_table
 left = [f"actor {a['ActorClassName']} is {a['State']}" for a in actors().values()
         if a["State"] != "DEAD" and "Coordinator" not in a["ActorClassName"]]
-left += [f"placement group {g['placement_group_id']} is {g['state']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
+left += [f"placement group {g['placement_group_id']} is {g['state']}"
+         for g in placement_group_table().values() if g["state"] != "REMOVED"]
 stored = re.search(r"(\\d+) objects", memory_summary(sys.argv[1], stats_only=True))
 left += [f"{stored[1]} objects are left in the store"] if stored and int(stored[1]) else []
 print("LEFT" + json.dumps(left))
 """
 
 
-def left_in(here: Cluster) -> list[str]:
-    """Actors, placement groups and objects that a cluster still holds, once Ray has had time to see that the driver is gone. A node that
-    was killed is asked too, until Ray misses it."""
-    begun, left = time.monotonic(), ["never looked"]
-    while left and time.monotonic() - begun < (
-        _MISSED_SECONDS if left[0].startswith(_BLIND) else _GRACE_SECONDS
-    ):
-        command = [sys.executable, "-c", _LOOK, here.address]
-        done = subprocess.run(command, env=here.environment, capture_output=True, text=True, timeout=90)
-        found = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
-        left = json.loads(found[-1][4:]) if found else [f"{_BLIND}: {done.stderr[-500:]}"]
+def leftovers_in_cluster(cluster: RayCluster) -> list[str]:
+    """No actor, placement group or object stays in the cluster, once Ray has noticed that the driver is gone.
+
+    While a killed node is not noticed, reading the state fails, and is tried again."""
+    begun = time.monotonic()
+    left = _list_leftovers(cluster)
+    while left:
+        limit_s = _DEAD_NODE_SECONDS if left[0].startswith(_UNREADABLE) else _EXIT_SECONDS
+        if time.monotonic() - begun >= limit_s:
+            break
+        left = _list_leftovers(cluster)
     return left
+
+
+def _list_leftovers(cluster: RayCluster) -> list[str]:
+    command = [sys.executable, "-c", _LIST_LEFTOVERS, cluster.address]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=90)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
+    return json.loads(lines[-1].removeprefix("LEFT")) if lines else [f"{_UNREADABLE}: {done.stderr[-500:]}"]

@@ -1,4 +1,4 @@
-"""Data parallel: workers under Ray Train's ``TorchTrainer``, one ``fit`` for each attempt."""
+"""Data parallel: workers under Ray Train's ``TorchTrainer``, one ``fit`` per attempt."""
 
 from __future__ import annotations
 
@@ -8,100 +8,85 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from orchestrator.record.events import EventLog
-from orchestrator.runtime.bootstrap import Assignment, Meeting, worker
-from orchestrator.runtime.cluster.prestart import for_controller, for_worker
-from orchestrator.runtime.cluster.session import first_line
-from orchestrator.runtime.driver import Ended, failure_of_worker, told_error
-from orchestrator.runtime.ray_internals import run_train_controller, worker_health_errors
-from orchestrator.runtime.recovery import Failure, worst
+from orchestrator.runtime.bootstrap import Assignment
+from orchestrator.runtime.cluster.prestart import controller_hook, worker_hook
+from orchestrator.runtime.data_parallel.worker import RendezvousConfig, train_worker
+from orchestrator.runtime.driver import AttemptResult
+from orchestrator.runtime.failures import classify_group
+from orchestrator.runtime.ray_internals import run_train_controller
+from orchestrator.runtime.recovery_log import RecoveryLog
 
-_NEEDLESS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+_UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+"""Callbacks of Ray Train that start an actor each, for Tune and for Ray Data."""
 
 
-class Lean(TorchTrainer):
+class LeanTrainer(TorchTrainer):
     """Ray Train's trainer without the actors that only Tune and Ray Data need."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [
-            callback
-            for callback in super()._create_default_callbacks()
-            if type(callback).__name__ not in _NEEDLESS
-        ]
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
 
     def _initialize_and_run_controller(self, **parts: Any) -> Result:
-        """As Ray Train does it, with one thing more in the environment: what the process imports as it starts."""
-        return run_train_controller(for_controller(), parts)
+        """Run the controller as Ray Train does, with the variables that preload its imports."""
+        return run_train_controller(controller_hook(), parts)
 
 
-class Fit:
-    """``TorchTrainer.fit`` in a thread of its own, so that this one can watch, and Ray leaves the signals alone."""
+class DataParallelRun:
+    """One attempt: ``TorchTrainer.fit`` in a thread, so that the driver can watch and Ray leaves the signals alone."""
 
-    def __init__(self, assignment: Assignment, workers: int, gpu: bool, log: EventLog) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        assignment: Assignment,
+        workers: int,
+        gpu: bool,
+        log: EventLog,  # noqa: ARG002
+        recovery_log: RecoveryLog,  # noqa: ARG002
+    ) -> None:
         self._trainer = _trainer(assignment, workers, gpu)
-        self._ended: Ended | None = None
+        self._result: AttemptResult | None = None
         self._done = threading.Event()
-        threading.Thread(target=self._run, name="ray-train", daemon=True).start()
+        threading.Thread(target=self._fit, name="ray-train", daemon=True).start()
 
-    def _run(self) -> None:
+    def _fit(self) -> None:
         try:
             result = self._trainer.fit()
-            self._ended = Ended(str((result.return_value or {}).get("status")))
-        except BaseException as error:  # handed on to the thread that waits
-            self._ended = ended_by(error)
+            self._result = AttemptResult(str((result.return_value or {}).get("status")))
+        except BaseException as error:  # reported to the driver's thread
+            failure, shown = classify_group(error)
+            self._result = AttemptResult(failure=failure, error=shown)
         finally:
             self._done.set()
 
-    def wait(self, seconds: float) -> Ended | None:
-        return self._ended if self._done.wait(seconds) else None
+    def wait(self, timeout_s: float) -> AttemptResult | None:
+        return self._result if self._done.wait(timeout_s) else None
 
     def close(self) -> None:
         pass
 
 
-def _trainer(assignment: Assignment, workers: int, gpu: bool) -> Lean:
+def _trainer(assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:
     config = assignment.prepared.resolved.config
-    resources = {"GPU": 1.0, "CPU": 0.0} if gpu else {"CPU": 1.0}
-    return Lean(
-        worker,
+    backend = assignment.prepared.plan.backend.value
+    return LeanTrainer(
+        train_worker,
         train_loop_config={"assignment": ray.put(assignment)},
-        torch_config=Meeting(assignment.prepared.plan.backend.value, config.parallel.max_failures > 0),  # pyright: ignore[reportArgumentType]
+        torch_config=RendezvousConfig(backend, config.parallel.max_failures > 0),  # pyright: ignore[reportArgumentType]
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=gpu,
-            resources_per_worker=resources,
+            resources_per_worker={"GPU": 1.0, "CPU": 0.0} if gpu else {"CPU": 1.0},
             placement_strategy="PACK" if gpu else "SPREAD",
         ),
         run_config=RunConfig(
             name=f"attempt-{uuid.uuid4().hex[:12]}",
             storage_path=str(Path(assignment.run_dir, "logs", "ray_train")),
+            # The driver restarts the workers itself, after it has decided how many.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-            worker_runtime_env={"env_vars": for_worker(config.task)},
+            worker_runtime_env={"env_vars": worker_hook(config.task)},
         ),
     )
-
-
-def ended_by(error: BaseException) -> Ended:
-    """What an attempt failed of."""
-    if not isinstance(error, WorkerGroupError):
-        kind = "resources" if isinstance(error, TrainingFailedError) else "error"
-        return Ended(
-            failure=Failure(kind, first_line(getattr(error, "controller_failure", error))), error=error
-        )
-    raised = dict(sorted(error.worker_failures.items()))
-    lost = (RayActorError, *worker_health_errors())
-    failure = worst(
-        [failure_of_worker(rank, _cause(one), isinstance(_cause(one), lost)) for rank, one in raised.items()]
-    )
-    told = raised.get(failure.rank if failure.rank is not None else -1, error)
-    return Ended(failure=failure, error=told_error(_cause(told), told, failure))
-
-
-def _cause(raised: BaseException) -> BaseException:
-    for name in ("_base_exc", "health_check_failure"):
-        raised = getattr(raised, name, raised)
-    return raised

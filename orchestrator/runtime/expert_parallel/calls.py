@@ -1,4 +1,4 @@
-"""The members of a group and what they were asked last: who has answered, who has failed, and who is lost."""
+"""The calls to all members of a group: which have returned, which have failed, and which hosts are lost."""
 
 from __future__ import annotations
 
@@ -6,77 +6,100 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from orchestrator.errors import OrchestratorError
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
-
-
-def _device_is_gone(error: BaseException) -> bool:
-    """After an error of CUDA's own, but for one of memory, nothing works in that process any more."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return not isinstance(cause, OrchestratorError) and "CUDA error" in str(cause)
-
-
-def died(*ranks: int) -> str:
-    *most, last = map(str, ranks)
-    return f"hosts {', '.join(most)} and {last} were lost" if most else f"host {last} was lost"
+from orchestrator.runtime.failures import (
+    cause_of,
+    classify,
+    error_for_user,
+    lost_host,
+    merge_deaths,
+)
+from orchestrator.runtime.recovery import Failure, LossCause
+from orchestrator.types import first_line
 
 
 class GroupCalls:
-    """Calls to all members at once."""
+    """Calls all members of a group at once and collects the results."""
 
-    def __init__(self, seats: HostPool) -> None:
-        self._seats = seats
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
         self.members: tuple[int, ...] = ()
-        self.calls: dict[Any, int] = {}
-        self.answers: dict[int, Any] = {}
-        self.raised: dict[int, BaseException] = {}
-        self.lost: dict[int, str] = {}
+        """Host ids in the order of ranks."""
+        self.pending: dict[Any, int] = {}
+        """The host id of each call that has not returned."""
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
+        """The exceptions of members that live on."""
+        self.lost: dict[int, Failure] = {}
+        """Members that cannot be used any more."""
 
-    def form(self, members: tuple[int, ...]) -> None:
-        self.members, self.raised, self.lost = members, {}, {}
+    def set_members(self, members: tuple[int, ...]) -> None:
+        """Begin a new group."""
+        self.members = members
+        self.errors = {}
+        self.lost = {}
 
-    def ask(self, call: Callable[[Any, int, int], Any]) -> None:
-        """``call(actor, seat, rank)`` begins what each member is to do."""
-        self.answers = {}
-        there = [(seat, rank) for rank, seat in enumerate(self.members) if seat not in self.lost]
-        self.calls = {call(self._seats.actor(seat), seat, rank): seat for seat, rank in there}
+    def rank(self, host_id: int) -> int:
+        return self.members.index(host_id)
 
-    def rank(self, seat: int) -> int:
-        return self.members.index(seat)
+    def call_all(self, call: Callable[[Any, int, int], Any]) -> None:
+        """Start ``call(actor, host_id, rank)`` for each member that is not lost."""
+        self.results = {}
+        self.pending = {}
+        for rank, host_id in enumerate(self.members):
+            if host_id not in self.lost:
+                reference = call(self._pool.actor(host_id), host_id, rank)
+                self.pending[reference] = host_id
 
-    def hear(self) -> None:
-        """Take in the answers that are there."""
-        done = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
-        for call in done:
-            seat = self.calls.pop(call)
+    def collect(self) -> None:
+        """Take in the calls that have returned."""
+        if not self.pending:
+            return
+        done, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
+        for reference in done:
+            host_id = self.pending.pop(reference)
             try:
-                self.answers[seat] = ray.get(call)
+                self.results[host_id] = ray.get(reference)
             except Exception as error:
-                if isinstance(error, RayActorError) and not isinstance(
-                    error, RayTaskError
-                ):  # its own death, not one it met
-                    self.lost[seat] = died(self.rank(seat))
-                elif _device_is_gone(error):
-                    self.give_up(
-                        seat,
-                        f"host {self.rank(seat)} lost its device: {next(iter(str(error).splitlines()), '')}",
-                    )
-                else:
-                    self.raised[seat] = error
+                self._add_error(host_id, error)
 
-    def give_up(self, seat: int, why: str, frozen: bool = False) -> None:
-        """A member that does not answer, or is of no use: it is ended, and not waited for."""
-        self.lost[seat] = why
-        self.calls = {call: other for call, other in self.calls.items() if other != seat}
-        self._seats.end(seat, frozen)
+    def _add_error(self, host_id: int, error: BaseException) -> None:
+        failure = classify(error, self.rank(host_id), noun="host")
+        match failure.loss:
+            case None:
+                self.errors[host_id] = error
+            case "died":
+                self.lost[host_id] = failure
+            case _:
+                self.drop(host_id, "device", f"lost its device: {first_line(cause_of(error))}")
 
-    @property
-    def broken(self) -> bool:
-        return bool(self.raised or self.lost)
+    def drop(self, host_id: int, cause: LossCause, detail: str, frozen: bool = False) -> None:
+        """End a member that does not respond or cannot be used. Its call is not waited for."""
+        self.lost[host_id] = lost_host(self.rank(host_id), cause, detail)
+        self.pending = {call: other for call, other in self.pending.items() if other != host_id}
+        self._pool.stop(host_id, frozen)
 
     @property
-    def first(self) -> Any:
-        """What the first member answered; None where it has not."""
-        return self.answers.get(self.members[0])
+    def has_failed(self) -> bool:
+        return bool(self.errors or self.lost)
+
+    @property
+    def main_result(self) -> Any:
+        """The result of the main host; None until it has returned."""
+        return self.results.get(self.members[0])
+
+    def failures(self, retry_task_errors: bool) -> tuple[Failure, ...]:
+        """Return what went wrong in this group: losses first, then the errors by host id."""
+        failures = list(self.lost.values())
+        for host_id, error in sorted(self.errors.items()):
+            failure = classify(error, self.rank(host_id), noun="host", retry_task_errors=retry_task_errors)
+            failures.append(failure)
+        return merge_deaths(failures)
+
+    def error_for_user(self, failure: Failure) -> BaseException | None:
+        """Return the error to show for a failure; None if no exception of a member belongs to it."""
+        raised = {self.rank(host_id): error for host_id, error in self.errors.items()}
+        if failure.rank is None or failure.rank not in raised:
+            return None
+        return error_for_user(raised[failure.rank], failure)

@@ -1,4 +1,4 @@
-"""The pulses of the hosts as the driver sees them: what each said last, and since when it has said nothing, or nothing new."""
+"""The heartbeats of the hosts, as the driver reads them: the last message of each host and the time since then."""
 
 from __future__ import annotations
 
@@ -8,78 +8,99 @@ from dataclasses import dataclass
 from time import monotonic, time
 from typing import Any
 
-from orchestrator.runtime.expert_parallel.host_worker import beat_key
 from orchestrator.runtime.recovery import HostHealth
 
-_LOOK_SECONDS = 0.2
+_READ_SECONDS = 0.2
+
+
+def heartbeat_key(generation: int, host_id: int) -> str:
+    """Return the key in the driver's store under which a host writes its heartbeats."""
+    return f"beat/{generation}/{host_id}"
 
 
 @dataclass
 class _LastBeat:
-    said: str = ""
+    """The last heartbeat of a host, and when something in it changed. Times are of the driver's clock."""
+
+    text: str = ""
     phase: str = "join"
     step: int = 0
     progress: int = -1
     waiting: bool = False
-    heard_at: float = 0.0
-    moved_at: float = 0.0
-    stepped_at: float = 0.0
+    received_at: float = 0.0
+    progressed_at: float = 0.0
+    step_began_at: float = 0.0
 
 
 class Heartbeats:
-    """Reads the pulses of the members of an epoch from the store where the hosts leave them."""
+    """Reads the heartbeats of the members of a generation from the driver's store."""
 
     def __init__(self, store: Any, clock: Callable[[], float] = monotonic) -> None:
-        self._store, self._clock = store, clock
-        self._pulses: dict[int, _LastBeat] = {}
-        self._epoch, self._looked = -1, 0.0
-        self.slowest_s = 0.0
-        """The slowest step that was seen."""
+        self._store = store
+        self._clock = clock
+        self._beats: dict[int, _LastBeat] = {}
+        self._generation = -1
+        self._read_at = 0.0
+        self.slowest_step_s = 0.0
+        """The longest step of the run so far."""
 
-    def follow(self, epoch: int, members: tuple[int, ...]) -> None:
+    def follow(self, generation: int, members: tuple[int, ...]) -> None:
+        """Read the heartbeats of a new group from now on."""
         now = self._clock()
-        self._epoch, self._looked = epoch, now
-        self._pulses = {seat: _LastBeat(heard_at=now, moved_at=now, stepped_at=now) for seat in members}
+        self._generation = generation
+        self._read_at = now
+        self._beats = {
+            host_id: _LastBeat(received_at=now, progressed_at=now, step_began_at=now) for host_id in members
+        }
 
-    def look(self, at_once: bool = False) -> bool:
-        """Read them, if it is time to. Returns whether it was."""
+    def read(self, immediately: bool = False) -> bool:
+        """Read the store, unless it was read a moment ago. Return whether it was read."""
         now = self._clock()
-        if now - self._looked < _LOOK_SECONDS and not at_once:
+        if now - self._read_at < _READ_SECONDS and not immediately:
             return False
-        self._looked = now
-        for seat, pulse in self._pulses.items():
-            key = beat_key(self._epoch, seat)
+        self._read_at = now
+        for host_id, beat in self._beats.items():
+            key = heartbeat_key(self._generation, host_id)
             if self._store.check([key]):
-                self._hear(pulse, self._store.get(key).decode(), now)
+                self._update(beat, self._store.get(key).decode(), now)
         return True
 
-    def _hear(self, pulse: _LastBeat, said: str, now: float) -> None:
-        if said == pulse.said:
+    def _update(self, beat: _LastBeat, text: str, now: float) -> None:
+        # Each heartbeat begins with a counter: the same text means that no new one has come.
+        if text == beat.text:
             return
-        phase, step, progress, waiting = json.loads(said.partition(" ")[2])
-        pulse.said, pulse.heard_at, pulse.phase, pulse.waiting = said, now, phase, waiting
-        if progress != pulse.progress:
-            pulse.progress, pulse.moved_at = progress, now
-        if phase not in ("step", "data"):  # what lies between two steps is none, nor is the first
-            pulse.stepped_at = now
-        if step != pulse.step:
-            if step == pulse.step + 1 and phase == "step":
-                self.slowest_s = max(self.slowest_s, now - pulse.stepped_at)
-            pulse.step, pulse.stepped_at = step, now
+        phase, step, progress, waiting = json.loads(text.partition(" ")[2])
+        beat.text = text
+        beat.received_at = now
+        beat.phase = phase
+        beat.waiting = waiting
+        if progress != beat.progress:
+            beat.progress = progress
+            beat.progressed_at = now
+        # The slowest step excludes the first step and the phases between steps, such as an evaluation: the time
+        # limit grows with it, and a frozen host would be found late.
+        if phase not in ("step", "data"):
+            beat.step_began_at = now
+        if step != beat.step:
+            if step == beat.step + 1 and phase == "step":
+                self.slowest_step_s = max(self.slowest_step_s, now - beat.step_began_at)
+            beat.step = step
+            beat.step_began_at = now
 
     @property
-    def step(self) -> int:
-        """Steps that were done by the host that has come furthest."""
-        return max((pulse.step for pulse in self._pulses.values()), default=0)
+    def last_step(self) -> int:
+        """The number of steps done by the host that is furthest ahead."""
+        return max((beat.step for beat in self._beats.values()), default=0)
 
-    def signs(self) -> dict[int, float]:
-        """When each host was heard of last, as unix seconds."""
-        now, clock = time(), self._clock()
-        return {seat: now - (clock - pulse.heard_at) for seat, pulse in self._pulses.items()}
+    def last_seen(self) -> dict[int, float]:
+        """Return the time of each host's last heartbeat, in unix seconds."""
+        offset = time() - self._clock()
+        return {host_id: beat.received_at + offset for host_id, beat in self._beats.items()}
 
-    def all(self) -> list[HostHealth]:
+    def health(self) -> list[HostHealth]:
+        """Return the state of each member."""
         now = self._clock()
         return [
-            HostHealth(seat, pulse.phase, pulse.waiting, now - pulse.heard_at, now - pulse.moved_at)
-            for seat, pulse in self._pulses.items()
+            HostHealth(host_id, beat.phase, beat.waiting, now - beat.received_at, now - beat.progressed_at)
+            for host_id, beat in self._beats.items()
         ]

@@ -1,4 +1,7 @@
-"""Seats for expert hosts: devices that are reserved together, each with an actor that trains, stands by, or is being started anew."""
+"""The pool of expert hosts: devices that are reserved together, with one actor on each.
+
+A host id names a reserved device. Its actor trains, stands by, or is being started; when it is lost, a new actor is
+started under the same id."""
 
 from __future__ import annotations
 
@@ -11,174 +14,200 @@ from time import monotonic
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util import remove_placement_group
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from experts.actor_host import ExpertHost
-from orchestrator.runtime.cluster.session import answers, first_line
-from orchestrator.runtime.expert_parallel.host_worker import rehearse, succeed
+from orchestrator.runtime.cluster.session import answers
+from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor
+from orchestrator.runtime.failures import cause_of
 
-_STARTS = 3  # that may fail in a row
-_LATER_SECONDS = 600.0  # after which it is tried again
+_MAX_FAILED_STARTS = 3
+"""Failed starts in a row after which a host id is excluded."""
+_RETRY_SECONDS = 600.0
+"""Time after which an excluded host id is tried again."""
 
 
 @dataclass
 class _Host:
+    """An actor, with the calls that tell when it is ready and when it dies."""
+
     actor: Any
-    warm: Any
-    life: Any
-    node: str | None = None
+    warm_up: Any
+    lifetime: Any
+    node_id: str | None = None
+    """Set once the host is ready."""
     pid: int = 0
 
 
 @dataclass
-class _Failed:
-    """Starts of a host that came to nothing, in a row."""
+class _FailedStarts:
+    """Starts of a host that failed in a row."""
 
-    times: int
+    count: int
     error: BaseException
-    at: float
+    last_at: float
 
 
 class HostPool:
-    """The seats of a run, by number. Where a host is lost another is started on its seat; it is ready once it has loaded what it needs."""
+    """The hosts of a run, by host id. A host is ready once it has loaded what it needs to join a group."""
 
     def __init__(
-        self, count: int, gpu: bool, assignment: Any, place: tuple[str, int], variables: Mapping[str, str]
+        self,
+        size: int,
+        gpu: bool,
+        assignment: Any,
+        store_address: tuple[str, int],
+        variables: Mapping[str, str],
     ) -> None:
-        """``assignment`` is a reference to what the hosts are to train, ``place`` where they meet. ``variables`` of their environment
-        say what a process imports as it starts: each node keeps one that is ready for the next host."""
-        self._variables, self._succeeded = dict(variables), set[str]()
-        self.count, self._gpu, self._sent, self._place = count, gpu, assignment, place
-        self._group = placement_group(
-            [{"GPU": 1.0} if gpu else {"CPU": 1.0}] * count, strategy="PACK" if gpu else "SPREAD"
-        )
-        self._seats: dict[int, _Host] = {}
-        self._homes: dict[int, str] = {}
-        self._failed: dict[int, _Failed] = {}
+        """``assignment`` is an object reference; ``store_address`` is that of the driver's store.
 
-    def reserve(self, seconds: float) -> bool:
-        """Whether the devices are there; then hosts are started on them."""
-        if not self._seats and self._group.wait(seconds):
-            for number in range(self.count):
-                self.start(number)
-        return bool(self._seats)
+        ``variables`` are environment variables of the hosts. They say what a process imports as it starts; with them,
+        each node keeps a process ready for the next host."""
+        self.size = size
+        self._gpu = gpu
+        self._assignment = assignment
+        self._store_address = store_address
+        self._variables = dict(variables)
+        bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
+        self._group = placement_group([bundle] * size, strategy="PACK" if gpu else "SPREAD")
+        self._hosts: dict[int, _Host] = {}
+        self._node_ids: dict[int, str] = {}
+        """The node of each host, also of the last one under an id whose host is lost."""
+        self._failed_starts: dict[int, _FailedStarts] = {}
+        self._prestarted_nodes = set[str]()
 
-    def start(self, number: int) -> None:
-        """A new host on a seat, in place of the one that was there, if any."""
-        self.end(number)
-        self._succeeded.discard(self._homes.get(number, ""))
-        where = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=number
+    def reserve(self, timeout_s: float) -> bool:
+        """Return whether the devices are reserved; once they are, start the hosts."""
+        if not self._hosts and self._group.wait(timeout_s):
+            for host_id in range(self.size):
+                self.start(host_id)
+        return bool(self._hosts)
+
+    def start(self, host_id: int) -> None:
+        """Start a new host under an id, in place of the one before."""
+        self.stop(host_id)
+        # The new host uses up the process that its node kept ready.
+        self._prestarted_nodes.discard(self._node_ids.get(host_id, ""))
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=host_id
         )
         actor = ExpertHost.options(  # pyright: ignore[reportAttributeAccessIssue]
             num_cpus=0 if self._gpu else 1,
             num_gpus=1 if self._gpu else 0,
-            scheduling_strategy=where,
+            scheduling_strategy=strategy,
             max_restarts=0,
             runtime_env={"env_vars": self._variables},
         ).remote()
-        self._seats[number] = _Host(
-            actor, actor.warm.remote(rehearse, self._sent, self._place), actor.live.remote()
-        )
+        warm_up = actor.warm_up.remote(preload, self._assignment, self._store_address)
+        self._hosts[host_id] = _Host(actor, warm_up, actor.block_until_death.remote())
 
-    def end(self, number: int, frozen: bool = False) -> None:
-        """``frozen``: it may wake up, and go on as if nothing had happened. Ray asks a process to go first, and waits."""
-        seat = self._seats.pop(number, None)
-        if seat is None:
+    def stop(self, host_id: int, frozen: bool = False) -> None:
+        """End the host of an id.
+
+        ``frozen``: send SIGKILL first. Ray asks a process to exit and waits; a frozen one may wake up meanwhile and
+        go on as if nothing had happened."""
+        host = self._hosts.pop(host_id, None)
+        if host is None:
             return
-        if frozen and seat.node is not None:
-            where = NodeAffinitySchedulingStrategy(seat.node, soft=False)
+        if frozen and host.node_id is not None:
+            strategy = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
             with suppress(Exception):
-                _kill.options(scheduling_strategy=where).remote(seat.pid)
+                _kill.options(scheduling_strategy=strategy).remote(host.pid)
         with suppress(Exception):
-            ray.kill(seat.actor)
+            ray.kill(host.actor)
 
-    def actor(self, number: int) -> Any:
-        return self._seats[number].actor
+    def actor(self, host_id: int) -> Any:
+        return self._hosts[host_id].actor
 
-    def node(self, number: int) -> str | None:
-        """Where the host of a seat is, or the last one was."""
-        return self._homes.get(number)
+    def node_id(self, host_id: int) -> str | None:
+        """Return the node of a host, or of the last host under that id; None if none has been ready yet."""
+        return self._node_ids.get(host_id)
 
-    def look(self, busy: Iterable[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Seats whose host is ready, and those whose host is being started. One that died, while it started or while it stood by, is
-        started again, up to a few times; those that are ``busy`` are someone else's care."""
-        for number, seat in list(self._seats.items()):
-            if number not in busy:
-                self._look_at(number, seat)
-        for number, failed in list(self._failed.items()):
-            if number not in self._seats and monotonic() - failed.at > _LATER_SECONDS:
-                self._failed.pop(number)
-                self.start(number)
-        ready = tuple(number for number, seat in sorted(self._seats.items()) if seat.node is not None)
-        return ready, tuple(number for number in sorted(self._seats) if number not in ready)
+    def poll(self, busy: Iterable[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the hosts that are ready, and those that are being started.
 
-    def _look_at(self, number: int, seat: _Host) -> None:
-        call = seat.warm if seat.node is None else seat.life
+        A host that died while it started or stood by is started again, a few times. ``busy`` hosts are not checked:
+        their calls show whether they live."""
+        for host_id, host in list(self._hosts.items()):
+            if host_id not in busy:
+                self._check(host_id, host)
+        for host_id, failed in list(self._failed_starts.items()):
+            if host_id not in self._hosts and monotonic() - failed.last_at > _RETRY_SECONDS:
+                self._failed_starts.pop(host_id)
+                self.start(host_id)
+        ready = tuple(host_id for host_id, host in sorted(self._hosts.items()) if host.node_id is not None)
+        starting = tuple(host_id for host_id in sorted(self._hosts) if host_id not in ready)
+        return ready, starting
+
+    def _check(self, host_id: int, host: _Host) -> None:
+        call = host.warm_up if host.node_id is None else host.lifetime
         if not ray.wait([call], timeout=0)[0]:
             return
         try:
-            node, seat.pid = ray.get(call)
-            seat.node = self._homes[number] = str(node)
-            self._failed.pop(number, None)
-            if self._variables and seat.node not in self._succeeded:
-                self._succeeded.add(seat.node)
-                seat.actor.warm.remote(succeed)
+            node_id, host.pid = ray.get(call)
         except RayError as error:
-            before = self._failed[number].times if number in self._failed else 0
-            self._failed[number] = _Failed(
-                before + 1, error.cause if isinstance(error, RayTaskError) else error, monotonic()
-            )
-            if number in self.given_up:
-                self.end(number)
-            else:
-                self.start(number)
+            self._restart(host_id, error)
+            return
+        host.node_id = str(node_id)
+        self._node_ids[host_id] = host.node_id
+        self._failed_starts.pop(host_id, None)
+        if self._variables and host.node_id not in self._prestarted_nodes:
+            self._prestarted_nodes.add(host.node_id)
+            host.actor.warm_up.remote(prestart_successor)
 
-    def rule_out(self, number: int, error: BaseException) -> None:
-        """The host of that seat is not fit to train."""
-        self.end(number)
-        self._failed[number] = _Failed(_STARTS, error, monotonic())
+    def _restart(self, host_id: int, error: BaseException) -> None:
+        failed = self._failed_starts.get(host_id)
+        count = failed.count + 1 if failed is not None else 1
+        self._failed_starts[host_id] = _FailedStarts(count, cause_of(error), monotonic())
+        if host_id in self.excluded:
+            self.stop(host_id)
+        else:
+            self.start(host_id)
+
+    def exclude(self, host_id: int, error: BaseException) -> None:
+        """End a host that cannot train, such as one on a node without the data, and do not start it again soon."""
+        self.stop(host_id)
+        self._failed_starts[host_id] = _FailedStarts(_MAX_FAILED_STARTS, error, monotonic())
 
     @property
-    def given_up(self) -> set[int]:
-        """Seats whose hosts have failed again and again to start, or were ruled out. They are tried again much later."""
-        return {number for number, failed in self._failed.items() if failed.times >= _STARTS}
+    def excluded(self) -> set[int]:
+        """Host ids whose hosts failed to start repeatedly or were excluded. They are tried again much later."""
+        return {
+            host_id for host_id, failed in self._failed_starts.items() if failed.count >= _MAX_FAILED_STARTS
+        }
 
     @property
-    def error(self) -> BaseException | None:
-        """What the last start failed of, if any did."""
-        latest = max(self._failed.values(), key=lambda failed: failed.at, default=None)
+    def last_error(self) -> BaseException | None:
+        """The error of the last failed start, if any."""
+        latest = max(self._failed_starts.values(), key=lambda failed: failed.last_at, default=None)
         return latest.error if latest is not None else None
 
-    @property
-    def complaint(self) -> str:
-        return first_line(self.error) if self.error is not None else ""
-
-    def startable(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Of these seats those on nodes that are there: a host whose node is gone may be started never."""
-        hopeful = [number for number in numbers if number not in self.given_up]
+    def startable(self, host_ids: Iterable[int]) -> tuple[int, ...]:
+        """Return those ids whose host can be expected to start: not excluded, and not on a node that is gone."""
         return tuple(
-            number for number in hopeful if (home := self._homes.get(number)) is None or node_answers(home)
+            host_id for host_id in host_ids if host_id not in self.excluded and self._on_live_node(host_id)
         )
 
+    def _on_live_node(self, host_id: int) -> bool:
+        node_id = self._node_ids.get(host_id)
+        return node_id is None or is_node_alive(node_id)
+
     def close(self) -> None:
-        for number in list(self._seats):
-            self.end(number)
+        for host_id in list(self._hosts):
+            self.stop(host_id)
         with suppress(Exception):
             remove_placement_group(self._group)
 
 
-def node_answers(node: str) -> bool:
-    """Whether a node is there: Ray takes half a minute to miss one that was killed."""
-    found = next((entry for entry in ray.nodes() if entry["NodeID"] == node), None)
-    return (
-        found is not None
-        and found["Alive"]
-        and answers(f"{found['NodeManagerAddress']}:{found['NodeManagerPort']}")
-    )
+def is_node_alive(node_id: str) -> bool:
+    """Return whether a node answers. Ray itself needs half a minute to notice that a node was killed."""
+    node = next((entry for entry in ray.nodes() if entry["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return False
+    return answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
 
 
 @ray.remote(num_cpus=0, max_retries=0)

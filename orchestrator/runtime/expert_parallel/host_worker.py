@@ -1,9 +1,11 @@
-"""An expert host's side: a member of one group after another, each for as long as all its members live. It trains in segments, says what
-it is at from a thread beside, and begins where it is told to: afresh, from copies in memory, or from the newest checkpoint."""
+"""An expert host's part of a run, inside the actor.
+
+A host is a member of one group after another, each for as long as all its members live. It trains in segments, sends
+heartbeats from a thread of its own, and begins afresh, from snapshots in memory, or from the newest checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,72 +13,180 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from orchestrator.runtime.bootstrap import (
-    STOP,
     Assignment,
-    check_folder,
-    closing_log,
-    device_of,
+    check_run_dir,
+    enter_working_dir,
     masked_errors,
-    settled,
-    stop_asked,
-    work_in,
+    open_log,
+    prepare_worker,
+    stop_requested,
+    uses_cuda,
 )
-from orchestrator.runtime.cluster.prestart import leave_successors
+from orchestrator.runtime.cluster.prestart import prestart_successors
+from orchestrator.runtime.expert_parallel.heartbeats import heartbeat_key
 
 if TYPE_CHECKING:
+    import torch
+
     from experts.actor_host import HostContext
     from experts.group import GroupFactory
-    from orchestrator.record.log import Log
     from orchestrator.train.worker.run import WorkerRun
-    from orchestrator.train.worker.run_dir import Prepared
+    from orchestrator.train.worker.prepared_run import PreparedRun
 
-_STORE_SECONDS = 60
+_STORE_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class Member:
-    """A host's place in the group of an epoch, and where it begins."""
+class JoinRequest:
+    """A host's place in the group of a generation, and the state that it begins with."""
 
     generation: int
     host_id: int
     rank: int
-    size: int
-    place: tuple[str, int]
-    """Where the driver keeps the store that they meet at."""
-    again: bool = False
+    world_size: int
+    store_address: tuple[str, int]
+    """The address of the driver's store, where the hosts form their group."""
+    resumed: bool = False
+    """Whether the run has begun before."""
     halvings: int = 0
-    copies: tuple[tuple[Any, Any], ...] = ()
-    """References to the copies of all hosts' state."""
+    snapshots: tuple[tuple[Any, Any], ...] = ()
+    """References to the headers and bytes of all hosts' snapshots; empty: read the newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Segment:
+    """A number of steps to train, and whether to take a snapshot after the last one."""
+
     steps: int
-    keep: bool = False
+    snapshot_at_end: bool = False
 
 
-def _clients(side: HostContext, place: tuple[str, int]) -> tuple[Any, Any]:
-    """Two ways to the driver's store: one for the group, one for the pulse, which must not wait for it. They are kept from one
-    membership to the next: to open one may take seconds where names of hosts are looked up."""
-    from orchestrator.train.parts.stores import tcp_store
+class HostWorker:
+    """The work of a host in one generation."""
 
-    for name in ("store", "pulse store"):
-        if name not in side.cache:
-            side.cache[name] = tcp_store(*place, 1, False, _STORE_SECONDS)
-    return side.cache["store"], side.cache["pulse store"]
+    def __init__(self, run: WorkerRun) -> None:
+        self._run = run
+
+    def advance(self, segment: Segment) -> tuple[str | None, int]:
+        """Train for a segment. Return the status if the run has ended, and the number of steps done."""
+        with masked_errors(self._run.prepared.hidden):
+            outcome = self._run.advance(segment.steps, segment.snapshot_at_end)
+        return outcome.status if outcome is not None else None, self._run.loop.progress.step
+
+
+def preload(context: HostContext, assignment: Assignment, store_address: tuple[str, int]) -> None:
+    """Load what a member needs (torch, its late imports, the task), so that a standby host joins immediately."""
+    import torch._dynamo
+
+    import orchestrator.record.monitor
+    import orchestrator.train.worker.run  # noqa: F401
+    from orchestrator.tasks.load import load_task
+
+    prepared = assignment.prepared
+    config = prepared.resolved.config
+    with masked_errors(prepared.hidden):
+        check_run_dir(assignment, "a host")
+    enter_working_dir(assignment.working_dir, config.parallel.nccl_debug, prepared.hidden)
+    _store_clients(context, store_address)
+    if uses_cuda(prepared):
+        # Creating the CUDA context takes a second. The settings for deterministic training follow later.
+        torch.zeros(1, device=_device(prepared)).add_(1).cpu()
+    if prepared.task is None:
+        # A task that fails to load raises its error when it is trained.
+        with suppress(Exception):
+            task = load_task(config)
+            context.cache["task"] = task
+            task.train_data()
+
+
+def prestart_successor(context: HostContext) -> None:  # noqa: ARG001
+    """Ask this node for a process that is ready when the next host is started."""
+    prestart_successors()
 
 
 @contextmanager
-def _kept_client(side: HostContext, lines: GroupFactory) -> Iterator[None]:
-    """A client is used again, unless a thread that connects in vain holds on to it, or its connection is broken."""
+def host_worker(context: HostContext, assignment: Assignment, request: JoinRequest) -> Iterator[HostWorker]:
+    """Join a group and build this host's part of the run; leave the group at the end."""
+    from experts.group import GroupFactory
+    from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+    from orchestrator.train.checkpoint.snapshots import SnapshotTarget
+    from orchestrator.train.heartbeat import Heartbeat, send_heartbeats
+    from orchestrator.train.parts.memory import free_cached
+    from orchestrator.train.parts.world import recoverable_world
+    from orchestrator.train.worker.resume import ResumeFrom
+    from orchestrator.train.worker.run import Supervision, WorkerRun
+
+    rank = request.rank
+    membership = context.membership
+    with masked_errors(assignment.prepared.hidden):
+        prepared = _prepare(context, assignment, rank)
+        store, heartbeat_store = _store_clients(context, request.store_address)
+        heartbeat = Heartbeat()
+        with send_heartbeats(heartbeat, membership, _sender(context, heartbeat_store, request)):
+            snapshots: Any = [(ray.get(header), ray.get(data)) for header, data in request.snapshots]
+            # The request outlives the join. Without its references the driver's memory can be freed.
+            request = replace(request, snapshots=())
+            device = _device(prepared)
+            if request.resumed and device.type == "cuda":
+                # The memory of the last membership must be free before the new model takes its own.
+                free_cached(device)
+            buffers = context.cache.setdefault("pinned buffers", PinnedBuffers(device))
+            factory = GroupFactory(
+                store, f"generation{request.generation}", rank, request.world_size, membership
+            )
+            target = SnapshotTarget(context.outbox, buffers, request.generation)
+            supervision = Supervision(stop_requested(assignment, rank), heartbeat, target)
+            resume = ResumeFrom(snapshots, request.halvings) if request.resumed else None
+            with (
+                open_log(assignment, rank) as log,
+                _reusing_client(context, factory),
+                recoverable_world(factory, device, prepared.plan.backend.value) as world,
+                WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run,
+            ):
+                snapshots.clear()  # they are restored and need not stay in memory
+                yield HostWorker(run)
+
+
+def _prepare(context: HostContext, assignment: Assignment, rank: int) -> PreparedRun:
+    """Prepare this process for a rank. The task of an earlier membership, with the data it has read, is used again."""
+    task = context.cache.get("task")
+    if task is not None and assignment.prepared.task is None:
+        assignment = replace(assignment, prepared=replace(assignment.prepared, task=task))
+    prepared = prepare_worker(assignment, rank)
+    context.cache["task"] = prepared.task
+    return prepared
+
+
+def _device(prepared: PreparedRun) -> torch.device:
+    import torch
+
+    # An actor sees its own GPU alone, as number 0.
+    return torch.device("cuda", 0) if uses_cuda(prepared) else torch.device("cpu")
+
+
+def _store_clients(context: HostContext, store_address: tuple[str, int]) -> tuple[Any, Any]:
+    """Return two clients of the driver's store: one for the group, one for heartbeats, which must not wait for it.
+
+    They serve one membership after the other: opening one may take seconds where host names are slow to resolve."""
+    from orchestrator.train.parts.stores import tcp_store
+
+    for name in ("store", "heartbeat store"):
+        if name not in context.cache:
+            context.cache[name] = tcp_store(*store_address, 1, False, _STORE_TIMEOUT_S)
+    return context.cache["store"], context.cache["heartbeat store"]
+
+
+@contextmanager
+def _reusing_client(context: HostContext, factory: GroupFactory) -> Iterator[None]:
+    """Keep the store's client for the next membership, unless it is broken or a thread still connects through it."""
     try:
         yield
     finally:
-        if lines.connecting or not _answers(lines.store):
-            side.cache.pop("store", None)
+        if factory.connecting or not _is_connected(factory.store):
+            context.cache.pop("store", None)
 
 
-def _answers(store: Any) -> bool:
+def _is_connected(store: Any) -> bool:
     try:
         store.check(["anything"])
     except Exception:
@@ -84,111 +194,15 @@ def _answers(store: Any) -> bool:
     return True
 
 
-def rehearse(side: HostContext, assignment: Assignment, place: tuple[str, int]) -> None:
-    """Load all that a member needs, so that who stands by can step in at once: torch, with what it imports late, and the task. What is
-    wrong with a task is told when it is to be trained."""
-    import torch._dynamo
+def _sender(context: HostContext, store: Any, request: JoinRequest) -> Callable[[str], None]:
+    """Return a function that writes a heartbeat to the driver's store."""
+    key = heartbeat_key(request.generation, request.host_id)
 
-    import orchestrator.record.monitor
-    import orchestrator.train.worker.run  # noqa: F401
-    from orchestrator.tasks.load import load_task
+    def send(text: str) -> None:
+        try:
+            store.set(key, text)
+        except Exception:  # a broken connection is not used again
+            context.cache.pop("heartbeat store", None)
+            raise
 
-    with masked_errors(assignment.prepared.hidden):
-        check_folder(assignment, "a host")
-    work_in(
-        assignment.folder, assignment.prepared.resolved.config.parallel.nccl_debug, assignment.prepared.hidden
-    )
-    _clients(side, place)
-    device = device_of(assignment.prepared)
-    if device.type == "cuda":  # a context takes a second to make; what is to be deterministic begins later
-        torch.zeros(1, device=device).add_(1).cpu()
-    if assignment.prepared.task is None:
-        with suppress(Exception):
-            side.cache["task"] = task = load_task(assignment.prepared.resolved.config)
-            task.train_data()
-
-
-def succeed(side: HostContext) -> None:  # noqa: ARG001
-    """Ask this node for a process that is ready when the next host is needed."""
-    leave_successors()
-
-
-def beat_key(epoch: int, seat: int) -> str:
-    return f"beat/{epoch}/{seat}"
-
-
-class HostWorker:
-    """The work of a host in one epoch."""
-
-    def __init__(self, stint: WorkerRun) -> None:
-        self._stint = stint
-
-    def advance(self, segment: Segment) -> tuple[str | None, int]:
-        """How the run ended, if it did, and the steps that are done."""
-        with masked_errors(self._stint.prepared.hidden):
-            outcome = self._stint.advance(segment.steps, segment.keep)
-        return outcome.status if outcome is not None else None, self._stint.loop.progress.step
-
-
-@contextmanager
-def host_worker(side: HostContext, assignment: Assignment, member: Member) -> Iterator[HostWorker]:
-    """A member, from its joining to its leaving."""
-    from experts.group import GroupFactory
-    from orchestrator.record.events import EventLog
-    from orchestrator.record.log import SilentLog
-    from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
-    from orchestrator.train.checkpoint.snapshots import SnapshotTarget
-    from orchestrator.train.heartbeat import Heartbeat, beating
-    from orchestrator.train.parts.memory import free_cached
-    from orchestrator.train.parts.world import recoverable_world
-    from orchestrator.train.worker.resume import ResumeFrom
-    from orchestrator.train.worker.run import Supervision, WorkerRun
-
-    secrets, life, rank = assignment.prepared.hidden, side.membership, member.rank
-    with masked_errors(secrets):
-        prepared = _prepared(side, assignment, member)
-        store, beside = _clients(side, member.place)
-        pulse, key = Heartbeat(), beat_key(member.generation, member.host_id)
-
-        def beat(text: str) -> None:
-            try:
-                beside.set(key, text)
-            except Exception:  # a way that is broken is not taken again
-                side.cache.pop("pulse store", None)
-                raise
-
-        with beating(pulse, life, beat):
-            log: Log = (
-                EventLog(assignment.run_dir / "events.jsonl", secrets=secrets) if rank == 0 else SilentLog()
-            )
-            asked = stop_asked(assignment.run_dir / "logs" / STOP) if rank == 0 else lambda: False
-            copies: Any = [(ray.get(header), ray.get(data)) for header, data in member.copies]
-            member = replace(member, copies=())
-            device, backend = device_of(prepared), prepared.plan.backend.value
-            if (
-                member.again and device.type == "cuda"
-            ):  # what the last membership held must be gone before there is more
-                free_cached(device)
-            rooms = side.cache.setdefault("rooms", PinnedBuffers(device))
-            lines = GroupFactory(store, f"epoch{member.generation}", rank, member.size, life)
-            target = SnapshotTarget(side.outbox, rooms, member.generation)
-            supervision = Supervision(asked, pulse, target)
-            resume = ResumeFrom(copies, member.halvings) if member.again else None
-            with (
-                closing_log(log),
-                _kept_client(side, lines),
-                recoverable_world(lines, device, backend) as world,
-                WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as stint,
-            ):
-                copies.clear()  # what they held is restored: they need not stay in memory
-                yield HostWorker(stint)
-
-
-def _prepared(side: HostContext, assignment: Assignment, member: Member) -> Prepared:
-    """What is to be trained. A host that has been a member before has the task still, with the data that it has read."""
-    known = side.cache.get("task")
-    if known is not None and assignment.prepared.task is None:
-        assignment = replace(assignment, prepared=replace(assignment.prepared, task=known))
-    prepared = settled(assignment, member.rank)
-    side.cache["task"] = prepared.task
-    return prepared
+    return send

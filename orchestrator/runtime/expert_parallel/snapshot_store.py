@@ -1,6 +1,8 @@
-"""Copies of the hosts' state, while they train: fetched as soon as each is made, owned by the driver, and held in the memory of the node
-where they were made; where there are several nodes, a host on another one keeps a second copy. The set before is let go of only when
-every host's new one has been acknowledged, so there is always one that is whole."""
+"""Snapshots of the hosts' state, fetched while the hosts train.
+
+The driver owns the snapshots; their bytes stay in the memory of the node where they were taken. With several nodes, a
+host on another node keeps a backup. A snapshot set is complete when the snapshots of all hosts for a step are there and
+their backups are confirmed. Only then is the previous set dropped, so that there always is a complete one."""
 
 from __future__ import annotations
 
@@ -10,156 +12,190 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from orchestrator.runtime.cluster.session import first_line
-from orchestrator.runtime.expert_parallel.host_pool import HostPool, node_answers
+from orchestrator.runtime.expert_parallel.host_pool import HostPool, is_node_alive
+from orchestrator.runtime.failures import cause_of
+from orchestrator.types import first_line
+
+References = tuple[Any, Any]
+"""Object references to the header and the bytes of a snapshot."""
 
 
 @dataclass
-class _Set:
-    """The copies of one step, by rank."""
+class _SnapshotSet:
+    """The snapshots of all hosts at one step. The dictionaries are by rank."""
 
     generation: int
     size: int
-    refs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    nodes: dict[int, str | None] = field(default_factory=dict)
-    buddies: dict[int, int] = field(default_factory=dict)
-    """The seat that keeps a second copy, by rank."""
-    acknowledged: dict[int, Any] = field(default_factory=dict)
-    """Calls that end when it is kept, by rank."""
+    references: dict[int, References] = field(default_factory=dict)
+    node_ids: dict[int, str | None] = field(default_factory=dict)
+    backup_hosts: dict[int, int] = field(default_factory=dict)
+    """The host that keeps a backup."""
+    backup_calls: dict[int, Any] = field(default_factory=dict)
+    """The call that returns when the backup is stored."""
     lost: bool = False
-    """Whether a first copy is gone before there was a second."""
+    """Whether a snapshot was lost before its backup was stored: the set can never become complete."""
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A call for a host's next snapshot."""
+
+    host_id: int
+    data: Any
+    actor: Any
 
 
 class SnapshotStore:
-    """The newest whole set of copies, and those that are coming in."""
+    """The newest complete snapshot set, and the sets that are coming in."""
 
-    def __init__(self, seats: HostPool, warn: Callable[[str], None]) -> None:
-        self._seats, self._warn = seats, warn
+    def __init__(self, pool: HostPool, warn: Callable[[str], None]) -> None:
+        self._pool = pool
+        self._warn = warn
+        self._generation = -1
         self._members: tuple[int, ...] = ()
-        self.gone: set[int] = set()
-        """Members that turned out to be dead."""
-        self._epoch, self._dropped = -1, set[int]()
-        self._asked: dict[Any, tuple[int, Any, Any]] = {}
-        self._coming: dict[int, _Set] = {}
-        self._whole: tuple[int, _Set] | None = None
+        self.dead_hosts: set[int] = set()
+        """Members whose fetch failed: their processes are dead."""
+        self._fetches: dict[Any, _Fetch] = {}
+        """By the reference to the header."""
+        self._incoming: dict[int, _SnapshotSet] = {}
+        """By step."""
+        self._dropped_steps = set[int]()
+        self._complete: tuple[int, _SnapshotSet] | None = None
 
     @property
     def step(self) -> int:
-        """The step of the newest whole set; -1 where there is none."""
-        return self._whole[0] if self._whole is not None else -1
+        """The step of the newest complete set; -1 if there is none."""
+        return self._complete[0] if self._complete is not None else -1
 
-    def calls(self, all_of_them: bool) -> list[Any]:
-        """What to wait for: the main host's copy tells that the others' are there too, or about to be. To be woken by each would take
-        time from the hosts where they share the driver's machine."""
+    def pending_calls(self, all_hosts: bool) -> list[Any]:
+        """Return the calls to wait for.
+
+        Usually that of the main host is enough: the other hosts take their snapshots at the same step. Waking the
+        driver for each would take time from hosts on the same machine."""
         main = self._members[:1]
-        return [call for call, (seat, _, _) in self._asked.items() if all_of_them or seat in main]
+        return [header for header, fetch in self._fetches.items() if all_hosts or fetch.host_id in main]
 
-    def follow(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Fetch the copies of these hosts from now on."""
-        self._epoch, self._members, self._coming, self.gone = epoch, members, {}, set()
-        self._dropped = set()
-        asked = {seat for seat, _, actor in self._asked.values() if actor is self._actor(seat)}
-        for seat in members:
-            if seat not in asked:
-                self._ask(seat)
+    def follow(self, generation: int, members: tuple[int, ...]) -> None:
+        """Fetch the snapshots of a new group from now on."""
+        self._generation = generation
+        self._members = members
+        self._incoming = {}
+        self.dead_hosts = set()
+        self._dropped_steps = set()
+        # A call to an actor that lives on from the last group is still open: it returns the next snapshot.
+        fetched = {
+            fetch.host_id for fetch in self._fetches.values() if fetch.actor is self._actor(fetch.host_id)
+        }
+        for host_id in members:
+            if host_id not in fetched:
+                self._fetch(host_id)
 
-    def forget(self) -> None:
-        """None of them can be used."""
-        self._whole, self._coming = None, {}
+    def clear(self) -> None:
+        """Drop all snapshots."""
+        self._complete = None
+        self._incoming = {}
 
-    def _actor(self, seat: int) -> Any:
+    def _actor(self, host_id: int) -> Any:
         with suppress(KeyError):
-            return self._seats.actor(seat)
+            return self._pool.actor(host_id)
 
-    def _ask(self, seat: int) -> None:
-        actor = self._seats.actor(seat)
-        header, data = actor.copy.remote()
-        self._asked[header] = seat, data, actor
+    def _fetch(self, host_id: int) -> None:
+        actor = self._pool.actor(host_id)
+        header, data = actor.next_snapshot.remote()
+        self._fetches[header] = _Fetch(host_id, data, actor)
 
-    def look(self) -> None:
-        """Take in what has come."""
-        if not self._asked:
+    def collect(self) -> None:
+        """Take in the snapshots that have arrived."""
+        if not self._fetches:
             return
-        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        for header in done:
-            seat, data, actor = self._asked.pop(header)
+        done, _ = ray.wait(list(self._fetches), num_returns=len(self._fetches), timeout=0)
+        for reference in done:
+            fetch = self._fetches.pop(reference)
+            is_current = fetch.actor is self._actor(fetch.host_id)
             try:
-                told = ray.get(header)
+                header = ray.get(reference)
             except RayError:
-                if actor is self._actor(seat) and seat in self._members:
-                    self.gone.add(seat)
+                if is_current and fetch.host_id in self._members:
+                    self.dead_hosts.add(fetch.host_id)
                 continue
-            if actor is self._actor(seat):
-                self._ask(seat)
-            if told.epoch == self._epoch:
-                self._add(told, seat, header, data)
-        self._settle()
+            if is_current:
+                self._fetch(fetch.host_id)
+            # A host may have put a snapshot before it left the last group. Its step may occur in this generation
+            # too, with other contents.
+            if header.generation == self._generation:
+                self._add(header, fetch.host_id, (reference, fetch.data))
+        self._update_complete()
 
-    def _add(self, told: Any, seat: int, header: Any, data: Any) -> None:
-        made = self._coming.setdefault(told.step, _Set(told.epoch, told.size))
-        made.refs[told.rank], made.nodes[told.rank] = (header, data), self._seats.node(seat)
-        others = [
-            other for other in self._members if self._seats.node(other) not in (None, made.nodes[told.rank])
-        ]
-        if others:
-            made.buddies[told.rank] = others[told.rank % len(others)]
-            keeper = self._seats.actor(made.buddies[told.rank])
-            made.acknowledged[told.rank] = keeper.keep.remote(
-                (told.epoch, told.rank, told.step), header, data, self.step
-            )
+    def _add(self, header: Any, host_id: int, references: References) -> None:
+        incoming = self._incoming.setdefault(header.step, _SnapshotSet(header.generation, header.size))
+        node_id = self._pool.node_id(host_id)
+        incoming.references[header.rank] = references
+        incoming.node_ids[header.rank] = node_id
+        elsewhere = [host for host in self._members if self._pool.node_id(host) not in (None, node_id)]
+        if elsewhere:
+            # The backups are spread over the hosts of the other nodes.
+            backup_host = elsewhere[header.rank % len(elsewhere)]
+            key = header.generation, header.rank, header.step
+            call = self._pool.actor(backup_host).store_backup.remote(key, *references, self.step)
+            incoming.backup_hosts[header.rank] = backup_host
+            incoming.backup_calls[header.rank] = call
 
-    def _settle(self) -> None:
-        """The newest set that is whole takes the place of all before it. One that can never be is let go of."""
-        for step in sorted(self._coming, reverse=True):
-            made = self._coming[step]
-            if len(made.refs) == made.size and not self._open(made):
-                self._whole = step, made
-                self._coming = {later: one for later, one in self._coming.items() if later > step}
+    def _update_complete(self) -> None:
+        """Let the newest set that is complete replace all earlier ones, and drop sets that cannot become complete."""
+        for step in sorted(self._incoming, reverse=True):
+            incoming = self._incoming[step]
+            if len(incoming.references) == incoming.size and self._is_backed_up(incoming):
+                self._complete = step, incoming
+                self._incoming = {later: other for later, other in self._incoming.items() if later > step}
                 return
-        self._dropped |= {step for step, made in self._coming.items() if made.lost}
-        self._coming = {step: made for step, made in self._coming.items() if not made.lost}
+        self._dropped_steps |= {step for step, incoming in self._incoming.items() if incoming.lost}
+        self._incoming = {step: incoming for step, incoming in self._incoming.items() if not incoming.lost}
 
     def expects(self, step: int) -> bool:
-        """Whether the set of that step may still become whole."""
-        return self.step < step and step not in self._dropped
+        """Return whether the set of a step may still become complete."""
+        return self.step < step and step not in self._dropped_steps
 
-    def _open(self, made: _Set) -> bool:
-        """Whether a second copy is still under way, or can no longer be made because the first is lost. Where its keeper died or has
-        no room, the first one is there still: that is one loss, and the set stands it."""
-        for rank, call in list(made.acknowledged.items()):
+    def _is_backed_up(self, incoming: _SnapshotSet) -> bool:
+        """Return whether no backup is under way any more.
+
+        A backup that failed because its host died or has no memory is forgone: the snapshot itself still exists, and
+        the set survives that one loss. A backup that failed because the snapshot is lost makes the set lost."""
+        for rank, call in list(incoming.backup_calls.items()):
             if not ray.wait([call], timeout=0)[0]:
-                return True
+                return False
             try:
                 ray.get(call)
             except RayError as error:
-                met = error.cause if isinstance(error, RayTaskError) else error
-                if isinstance(met, ObjectLostError):
-                    made.lost = True
-                    return True
-                made.buddies.pop(rank)
-                made.acknowledged.pop(rank)
-                if not isinstance(met, RayActorError):
+                cause = cause_of(error)
+                if isinstance(cause, ObjectLostError):
+                    incoming.lost = True
+                    return False
+                incoming.backup_hosts.pop(rank)
+                incoming.backup_calls.pop(rank)
+                # The death of a host is reported as a failure, so it needs no warning here.
+                if not isinstance(cause, RayActorError):
                     self._warn(
-                        f"a second copy of host {rank}'s state could not be kept on another node: {first_line(met)}"
+                        f"the backup of host {rank}'s snapshot on another node failed: {first_line(cause)}"
                     )
-        return False
+        return True
 
-    def references(self) -> tuple[tuple[Any, Any], ...]:
-        """Of the newest whole set: from where they were made, or where that node is gone from who kept them. None where one is lost."""
-        if self._whole is None:
+    def references(self) -> tuple[References, ...]:
+        """Return the newest complete set by rank, with backups for nodes that are gone; empty if one is lost."""
+        if self._complete is None:
             return ()
-        step, made = self._whole
-        there = {node: node_answers(node) for node in set(made.nodes.values()) if node is not None}
-        found: list[tuple[Any, Any]] = []
-        for rank, refs in sorted(made.refs.items()):
-            if there.get(made.nodes[rank] or "", True):
-                found.append(refs)
+        step, complete = self._complete
+        node_ids = {node_id for node_id in complete.node_ids.values() if node_id is not None}
+        dead_nodes = {node_id for node_id in node_ids if not is_node_alive(node_id)}
+        found: list[References] = []
+        for rank, references in sorted(complete.references.items()):
+            if complete.node_ids[rank] not in dead_nodes:
+                found.append(references)
                 continue
-            keeper = self._actor(made.buddies.get(rank, -1))
-            if keeper is None:
+            backup_host = self._actor(complete.backup_hosts.get(rank, -1))
+            if backup_host is None:
                 return ()
-            header, data = keeper.kept.remote((made.generation, rank, step))
+            header, data = backup_host.load_backup.remote((complete.generation, rank, step))
             found.append((header, data))
         return tuple(found)

@@ -1,254 +1,304 @@
-"""The life of a run on expert hosts as a state machine: states and happenings are values, and so is what is to be done about them.
-It knows neither Ray nor torch; ``expert_parallel`` tells it what happened and carries out what it says. Nothing else acts on a failure.
+"""The life of a run on expert hosts, as a pure state machine.
 
-    Starting ──▶ Joining ──▶ Training ──▶ Closing ──▶ Over
-                   ▲  │        │  │ ▲
-                   │  └─┐  ┌───┘  └─┘ segments; on more hosts again: back to Joining
-                   │    ▼  ▼
-                Waiting ◀─ Leaving ──▶ Over
+States, events and commands are values; ``advance`` maps a state and an event to the next state and the commands to
+carry out. It knows neither Ray nor torch. ``run`` feeds it events and executes its commands; nothing else decides how
+a run goes on after a failure.
+
+    Starting ──▶ Joining ──▶ Running ──▶ Closing ──▶ Ended
+                  ▲  │        │        (Running repeats: one segment after the other;
+                  │  └──┐  ┌──┘         when more hosts are ready it goes back to Joining)
+                  │     ▼  ▼
+                  ├──── Leaving ─────────────────▶ Ended
+                  │        ▼
+                  └── WaitingForHosts ───────────▶ Ended
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from orchestrator.runtime.recovery import Failure, GiveUp, HostStatus, Tally, Wait, regroup, tallied, worst
+from orchestrator.runtime.recovery import (
+    Failure,
+    FailureHistory,
+    GiveUp,
+    HostStatus,
+    Regroup,
+    Wait,
+    decide_regroup,
+    root_cause,
+)
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a run asks for."""
+class RunLimits:
+    """The settings of a run that the transitions depend on."""
 
-    wanted: int
+    num_hosts: int
     max_failures: int
-    grows: bool = True
-    """Whether it can go on on more hosts: there are copies in memory to go on from."""
+    can_grow: bool = True
+    """Whether hosts may be added while the run goes on: that needs snapshots to continue from."""
+
+
+# States
 
 
 @dataclass(frozen=True)
 class Starting:
-    """Hosts are being started; nobody trains yet."""
+    """Hosts are being started."""
 
 
 @dataclass(frozen=True)
 class Joining:
-    """The members form their group, build or restore, and come to where the run stands."""
+    """The members form the group of a generation and build or restore their state."""
 
     generation: int
     members: tuple[int, ...]
-    tally: Tally = field(default_factory=Tally)
+    history: FailureHistory = field(default_factory=FailureHistory)
 
 
 @dataclass(frozen=True)
-class Training:
-    """The members are in a segment. ``keeping``: it ends with a copy, from which more hosts go on."""
+class Running:
+    """The members run a segment of steps."""
 
     generation: int
     members: tuple[int, ...]
-    tally: Tally = field(default_factory=Tally)
-    keeping: bool = False
+    history: FailureHistory = field(default_factory=FailureHistory)
+    snapshot_at_end: bool = False
+    """Whether the segment ends with a snapshot, from which more hosts can continue."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Something is wrong: members stop, each as soon as it can, until all are accounted for."""
+    """A failure was seen: the members leave the group, until each has stopped, failed or is known to be lost."""
 
     generation: int
     members: tuple[int, ...]
-    tally: Tally = field(default_factory=Tally)
+    history: FailureHistory = field(default_factory=FailureHistory)
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """The survivors stand by until another host is ready."""
+class WaitingForHosts:
+    """The survivors wait until another host is ready."""
 
     generation: int
-    seats: HostStatus
-    tally: Tally
+    hosts: HostStatus
+    history: FailureHistory
     failure: Failure
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """The run is done; hosts close."""
+    """The run has finished; the hosts close their work."""
 
     status: str
 
 
 @dataclass(frozen=True)
-class Over:
-    """Ended: well, with a status, or with a failure that could not be mended."""
+class Ended:
+    """The run is over: with a status, or with a failure and the reason to give up."""
 
     status: str | None = None
     failure: Failure | None = None
     given_up: GiveUp | None = None
 
 
-State = Starting | Joining | Training | Leaving | Waiting | Closing | Over
+State = Starting | Joining | Running | Leaving | WaitingForHosts | Closing | Ended
+
+
+# Events
 
 
 @dataclass(frozen=True)
 class HostsReady:
-    """Hosts that stand by, by their seats, and those that are being started."""
+    """The hosts that are ready to join, and those that are being started."""
 
     ready: tuple[int, ...]
-    coming: tuple[int, ...] = ()
-    patient: bool = True
+    starting: tuple[int, ...] = ()
+    may_wait: bool = True
+    """Whether there is time left to wait for a host that is being started."""
 
 
 @dataclass(frozen=True)
-class OutOfTime:
-    """There were no resources for the hosts."""
+class StartFailed:
+    """The hosts could not be started."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class AllJoined:
-    pass
+    """All members have joined the group and hold their state."""
 
 
 @dataclass(frozen=True)
 class SegmentDone:
-    """All members have done a segment. Where it was to be kept, all copies of its end are there."""
+    """All members have finished a segment, and the snapshot of its end is complete if one was asked for."""
 
     ready: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class RunEnded:
+class RunFinished:
+    """The main host has reported how the run ended."""
+
     status: str
 
 
 @dataclass(frozen=True)
 class AllClosed:
-    pass
+    """The hosts have closed their work."""
 
 
 @dataclass(frozen=True)
-class Broken:
-    """The first sign of a failure."""
+class FailureSeen:
+    """A member has failed or is lost."""
 
 
 @dataclass(frozen=True)
-class Apart:
-    """All members are accounted for: what each failed of, which are lost, the step that was reached, and who may step in."""
+class GroupStopped:
+    """Every member has stopped, failed or is lost. ``step`` is the last step that any of them reached."""
 
     failures: tuple[Failure, ...]
-    seats: HostStatus
+    hosts: HostStatus
     step: int
-    patient: bool = True
+    may_wait: bool = True
 
 
-Happening = HostsReady | OutOfTime | AllJoined | SegmentDone | RunEnded | AllClosed | Broken | Apart
+Event = (
+    HostsReady | StartFailed | AllJoined | SegmentDone | RunFinished | AllClosed | FailureSeen | GroupStopped
+)
+
+
+# Commands
 
 
 @dataclass(frozen=True)
-class Join:
-    """Form the group of that epoch with these seats, in the order of ranks. ``failure`` is why, if something went wrong."""
+class JoinGroup:
+    """Form the group of a generation. ``members`` are in the order of their ranks."""
 
     generation: int
     members: tuple[int, ...]
     halvings: int = 0
     failure: Failure | None = None
+    """The failure that made a new group necessary, if any."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Advance:
-    keep: bool = False
+class RunSegment:
+    """Train for the next segment."""
+
+    snapshot_at_end: bool = False
 
 
 @dataclass(frozen=True)
-class Leave:
+class LeaveGroup:
+    """Make the members leave the group of a generation."""
+
     generation: int
     members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Start a host on each of these seats anew."""
+class ReplaceHosts:
+    """Start a new process for each of these host ids."""
 
-    seats: frozenset[int]
+    host_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseHosts:
+    """Close the work of these hosts."""
+
     members: tuple[int, ...]
 
 
-Command = Join | Advance | Leave | Replace | Close
+Command = JoinGroup | RunSegment | LeaveGroup | ReplaceHosts | CloseHosts
+
+Transition = tuple[State, tuple[Command, ...]]
 
 
-def after(state: State, happening: Happening, terms: Terms) -> tuple[State, tuple[Command, ...]]:
-    """The next state, and what is to be done. What does not concern a state leaves it as it is."""
-    match state, happening:
-        case Starting(), HostsReady(ready=ready) if len(ready) >= terms.wanted:
-            members = ready[: terms.wanted]
-            return Joining(0, members), (Join(0, members),)
-        case Starting(), OutOfTime(message=message):
-            return Over(failure=Failure("resources", message), given_up=GiveUp(message)), ()
-        case Joining(generation=epoch, members=members, tally=tally), AllJoined():
-            return Training(epoch, members, tally), (Advance(),)
-        case Training(members=members), RunEnded(status=status):
-            return Closing(status), (Close(members),)
-        case Training(), SegmentDone(ready=ready):
-            return _next_segment(state, ready, terms)
-        case Joining() | Training(), Broken():
-            return Leaving(state.generation, state.members, state.tally), (
-                Leave(state.generation, state.members),
-            )
-        case Leaving(), Apart():
-            return _after_failure(state, happening, terms)
-        case Waiting(), HostsReady():
-            return _waited(state, happening, terms)
+def advance(state: State, event: Event, limits: RunLimits) -> Transition:
+    """Return the next state and the commands to carry out. An event that a state does not handle changes nothing."""
+    match state, event:
+        case Starting(), HostsReady(ready=ready) if len(ready) >= limits.num_hosts:
+            members = ready[: limits.num_hosts]
+            return Joining(0, members), (JoinGroup(0, members),)
+        case Starting(), StartFailed(message=message):
+            return Ended(failure=Failure("resources", message), given_up=GiveUp(message)), ()
+        case Joining(), AllJoined():
+            return Running(state.generation, state.members, state.history), (RunSegment(),)
+        case Running(members=members), RunFinished(status=status):
+            return Closing(status), (CloseHosts(members),)
+        case Running(), SegmentDone(ready=ready):
+            return _next_segment(state, ready, limits)
+        case Joining() | Running(), FailureSeen():
+            leaving = Leaving(state.generation, state.members, state.history)
+            return leaving, (LeaveGroup(state.generation, state.members),)
+        case Leaving(), GroupStopped():
+            return _after_failure(state, event, limits)
+        case WaitingForHosts(), HostsReady():
+            return _after_waiting(state, event, limits)
         case Closing(status=status), AllClosed():
-            return Over(status), ()
+            return Ended(status), ()
         case _:
             return state, ()
 
 
-def _next_segment(state: Training, ready: tuple[int, ...], terms: Terms) -> tuple[State, tuple[Command, ...]]:
-    more = tuple(seat for seat in ready if seat not in state.members)[
-        : max(0, terms.wanted - len(state.members))
-    ]
-    if not more or not terms.grows:
-        return Training(state.generation, state.members, state.tally), (Advance(),)
-    if not state.keeping:
-        return Training(state.generation, state.members, state.tally, keeping=True), (Advance(keep=True),)
-    members = (*state.members, *more)
-    joining = Joining(state.generation + 1, members, state.tally)
-    reason = f"{len(members)} hosts instead of {len(state.members)}: there is room again"
-    return joining, (Join(joining.generation, members, state.tally.halvings, reason=reason),)
+def _next_segment(state: Running, ready: tuple[int, ...], limits: RunLimits) -> Transition:
+    """Run the next segment, or let more hosts join. They join from a snapshot of the end of a segment."""
+    num_missing = max(0, limits.num_hosts - len(state.members))
+    newcomers = tuple(host for host in ready if host not in state.members)[:num_missing]
+    if not newcomers or not limits.can_grow:
+        return replace(state, snapshot_at_end=False), (RunSegment(),)
+    if not state.snapshot_at_end:
+        return replace(state, snapshot_at_end=True), (RunSegment(snapshot_at_end=True),)
+    members = (*state.members, *newcomers)
+    joining = Joining(state.generation + 1, members, state.history)
+    reason = f"{len(members)} hosts instead of {len(state.members)}: more devices are available"
+    return joining, (JoinGroup(joining.generation, members, state.history.halvings, reason=reason),)
 
 
-def _after_failure(state: Leaving, apart: Apart, terms: Terms) -> tuple[State, tuple[Command, ...]]:
-    failure = worst(apart.failures)
-    repeated = state.tally.faulty_step == apart.step
-    tally = tallied(state.tally, failure, apart.step)
-    choice = regroup(
-        failure, apart.seats, tally, max_failures=terms.max_failures, repeated=repeated, patient=apart.patient
+def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> Transition:
+    failure = root_cause(stopped.failures)
+    repeated = state.history.faulty_step == stopped.step
+    history = state.history.with_failure(failure, stopped.step)
+    decision = decide_regroup(
+        failure,
+        stopped.hosts,
+        history,
+        max_failures=limits.max_failures,
+        repeated=repeated,
+        may_wait=stopped.may_wait,
     )
-    if isinstance(choice, GiveUp):
-        return Over(failure=failure, given_up=choice), ()
-    anew = (Replace(apart.seats.lost),) if apart.seats.lost else ()
-    if isinstance(choice, Wait):
-        return Waiting(state.generation, apart.seats, tally, failure, choice.reason), anew
-    joining = Joining(state.generation + 1, choice.members, tally)
-    return joining, (*anew, Join(joining.generation, choice.members, choice.halvings, failure, choice.reason))
+    if isinstance(decision, GiveUp):
+        return Ended(failure=failure, given_up=decision), ()
+    replacing = (ReplaceHosts(stopped.hosts.lost),) if stopped.hosts.lost else ()
+    if isinstance(decision, Wait):
+        waiting = WaitingForHosts(state.generation, stopped.hosts, history, failure, decision.reason)
+        return waiting, replacing
+    joining, join = _join_again(state.generation, decision, history, failure)
+    return joining, (*replacing, join)
 
 
-def _waited(state: Waiting, now: HostsReady, terms: Terms) -> tuple[State, tuple[Command, ...]]:
-    seats = HostStatus(state.seats.members, state.seats.lost, now.ready, now.coming)
-    choice = regroup(state.failure, seats, state.tally, max_failures=terms.max_failures, patient=now.patient)
-    match choice:
-        case Wait():
-            return Waiting(state.generation, seats, state.tally, state.failure, state.reason), ()
-        case GiveUp():
-            return Over(failure=state.failure, given_up=choice), ()
-        case _:
-            joining = Joining(state.generation + 1, choice.members, state.tally)
-            return joining, (
-                Join(joining.generation, choice.members, choice.halvings, state.failure, choice.reason),
-            )
+def _after_waiting(state: WaitingForHosts, now: HostsReady, limits: RunLimits) -> Transition:
+    hosts = HostStatus(state.hosts.members, state.hosts.lost, now.ready, now.starting)
+    decision = decide_regroup(
+        state.failure, hosts, state.history, max_failures=limits.max_failures, may_wait=now.may_wait
+    )
+    if isinstance(decision, GiveUp):
+        return Ended(failure=state.failure, given_up=decision), ()
+    if isinstance(decision, Wait):
+        return replace(state, hosts=hosts), ()
+    joining, join = _join_again(state.generation, decision, state.history, state.failure)
+    return joining, (join,)
+
+
+def _join_again(
+    generation: int, decision: Regroup, history: FailureHistory, failure: Failure
+) -> tuple[Joining, JoinGroup]:
+    """Return the state and the command of the generation that follows a failure."""
+    joining = Joining(generation + 1, decision.members, history)
+    join = JoinGroup(joining.generation, decision.members, decision.halvings, failure, decision.reason)
+    return joining, join

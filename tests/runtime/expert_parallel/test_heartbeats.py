@@ -1,189 +1,204 @@
-"""The pulses of hosts as the driver sees them: with a clock and a store that the test turns."""
+"""The heartbeats of hosts as the driver reads them, with a clock and a store that the test sets."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from orchestrator.runtime.expert_parallel import heartbeats as module
-from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats
-from orchestrator.runtime.expert_parallel.host_worker import beat_key
-from orchestrator.runtime.recovery import stuck
+from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats, heartbeat_key
+from orchestrator.runtime.recovery import find_stuck
 
 
 class Store:
-    """What hosts have said, by key; how often anyone looked."""
+    """A store that counts how often it is read."""
 
     def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.looks = 0
+        self.values: dict[str, bytes] = {}
+        self.num_checks = 0
 
     def check(self, keys: list[str]) -> bool:
-        self.looks += 1
-        return all(key in self.held for key in keys)
+        self.num_checks += 1
+        return all(key in self.values for key in keys)
 
     def get(self, key: str) -> bytes:
-        return self.held[key]
+        return self.values[key]
 
 
-class Scene:
-    """Hosts 4, 0 and 2 in epoch 3, from second 100 on."""
+class Group:
+    """Hosts 4, 0 and 2 in generation 3, from second 100 on."""
 
     def __init__(self) -> None:
-        self.now, self.store, self.beats = 100.0, Store(), 0
-        self.vitals = Heartbeats(self.store, lambda: self.now)
-        self.vitals.follow(3, (4, 0, 2))
+        self.now = 100.0
+        self.store = Store()
+        self.num_beats = 0
+        self.heartbeats = Heartbeats(self.store, lambda: self.now)
+        self.heartbeats.follow(3, (4, 0, 2))
 
-    def says(
-        self, seat: int, phase: str, step: int, progress: int, waiting: bool = False, epoch: int = 3
+    def send(
+        self,
+        host_id: int,
+        phase: str,
+        step: int,
+        progress: int,
+        waiting: bool = False,
+        generation: int = 3,
     ) -> None:
-        self.beats += 1
-        self.store.held[beat_key(epoch, seat)] = (
-            f"{self.beats} {json.dumps([phase, step, progress, waiting])}".encode()
-        )
+        self.num_beats += 1
+        text = f"{self.num_beats} {json.dumps([phase, step, progress, waiting])}"
+        self.store.values[heartbeat_key(generation, host_id)] = text.encode()
 
-    def at(self, second: float) -> None:
+    def read_at(self, second: float) -> None:
         self.now = second
-        self.vitals.look()
+        self.heartbeats.read()
 
-    def of(self, seat: int) -> tuple[str, bool, float, float]:
-        found = next(vital for vital in self.vitals.all() if vital.host_id == seat)
-        return found.phase, found.waiting, found.silent_s, found.still_s
+    def health(self, host_id: int) -> tuple[str, bool, float, float]:
+        host = next(host for host in self.heartbeats.health() if host.host_id == host_id)
+        return host.phase, host.waiting, host.silent_s, host.unchanged_s
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def group() -> Group:
+    return Group()
 
 
-def test_hosts_that_have_said_nothing_are_joining(scene: Scene) -> None:
-    scene.at(107.0)
-    assert [vital.host_id for vital in scene.vitals.all()] == [4, 0, 2]
-    assert {scene.of(seat) for seat in (0, 2, 4)} == {("join", False, 7.0, 7.0)}
-    assert scene.vitals.step == 0
-
-
-def test_what_a_host_said_last(scene: Scene) -> None:
-    scene.says(2, "evaluate", 8, 30, waiting=True)
-    scene.at(101.0)
-    scene.at(103.0)
-    assert scene.of(2) == ("evaluate", True, 2.0, 2.0)
-    assert scene.of(0) == ("join", False, 3.0, 3.0)
-
-
-def test_a_beat_is_a_sign_of_life_and_not_of_progress(scene: Scene) -> None:
-    scene.says(2, "step", 8, 30)
-    scene.at(101.0)
-    scene.says(2, "step", 8, 30)
-    scene.at(104.0)
-    assert scene.of(2) == ("step", False, 0.0, 3.0)
-    scene.says(2, "step", 8, 31)
-    scene.at(105.0)
-    assert scene.of(2) == ("step", False, 0.0, 0.0)
-
-
-def test_the_same_beat_again_is_no_sign_of_life(scene: Scene) -> None:
-    scene.says(2, "step", 8, 30)
-    for second in (101.0, 105.0, 111.5):
-        scene.at(second)
-    assert scene.of(2) == ("step", False, 10.5, 10.5)
-    assert [vital.host_id for vital in stuck(scene.vitals.all(), 10.0)] == [2], (
-        "the others have not begun to speak, for which there is time"
+def test_the_module_does_not_import_ray() -> None:
+    program = (
+        "import sys, orchestrator.runtime.expert_parallel.heartbeats, orchestrator.runtime.recovery_log,"
+        " orchestrator.runtime.expert_parallel.states; sys.exit('ray' in sys.modules)"
     )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_store_is_not_asked_all_the_time(scene: Scene) -> None:
-    scene.now = 100.1
-    assert not scene.vitals.look()
-    assert scene.store.looks == 0
-    assert scene.vitals.look(at_once=True)
-    assert scene.store.looks == 3
-    scene.now = 100.2
-    assert not scene.vitals.look()
-    scene.now = 100.4
-    assert scene.vitals.look()
+def test_hosts_without_a_heartbeat_are_joining(group: Group) -> None:
+    group.read_at(107.0)
+    assert [host.host_id for host in group.heartbeats.health()] == [4, 0, 2]
+    assert {group.health(host_id) for host_id in (0, 2, 4)} == {("join", False, 7.0, 7.0)}
+    assert group.heartbeats.last_step == 0
 
 
-def test_a_new_epoch_knows_nothing_of_the_one_before(scene: Scene) -> None:
-    scene.says(2, "step", 8, 30)
-    scene.at(101.0)
-    scene.now = 110.0
-    scene.vitals.follow(4, (2, 5))
-    scene.says(2, "step", 9, 33)  # of a host that has not heard of it yet
-    scene.at(111.0)
-    assert [vital.host_id for vital in scene.vitals.all()] == [2, 5]
-    assert scene.of(2) == ("join", False, 1.0, 1.0)
-    assert scene.vitals.step == 0
-    scene.says(2, "first step", 8, 2, epoch=4)
-    scene.at(112.0)
-    assert scene.of(2) == ("first step", False, 0.0, 0.0)
+def test_the_last_heartbeat_counts(group: Group) -> None:
+    group.send(2, "evaluate", 8, 30, waiting=True)
+    group.read_at(101.0)
+    group.read_at(103.0)
+    assert group.health(2) == ("evaluate", True, 2.0, 2.0)
+    assert group.health(0) == ("join", False, 3.0, 3.0)
 
 
-def test_the_step_is_that_of_the_host_that_has_come_furthest(scene: Scene) -> None:
-    for seat, step in ((0, 7), (2, 9), (4, 8)):
-        scene.says(seat, "step", step, 1)
-    scene.at(101.0)
-    assert scene.vitals.step == 9
+def test_a_heartbeat_is_a_sign_of_life_but_not_of_progress(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    group.send(2, "step", 8, 30)
+    group.read_at(104.0)
+    assert group.health(2) == ("step", False, 0.0, 3.0)
+    group.send(2, "step", 8, 31)
+    group.read_at(105.0)
+    assert group.health(2) == ("step", False, 0.0, 0.0)
 
 
-def test_the_slowest_step(scene: Scene) -> None:
-    assert scene.vitals.slowest_s == 0.0
+def test_the_same_heartbeat_read_again_is_no_sign_of_life(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    for second in (101.0, 105.0, 111.5):
+        group.read_at(second)
+    assert group.health(2) == ("step", False, 10.5, 10.5)
+    stuck = find_stuck(group.heartbeats.health(), 10.0)
+    assert [host.host_id for host in stuck] == [2], "the others are joining, which may take longer"
+
+
+def test_the_store_is_not_read_all_the_time(group: Group) -> None:
+    group.now = 100.1
+    assert not group.heartbeats.read()
+    assert group.store.num_checks == 0
+    assert group.heartbeats.read(immediately=True)
+    assert group.store.num_checks == 3
+    group.now = 100.2
+    assert not group.heartbeats.read()
+    group.now = 100.4
+    assert group.heartbeats.read()
+
+
+def test_heartbeats_of_an_earlier_generation_are_ignored(group: Group) -> None:
+    group.send(2, "step", 8, 30)
+    group.read_at(101.0)
+    group.now = 110.0
+    group.heartbeats.follow(4, (2, 5))
+    group.send(2, "step", 9, 33)  # the host has not joined generation 4 yet
+    group.read_at(111.0)
+    assert [host.host_id for host in group.heartbeats.health()] == [2, 5]
+    assert group.health(2) == ("join", False, 1.0, 1.0)
+    assert group.heartbeats.last_step == 0
+    group.send(2, "first step", 8, 2, generation=4)
+    group.read_at(112.0)
+    assert group.health(2) == ("first step", False, 0.0, 0.0)
+
+
+def test_the_last_step_is_that_of_the_host_furthest_ahead(group: Group) -> None:
+    for host_id, step in ((0, 7), (2, 9), (4, 8)):
+        group.send(host_id, "step", step, 1)
+    group.read_at(101.0)
+    assert group.heartbeats.last_step == 9
+
+
+def test_the_slowest_step(group: Group) -> None:
+    assert group.heartbeats.slowest_step_s == 0.0
     for second, step in ((101.0, 5), (103.0, 6), (108.0, 7), (109.0, 8)):
-        scene.says(2, "step", step, step)
-        scene.at(second)
-    assert scene.vitals.slowest_s == 5.0
-    scene.says(2, "step", 18, 90)
-    scene.at(140.0)
-    assert scene.vitals.slowest_s == 5.0, "ten steps that were done unseen are not one"
+        group.send(2, "step", step, step)
+        group.read_at(second)
+    assert group.heartbeats.slowest_step_s == 5.0
+    group.send(2, "step", 18, 90)
+    group.read_at(140.0)
+    assert group.heartbeats.slowest_step_s == 5.0, "ten steps between two readings are not one"
 
 
-def test_a_step_that_took_several_looks_is_one(scene: Scene) -> None:
-    scene.says(2, "step", 5, 1)
-    scene.at(101.0)
+def test_a_step_that_lasts_several_readings_is_one(group: Group) -> None:
+    group.send(2, "step", 5, 1)
+    group.read_at(101.0)
     for second, progress in ((103.0, 2), (105.0, 3)):
-        scene.says(2, "step", 5, progress)
-        scene.at(second)
-    scene.says(2, "data", 5, 4)
-    scene.at(106.0)
-    scene.says(2, "step", 6, 5)
-    scene.at(107.0)
-    assert scene.vitals.slowest_s == 6.0
+        group.send(2, "step", 5, progress)
+        group.read_at(second)
+    group.send(2, "data", 5, 4)
+    group.read_at(106.0)
+    group.send(2, "step", 6, 5)
+    group.read_at(107.0)
+    assert group.heartbeats.slowest_step_s == 6.0
 
 
-def long_before_a_step(scene: Scene, phase: str, step: int) -> float:
-    """A host is at something for a minute, saying so, and then does step after step in a second each."""
+def slowest_step_after(group: Group, phase: str, step: int) -> float:
+    """Let a host stay in a phase for a minute, sending heartbeats, and then make steps of a second each."""
     second = 101.0
-    scene.says(2, "step" if step else "build", step, 0)
-    scene.at(second)
+    group.send(2, "step" if step else "build", step, 0)
+    group.read_at(second)
     for beat in range(60):
         second += 1.0
-        scene.says(2, phase, step, 1 + beat // 30)
-        scene.at(second)
-    for done in (1, 2, 3):
+        group.send(2, phase, step, 1 + beat // 30)
+        group.read_at(second)
+    for steps_done in (1, 2, 3):
         second += 1.0
-        scene.says(2, "step", step + done, 10 + done)
-        scene.at(second)
-    return scene.vitals.slowest_s
+        group.send(2, "step", step + steps_done, 10 + steps_done)
+        group.read_at(second)
+    return group.heartbeats.slowest_step_s
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "save", "snapshot", "rest"])
-def test_what_lies_between_two_steps_is_no_slow_step(scene: Scene, phase: str) -> None:
+def test_the_phases_between_steps_are_no_slow_steps(group: Group, phase: str) -> None:
     """A limit that grew with an evaluation would find a frozen host minutes late."""
-    assert long_before_a_step(scene, phase, 5) <= 2.0
+    assert slowest_step_after(group, phase, 5) <= 2.0
 
 
-def test_building_and_the_first_step_are_no_slow_step(scene: Scene) -> None:
-    assert long_before_a_step(scene, "build", 0) <= 2.0
-    assert long_before_a_step(Scene(), "first step", 0) <= 2.0
+@pytest.mark.parametrize("phase", ["build", "first step"])
+def test_building_and_the_first_step_are_no_slow_steps(group: Group, phase: str) -> None:
+    assert slowest_step_after(group, phase, 0) <= 2.0
 
 
-def test_when_each_was_heard_of(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "time", lambda: 5000.0 + scene.now)
-    scene.says(0, "step", 1, 1)
-    scene.at(102.0)
-    scene.says(2, "step", 1, 1)
-    scene.at(104.0)
-    scene.now = 110.0
-    signs = scene.vitals.signs()
-    assert (signs[0], signs[2]) == (5102.0, 5104.0)
+def test_the_time_of_each_hosts_last_heartbeat(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", lambda: 5000.0 + group.now)
+    group.send(0, "step", 1, 1)
+    group.read_at(102.0)
+    group.send(2, "step", 1, 1)
+    group.read_at(104.0)
+    group.now = 110.0
+    last_seen = group.heartbeats.last_seen()
+    assert (last_seen[0], last_seen[2]) == (5102.0, 5104.0)

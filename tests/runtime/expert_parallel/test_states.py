@@ -1,4 +1,4 @@
-"""The life of a run on expert hosts: one test per arrow of the state machine."""
+"""The state machine of a run on expert hosts: one test per transition."""
 
 from __future__ import annotations
 
@@ -7,337 +7,342 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.runtime.expert_parallel.states import (
-    Advance,
     AllClosed,
     AllJoined,
-    Apart,
-    Broken,
-    Close,
+    CloseHosts,
     Closing,
-    Happening,
+    Ended,
+    Event,
+    FailureSeen,
+    GroupStopped,
     HostsReady,
-    Join,
+    JoinGroup,
     Joining,
-    Leave,
+    LeaveGroup,
     Leaving,
-    OutOfTime,
-    Over,
-    Replace,
-    RunEnded,
+    ReplaceHosts,
+    RunFinished,
+    RunLimits,
+    Running,
+    RunSegment,
     SegmentDone,
+    StartFailed,
     Starting,
     State,
-    Terms,
-    Training,
-    Waiting,
-    after,
+    WaitingForHosts,
+    advance,
 )
-from orchestrator.runtime.recovery import Failure, GiveUp, HostStatus, Tally
+from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, HostStatus
 
-TERMS = Terms(wanted=3, max_failures=3)
+LIMITS = RunLimits(num_hosts=3, max_failures=3)
 MEMBERS = (0, 1, 2)
-ONCE = Tally(failures=1)
+ONCE = FailureHistory(failures=1)
+TWICE = FailureHistory(failures=2)
 LOST = Failure("worker", "host 1 was lost", 1)
 FAULT = Failure("fault", "host 1: OSError: once", 1)
-JOINING, TRAINING, LEAVING = Joining(4, MEMBERS, ONCE), Training(4, MEMBERS, ONCE), Leaving(4, MEMBERS, ONCE)
-WAITING = Waiting(4, HostStatus(MEMBERS, frozenset({1}), (), (1,)), ONCE, LOST)
+JOINING = Joining(4, MEMBERS, ONCE)
+RUNNING = Running(4, MEMBERS, ONCE)
+LEAVING = Leaving(4, MEMBERS, ONCE)
+WAITING = WaitingForHosts(4, HostStatus(MEMBERS, frozenset({1}), (), (1,)), ONCE, LOST)
 STATES: tuple[State, ...] = (
     Starting(),
     JOINING,
-    TRAINING,
+    RUNNING,
     LEAVING,
     WAITING,
     Closing("completed"),
-    Over("completed"),
+    Ended("completed"),
 )
-HAPPENINGS: tuple[Happening, ...] = (
+EVENTS: tuple[Event, ...] = (
     HostsReady((0, 1, 2, 3)),
-    OutOfTime("no CPUs"),
+    StartFailed("no CPUs"),
     AllJoined(),
     SegmentDone(),
-    RunEnded("completed"),
+    RunFinished("completed"),
     AllClosed(),
-    Broken(),
-    Apart((LOST,), HostStatus(MEMBERS, frozenset({1}), (3,)), 7),
+    FailureSeen(),
+    GroupStopped((LOST,), HostStatus(MEMBERS, frozenset({1}), (3,)), 7),
 )
-ARROWS = {
+TRANSITIONS = {
     (Starting, HostsReady),
-    (Starting, OutOfTime),
+    (Starting, StartFailed),
     (Joining, AllJoined),
-    (Joining, Broken),
-    (Training, SegmentDone),
-    (Training, RunEnded),
-    (Training, Broken),
-    (Leaving, Apart),
-    (Waiting, HostsReady),
+    (Joining, FailureSeen),
+    (Running, SegmentDone),
+    (Running, RunFinished),
+    (Running, FailureSeen),
+    (Leaving, GroupStopped),
+    (WaitingForHosts, HostsReady),
     (Closing, AllClosed),
 }
-KEPT = [
-    (state, happening)
-    for state in STATES
-    for happening in HAPPENINGS
-    if (type(state), type(happening)) not in ARROWS
+IGNORED = [
+    (state, event) for state in STATES for event in EVENTS if (type(state), type(event)) not in TRANSITIONS
 ]
 
 
-def apart(
+def stopped(
     *failures: Failure,
     lost: tuple[int, ...] = (),
     ready: tuple[int, ...] = (),
-    coming: tuple[int, ...] = (),
+    starting: tuple[int, ...] = (),
     step: int = 7,
-) -> Apart:
-    return Apart(failures or (LOST,), HostStatus(MEMBERS, frozenset(lost), ready, coming), step)
+) -> GroupStopped:
+    hosts = HostStatus(MEMBERS, frozenset(lost), ready, starting)
+    return GroupStopped(failures or (LOST,), hosts, step)
 
 
-@pytest.mark.parametrize(("state", "happening"), KEPT, ids=lambda value: type(value).__name__)
-def test_what_does_not_concern_a_state_leaves_it(state: State, happening: Happening) -> None:
-    assert after(state, happening, TERMS) == (state, ())
+@pytest.mark.parametrize(("state", "event"), IGNORED, ids=lambda value: type(value).__name__)
+def test_other_events_leave_a_state_unchanged(state: State, event: Event) -> None:
+    assert advance(state, event, LIMITS) == (state, ())
 
 
 # Starting
 
 
 def test_hosts_join_when_enough_are_ready() -> None:
-    assert after(Starting(), HostsReady(MEMBERS), TERMS) == (Joining(0, MEMBERS), (Join(0, MEMBERS),))
+    joining, commands = advance(Starting(), HostsReady(MEMBERS), LIMITS)
+    assert joining == Joining(0, MEMBERS)
+    assert commands == (JoinGroup(0, MEMBERS),)
 
 
 def test_spares_are_not_members() -> None:
-    assert after(Starting(), HostsReady((0, 2, 3, 4)), TERMS) == (
-        Joining(0, (0, 2, 3)),
-        (Join(0, (0, 2, 3)),),
-    )
+    joining, commands = advance(Starting(), HostsReady((0, 2, 3, 4)), LIMITS)
+    assert joining == Joining(0, (0, 2, 3))
+    assert commands == (JoinGroup(0, (0, 2, 3)),)
 
 
 def test_too_few_hosts_are_waited_for() -> None:
-    assert after(Starting(), HostsReady((0, 1), coming=(2,)), TERMS) == (Starting(), ())
-    assert after(Starting(), HostsReady((0, 1), patient=False), TERMS) == (Starting(), ())
+    assert advance(Starting(), HostsReady((0, 1), starting=(2,)), LIMITS) == (Starting(), ())
+    assert advance(Starting(), HostsReady((0, 1), may_wait=False), LIMITS) == (Starting(), ())
 
 
-def test_hosts_that_are_not_to_be_had_end_the_run() -> None:
-    over, commands = after(Starting(), OutOfTime("3 CPUs were not to be had"), TERMS)
-    assert over == Over(
-        failure=Failure("resources", "3 CPUs were not to be had"),
-        given_up=GiveUp("3 CPUs were not to be had"),
-    )
+def test_hosts_that_cannot_be_started_end_the_run() -> None:
+    message = "3 CPUs were not available"
+    ended, commands = advance(Starting(), StartFailed(message), LIMITS)
+    assert ended == Ended(failure=Failure("resources", message), given_up=GiveUp(message))
     assert commands == ()
 
 
 # Joining
 
 
-def test_all_that_joined_train() -> None:
-    assert after(JOINING, AllJoined(), TERMS) == (TRAINING, (Advance(),))
+def test_members_that_have_joined_run_a_segment() -> None:
+    assert advance(JOINING, AllJoined(), LIMITS) == (RUNNING, (RunSegment(),))
 
 
 def test_a_failure_while_joining_makes_all_leave() -> None:
-    assert after(JOINING, Broken(), TERMS) == (LEAVING, (Leave(4, MEMBERS),))
+    assert advance(JOINING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
 
 
-# Training
+# Running
 
 
-def test_a_segment_follows_the_other() -> None:
-    assert after(TRAINING, SegmentDone(), TERMS) == (TRAINING, (Advance(),))
-    assert after(TRAINING, SegmentDone((0, 1, 2, 3)), TERMS) == (TRAINING, (Advance(),)), (
-        "a spare is no reason to stop"
-    )
+def test_one_segment_follows_the_other() -> None:
+    assert advance(RUNNING, SegmentDone(), LIMITS) == (RUNNING, (RunSegment(),))
+    with_spare = SegmentDone((0, 1, 2, 3))
+    assert advance(RUNNING, with_spare, LIMITS) == (RUNNING, (RunSegment(),)), "a spare changes nothing"
 
 
-def test_a_failure_while_training_makes_all_leave() -> None:
-    assert after(TRAINING, Broken(), TERMS) == (LEAVING, (Leave(4, MEMBERS),))
+def test_a_failure_while_running_makes_all_leave() -> None:
+    assert advance(RUNNING, FailureSeen(), LIMITS) == (LEAVING, (LeaveGroup(4, MEMBERS),))
 
 
-def test_the_end_closes_the_members() -> None:
-    assert after(TRAINING, RunEnded("stopped"), TERMS) == (Closing("stopped"), (Close(MEMBERS),))
+def test_the_end_of_the_run_closes_the_members() -> None:
+    assert advance(RUNNING, RunFinished("stopped"), LIMITS) == (Closing("stopped"), (CloseHosts(MEMBERS),))
 
 
-def test_fewer_hosts_than_wanted_keep_a_copy_and_then_grow() -> None:
-    few = Training(4, (0, 2), replace(ONCE, halvings=1))
-    keeping, commands = after(few, SegmentDone((0, 1, 2, 3)), TERMS)
-    assert (keeping, commands) == (replace(few, keeping=True), (Advance(keep=True),))
-    grown, (join,) = after(keeping, SegmentDone((0, 1, 2, 3)), TERMS)
-    assert grown == Joining(5, (0, 2, 1), few.tally)
-    assert isinstance(join, Join)
+def test_a_group_that_is_too_small_takes_a_snapshot_and_then_grows() -> None:
+    small = Running(4, (0, 2), replace(ONCE, halvings=1))
+    ready = SegmentDone((0, 1, 2, 3))
+    last_segment, commands = advance(small, ready, LIMITS)
+    assert last_segment == replace(small, snapshot_at_end=True)
+    assert commands == (RunSegment(snapshot_at_end=True),)
+    joining, (join,) = advance(last_segment, ready, LIMITS)
+    assert joining == Joining(5, (0, 2, 1), small.history)
+    assert isinstance(join, JoinGroup)
     assert (join.generation, join.members, join.halvings, join.failure) == (5, (0, 2, 1), 1, None)
     assert "3 hosts instead of 2" in join.reason
 
 
-def test_it_grows_by_as_many_as_are_ready() -> None:
-    grown, _ = after(Training(4, (2,), keeping=True), SegmentDone((0, 2)), TERMS)
-    assert grown == Joining(5, (2, 0))
+def test_a_group_grows_by_the_hosts_that_are_ready() -> None:
+    joining, _ = advance(Running(4, (2,), snapshot_at_end=True), SegmentDone((0, 2)), LIMITS)
+    assert joining == Joining(5, (2, 0))
 
 
 def test_a_host_that_was_ready_and_is_gone_is_not_waited_for() -> None:
-    few = Training(4, (0, 2), ONCE)
-    assert after(replace(few, keeping=True), SegmentDone((0, 2)), TERMS) == (few, (Advance(),))
+    small = Running(4, (0, 2), ONCE)
+    last_segment = replace(small, snapshot_at_end=True)
+    assert advance(last_segment, SegmentDone((0, 2)), LIMITS) == (small, (RunSegment(),))
 
 
-def test_without_copies_it_does_not_grow() -> None:
-    few = Training(4, (0, 2), ONCE)
-    assert after(few, SegmentDone((0, 1, 2)), replace(TERMS, grows=False)) == (few, (Advance(),))
+def test_without_snapshots_a_group_does_not_grow() -> None:
+    small = Running(4, (0, 2), ONCE)
+    limits = replace(LIMITS, can_grow=False)
+    assert advance(small, SegmentDone((0, 1, 2)), limits) == (small, (RunSegment(),))
 
 
-def test_a_failure_before_it_has_grown_is_a_failure_of_the_few() -> None:
-    assert after(Training(4, (0, 2), ONCE, keeping=True), Broken(), TERMS) == (
-        Leaving(4, (0, 2), ONCE),
-        (Leave(4, (0, 2)),),
-    )
+def test_a_failure_before_a_group_has_grown_is_one_of_the_small_group() -> None:
+    small = Running(4, (0, 2), ONCE, snapshot_at_end=True)
+    leaving, commands = advance(small, FailureSeen(), LIMITS)
+    assert leaving == Leaving(4, (0, 2), ONCE)
+    assert commands == (LeaveGroup(4, (0, 2)),)
 
 
 # Leaving
 
 
-def test_a_spare_takes_the_place_of_a_lost_host() -> None:
-    joining, commands = after(LEAVING, apart(lost=(1,), ready=(3,)), TERMS)
-    assert joining == Joining(5, (0, 3, 2), Tally(failures=2))
-    assert commands == (Replace(frozenset({1})), Join(5, (0, 3, 2), 0, LOST, "host 1 was lost"))
+def test_a_spare_takes_the_rank_of_a_lost_host() -> None:
+    joining, commands = advance(LEAVING, stopped(lost=(1,), ready=(3,)), LIMITS)
+    assert joining == Joining(5, (0, 3, 2), TWICE)
+    join = JoinGroup(5, (0, 3, 2), 0, LOST, "host 1 was lost")
+    assert commands == (ReplaceHosts(frozenset({1})), join)
 
 
-def test_without_a_spare_another_is_started_and_waited_for() -> None:
-    waiting, commands = after(LEAVING, apart(lost=(1,), coming=(1,)), TERMS)
+def test_without_a_spare_a_new_host_is_started_and_waited_for() -> None:
+    waiting, commands = advance(LEAVING, stopped(lost=(1,), starting=(1,)), LIMITS)
     reason = "host 1 was lost; waiting for 1 host to take over"
-    assert waiting == Waiting(
-        4, HostStatus(MEMBERS, frozenset({1}), (), (1,)), Tally(failures=2), LOST, reason
-    )
-    assert commands == (Replace(frozenset({1})),)
+    hosts = HostStatus(MEMBERS, frozenset({1}), (), (1,))
+    assert waiting == WaitingForHosts(4, hosts, TWICE, LOST, reason)
+    assert commands == (ReplaceHosts(frozenset({1})),)
 
 
-def test_without_anyone_to_wait_for_the_others_go_on() -> None:
-    joining, commands = after(LEAVING, apart(lost=(1,)), TERMS)
-    assert joining == Joining(5, (0, 2), Tally(failures=2))
-    assert commands[0] == Replace(frozenset({1})), "its node may come back"
-    assert isinstance(commands[1], Join)
+def test_without_a_host_to_wait_for_the_others_go_on() -> None:
+    joining, commands = advance(LEAVING, stopped(lost=(1,)), LIMITS)
+    assert joining == Joining(5, (0, 2), TWICE)
+    assert commands[0] == ReplaceHosts(frozenset({1})), "its node may come back"
+    assert isinstance(commands[1], JoinGroup)
     assert "2 of 3 hosts" in commands[1].reason
 
 
-def test_impatience_goes_on_with_fewer() -> None:
-    joining, _ = after(LEAVING, replace(apart(lost=(1,), coming=(1,)), patient=False), TERMS)
-    assert joining == Joining(5, (0, 2), Tally(failures=2))
+def test_without_time_to_wait_the_others_go_on() -> None:
+    event = replace(stopped(lost=(1,), starting=(1,)), may_wait=False)
+    joining, _ = advance(LEAVING, event, LIMITS)
+    assert joining == Joining(5, (0, 2), TWICE)
 
 
-def test_hosts_that_only_lost_touch_join_again() -> None:
-    touch = Failure("communication", "lost touch")
-    assert after(LEAVING, apart(touch, touch), TERMS) == (
-        Joining(5, MEMBERS, Tally(failures=2)),
-        (Join(5, MEMBERS, 0, touch, "lost touch"),),
-    )
+def test_hosts_that_only_lost_contact_join_again() -> None:
+    no_contact = Failure("communication", "lost contact")
+    joining, commands = advance(LEAVING, stopped(no_contact, no_contact), LIMITS)
+    assert joining == Joining(5, MEMBERS, TWICE)
+    assert commands == (JoinGroup(5, MEMBERS, 0, no_contact, "lost contact"),)
 
 
-def test_the_cause_counts_and_not_what_it_did_to_the_others() -> None:
-    touch = Failure("communication", "lost touch")
-    _, commands = after(LEAVING, apart(touch, LOST, touch, lost=(1,), ready=(3,)), TERMS)
-    assert isinstance(commands[-1], Join)
+def test_the_root_cause_decides() -> None:
+    no_contact = Failure("communication", "lost contact")
+    event = stopped(no_contact, LOST, no_contact, lost=(1,), ready=(3,))
+    _, commands = advance(LEAVING, event, LIMITS)
+    assert isinstance(commands[-1], JoinGroup)
     assert commands[-1].failure == LOST
 
 
 def test_out_of_memory_halves_the_micro_batch() -> None:
-    memory = Failure("memory", "host 2 ran out", 2, 8)
-    joining, (join,) = after(LEAVING, apart(memory), TERMS)
-    assert joining == Joining(5, MEMBERS, Tally(failures=2, halvings=1))
-    assert isinstance(join, Join)
+    exhausted = Failure("memory", "host 2 ran out", 2, 8)
+    joining, (join,) = advance(LEAVING, stopped(exhausted), LIMITS)
+    assert joining == Joining(5, MEMBERS, FailureHistory(failures=2, halvings=1))
+    assert isinstance(join, JoinGroup)
     assert join.halvings == 1
-    later, (again,) = after(Leaving(5, MEMBERS, Tally(2, 1)), apart(replace(memory, micro_batch=4)), TERMS)
-    assert later == Joining(6, MEMBERS, Tally(failures=3, halvings=2))
-    assert isinstance(again, Join)
-    assert again.halvings == 2
+    leaving = Leaving(5, MEMBERS, FailureHistory(2, 1))
+    later, (join,) = advance(leaving, stopped(replace(exhausted, micro_batch=4)), LIMITS)
+    assert later == Joining(6, MEMBERS, FailureHistory(failures=3, halvings=2))
+    assert isinstance(join, JoinGroup)
+    assert join.halvings == 2
 
 
-def test_the_runs_own_error_ends_it() -> None:
+def test_an_error_of_the_run_itself_ends_it() -> None:
     error = Failure("error", "the loss diverged", 0)
-    assert after(LEAVING, apart(error), TERMS) == (
-        Over(failure=error, given_up=GiveUp("the loss diverged")),
-        (),
-    )
-
-
-def test_one_failure_too_many_ends_it() -> None:
-    over, commands = after(Leaving(4, MEMBERS, Tally(failures=3)), apart(lost=(1,), ready=(3,)), TERMS)
-    assert isinstance(over, Over)
-    assert over.failure == LOST
-    assert over.given_up is not None
-    assert "--max-failures is 3" in over.given_up.reason
+    ended, commands = advance(LEAVING, stopped(error), LIMITS)
+    assert ended == Ended(failure=error, given_up=GiveUp("the loss diverged"))
     assert commands == ()
-    allowed, _ = after(Leaving(4, MEMBERS, Tally(failures=2)), apart(lost=(1,), ready=(3,)), TERMS)
+
+
+def test_one_failure_too_many_ends_the_run() -> None:
+    event = stopped(lost=(1,), ready=(3,))
+    ended, commands = advance(Leaving(4, MEMBERS, FailureHistory(failures=3)), event, LIMITS)
+    assert isinstance(ended, Ended)
+    assert ended.failure == LOST
+    assert ended.given_up is not None
+    assert "--max-failures is 3" in ended.given_up.reason
+    assert commands == ()
+    allowed, _ = advance(Leaving(4, MEMBERS, FailureHistory(failures=2)), event, LIMITS)
     assert isinstance(allowed, Joining)
 
 
-def test_all_lost_and_nobody_comes_ends_it() -> None:
-    over, _ = after(LEAVING, apart(lost=MEMBERS), TERMS)
-    assert isinstance(over, Over)
-    assert over.given_up is not None
-    assert "no host is left" in over.given_up.reason
+def test_the_loss_of_all_hosts_without_replacements_ends_the_run() -> None:
+    ended, _ = advance(LEAVING, stopped(lost=MEMBERS), LIMITS)
+    assert isinstance(ended, Ended)
+    assert ended.given_up is not None
+    assert "no host is left" in ended.given_up.reason
 
 
 def test_an_unknown_fault_may_happen_once_at_a_step() -> None:
-    joining, _ = after(LEAVING, apart(FAULT), TERMS)
-    assert joining == Joining(5, MEMBERS, Tally(failures=2, faulty_step=7))
-    elsewhere, _ = after(Leaving(5, MEMBERS, Tally(2, faulty_step=7)), apart(FAULT, step=8), TERMS)
-    assert elsewhere == Joining(6, MEMBERS, Tally(failures=3, faulty_step=8))
-    over, commands = after(Leaving(5, MEMBERS, Tally(2, faulty_step=7)), apart(FAULT), TERMS)
-    assert (over, commands) == (
-        Over(failure=FAULT, given_up=GiveUp("host 1: OSError: once; the same step failed twice")),
-        (),
-    )
-
-
-def test_another_failure_at_the_step_of_a_fault_is_no_repetition() -> None:
-    joining, _ = after(Leaving(5, MEMBERS, Tally(1, faulty_step=7)), apart(lost=(1,), ready=(3,)), TERMS)
-    assert joining == Joining(6, (0, 3, 2), Tally(failures=2, faulty_step=7))
-
-
-# Waiting
-
-
-def test_the_host_that_was_waited_for_takes_its_seat() -> None:
-    joining, commands = after(WAITING, HostsReady((0, 1, 2)), TERMS)
-    assert joining == Joining(5, MEMBERS, ONCE), "the failure is counted already"
-    assert commands == (Join(5, MEMBERS, 0, LOST, "host 1 was lost"),)
-
-
-def test_it_waits_on_while_someone_comes() -> None:
-    assert after(WAITING, HostsReady((0, 2), (1,)), TERMS) == (
-        replace(WAITING, seats=HostStatus(MEMBERS, frozenset({1}), (0, 2), (1,))),
-        (),
-    )
-
-
-def test_a_spare_that_is_there_first_takes_the_seat() -> None:
-    joining, _ = after(WAITING, HostsReady((0, 2, 3), (1,)), TERMS)
-    assert joining == Joining(5, (0, 3, 2), ONCE)
-
-
-def test_nobody_comes_any_more() -> None:
-    joining, (join,) = after(WAITING, HostsReady((0, 2)), TERMS)
-    assert joining == Joining(5, (0, 2), ONCE)
-    assert isinstance(join, Join)
-    assert join.failure == LOST
-
-
-def test_it_does_not_wait_for_ever() -> None:
-    joining, _ = after(WAITING, HostsReady((0, 2), (1,), patient=False), TERMS)
-    assert joining == Joining(5, (0, 2), ONCE)
-
-
-def test_waiting_for_all_in_vain_ends_it() -> None:
-    alone = replace(WAITING, seats=HostStatus(MEMBERS, frozenset(MEMBERS), (), MEMBERS))
-    assert after(alone, HostsReady((), MEMBERS, patient=False), TERMS) == (alone, ()), (
-        "nobody could go on without them"
-    )
-    over, commands = after(alone, HostsReady((), (), patient=False), TERMS)
-    assert isinstance(over, Over)
-    assert over.failure == LOST
+    joining, _ = advance(LEAVING, stopped(FAULT), LIMITS)
+    assert joining == Joining(5, MEMBERS, FailureHistory(failures=2, faulty_step=7))
+    leaving = Leaving(5, MEMBERS, FailureHistory(2, faulty_step=7))
+    elsewhere, _ = advance(leaving, stopped(FAULT, step=8), LIMITS)
+    assert elsewhere == Joining(6, MEMBERS, FailureHistory(failures=3, faulty_step=8))
+    ended, commands = advance(leaving, stopped(FAULT), LIMITS)
+    reason = "host 1: OSError: once; the same step failed twice"
+    assert ended == Ended(failure=FAULT, given_up=GiveUp(reason))
     assert commands == ()
 
 
-def test_what_memory_was_halved_to_is_not_forgotten_while_waiting() -> None:
-    _, (join,) = after(replace(WAITING, tally=Tally(2, halvings=2)), HostsReady(MEMBERS), TERMS)
-    assert isinstance(join, Join)
+def test_another_failure_at_the_step_of_a_fault_is_no_repetition() -> None:
+    leaving = Leaving(5, MEMBERS, FailureHistory(1, faulty_step=7))
+    joining, _ = advance(leaving, stopped(lost=(1,), ready=(3,)), LIMITS)
+    assert joining == Joining(6, (0, 3, 2), FailureHistory(failures=2, faulty_step=7))
+
+
+# WaitingForHosts
+
+
+def test_the_awaited_host_takes_the_rank() -> None:
+    joining, commands = advance(WAITING, HostsReady((0, 1, 2)), LIMITS)
+    assert joining == Joining(5, MEMBERS, ONCE), "the failure is counted already"
+    assert commands == (JoinGroup(5, MEMBERS, 0, LOST, "host 1 was lost"),)
+
+
+def test_waiting_goes_on_while_a_host_is_being_started() -> None:
+    waiting, commands = advance(WAITING, HostsReady((0, 2), (1,)), LIMITS)
+    assert waiting == replace(WAITING, hosts=HostStatus(MEMBERS, frozenset({1}), (0, 2), (1,)))
+    assert commands == ()
+
+
+def test_a_spare_that_is_ready_first_takes_the_rank() -> None:
+    joining, _ = advance(WAITING, HostsReady((0, 2, 3), (1,)), LIMITS)
+    assert joining == Joining(5, (0, 3, 2), ONCE)
+
+
+def test_waiting_ends_when_no_host_is_being_started() -> None:
+    joining, (join,) = advance(WAITING, HostsReady((0, 2)), LIMITS)
+    assert joining == Joining(5, (0, 2), ONCE)
+    assert isinstance(join, JoinGroup)
+    assert join.failure == LOST
+
+
+def test_waiting_ends_when_time_is_up() -> None:
+    joining, _ = advance(WAITING, HostsReady((0, 2), (1,), may_wait=False), LIMITS)
+    assert joining == Joining(5, (0, 2), ONCE)
+
+
+def test_waiting_for_all_hosts_ends_the_run_only_when_none_is_being_started() -> None:
+    all_lost = replace(WAITING, hosts=HostStatus(MEMBERS, frozenset(MEMBERS), (), MEMBERS))
+    late = HostsReady((), MEMBERS, may_wait=False)
+    assert advance(all_lost, late, LIMITS) == (all_lost, ()), "no one could go on without them"
+    ended, commands = advance(all_lost, HostsReady((), (), may_wait=False), LIMITS)
+    assert isinstance(ended, Ended)
+    assert ended.failure == LOST
+    assert commands == ()
+
+
+def test_halvings_are_kept_while_waiting() -> None:
+    waiting = replace(WAITING, history=FailureHistory(2, halvings=2))
+    _, (join,) = advance(waiting, HostsReady(MEMBERS), LIMITS)
+    assert isinstance(join, JoinGroup)
     assert join.halvings == 2
 
 
 # Closing
 
 
-def test_a_run_that_is_done_is_over_when_its_hosts_are() -> None:
-    assert after(Closing("completed"), AllClosed(), TERMS) == (Over("completed"), ())
+def test_a_finished_run_has_ended_when_its_hosts_are_closed() -> None:
+    assert advance(Closing("completed"), AllClosed(), LIMITS) == (Ended("completed"), ())

@@ -1,4 +1,4 @@
-"""The life of a run on expert hosts, whatever happens to it: what holds of all ways through the state machine."""
+"""Properties of the state machine that hold for any sequence of events."""
 
 from __future__ import annotations
 
@@ -7,193 +7,192 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.runtime.expert_parallel.states import (
-    Advance,
     AllClosed,
     AllJoined,
-    Apart,
-    Broken,
-    Close,
+    CloseHosts,
     Closing,
-    Happening,
+    Ended,
+    Event,
+    FailureSeen,
+    GroupStopped,
     HostsReady,
-    Join,
+    JoinGroup,
     Joining,
-    Leave,
+    LeaveGroup,
     Leaving,
-    OutOfTime,
-    Over,
-    Replace,
-    RunEnded,
+    ReplaceHosts,
+    RunFinished,
+    RunLimits,
+    Running,
+    RunSegment,
     SegmentDone,
+    StartFailed,
     Starting,
     State,
-    Terms,
-    Training,
-    Waiting,
-    after,
+    WaitingForHosts,
+    advance,
 )
-from orchestrator.runtime.recovery import Failure, HostStatus, Kind
-from tests.runtime.expert_parallel.test_states import HAPPENINGS, MEMBERS, TERMS
+from orchestrator.runtime.recovery import Failure, FailureKind, HostStatus
+from tests.runtime.expert_parallel.test_states import EVENTS, LIMITS, MEMBERS
 
-SEATS = st.integers(0, 6)
-MENDABLE: tuple[Kind, ...] = ("worker", "memory", "resources", "communication", "fault")
+HOST_IDS = st.integers(0, 6)
+UNIQUE_IDS = st.lists(HOST_IDS, unique=True)
+RETRYABLE: tuple[FailureKind, ...] = ("worker", "memory", "resources", "communication", "fault")
 
 
-class AnyLife(RuleBasedStateMachine):
-    """Whatever happens, in whatever order. What Ray tells is drawn so that it could be true: who is lost was a member."""
+class AnyRun(RuleBasedStateMachine):
+    """Any events in any order. They are drawn so that they could be true: a lost host was a member."""
 
     @initialize(
-        wanted=st.integers(1, 4), spares=st.integers(0, 2), failures=st.integers(0, 6), grows=st.booleans()
+        num_hosts=st.integers(1, 4),
+        spares=st.integers(0, 2),
+        max_failures=st.integers(0, 6),
+        can_grow=st.booleans(),
     )
-    def begin(self, wanted: int, spares: int, failures: int, grows: bool) -> None:
-        self.terms, self.seats = Terms(wanted, failures, grows), range(wanted + spares)
+    def begin(self, num_hosts: int, spares: int, max_failures: int, can_grow: bool) -> None:
+        self.limits = RunLimits(num_hosts, max_failures, can_grow)
+        self.host_ids = range(num_hosts + spares)
         self.state: State = Starting()
-        self.epochs: list[int] = []
-        self.counted = 0
+        self.num_generations = 0
+        self.num_failures = 0
 
-    def tell(self, happening: Happening) -> None:
+    def handle(self, event: Event) -> None:
         before = self.state
-        self.state, commands = after(before, happening, self.terms)
+        self.state, commands = advance(before, event, self.limits)
         for command in commands:
             match command:
-                case Join(generation=epoch, members=members, failure=failure):
-                    self.joined(before, epoch, members, failure)
-                case Leave(generation=epoch, members=members):
-                    assert isinstance(before, Joining | Training)
-                    assert (epoch, members) == (before.generation, before.members)
-                case Replace(seats=seats):
+                case JoinGroup():
+                    self.check_join(before, command)
+                case LeaveGroup(generation=generation, members=members):
+                    assert isinstance(before, Joining | Running)
+                    assert (generation, members) == (before.generation, before.members)
+                case ReplaceHosts(host_ids=host_ids):
                     assert isinstance(before, Leaving)
-                    assert seats <= set(before.members)
-                case Advance(keep=keep):
-                    assert isinstance(self.state, Training)
-                    assert keep == self.state.keeping
-                case Close(members=members):
-                    assert isinstance(before, Training)
+                    assert host_ids <= set(before.members)
+                case RunSegment(snapshot_at_end=snapshot_at_end):
+                    assert isinstance(self.state, Running)
+                    assert snapshot_at_end == self.state.snapshot_at_end
+                case CloseHosts(members=members):
+                    assert isinstance(before, Running)
                     assert members == before.members
-        self.counted += isinstance(before, Leaving) and not isinstance(self.state, Leaving | Over)
+        if isinstance(before, Leaving) and not isinstance(self.state, Leaving | Ended):
+            self.num_failures += 1
 
-    def joined(self, before: State, epoch: int, members: tuple[int, ...], failure: Failure | None) -> None:
+    def check_join(self, before: State, join: JoinGroup) -> None:
         assert isinstance(self.state, Joining)
-        assert (self.state.generation, self.state.members) == (epoch, members)
-        assert epoch == len(self.epochs), "epochs are counted, each is used once"
-        assert (failure is None) == isinstance(before, Starting | Training), (
-            "a failure says why, growth needs none"
-        )
-        self.epochs.append(epoch)
-        old = before.seats.members if isinstance(before, Waiting) else getattr(before, "members", ())
-        stayed = [seat for seat in members if seat in old]
-        assert stayed == [seat for seat in old if seat in stayed], "those who stay keep their order"
-        if isinstance(before, Leaving | Waiting):
-            assert len(members) <= len(old)
+        assert (self.state.generation, self.state.members) == (join.generation, join.members)
+        assert join.generation == self.num_generations, "generations are counted, and each is used once"
+        self.num_generations += 1
+        without_failure = isinstance(before, Starting | Running)
+        assert (join.failure is None) == without_failure
+        members_before: tuple[int, ...] = getattr(before, "members", ())
+        if isinstance(before, WaitingForHosts):
+            members_before = before.hosts.members
+        stayed = [host for host in join.members if host in members_before]
+        assert stayed == [host for host in members_before if host in stayed], "survivors keep their order"
+        if isinstance(before, Leaving | WaitingForHosts):
+            assert len(join.members) <= len(members_before)
 
-    @rule(ready=st.lists(SEATS, unique=True), coming=st.lists(SEATS, unique=True), patient=st.booleans())
-    def hosts(self, ready: list[int], coming: list[int], patient: bool) -> None:
-        there = tuple(sorted(seat for seat in ready if seat in self.seats))
-        self.tell(
-            HostsReady(
-                there, tuple(seat for seat in coming if seat in self.seats and seat not in there), patient
-            )
-        )
+    def existing(self, host_ids: list[int]) -> tuple[int, ...]:
+        return tuple(sorted(host for host in host_ids if host in self.host_ids))
+
+    @rule(ready=UNIQUE_IDS, starting=UNIQUE_IDS, may_wait=st.booleans())
+    def hosts_ready(self, ready: list[int], starting: list[int], may_wait: bool) -> None:
+        are_ready = self.existing(ready)
+        are_starting = tuple(host for host in self.existing(starting) if host not in are_ready)
+        self.handle(HostsReady(are_ready, are_starting, may_wait))
 
     @rule()
     def all_joined(self) -> None:
-        self.tell(AllJoined())
+        self.handle(AllJoined())
 
-    @rule(ready=st.lists(SEATS, unique=True))
+    @rule(ready=UNIQUE_IDS)
     def segment_done(self, ready: list[int]) -> None:
-        self.tell(SegmentDone(tuple(sorted(seat for seat in ready if seat in self.seats))))
+        self.handle(SegmentDone(self.existing(ready)))
 
     @rule()
-    def broken(self) -> None:
-        self.tell(Broken())
+    def failure_seen(self) -> None:
+        self.handle(FailureSeen())
 
     @precondition(lambda self: isinstance(self.state, Leaving))
-    @rule(data=st.data(), step=st.integers(0, 3), patient=st.booleans())
-    def all_apart(self, data: st.DataObject, step: int, patient: bool) -> None:
+    @rule(data=st.data(), step=st.integers(0, 3), may_wait=st.booleans())
+    def group_stopped(self, data: st.DataObject, step: int, may_wait: bool) -> None:
         assert isinstance(self.state, Leaving)
         members = self.state.members
         lost = frozenset(data.draw(st.lists(st.sampled_from(members), unique=True)))
-        ready = data.draw(
-            st.lists(st.sampled_from([seat for seat in self.seats if seat not in lost] or [-1]), unique=True)
-        )
-        coming = data.draw(st.lists(st.sampled_from(self.seats), unique=True))
-        failures = [
-            Failure(
-                data.draw(st.sampled_from(MENDABLE)),
-                "something",
-                micro_batch=data.draw(st.sampled_from([1, 4, 8])),
-            )
-        ]
-        failures += [Failure("worker", "lost", seat) for seat in lost]
-        there = tuple(seat for seat in ready if seat >= 0)
-        self.tell(
-            Apart(
-                tuple(failures),
-                HostStatus(members, lost, there, tuple(seat for seat in coming if seat not in there)),
-                step,
-                patient,
-            )
-        )
+        alive = [host for host in self.host_ids if host not in lost]
+        ready = tuple(data.draw(st.lists(st.sampled_from(alive), unique=True)) if alive else [])
+        drawn = data.draw(st.lists(st.sampled_from(self.host_ids), unique=True))
+        starting = tuple(host for host in drawn if host not in ready)
+        kind = data.draw(st.sampled_from(RETRYABLE))
+        micro_batch = data.draw(st.sampled_from([1, 4, 8]))
+        failure = Failure(kind, "something", micro_batch=micro_batch)
+        losses = [Failure("worker", "lost", host) for host in lost]
+        hosts = HostStatus(members, lost, ready, starting)
+        self.handle(GroupStopped((failure, *losses), hosts, step, may_wait))
 
-    @precondition(lambda self: isinstance(self.state, Training) and len(self.epochs) > 2)
+    @precondition(lambda self: isinstance(self.state, Running) and self.num_generations > 2)
     @rule()
-    def ended(self) -> None:
-        self.tell(RunEnded("completed"))
+    def run_finished(self) -> None:
+        self.handle(RunFinished("completed"))
 
     @invariant()
-    def members_are_sound(self) -> None:
+    def members_are_valid(self) -> None:
         state = getattr(self, "state", Starting())
-        if isinstance(state, Joining | Training | Leaving):
-            assert 1 <= len(state.members) <= self.terms.wanted
+        if isinstance(state, Joining | Running | Leaving):
+            assert 1 <= len(state.members) <= self.limits.num_hosts
             assert len(set(state.members)) == len(state.members)
-            assert set(state.members) <= set(self.seats)
-        if isinstance(state, Joining | Training | Leaving | Waiting):
-            assert state.tally.failures == self.counted <= self.terms.max_failures
-            assert state.tally.halvings <= state.tally.failures
+            assert set(state.members) <= set(self.host_ids)
+        if isinstance(state, Joining | Running | Leaving | WaitingForHosts):
+            assert state.history.failures == self.num_failures <= self.limits.max_failures
+            assert state.history.halvings <= state.history.failures
 
     @invariant()
-    def an_end_says_why(self) -> None:
+    def an_end_has_a_status_or_a_reason(self) -> None:
         state = getattr(self, "state", Starting())
-        if isinstance(state, Over):
+        if isinstance(state, Ended):
             assert (state.status is None) == (state.failure is not None) == (state.given_up is not None)
 
     def teardown(self) -> None:
-        """From wherever it stands there is an end, and from the end nothing leads away."""
+        """Every state has a way to the end, and nothing leads away from the end."""
         if not hasattr(self, "state"):
             return
         for _ in range(8):
             match self.state:
                 case Starting():
-                    self.tell(OutOfTime("no CPUs"))
-                case Joining() | Training():
-                    self.tell(Broken())
+                    self.handle(StartFailed("no CPUs"))
+                case Joining() | Running():
+                    self.handle(FailureSeen())
                 case Leaving(members=members):
-                    self.tell(Apart((Failure("error", "the run's own"),), HostStatus(members), 0))
-                case Waiting():
-                    self.tell(HostsReady((), (), patient=False))
+                    error = Failure("error", "an error of the run itself")
+                    self.handle(GroupStopped((error,), HostStatus(members), 0))
+                case WaitingForHosts():
+                    self.handle(HostsReady((), (), may_wait=False))
                 case Closing():
-                    self.tell(AllClosed())
-                case Over():
+                    self.handle(AllClosed())
+                case Ended():
                     break
-        assert isinstance(self.state, Over)
-        assert all(after(self.state, happening, self.terms) == (self.state, ()) for happening in HAPPENINGS)
+        assert isinstance(self.state, Ended)
+        assert all(advance(self.state, event, self.limits) == (self.state, ()) for event in EVENTS)
 
 
-TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 
-@given(kinds=st.lists(st.sampled_from((*MENDABLE, "error")), max_size=12), most=st.integers(0, 5))
+@given(kinds=st.lists(st.sampled_from((*RETRYABLE, "error")), max_size=12), max_failures=st.integers(0, 5))
 @settings(max_examples=100, deadline=None)
-def test_failures_one_after_the_other_always_come_to_an_end(kinds: list[Kind], most: int) -> None:
-    """A life that fails before each segment, with hosts in abundance: after so many failures as are allowed it is over."""
-    state, terms = after(Starting(), HostsReady(MEMBERS), TERMS)[0], Terms(3, most)
+def test_repeated_failures_always_end_the_run(kinds: list[FailureKind], max_failures: int) -> None:
+    """A run that fails before each segment, with enough hosts, ends after the allowed number of failures."""
+    limits = RunLimits(3, max_failures)
+    state, _ = advance(Starting(), HostsReady(MEMBERS), LIMITS)
     for step, kind in enumerate(kinds):
-        state, _ = after(after(state, AllJoined(), terms)[0], Broken(), terms)
+        state, _ = advance(state, AllJoined(), limits)
+        state, _ = advance(state, FailureSeen(), limits)
         failure = Failure(kind, "something", micro_batch=8)
-        state, _ = after(state, Apart((failure,), HostStatus(MEMBERS), step), terms)
-        if isinstance(state, Over):
-            assert kind == "error" or step == most
+        state, _ = advance(state, GroupStopped((failure,), HostStatus(MEMBERS), step), limits)
+        if isinstance(state, Ended):
+            assert kind == "error" or step == max_failures
             return
     assert "error" not in kinds
-    assert len(kinds) <= most
+    assert len(kinds) <= max_failures

@@ -1,0 +1,120 @@
+"""A data-parallel worker under Ray Train.
+
+Ray starts the worker and gives it a rank and the address of the rendezvous; until the run has ended there is no
+further call to Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from experts.actor_host import free_address
+from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.runtime.bootstrap import (
+    Assignment,
+    masked_errors,
+    open_log,
+    prepare_worker,
+    stop_requested,
+    uses_cuda,
+)
+from orchestrator.runtime.cluster.environment import set_variables, variable
+from orchestrator.runtime.cluster.prestart import prestart_successors
+from orchestrator.runtime.ray_internals import train_context
+
+# Ray Train's controller imports this module too and needs no torch: imports that need it are inside functions.
+if TYPE_CHECKING:
+    import torch
+
+    from orchestrator.train.worker.run import WorkerRun
+    from orchestrator.train.worker.prepared_run import PreparedRun
+
+
+class _RendezvousBackend(Backend):
+    """Tells the workers the address of their rendezvous, and lets them form the process group themselves.
+
+    A group that cannot be formed is then an error of a worker, after which Ray Train cleans up. If Ray Train formed
+    the group, it would be an error of its own start, after which it does not."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
+        address, port = worker_group.execute_single(0, free_address)
+        worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
+        if backend_config.may_restart:
+            # One process for the next controller, one for the actor of Ray Train that takes its reports.
+            prestart_successors(2)
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        pass
+
+
+@dataclass
+class RendezvousConfig(BackendConfig):
+    """Ray Train's settings for a group of workers that form their process group themselves."""
+
+    backend: str = "gloo"
+    may_restart: bool = True
+    """Whether another group may follow after a failure."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _RendezvousBackend
+
+
+def train_worker(config: dict[str, Any]) -> dict[str, Any]:
+    """Run one worker to the end. The driver receives the result of rank 0, and the exception of any rank."""
+    context = train_context()
+    rank = context.get_world_rank()
+    world_size = context.get_world_size()
+    with masked_errors(secret_values()):
+        assignment: Assignment = ray.get(config["assignment"])
+    with masked_errors(assignment.prepared.hidden), _worker_run(assignment, rank, world_size) as run:
+        if run.prepared.resolved.config.parallel.max_failures:
+            prestart_successors()
+        outcome = None
+        while outcome is None:
+            outcome = run.advance(sys.maxsize)
+    return {"status": outcome.status, "reason": outcome.reason}
+
+
+@contextmanager
+def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[WorkerRun]:
+    """Form the process group and build this worker's part of the run."""
+    from orchestrator.train.parts.stores import tcp_store
+    from orchestrator.train.parts.world import process_group_world
+    from orchestrator.train.worker.run import Supervision, WorkerRun
+
+    address = variable("MASTER_ADDR")
+    port = int(variable("MASTER_PORT"))
+    prepared = prepare_worker(assignment, rank)
+    timeout_s = prepared.resolved.config.parallel.step_timeout_s(hosts=False)
+    store = tcp_store(address, port, world_size, rank == 0, timeout_s)
+    device = _device(prepared)
+    backend = prepared.plan.backend.value
+    supervision = Supervision(stop_requested(assignment, rank))
+    with (
+        open_log(assignment, rank) as log,
+        process_group_world(store, rank, world_size, device, backend, timeout_s) as world,
+        WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
+    ):
+        yield run
+
+
+def _device(prepared: PreparedRun) -> torch.device:
+    import torch
+
+    if not uses_cuda(prepared):
+        return torch.device("cpu")
+
+    from ray.train.torch import get_device
+
+    return get_device()

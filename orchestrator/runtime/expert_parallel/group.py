@@ -1,0 +1,107 @@
+"""The current group of expert hosts: its calls, heartbeats and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from orchestrator.runtime.expert_parallel.calls import GroupCalls
+from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats
+from orchestrator.runtime.expert_parallel.host_pool import HostPool
+from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, Segment, host_worker
+from orchestrator.runtime.expert_parallel.snapshot_store import References, SnapshotStore
+from orchestrator.runtime.expert_parallel.states import JoinGroup
+from orchestrator.runtime.failures import HostsDeadlocked
+from orchestrator.runtime.recovery import find_stuck, phase_limit_s
+
+
+class HostGroup:
+    """One group of hosts after the other: each generation takes the place of the one before."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        store: Any,
+        store_address: tuple[str, int],
+        assignment: Any,
+        step_limit_s: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        """``store`` is the driver's; ``assignment`` is an object reference."""
+        self._pool = pool
+        self._store_address = store_address
+        self._assignment = assignment
+        self._step_limit_s = step_limit_s
+        self.calls = GroupCalls(pool)
+        self.heartbeats = Heartbeats(store)
+        self.snapshots = SnapshotStore(pool, warn)
+
+    def join(self, command: JoinGroup, snapshots: tuple[References, ...]) -> None:
+        """Make hosts the members of a new generation. They resume from ``snapshots``, if any."""
+        self.calls.set_members(command.members)
+        self.heartbeats.follow(command.generation, command.members)
+
+        def call_join(actor: Any, host_id: int, rank: int) -> Any:
+            request = JoinRequest(
+                command.generation,
+                host_id,
+                rank,
+                len(command.members),
+                self._store_address,
+                resumed=command.generation > 0,
+                halvings=command.halvings,
+                snapshots=snapshots,
+            )
+            return actor.join.remote(host_worker, command.generation, self._assignment, request)
+
+        self.calls.call_all(call_join)
+        self.snapshots.follow(command.generation, command.members)
+
+    def run_segment(self, segment: Segment) -> None:
+        self.calls.call_all(lambda actor, *_: actor.advance.remote(segment))
+
+    def leave(self, generation: int) -> None:
+        """Make all members leave the group, wherever they wait for each other."""
+        for host_id in self.calls.members:
+            if host_id not in self.calls.lost:
+                self._pool.actor(host_id).leave.remote(generation)
+
+    def close(self) -> None:
+        self.calls.call_all(lambda actor, *_: actor.close.remote())
+
+    def poll(self, timeout_s: float, *, leaving: bool, closing: bool) -> None:
+        """Wait for a call to return, take in what has arrived, and drop members that died or are stuck.
+
+        ``leaving``: the members were told to leave. ``closing``: the run has finished, and no one is dropped."""
+        calls = self.calls
+        pending = [*calls.pending, *self.snapshots.pending_calls(all_hosts=not calls.pending)]
+        if pending:
+            ray.wait(pending, num_returns=1, timeout=timeout_s)
+        self.snapshots.collect()
+        calls.collect()
+        # A host that died after its last call returned shows by the call for its next snapshot.
+        for host_id in self.snapshots.dead_hosts - calls.lost.keys():
+            calls.drop(host_id, "died", "was lost")
+        if self.heartbeats.read() and not closing:
+            self._drop_stuck_hosts(leaving)
+
+    def _drop_stuck_hosts(self, leaving: bool) -> None:
+        """Drop members whose heartbeats have shown no progress for too long."""
+        calls = self.calls
+        slowest_step_s = self.heartbeats.slowest_step_s
+        # If all calls have returned, the driver waits for the snapshots of all members.
+        expected = set(calls.pending.values()) or set(calls.members) - calls.lost.keys()
+        health = [host for host in self.heartbeats.health() if host.host_id in expected]
+        stuck = find_stuck(health, self._step_limit_s, slowest_step_s)
+        all_alive = all(host.waiting and host.silent_s < self._step_limit_s for host in stuck)
+        if stuck and all_alive and not leaving:
+            # They wait for each other, and none is known to have failed: all leave and join again. A host that does
+            # not leave is dropped then.
+            calls.errors[stuck[0].host_id] = HostsDeadlocked("all hosts wait for each other")
+            return
+        for host in stuck:
+            limit_s = phase_limit_s(host.phase, self._step_limit_s, slowest_step_s)
+            detail = f"was stuck for over {limit_s:g} s (in phase: {host.phase})"
+            calls.drop(host.host_id, "stuck", detail, frozen=True)

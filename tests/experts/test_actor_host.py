@@ -1,0 +1,110 @@
+"""The host actor on a real Ray: snapshots are fetched in order, and a host leaves its group while it waits.
+
+One host serves all tests; each test uses generations of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from experts.membership import GroupLeft
+from tests.support.cluster import RayCluster
+from tests.support.idle_hosts import IdlePool, connected, idle_pool
+from tests.support.idle_worker import SNAPSHOT_BYTES, IdleHeader
+
+pytestmark = [pytest.mark.ray]
+
+
+@pytest.fixture(scope="module")
+def pool(shared_cluster: RayCluster) -> Iterator[IdlePool]:
+    with connected(shared_cluster), idle_pool() as pool:
+        pool.start(0)
+        yield pool
+
+
+def step_of(header_reference: Any) -> int:
+    header: Any = ray.get(header_reference)
+    return header.step
+
+
+def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> None:
+    pool.join(0, 0)
+    host = pool.actor(0)
+    first = host.next_snapshot.remote()  # before there is any
+    assert pool.advance("put", 1, 0) == [1]
+    assert pool.advance("put", 2, 0) == [2], "the first is being fetched"
+    third = host.advance.remote(("put", 3))
+    assert ray.wait([third], timeout=0.5)[0] == [], "the mailbox is full"
+    second = host.next_snapshot.remote()
+    assert ray.get(third) == 3
+    last = host.next_snapshot.remote()
+    assert [step_of(header) for header, _ in (first, second, last)] == [1, 2, 3]
+    assert [int(ray.get(data)[-1]) for _, data in (first, second, last)] == [1, 2, 3]
+
+
+def test_a_host_leaves_its_group_while_it_waits(pool: IdlePool) -> None:
+    host = pool.actor(0)
+    pool.join(4, 0)
+    call = host.advance.remote(("wait", 0))
+    ray.get(host.leave.remote(3))
+    assert ray.wait([call], timeout=0.3)[0] == [], "an earlier generation is another group"
+    ray.get(host.leave.remote(4))
+    with pytest.raises(RayTaskError) as caught:
+        ray.get(call)
+    assert isinstance(caught.value.cause, GroupLeft)
+    pool.join(5, 0)
+    assert pool.advance("go on", 7, 0) == [7], "the same process works in a new group"
+
+
+def test_a_host_leaves_its_group_while_the_mailbox_is_full(pool: IdlePool) -> None:
+    pool.join(10, 0)
+    pool.advance("put", 1, 0)
+    host = pool.actor(0)
+    call = host.advance.remote(("put", 2))
+    assert ray.wait([call], timeout=0.2)[0] == []
+    ray.get(host.leave.remote(10))
+    with pytest.raises(RayTaskError):
+        ray.get(call)
+    header, _ = host.next_snapshot.remote()
+    pool.join(11, 0)
+    pool.advance("put", 9, 0)
+    assert step_of(header) in (1, 9)
+
+
+def test_a_host_that_left_before_it_joined_does_not_wait(pool: IdlePool) -> None:
+    host = pool.actor(0)
+    ray.get(host.leave.remote(20))
+    pool.join(20, 0)
+    with pytest.raises(RayTaskError):
+        pool.advance("wait", 0, 0)
+    pool.join(21, 0)
+    call = host.advance.remote(("wait", 0))
+    assert ray.wait([call], timeout=0.2)[0] == []
+    host.leave.remote(21)
+
+
+def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
+    pool.join(30, 0)
+    pool.advance("put", 1, 0)
+    pool.join(31, 0)
+    pool.advance("put", 2, 0)
+    header, _ = pool.actor(0).next_snapshot.remote()
+    assert ray.get(header) == IdleHeader(31, 2, 0, 1)
+
+
+def test_old_backups_are_deleted(pool: IdlePool) -> None:
+    host = pool.actor(0)
+    data = np.zeros(SNAPSHOT_BYTES, np.uint8)
+    for step in (10, 20, 30):
+        ray.get(host.store_backup.remote((0, 1, step), f"header {step}", data + step, step - 10))
+    header, _ = host.load_backup.remote((0, 1, 30))
+    assert ray.get(header) == "header 30"
+    _, bytes_before = host.load_backup.remote((0, 1, 20))
+    assert int(ray.get(bytes_before)[0]) == 20, "kept until the next set is complete"
+    with pytest.raises(RayTaskError):
+        ray.get(host.load_backup.remote((0, 1, 10))[0])

@@ -1,0 +1,54 @@
+"""Calls to all members of a group, on a real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from orchestrator.runtime.expert_parallel.calls import GroupCalls
+from orchestrator.runtime.recovery import Failure
+from tests.support.cluster import RayCluster
+from tests.support.idle_hosts import IdlePool, connected, idle_pool, is_dead, kill_and_wait, wait_until
+
+pytestmark = [pytest.mark.ray]
+
+
+@pytest.fixture
+def pool(shared_cluster: RayCluster) -> Iterator[IdlePool]:
+    with connected(shared_cluster), idle_pool() as pool:
+        yield pool
+
+
+def test_calls_return_fail_or_show_that_a_host_is_lost(pool: IdlePool) -> None:
+    pool.start(0, 1, 2)
+    pool.join(0, 2, 0, 1)
+    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls.set_members((2, 0, 1))
+    actions = {2: ("go on", 5), 0: ("fail", 0), 1: ("wait", 0)}
+    calls.call_all(lambda actor, host_id, rank: actor.advance.remote(actions[host_id]))
+    ray.wait(list(calls.pending), num_returns=2)
+    calls.collect()
+    assert (calls.main_result, calls.rank(1), calls.has_failed) == (5, 2, True)
+    assert isinstance(calls.errors[0], ValueError)
+    assert (list(calls.pending.values()), calls.lost) == ([1], {})
+    kill_and_wait(pool.actor(1))
+    ray.wait(list(calls.pending))
+    calls.collect()
+    assert calls.lost == {1: Failure("worker", "host 2 was lost", 2, loss="died")}
+    assert not calls.pending
+
+
+def test_a_dropped_host_is_ended_and_not_waited_for(pool: IdlePool) -> None:
+    pool.start(2)
+    pool.join(0, 2)
+    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls.set_members((2,))
+    assert not calls.has_failed
+    calls.call_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))
+    actor = pool.actor(2)
+    calls.drop(2, "stuck", "was stuck")
+    assert calls.pending == {}
+    assert calls.lost == {2: Failure("worker", "host 0 was stuck", 0, loss="stuck")}
+    wait_until(lambda: is_dead(actor))

@@ -1,0 +1,51 @@
+"""The connections of an expert host to the driver's store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experts.actor_host import HostContext, Outbox
+from experts.membership import GroupMembership
+from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, _reusing_client, _sender
+
+
+def broken(*_: Any) -> bool:
+    raise RuntimeError("connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("connecting", "check", "reused"),
+    [(False, lambda keys: False, True), (True, lambda keys: False, False), (False, broken, False)],
+    ids=["idle", "busy", "broken"],
+)
+def test_a_client_that_is_busy_or_broken_is_not_used_again(
+    connecting: bool, check: Any, reused: bool
+) -> None:
+    store = SimpleNamespace(check=check)
+    context = HostContext(GroupMembership(), Outbox(), {"store": store})
+    factory: Any = SimpleNamespace(connecting=connecting, store=store)
+    with _reusing_client(context, factory):
+        pass
+    assert ("store" in context.cache) == reused
+
+
+def test_a_heartbeat_is_written_under_the_key_of_its_generation_and_host() -> None:
+    written: dict[str, str] = {}
+    store = SimpleNamespace(set=written.__setitem__)
+    context = HostContext(GroupMembership(), Outbox(), {"heartbeat store": store})
+    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)))
+    send("1 text")
+    assert written == {"beat/3/7": "1 text"}
+    assert "heartbeat store" in context.cache
+
+
+def test_a_broken_heartbeat_connection_is_not_used_again() -> None:
+    store = SimpleNamespace(set=broken)
+    context = HostContext(GroupMembership(), Outbox(), {"heartbeat store": store})
+    send = _sender(context, store, JoinRequest(3, 7, 0, 2, ("127.0.0.1", 1)))
+    with pytest.raises(RuntimeError, match="connection reset"):
+        send("1 text")
+    assert context.cache == {}
