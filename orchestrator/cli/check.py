@@ -115,7 +115,7 @@ def _all_probes(machine: Inventory, full: bool) -> Iterator[MachineProbe]:
     yield MachineProbe(
         "collective",
         lambda: _probe_collective(len(machine.gpus)),
-        "see 'hang' in the README's troubleshooting",
+        "see 'workers hang' in docs/troubleshooting.md",
     )
     if full:
         yield MachineProbe(
