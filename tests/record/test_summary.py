@@ -176,3 +176,20 @@ def test_without_events_nothing_is_claimed() -> None:
     summary = summarise([])
     names = ("status", "steps", "goodput", "seconds", "workers")
     assert [summary[name] for name in names] == ["killed", 0, None, 0, None]
+
+
+def test_steps_before_a_restart_do_not_count_past_its_step() -> None:
+    end = at(20, "end", status="completed", reason="", steps=10, seconds=5.0, memory={"allocated": 7})
+    events = [start(0, 0), *steps(1, 11, 0, loss=9.0), start(12, 8), *steps(9, 10, 12, loss=2.0)]
+    summary = summarise([*events, end])
+    assert (summary["steps"], summary["train_loss"], summary["lost_steps"]) == (10, 2.0, 3)
+    assert summary["peak_memory_bytes"] == 7
+    assert [event["loss"] for event in by_step(effective_events(events))][-3:] == [9.0, 2.0, 2.0]
+
+
+def test_throughput_excludes_the_warm_up_of_each_process() -> None:
+    seconds = (60.0, 0.1, 0.1, 30.0, 0.1)
+    events = [event | {"seconds": s} for event, s in zip(steps(1, 5, 0), seconds, strict=True)]
+    for index in (0, 3):
+        events[index]["warm_up"] = True
+    assert summarise(events)["samples_per_second"] == pytest.approx(40)

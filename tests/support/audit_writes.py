@@ -1,4 +1,6 @@
-"""What this process writes, makes, renames or removes, wherever it is: seen by an audit hook, which Python keeps for good."""
+"""The paths that this process writes, creates, renames or removes, seen by an audit hook.
+
+Python cannot remove an audit hook: it is installed once and does nothing outside ``recorded_changes``."""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_PATHS = {
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_NUM_PATHS = {
+    "open": 1,
     "os.mkdir": 1,
     "os.rename": 2,
     "os.remove": 1,
@@ -20,29 +23,31 @@ _PATHS = {
     "os.truncate": 1,
     "os.chmod": 1,
 }
-_NOWHERE = ("/dev/", "/proc/")
-_seen: list[list[Path]] = []
+"""How many of an event's first arguments are paths."""
+_VIRTUAL = ("/dev/", "/proc/")
+_recordings: list[list[Path]] = []
 
 
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _seen or (event != "open" and event not in _PATHS):
+def _record(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _recordings or event not in _NUM_PATHS:
         return
-    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITES):
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITE_FLAGS):
         return
-    for path in arguments[: _PATHS.get(event, 1)]:
+    for path in arguments[: _NUM_PATHS[event]]:
         if isinstance(path, str | bytes | os.PathLike):
             full = os.path.abspath(os.fsdecode(path))
-            _seen[-1] += [] if full.startswith(_NOWHERE) else [Path(full)]
+            if not full.startswith(_VIRTUAL):
+                _recordings[-1].append(Path(full))
 
 
-sys.addaudithook(_hook)
+sys.addaudithook(_record)
 
 
 @contextmanager
-def changes() -> Iterator[list[Path]]:
-    """The paths of all that is changed meanwhile."""
-    _seen.append([])
+def recorded_changes() -> Iterator[list[Path]]:
+    """Yield a list that receives the path of every change made in the block."""
+    _recordings.append([])
     try:
-        yield _seen[-1]
+        yield _recordings[-1]
     finally:
-        _seen.pop()
+        _recordings.pop()

@@ -1,11 +1,12 @@
-"""A process that dies at a given file-system operation, or finds the disk full there.
+"""Runs a script in a process that dies at a chosen file-system operation, or finds the disk full there.
 
-    crashes = Crashes(mortals, "tests.support.save_scripts:by_the_saver", tmp_path, Path.mkdir)
-    for crash in crashes.of(Fate("after", n) for n in crashes.points()):
-        ...                                     # crash.folder: what is on disk; crash.told: what it had promised
+    series = CrashSeries(runner, "tests.support.save_scripts:save_with_writer", tmp_path, Path.mkdir)
+    for crash in series.run(DiskFault("after", number) for number in series.operations()):
+        ...  # crash.folder: what is on disk; crash.acknowledged: the steps that the script said are safe
 
-A script is a function of a folder and of ``tell``, by which it says that a step is saved, or (None) that it could not be. It runs in a
-child forked from a process that has torch loaded and no threads, so that hundreds of deaths take seconds."""
+A script is a function of a folder and of ``acknowledge``, by which it says that a step is saved, or (None) that it could
+not be. It runs in a child forked from a process that has torch loaded and no threads, so that hundreds of crashes take
+seconds."""
 
 from __future__ import annotations
 
@@ -24,26 +25,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.traced_disk import Disk, Fate, Operation
+from tests.support.traced_disk import DiskFault, Operation, TracedDisk
 
 ROOT = Path(__file__).resolve().parents[2]
-_FAILED = 99
+_SCRIPT_FAILED = 99
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What a process left: its folder as it is now, and all that it had done."""
+    """The folder that a process left, and all operations that it had done."""
 
-    fate: Fate
+    fault: DiskFault
     folder: Path
     trace: tuple[Operation, ...]
 
     @property
-    def told(self) -> list[int]:
-        return [int(operation.path) for operation in self.trace if operation.kind == "told"]
+    def acknowledged(self) -> list[int]:
+        """The steps that the script said are safe."""
+        return [int(operation.path) for operation in self.trace if operation.kind == "acknowledged"]
 
 
-class Mortals:
+class CrashRunner:
     """A process with torch loaded and no threads, whose children run scripts and die."""
 
     def __init__(self) -> None:
@@ -52,84 +54,88 @@ class Mortals:
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, script: str, fate: Fate, folder: Path, syncs: bool) -> Crash:
-        """``folder/disk`` is the script's."""
+    def run(self, script: str, fault: DiskFault, folder: Path, syncs: bool) -> Crash:
+        """Run a script in ``folder/disk``. With ``syncs`` its files are really synced."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        asked = {"script": script, "fate": asdict(fate), "folder": str(folder), "syncs": syncs}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        request = {"script": script, "fault": asdict(fault), "folder": str(folder), "syncs": syncs}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline().strip()
-        killed = fate.kind in ("before", "after")
-        assert answer in ("0", f"{-signal.SIGKILL}") if killed else answer == "0", (
-            f"{script}, {fate}: ended with {answer or 'nothing'}"
-        )
-        return Crash(fate, folder / "disk", _read(folder / "trace"))
+        exit_code = self._process.stdout.readline().strip()
+        expected = ["0", f"{-signal.SIGKILL}"] if fault.kind in ("before", "after") else ["0"]
+        assert exit_code in expected, f"{script}, {fault}: ended with {exit_code or 'nothing'}"
+        return Crash(fault, folder / "disk", _read_trace(folder / "trace"))
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
 
 
-class Crashes:
-    """The crashes of one script. ``prepare`` fills a folder before the script begins."""
+class CrashSeries:
+    """The crashes of one script. ``prepare`` fills its folder before it begins."""
 
     def __init__(
         self,
-        mortals: Mortals,
+        runner: CrashRunner,
         script: str,
         folder: Path,
         prepare: Callable[[Path], object],
         syncs: bool = False,
     ) -> None:
-        self.mortals, self.script, self.folder, self.syncs = mortals, script, folder / "crash", syncs
-        self.before = folder / "before"
-        prepare(self.before)
+        self.runner = runner
+        self.script = script
+        self.folder = folder / "crash"
+        self.syncs = syncs
+        self.initial_folder = folder / "before"
+        prepare(self.initial_folder)
 
-    def undisturbed(self) -> Crash:
-        (crash,) = self.of([Fate()])
+    def run_undisturbed(self) -> Crash:
+        (crash,) = self.run([DiskFault()])
         return crash
 
-    def points(self, after: int = 0) -> list[int]:
-        """The operations of the script by number; those ``after`` so many words of it."""
-        told, words = [], 0
-        for operation in self.undisturbed().trace:
-            words += operation.kind == "told"
-            told += [words] if operation.kind != "told" else []
-        return [number for number, heard in enumerate(told) if heard >= after]
+    def operations(self, after: int = 0) -> list[int]:
+        """Return the numbers of the script's operations that come after so many acknowledgements."""
+        num_acknowledged = 0
+        acknowledged_before: list[int] = []
+        for operation in self.run_undisturbed().trace:
+            if operation.kind == "acknowledged":
+                num_acknowledged += 1
+            else:
+                acknowledged_before.append(num_acknowledged)
+        return [number for number, count in enumerate(acknowledged_before) if count >= after]
 
-    def of(self, fates: Iterable[Fate]) -> Iterator[Crash]:
-        """Each in turn, in the same folder."""
-        for fate in fates:
+    def run(self, faults: Iterable[DiskFault]) -> Iterator[Crash]:
+        """Run the script with each fault, always in the same folder."""
+        for fault in faults:
             shutil.rmtree(self.folder, ignore_errors=True)
-            shutil.copytree(self.before, self.folder / "disk")
-            yield self.mortals.run(self.script, fate, self.folder, self.syncs)
+            shutil.copytree(self.initial_folder, self.folder / "disk")
+            yield self.runner.run(self.script, fault, self.folder, self.syncs)
 
 
-def _read(path: Path) -> tuple[Operation, ...]:
+def _read_trace(path: Path) -> tuple[Operation, ...]:
     return tuple(Operation(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
 
 
-# --- in the child
+# In the child process
 
 
-def _child(asked: Mapping[str, Any]) -> None:
-    folder = Path(asked["folder"])
+def _run_child(request: Mapping[str, Any]) -> None:
+    folder = Path(request["folder"])
     trace = os.open(folder / "trace", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    disk = Disk(folder / "disk", trace, Fate(**asked["fate"]), asked["syncs"])
-    script = _script(asked["script"])
+    disk = TracedDisk(folder / "disk", trace, DiskFault(**request["fault"]), request["syncs"])
+    script = _load_script(request["script"])
 
-    def tell(step: int | None) -> None:
+    def acknowledge(step: int | None) -> None:
         if step is not None:
-            disk.record(Operation("told", str(step)))
+            disk.record(Operation("acknowledged", str(step)))
         disk.full = False
 
     disk.install()
-    script(folder / "disk", tell)
+    script(folder / "disk", acknowledge)
 
 
 @cache
-def _script(name: str) -> Callable[..., None]:
-    """By its name, and run once: what it imports late is there for every child."""
+def _load_script(name: str) -> Callable[..., None]:
+    """Return a script by name. It is run once, so that every child finds its late imports done."""
     module, _, function = name.partition(":")
     script = getattr(importlib.import_module(module), function)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,18 +144,18 @@ def _script(name: str) -> Callable[..., None]:
 
 
 def _serve() -> None:
-    """Fork a child for each line, one after the other, and answer with how it ended."""
+    """Fork a child for each line of input, one after the other, and print its exit code."""
     import torch
 
     torch.set_num_threads(1)
     for line in sys.stdin:
-        asked = json.loads(line)
-        _script(asked["script"])
+        request = json.loads(line)
+        _load_script(request["script"])
         child = os.fork()
         if child == 0:
-            code = _FAILED
+            code = _SCRIPT_FAILED
             try:
-                _child(asked)
+                _run_child(request)
                 code = 0
             except BaseException:
                 traceback.print_exc()

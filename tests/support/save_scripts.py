@@ -1,9 +1,9 @@
-"""Scripts that save checkpoints, for ``tests/support/crash_injection.py``: what each has promised after every word of it."""
+"""Scripts that save checkpoints, for ``tests/support/crash_injection.py``, and the steps that each must keep."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,27 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 
 KEEP = 2
-Tell = Callable[[int | None], None]
+Acknowledge = Callable[[int | None], None]
 Steps = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Story:
-    """A script by name, what lies in its folder before, and the steps that must be there at first and after each of its words."""
+class SaveScript:
+    """A script, what is in its folder before it, and the steps that must be there at any time."""
 
-    script: str
+    name: str
     promises: tuple[Steps, ...]
+    """The steps that must be there at first, and after each acknowledgement."""
     prepare: Callable[[Path], object]
     best: int | None = None
     lasting: Steps = frozenset()
-    """Of what lies there before, what is not to be put away."""
-    numbers: tuple[tuple[int, int], ...] = ()
-    """The step and the number of each save that is told of, in this order."""
+    """Steps in the folder before the script that it does not set aside."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """The step and the number of each save that is acknowledged, in this order."""
 
     @property
     def full_name(self) -> str:
-        return f"{__name__}:{self.script}"
+        return f"{__name__}:{self.name}"
 
 
 def checkpoints(folder: Path) -> Path:
@@ -48,7 +49,7 @@ def checkpoints(folder: Path) -> Path:
 
 
 def contents(step: int, number: int = 0) -> Contents:
-    """Of the save of that ``number``: the same step may be saved again, with something else."""
+    """Return the contents of save ``number``: the same step may be saved again with other tensors."""
     generator = torch.Generator().manual_seed(step + number)
     tensors = {
         "model": {"w": torch.randn(5, 7, generator=generator)},
@@ -57,51 +58,54 @@ def contents(step: int, number: int = 0) -> Contents:
     return Contents(tensors, {"progress": {"step": step, "samples": number}})
 
 
-def number_of(state: Any) -> int:
-    """Which save a checkpoint is of."""
+def save_number(state: Mapping[str, Any]) -> int:
+    """Return the number of the save that wrote a checkpoint."""
     return state["progress"].get("samples", 0)
 
 
-def _save(store: CheckpointStore, step: int, best: int | None, tell: Tell, number: int = 1) -> None:
+def _save(
+    store: CheckpointStore, step: int, best: int | None, acknowledge: Acknowledge, number: int = 1
+) -> None:
     try:
         store.save(step, contents(step, number))
     except (OSError, SafetensorError):
-        tell(None)
+        acknowledge(None)
         return
-    tell(step)
+    acknowledge(step)
     store.retain(best)
 
 
-# --- a new run, with a best step that changes, and a step that is saved again
-
+# A new run whose best step changes, and which saves one step again
 
 SAVES: tuple[tuple[int, int | None], ...] = ((10, None), (20, 10), (30, 10), (30, 10), (40, 30))
+"""The step and the best step at each save."""
 
 
-def _kept(saves: tuple[tuple[int, int | None], ...]) -> tuple[Steps, ...]:
-    """The rule of retention: the newest two and the best."""
-    kept: list[set[int]] = [set()]
+def _retained(saves: tuple[tuple[int, int | None], ...]) -> tuple[Steps, ...]:
+    """Return the steps that retention keeps after each save: the newest two and the best."""
+    retained: list[set[int]] = [set()]
     for step, best in saves:
-        there = kept[-1] | {step}
-        kept.append({*sorted(there)[-KEEP:], *(old for old in there if old == best)})
-    return tuple(frozenset(steps) for steps in kept)
+        present = retained[-1] | {step}
+        newest = sorted(present)[-KEEP:]
+        retained.append({*newest, *(present & {best})})
+    return tuple(frozenset(steps) for steps in retained)
 
 
-def by_the_store(folder: Path, tell: Tell) -> None:
-    """Told as soon as ``save`` returns, before older ones go."""
+def save_with_store(folder: Path, acknowledge: Acknowledge) -> None:
+    """Acknowledge each save as soon as it returns, before older checkpoints go."""
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
     for number, (step, best) in enumerate(SAVES, 1):
-        _save(store, step, best, tell, number)
+        _save(store, step, best, acknowledge, number)
 
 
-class _Told:
-    """A log whose events of checkpoints are the script's word."""
+class _AcknowledgingLog:
+    """A log whose ``checkpoint`` events acknowledge the saves."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
+    def __init__(self, acknowledge: Acknowledge) -> None:
+        self._acknowledge = acknowledge
 
     def write(self, event: str, **fields: Any) -> None:
-        self.tell(fields["step"] if event == "checkpoint" else None)
+        self._acknowledge(fields["step"] if event == "checkpoint" else None)
 
     def write_all(self, events: Any) -> None:
         raise AssertionError(events)
@@ -109,84 +113,80 @@ class _Told:
     def close(self) -> None: ...
 
 
-def by_the_saver(folder: Path, tell: Tell) -> None:
-    """As a run does it: copied by the loop, written by a thread, told by an event."""
-    saver = CheckpointWriter(
-        store=CheckpointStore(checkpoints(folder), keep=KEEP),
-        state=TrainState(_MODEL, _OPTIMIZER, Precision("fp32", torch.device("cpu"))),
-        world=World.single_process(),
-        log=_Told(tell),
-    )
+def save_with_writer(folder: Path, acknowledge: Acknowledge) -> None:
+    """Save as a run does: copied by the loop, written by a thread, acknowledged by an event."""
+    store = CheckpointStore(checkpoints(folder), keep=KEEP)
+    state = TrainState(_MODEL, _OPTIMIZER, Precision("fp32", torch.device("cpu")))
+    writer = CheckpointWriter(store, state, World.single_process(), _AcknowledgingLog(acknowledge))
     for number, (step, best) in enumerate(SAVES, 1):
-        saver.save(Progress(step=step, best_step=best, samples=number))
-    saver.finish()
-    saver.close()
+        writer.save(Progress(step=step, best_step=best, samples=number))
+    writer.finish()
+    writer.close()
 
 
-_MODEL = nn.Linear(3, 2)  # made before the fork: the first optimizer of a process takes its time
+# Made before the fork: the first optimizer of a process takes long.
+_MODEL = nn.Linear(3, 2)
 _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), momentum=0.9)
 
 
-# --- a run that was killed in the midst of a save, and goes on
+# A run that was killed during a save, and resumes
 
 
-def _three(folder: Path) -> CheckpointStore:
+def _three_checkpoints(folder: Path) -> CheckpointStore:
     store = CheckpointStore(checkpoints(folder), keep=3)
     for step in (10, 20, 30):
         store.save(step, contents(step))
     return store
 
 
-def _leave_traces(folder: Path) -> None:
-    """Step 30 had made room for another; step 20 had been saved anew, and the older one was half removed; more of the kind."""
-    at = _three(folder).folder
-    (at / "step_00000030").rename(at / ".replaced_step_00000030")
+def _remains_of_killed_saves(folder: Path) -> None:
+    """Step 30 was being replaced. Step 20 was replaced, and its predecessor half removed. Others were half done."""
+    path = _three_checkpoints(folder).folder
+    (path / "step_00000030").rename(path / ".replaced_step_00000030")
     for name in (".replaced_step_00000020", ".writing_step_00000040", ".removing_step_00000010"):
-        shutil.copytree(at / "step_00000020", at / name)
-        (at / name / "manifest.json").unlink()
+        shutil.copytree(path / "step_00000020", path / name)
+        (path / name / "manifest.json").unlink()
 
 
-def mended(folder: Path, tell: Tell) -> None:
+def repair_and_save(folder: Path, acknowledge: Acknowledge) -> None:
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
-    tell(30)
-    _save(store, 30, None, tell)
-    _save(store, 40, None, tell)
+    acknowledge(30)
+    _save(store, 30, None, acknowledge)
+    _save(store, 40, None, acknowledge)
 
 
-def resumed(folder: Path, tell: Tell) -> None:
-    """From an older step: the later ones are put away."""
+def resume_and_save(folder: Path, acknowledge: Acknowledge) -> None:
+    """Resume from an older step: the later ones are set aside."""
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
     try:
         store.set_aside_after(10)
     except OSError:
         return  # the run ends there
-    tell(10)
-    _save(store, 15, None, tell)
-    _save(store, 20, None, tell)
+    acknowledge(10)
+    _save(store, 15, None, acknowledge)
+    _save(store, 20, None, acknowledge)
 
 
 def _steps(*promises: set[int]) -> tuple[Steps, ...]:
     return tuple(frozenset(steps) for steps in promises)
 
 
-_NUMBERED = tuple((step, number) for number, (step, _) in enumerate(SAVES, 1))
-STORIES = (
-    Story("by_the_store", _kept(SAVES), Path.mkdir, best=30, numbers=_NUMBERED),
-    Story("by_the_saver", _kept(SAVES), Path.mkdir, best=30, numbers=_NUMBERED),
-    Story(
-        "mended",
+_NUMBERED_SAVES = tuple((step, number) for number, (step, _) in enumerate(SAVES, 1))
+SCRIPTS = (
+    SaveScript("save_with_store", _retained(SAVES), Path.mkdir, best=30, saves=_NUMBERED_SAVES),
+    SaveScript("save_with_writer", _retained(SAVES), Path.mkdir, best=30, saves=_NUMBERED_SAVES),
+    SaveScript(
+        "repair_and_save",
         _steps({20, 30}, {20, 30}, {20, 30}, {30, 40}),
-        _leave_traces,
-        None,
-        frozenset({20, 30}),
-        ((30, 0), (30, 1), (40, 1)),
+        _remains_of_killed_saves,
+        lasting=frozenset({20, 30}),
+        saves=((30, 0), (30, 1), (40, 1)),
     ),
-    Story(
-        "resumed",
+    SaveScript(
+        "resume_and_save",
         _steps({10, 20, 30}, {10}, {10, 15}, {15, 20}),
-        _three,
-        None,
-        frozenset({10}),
-        ((10, 0), (15, 1), (20, 1)),
+        _three_checkpoints,
+        lasting=frozenset({10}),
+        saves=((10, 0), (15, 1), (20, 1)),
     ),
 )

@@ -1,4 +1,4 @@
-"""What a host says of itself from beside its loop."""
+"""The heartbeat of a host: sent while the loop works, once more at its end, and a reason to leave when it fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from orchestrator.train import heartbeat as module
 from orchestrator.train.heartbeat import Heartbeat, send_heartbeats
 
 
-class Heard(list[str]):
-    """Beats, in order; ``wait`` until so many are there."""
+class Receiver(list[str]):
+    """Heartbeats in the order they were sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,86 +26,93 @@ class Heard(list[str]):
             self._more.notify_all()
 
     def wait(self, count: int) -> None:
+        """Wait until ``count`` heartbeats have come."""
         with self._more:
-            assert self._more.wait_for(lambda: len(self) >= count, 30.0), f"{len(self)} beats of {count}"
+            arrived = self._more.wait_for(lambda: len(self) >= count, 30.0)
+        assert arrived, f"{len(self)} heartbeats of {count}"
 
-    def told(self, number: int) -> list[Any]:
-        return json.loads(self[number].partition(" ")[2])
+    def last(self) -> list[Any]:
+        return json.loads(self[-1].partition(" ")[2])
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.005)
 
 
-def pulses() -> list[threading.Thread]:
+def heartbeat_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_a_host_begins_by_building() -> None:
+def test_a_host_starts_in_the_build_phase() -> None:
     assert json.loads(Heartbeat().encode(GroupMembership())) == ["build", 0, 0, False]
 
 
-def test_every_change_is_progress_and_so_is_every_answer() -> None:
-    pulse, life = Heartbeat(), GroupMembership()
-    pulse.enter_phase("first step", 7)
-    pulse.enter_phase("step", 8)
-    assert json.loads(pulse.encode(life)) == ["step", 8, 2, False]
-    pulse.enter_phase("evaluate")
-    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 3, False], "the step stays"
-    life.wait_until(lambda: True)
-    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 4, False]
-    life.waiting = True
-    assert json.loads(pulse.encode(life)) == ["evaluate", 8, 4, True]
+def test_a_phase_and_a_completed_wait_are_progress() -> None:
+    heartbeat = Heartbeat()
+    membership = GroupMembership()
+    heartbeat.enter_phase("first step", 7)
+    heartbeat.enter_phase("step", 8)
+    assert json.loads(heartbeat.encode(membership)) == ["step", 8, 2, False]
+    heartbeat.enter_phase("evaluate")
+    assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 3, False], "the step stays"
+    membership.wait_until(lambda: True)
+    assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 4, False]
+    membership.waiting = True
+    assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 4, True]
 
 
-def test_no_two_beats_are_alike() -> None:
-    heard = Heard()
-    with send_heartbeats(Heartbeat(), GroupMembership(), heard):
-        heard.wait(4)
-    assert len(set(heard)) == len(heard)
-    assert [int(text.partition(" ")[0]) for text in heard] == list(range(len(heard)))
+def test_no_two_heartbeats_are_equal() -> None:
+    received = Receiver()
+    with send_heartbeats(Heartbeat(), GroupMembership(), received):
+        received.wait(4)
+    assert len(set(received)) == len(received)
+    assert [int(text.partition(" ")[0]) for text in received] == list(range(len(received)))
 
 
-def test_it_beats_while_the_loop_is_busy() -> None:
-    heard, pulse = Heard(), Heartbeat()
-    with send_heartbeats(pulse, GroupMembership(), heard):
-        pulse.enter_phase("step", 3)
-        heard.wait(len(heard) + 2)
-        assert heard.told(-1) == ["step", 3, 1, False]
+def test_heartbeats_are_sent_while_the_loop_works() -> None:
+    received = Receiver()
+    heartbeat = Heartbeat()
+    with send_heartbeats(heartbeat, GroupMembership(), received):
+        heartbeat.enter_phase("step", 3)
+        received.wait(len(received) + 2)
+        assert received.last() == ["step", 3, 1, False]
 
 
-def test_the_last_word_tells_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_heartbeat_has_the_final_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 600.0)
-    heard, pulse = Heard(), Heartbeat()
-    with send_heartbeats(pulse, GroupMembership(), heard):
-        heard.wait(1)
-        pulse.enter_phase("rest", 12)
-    assert heard.told(-1) == ["rest", 12, 1, False]
-    assert len(heard) == 2
-    assert pulses() == []
+    received = Receiver()
+    heartbeat = Heartbeat()
+    with send_heartbeats(heartbeat, GroupMembership(), received):
+        received.wait(1)
+        heartbeat.enter_phase("rest", 12)
+    assert received.last() == ["rest", 12, 1, False]
+    assert len(received) == 2
+    assert heartbeat_threads() == []
 
 
-def test_the_last_word_comes_after_an_error_too() -> None:
-    heard, pulse = Heard(), Heartbeat()
-    pulse.enter_phase("step", 5)
-    with pytest.raises(ValueError, match="of the loop"), send_heartbeats(pulse, GroupMembership(), heard):
-        raise ValueError("of the loop")
-    assert heard.told(-1)[:2] == ["step", 5]
-    assert pulses() == []
+def test_a_last_heartbeat_is_sent_after_an_error() -> None:
+    received = Receiver()
+    heartbeat = Heartbeat()
+    heartbeat.enter_phase("step", 5)
+    with (
+        pytest.raises(ValueError, match="in the loop"),
+        send_heartbeats(heartbeat, GroupMembership(), received),
+    ):
+        raise ValueError("in the loop")
+    assert received.last()[:2] == ["step", 5]
+    assert heartbeat_threads() == []
 
 
-def test_a_host_that_nobody_hears_leaves() -> None:
-    life, left = GroupMembership(), threading.Event()
+def test_a_host_that_cannot_send_leaves_its_group() -> None:
+    membership = GroupMembership()
 
-    def broken(text: str) -> None:
+    def fail_at_third(text: str) -> None:
         if int(text.partition(" ")[0]) == 2:
             raise RuntimeError("the store is gone")
 
-    with send_heartbeats(Heartbeat(), life, broken):
-        for _ in range(6000):
-            if life.left:
-                break
-            left.wait(0.005)
-        assert life.left
-    assert pulses() == []
+    with send_heartbeats(Heartbeat(), membership, fail_at_third):
+        (thread,) = heartbeat_threads()
+        thread.join(30.0)
+        assert membership.left
+    assert heartbeat_threads() == []

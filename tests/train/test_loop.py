@@ -1,159 +1,111 @@
-"""What the loop decides: what is better, and that a resumed run decides the same."""
+"""The loop: segments, hooks, the record of its steps, and what ends it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from orchestrator.record.events import by_step, effective_events, of_kind, read_events
-from orchestrator.record.summary import summarise
+from orchestrator.errors import TrainingFailed
+from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.validation import is_better
-from tests.train.worker.test_build import run
+from orchestrator.train.heartbeat import Heartbeat, Phase
+from orchestrator.train.loop import Loop
+from orchestrator.train.training import LoopHooks
+from tests.support.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 
 
-@pytest.mark.parametrize(
-    ("value", "best", "metric", "better"),
-    [
-        (1.0, None, "loss", True),
-        (1.0, 2.0, "loss", True),
-        (3.0, 2.0, "loss", False),
-        (3.0, 2.0, "accuracy", True),
-        (float("nan"), None, "loss", False),
-        (float("nan"), 2.0, "accuracy", False),
-        (3.0, float("nan"), "loss", True),
-    ],
-)
-def test_better(value: float, best: float | None, metric: str, better: bool) -> None:
-    assert is_better(value, best, metric) is better
-
-
-class Scripted(Task):
-    """A task whose validation losses are given: one per evaluation, by the number of the step."""
-
-    def __init__(self, values: dict[int, float]) -> None:
-        self.values, self.steps = values, 0
-
-    def build_model(self) -> nn.Module:
-        return _Counting()
-
-    def train_data(self) -> TensorData:
-        return TensorData(torch.ones(16, 1))
-
-    def validation_data(self) -> TensorData:
-        return TensorData(torch.ones(1, 1))
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        out = model(batch[0]).mean()
-        return out if model.training else out.detach() * 0 + self.values[int(model.count)]  # pyright: ignore[reportArgumentType]
-
-
-class _Counting(nn.Module):
-    count: torch.Tensor
+class PhaseRecorder(Heartbeat):
+    """A heartbeat that keeps all phases."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.phases: list[Phase] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.count.add_(1)
-        return x * self.weight
+    def enter_phase(self, phase: Phase, step: int | None = None) -> None:
+        super().enter_phase(phase, step)
+        self.phases.append(phase)
 
 
-VALUES = {4: 5.0, 8: 6.0, 12: 4.0, 16: 7.0, 20: 7.5, 24: 8.0}
-SETTINGS: dict[str, Any] = {
-    "batch_size": 4,
-    "epochs": 6,
-    "early_stopping_patience": 2,
-    "experts": None,
-    "expert_hidden_size": (),
-}
+def test_segments_train_the_same_steps_as_one_run(tmp_path: Path) -> None:
+    """A segment continues inside the epoch where the one before ended, and leaves its events on disk."""
+    whole, losses = run_loop(tmp_path / "whole", max_steps=95)
+    run_dir = tmp_path / "segments"
+    run_dir.mkdir()
+    log = EventLog(run_dir / "events.jsonl")
+    loop = Loop(build_small_training(run_dir, log, max_steps=95, log_every=50))
+    assert loop.advance(7) is None
+    assert losses_in(run_dir) == losses[:7]
+    assert loop.advance(80) is None
+    assert losses_in(run_dir) == losses[:87]
+    outcome = loop.advance(1000)
+    log.close()
+    assert outcome is not None
+    assert outcome.status == "completed"
+    assert losses_in(run_dir) == losses
+    assert loop.progress.epoch_loss == whole.progress.epoch_loss
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 2, 4])
-@pytest.mark.parametrize("killed_at", [4, 8, 12, 20])
-def test_early_stopping_decides_the_same_after_a_restart(
-    tmp_path: Path, checkpoint_every: int, killed_at: int
-) -> None:
-    settings = SETTINGS | {"checkpoint_every": checkpoint_every}
-    whole, _ = run(tmp_path / "whole", Scripted(VALUES), **settings)
-    assert whole.progress.step == 20
-    run(tmp_path / "parts", Scripted(VALUES), **settings | {"max_steps": killed_at})
-    resumed, _ = run(tmp_path / "parts", Scripted(VALUES), **settings | {"resume": "auto"})
-    assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.bad_evaluations) == (
-        20,
-        12,
-        2,
-    )
-    best = [
-        e["step"] for e in of_kind(read_events(tmp_path / "parts" / "events.jsonl"), "evaluate") if e["best"]
-    ]
-    assert best[-1] == 12
+def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    steps: list[int] = []
+    hooks = LoopHooks(stop_requested=lambda: len(steps) >= 3, after_step=steps.append)
+    run_loop(tmp_path, hooks=hooks)
+    assert steps == [1, 2, 3]
+    (checkpoint,) = of_kind(read_events(tmp_path / "events.jsonl"), "checkpoint")
+    assert checkpoint["step"] == 3
 
 
-@pytest.mark.parametrize("evaluate_every", [0, 4])
-def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path, evaluate_every: int) -> None:
-    settings = SETTINGS | {"evaluate_every": evaluate_every}
-    run(tmp_path, Scripted(VALUES), **settings)
-    resumed, _ = run(tmp_path, Scripted(VALUES | {24: 1.0}), **settings | {"resume": "auto"})
-    assert resumed.progress.step == 20, "a better value would have come, had it gone on"
+def test_the_monitor_is_read_at_its_interval(tmp_path: Path) -> None:
+    hooks = LoopHooks(monitor=lambda: {"reading": 1.5})
+    run_loop(tmp_path, hooks=hooks, max_steps=7, gpu_log_interval=3, monitor_gpu=True)
+    readings = of_kind(read_events(tmp_path / "events.jsonl"), "monitor")
+    assert [(event["step"], event["reading"]) for event in readings] == [(3, 1.5), (6, 1.5)]
 
 
-def test_the_summary_is_of_the_run_as_it_went() -> None:
-    def step(number: int, loss: float) -> dict[str, Any]:
-        return {
-            "event": "step",
-            "time": 0,
-            "step": number,
-            "loss": loss,
-            "seconds": 1.0,
-            "samples": 4,
-            "units": 4,
-            "metrics": {},
-        }
-
-    first = [{"event": "start", "time": 0, "step": 0}, *(step(n, 9.0) for n in range(1, 12))]
-    second = [{"event": "start", "time": 0, "step": 8}, step(9, 1.0), step(10, 2.0)]
-    end = {
-        "event": "end",
-        "time": 0,
-        "status": "completed",
-        "reason": "",
-        "steps": 10,
-        "seconds": 5.0,
-        "memory": {"allocated": 7},
-    }
-    summary = summarise([*first, *second, end])
-    assert (summary["steps"], summary["train_loss"], summary["lost_steps"], summary["peak_memory_bytes"]) == (
-        10,
-        2.0,
-        3,
-        7,
-    )
-    assert [e["loss"] for e in by_step(effective_events([*first, *second]))][-3:] == [9.0, 1.0, 2.0]
+def test_the_heartbeat_follows_the_phases(tmp_path: Path) -> None:
+    heartbeat = PhaseRecorder()
+    hooks = LoopHooks(heartbeat=heartbeat)
+    run_loop(tmp_path, hooks=hooks, max_steps=2, evaluate_every=2, checkpoint_every=2)
+    assert heartbeat.phases[:4] == ["data", "first step", "data", "step"]
+    assert heartbeat.phases.index("evaluate") < heartbeat.phases.index("save")
+    assert heartbeat.step == 1, "the step in progress, counted from 0"
 
 
-def test_throughput_leaves_the_first_steps_of_each_process_out() -> None:
-    steps = [
-        {
-            "event": "step",
-            "time": 0,
-            "step": n,
-            "loss": 1.0,
-            "seconds": s,
-            "samples": 10,
-            "units": 10,
-            "metrics": {},
-            **w,
-        }
-        for n, (s, w) in enumerate(
-            [(60.0, {"warm_up": True}), (0.1, {}), (0.1, {}), (30.0, {"warm_up": True}), (0.1, {})], 1
-        )
-    ]
-    assert summarise(steps)["samples_per_second"] == pytest.approx(100)
+def test_the_first_steps_of_a_process_are_marked_as_warm_up(tmp_path: Path) -> None:
+    run_loop(tmp_path, max_steps=5)
+    run_loop(tmp_path, max_steps=10, resume="auto")
+    steps = of_kind(read_events(tmp_path / "events.jsonl"), "step")
+    marked = [event["step"] for event in steps if event.get("warm_up")]
+    assert marked == [1, 2, 3, 6, 7, 8]
+
+
+class Diverging(Task):
+    """A task whose loss is infinite from a given step on."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def build_model(self) -> nn.Module:
+        return StepCounter()
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.ones(64, 1))
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        assert isinstance(model, StepCounter)
+        output = model(batch[0]).mean()
+        return output * float("inf") if int(model.count) >= self._step else output
+
+
+def test_a_diverged_run_is_recorded_and_not_saved(tmp_path: Path) -> None:
+    settings = {"experts": None, "expert_hidden_size": (), "batch_size": 4, "checkpoint_every": 2}
+    log = EventLog(tmp_path / "events.jsonl")
+    training = build_small_training(tmp_path, log, Diverging(step=4), **settings)
+    with pytest.raises(TrainingFailed, match=r"step 4: loss inf.* diverged"):
+        Loop(training).run()
+    training.close()
+    log.close()
+    assert float(losses_in(tmp_path)[-1]) == float("inf")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]

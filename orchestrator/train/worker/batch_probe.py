@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from orchestrator.train.batches import to_device
 from orchestrator.train.data import Feed, MicroBatch, StepBatch, as_dataset
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
+from orchestrator.train.parts.timing import timed_seconds
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_size import BatchProbe, BatchSizeResult, fastest_batch, largest_batch
 from orchestrator.train.worker.build_model import build_parts, build_stepper
-from orchestrator.train.worker.run_dir import PreparedRun, earlier_global_batch
+from orchestrator.train.worker.plan_file import earlier_global_batch
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import Choice
 
 _MIN_STEPS_PER_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
@@ -115,21 +117,13 @@ def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, da
     )
     batch = first_batch(data, world, batch_size)
     on_cpu = world.device.type == "cpu"
-    _run_step(stepper, batch, 0)
-    began_s = perf_counter()
+    timed_seconds(partial(stepper.run, batch, 0), world.device)  # the warm-up is not counted
+    seconds = 0.0
     num_steps = 0
-    while num_steps < 1 or (
-        on_cpu and perf_counter() - began_s < _CPU_SECONDS and num_steps < _CPU_MAX_STEPS
-    ):
+    while num_steps < 1 or (on_cpu and seconds < _CPU_SECONDS and num_steps < _CPU_MAX_STEPS):
         num_steps += 1
-        _run_step(stepper, batch, num_steps)
-    return batch_size * num_steps / (perf_counter() - began_s)
-
-
-def _run_step(stepper: Stepper, batch: StepBatch, step: int) -> None:
-    stepper.run(batch, step)
-    if stepper.world.device.type == "cuda":
-        torch.cuda.synchronize(stepper.world.device)
+        seconds += timed_seconds(partial(stepper.run, batch, num_steps), world.device)
+    return batch_size * num_steps / seconds
 
 
 def _raise_out_of_memory(event: str, **fields: object) -> None:

@@ -11,8 +11,8 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
-from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
+from orchestrator.tasks.user_code import user_code
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.store import CheckpointStore
@@ -23,8 +23,8 @@ from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, restore_checkpoint, restore_snapshots
-from orchestrator.train.worker.run_dir import PreparedRun
 
 _DEBUG_EVALUATION_BATCHES = 2
 

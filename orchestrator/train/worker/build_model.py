@@ -15,8 +15,8 @@ from experts.model import mix, place
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
-from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Task
+from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.loading import seed_python_and_numpy

@@ -21,7 +21,7 @@ from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.run_dir import PreparedRun
+from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 @contextmanager

@@ -28,19 +28,18 @@ from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.observers import monitor_readings
-from orchestrator.train.worker.resume import ResumeFrom
-from orchestrator.train.worker.run_dir import (
-    PreparedRun,
+from orchestrator.train.worker.plan_file import (
     read_earlier_plan,
     read_last_expert_loads,
     write_config_and_plan,
-    write_summary,
 )
+from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.resume import ResumeFrom
+from orchestrator.train.worker.run_dir import write_summary
 from orchestrator.train.worker.torch_settings import torch_settings
-from orchestrator.types import VERSION, Choice
+from orchestrator.types import VERSION, Choice, first_line
 
 _MAX_MESSAGE_CHARACTERS = 2000
-_MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -254,8 +253,7 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
             step=last_step,
             final=True,
         )
-        reason = message.splitlines()[0][:_MAX_REASON_CHARACTERS]
-        event_log.write("end", status="failed", reason=reason, steps=last_step, seconds=seconds)
+        event_log.write("end", status="failed", reason=first_line(message), steps=last_step, seconds=seconds)
         event_log.close()
         write_summary(run_dir)
         draw_report(run_dir)

@@ -1,5 +1,6 @@
-"""Saving, killed at every operation on the disk: no acknowledged checkpoint is lost, nothing half-written passes for one, and the next
-save works. The same where the power goes and takes with it what was not synced, and where the disk is full."""
+"""Saves that are killed at every operation on the disk, that lose power, or that fill the disk.
+
+No acknowledged checkpoint is lost, nothing half-written passes for a checkpoint, and the next save works."""
 
 from __future__ import annotations
 
@@ -13,124 +14,127 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchestrator.train.checkpoint.files import load, verify
+from orchestrator.train.checkpoint.files import load, step_name, verify
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.crash_injection import Crash, Crashes, Mortals
-from tests.support.save_scripts import KEEP, STORIES, Story, checkpoints, contents, number_of
+from tests.support.crash_injection import Crash, CrashRunner, CrashSeries
+from tests.support.save_scripts import KEEP, SCRIPTS, SaveScript, checkpoints, contents, save_number
 from tests.support.strict_disk import StrictDisk
-from tests.support.traced_disk import Disk, Fate, Operation
+from tests.support.traced_disk import DiskFault, Operation, TracedDisk
 
-BY_NAME = {story.script: story for story in STORIES}
+BY_NAME = {script.name: script for script in SCRIPTS}
+NEXT_STEP = 90
 LUCK = (1.0, 0.0, 0.5, 0.5, 0.2, 0.8)
 
 
 @pytest.fixture(scope="module")
-def mortals() -> Iterator[Mortals]:
-    made = Mortals()
-    yield made
-    made.close()
+def runner() -> Iterator[CrashRunner]:
+    crash_runner = CrashRunner()
+    yield crash_runner
+    crash_runner.close()
 
 
-def crashes_of(mortals: Mortals, folder: Path, name: str, syncs: bool = False) -> Crashes:
-    return Crashes(mortals, BY_NAME[name].full_name, folder, BY_NAME[name].prepare, syncs)
+def series_of(runner: CrashRunner, folder: Path, name: str, syncs: bool = False) -> CrashSeries:
+    return CrashSeries(runner, BY_NAME[name].full_name, folder, BY_NAME[name].prepare, syncs)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks save too; what they save needs no syncing."""
+def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks save too, and need not sync."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def window(story: Story, told: int) -> tuple[frozenset[int], frozenset[int]]:
-    """What was promised last, and what will be next."""
-    return story.promises[told], story.promises[min(told + 1, len(story.promises) - 1)]
+def promised_steps(script: SaveScript, num_acknowledged: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the steps promised by the last acknowledgement, and by the next one."""
+    next_index = min(num_acknowledged + 1, len(script.promises) - 1)
+    return script.promises[num_acknowledged], script.promises[next_index]
 
 
-def numbers(story: Story, told: int, step: int) -> set[int]:
-    """The saves that a step may be of: the last that was told, or one that was not told yet. What lay there before has number 0."""
-    known = [number for of, number in story.numbers[:told] if of == step]
+def possible_numbers(script: SaveScript, num_acknowledged: int, step: int) -> set[int]:
+    """Return the saves that a step may be of: the last acknowledged one, or the one that was in progress.
+
+    A checkpoint from before the script has number 0."""
+    acknowledged = [number for saved, number in script.saves[:num_acknowledged] if saved == step]
+    in_progress = script.saves[num_acknowledged : num_acknowledged + 1]
     return {
-        known[-1] if known else 0,
-        *(number for of, number in story.numbers[told : told + 1] if of == step),
+        acknowledged[-1] if acknowledged else 0,
+        *(number for saved, number in in_progress if saved == step),
     }
 
 
-def check(folder: Path, story: Story, told: int) -> None:
-    """What a new start finds after a crash."""
-    at, (before, after) = checkpoints(folder), window(story, told)
-    seen, skipped = CheckpointStore(
-        at, repair=False
-    ).newest_good()  # others than the main worker look, and mend nothing
-    store = CheckpointStore(at, keep=KEEP)
-    found, skipped_too = store.newest_good()
-    assert not skipped + skipped_too, "half a checkpoint under a good name"
+def check(folder: Path, script: SaveScript, num_acknowledged: int) -> None:
+    """Check what a new start of the run finds after a crash."""
+    path = checkpoints(folder)
+    before, after = promised_steps(script, num_acknowledged)
+    # Workers other than the main one look without repairing.
+    found_unrepaired, skipped_unrepaired = CheckpointStore(path, repair=False).newest_good()
+    store = CheckpointStore(path, keep=KEEP)
+    found, skipped = store.newest_good()
+    assert not skipped_unrepaired + skipped, "half a checkpoint under a good name"
     present = dict(store.newest_first())
-    assert all(path.name == f"step_{step:08d}" for step, path in present.items())
-    for step, path in present.items():
-        assert number_of(load(path).state) in numbers(story, told, step), (
-            f"step {step} is not as it was last told"
-        )
-    assert before <= set(present) or after <= set(present), (
-        f"there: {sorted(present)}; promised: {sorted(before)} or {sorted(after)}"
-    )
+    for step, checkpoint in present.items():
+        assert checkpoint.name == step_name(step)
+        number = save_number(load(checkpoint).state)
+        possible = possible_numbers(script, num_acknowledged, step)
+        assert number in possible, f"step {step} is of save {number}, not of {possible}"
+    has_all = before <= set(present) or after <= set(present)
+    assert has_all, f"present: {sorted(present)}; promised: {sorted(before)} or {sorted(after)}"
     if before:
         assert found is not None
-        assert seen is not None
+        assert found_unrepaired is not None
         newest = found[1].state["progress"]["step"]
-        assert newest == seen[1].state["progress"]["step"] == max(present)
+        assert newest == found_unrepaired[1].state["progress"]["step"] == max(present)
         assert min(max(before), max(after)) <= newest <= max(*before, *after)
-    check_next_save(store, story)
+    check_next_save(store, script)
 
 
-def check_next_save(store: CheckpointStore, story: Story) -> None:
-    """It works, and leaves nothing of the crash behind."""
-    kept = {
-        *sorted([90, *(step for step, _ in store.newest_first())])[-KEEP:],
-        *([story.best] if story.best else []),
-    }
-    there = {step for step, _ in store.newest_first()} | {90}
-    store.save(90, contents(90))
-    store.retain(story.best)
+def check_next_save(store: CheckpointStore, script: SaveScript) -> None:
+    """Check that the next save works, and removes all remains of the crash."""
+    present = {NEXT_STEP, *(step for step, _ in store.newest_first())}
+    retained = {*sorted(present)[-KEEP:], *(present & {script.best})}
+    store.save(NEXT_STEP, contents(NEXT_STEP))
+    store.retain(script.best)
     names = {path.name for path in store.folder.iterdir() if not path.name.startswith("abandoned_")}
-    assert names == {f"step_{step:08d}" for step in kept & there}
+    assert names == {step_name(step) for step in retained}
     found, skipped = store.newest_good()
     assert found is not None
-    assert (found[0].name, skipped) == ("step_00000090", [])
+    assert (found[0].name, skipped) == (step_name(NEXT_STEP), [])
 
 
-def check_killed(crash: Crash, story: Story) -> None:
+def check_killed(crash: Crash, script: SaveScript) -> None:
     try:
-        check(crash.folder, story, len(crash.told))
+        check(crash.folder, script, len(crash.acknowledged))
     except Exception as error:
-        last = [operation for operation in crash.trace if operation.kind != "told"][-1:]
+        operations = [operation for operation in crash.trace if operation.kind != "acknowledged"]
         raise AssertionError(
-            f"{story.script}, killed {crash.fate.kind} operation {crash.fate.at} (done last: {last}): {error}"
+            f"{script.name}, killed {crash.fault.kind} operation {crash.fault.at} "
+            f"(last operation: {operations[-1:]}): {error}"
         ) from error
 
 
-# --- the parts of the test itself
+# The instruments of these tests
 
 
-def test_what_stands_in_for_safetensors_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_traced_tensors_have_the_bytes_of_safetensors(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(7, 3), "n": torch.tensor(3)}
-    save_file(tensors, tmp_path / "theirs")
-    Disk(tmp_path / "disk", -1, Fate(), syncs=False).save_tensors(tensors, tmp_path / "ours")
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    save_file(tensors, tmp_path / "expected")
+    disk = TracedDisk(tmp_path / "disk", -1, DiskFault(), syncs=False)
+    disk.save_tensors(tensors, tmp_path / "traced")
+    assert (tmp_path / "traced").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 def test_a_strict_disk_loses_what_was_not_synced(tmp_path: Path) -> None:
-    (tmp_path / "was").mkdir()
-    disk = StrictDisk(tmp_path / "was")
-    for kind, path, to, at in (
-        ("mkdir", "a", "", 0),
-        ("open", "a/x", "", os.O_CREAT),
-        ("open", "a/y", "", os.O_CREAT),
-        ("sync", ".", "", 0),
-        ("sync", "a", "", 0),
-        ("rename", "a/x", "a/z", 0),
-        ("truncate", "a/y", "", 3),
+    (tmp_path / "initial").mkdir()
+    disk = StrictDisk(tmp_path / "initial")
+    for operation in (
+        Operation("mkdir", "a"),
+        Operation("open", "a/x", number=os.O_CREAT),
+        Operation("open", "a/y", number=os.O_CREAT),
+        Operation("sync", "."),
+        Operation("sync", "a"),
+        Operation("rename", "a/x", "a/z"),
+        Operation("truncate", "a/y", number=3),
     ):
-        disk.apply(Operation(kind, path, to, at=at))
+        disk.apply(operation)
     disk.lose_power(tmp_path / "none", 0.0, random.Random(0))
     disk.lose_power(tmp_path / "names", 1.0, random.Random(0))
     assert sorted(path.name for path in (tmp_path / "none" / "a").iterdir()) == ["x", "y"]
@@ -138,109 +142,104 @@ def test_a_strict_disk_loses_what_was_not_synced(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "names" / "a").iterdir()) == ["y", "z"]
 
 
-# --- killed
+# Killed
 
 
-def test_killed_after_each_operation(mortals: Mortals, tmp_path: Path, quick: None) -> None:
-    """Of a step that is saved again, and of one that pushes two others out; all are in the slow form."""
-    crashes = crashes_of(mortals, tmp_path, "by_the_saver")
-    points = crashes.points(after=3)
-    assert len(points) > 40
-    for crash in crashes.of(Fate("after", at) for at in points):
-        check_killed(crash, BY_NAME["by_the_saver"])
+def test_killed_after_each_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
+    """A step that is saved again, and one whose retention removes two others. The slow test has all of them."""
+    series = series_of(runner, tmp_path, "save_with_writer")
+    operations = series.operations(after=3)
+    assert len(operations) > 40
+    for crash in series.run(DiskFault("after", number) for number in operations):
+        check_killed(crash, BY_NAME["save_with_writer"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_killed_on_either_side_of_each_operation(
-    mortals: Mortals, tmp_path: Path, name: str, side: str
+    runner: CrashRunner, tmp_path: Path, name: str, side: str
 ) -> None:
-    story = BY_NAME[name]
-    crashes = crashes_of(mortals, tmp_path, name, syncs=True)
-    for crash in crashes.of(Fate(side, at) for at in crashes.points()):
-        check_killed(crash, story)
+    series = series_of(runner, tmp_path, name, syncs=True)
+    for crash in series.run(DiskFault(side, number) for number in series.operations()):
+        check_killed(crash, BY_NAME[name])
 
 
-# --- the power lost
+# Power lost
 
 
-def check_power_losses(crashes: Crashes, story: Story, chances: tuple[float, ...]) -> int:
-    whole = crashes.undisturbed()
-    now = crashes.folder.with_name("now")
-    disk, told = StrictDisk(crashes.before), 0
-    for number, operation in enumerate((None, *whole.trace)):
+def check_power_losses(series: CrashSeries, script: SaveScript, luck: tuple[float, ...]) -> int:
+    """Lose power after each operation, with each luck. Return the number of operations."""
+    trace = series.run_undisturbed().trace
+    folder = series.folder.with_name("after_power_loss")
+    disk = StrictDisk(series.initial_folder)
+    num_acknowledged = 0
+    for number, operation in enumerate((None, *trace)):
         if operation is not None:
             disk.apply(operation)
-            told += operation.kind == "told"
-        for chance, luck in enumerate(chances):
-            disk.lose_power(now, luck, random.Random(number * 100 + chance))
+            num_acknowledged += operation.kind == "acknowledged"
+        for index, chance in enumerate(luck):
+            disk.lose_power(folder, chance, random.Random(number * 100 + index))
             try:
-                check(now, story, told)
+                check(folder, script, num_acknowledged)
             except Exception as error:
                 raise AssertionError(
-                    f"{story.script}, power lost after {number} ({operation}), luck {luck}: {error}"
+                    f"{script.name}, power lost after {number} ({operation}), luck {chance}: {error}"
                 ) from error
-            shutil.rmtree(now)
-    return len(whole.trace)
+            shutil.rmtree(folder)
+    return len(trace)
 
 
-@pytest.mark.parametrize("name", ["by_the_store", "resumed"])
-def test_the_power_is_lost_after_each_operation(
-    mortals: Mortals, tmp_path: Path, quick: None, name: str
+@pytest.mark.parametrize(("name", "luck"), [("save_with_store", LUCK[1:3]), ("resume_and_save", LUCK[:3])])
+def test_power_lost_after_each_operation(
+    runner: CrashRunner, tmp_path: Path, no_syncs: None, name: str, luck: tuple[float, ...]
 ) -> None:
-    assert (
-        check_power_losses(
-            crashes_of(mortals, tmp_path, name),
-            BY_NAME[name],
-            LUCK[1:3] if name == "by_the_store" else LUCK[:3],
-        )
-        > 50
-    )
+    assert check_power_losses(series_of(runner, tmp_path, name), BY_NAME[name], luck) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_power_is_lost_with_any_luck(mortals: Mortals, tmp_path: Path, quick: None, name: str) -> None:
-    check_power_losses(crashes_of(mortals, tmp_path, name), BY_NAME[name], LUCK * 4)
+def test_power_lost_with_any_luck(runner: CrashRunner, tmp_path: Path, no_syncs: None, name: str) -> None:
+    check_power_losses(series_of(runner, tmp_path, name), BY_NAME[name], LUCK * 4)
 
 
-# --- a full disk
+# A full disk
 
 
-def check_full(crash: Crash, story: Story) -> None:
-    """The script went on to its end. The newest of what was told or is there are there, the best too, and all are good."""
-    at = checkpoints(crash.folder)
-    _, skipped = CheckpointStore(at, repair=False).newest_good()
+def check_full_disk(crash: Crash, script: SaveScript) -> None:
+    """Check that the newest steps and the best are there and good. The script itself went on to its end."""
+    path = checkpoints(crash.folder)
+    _, skipped = CheckpointStore(path, repair=False).newest_good()
     assert not skipped
-    present = {step for step, _ in CheckpointStore(at, repair=False).newest_first()}
-    promised = {*story.lasting, *crash.told}
-    wanted = set(sorted(promised | present)[-KEEP:]) | {step for step in promised if step == story.best}
-    assert wanted <= present, f"there: {sorted(present)}; wanted: {sorted(wanted)}"
-    store = CheckpointStore(at, keep=KEEP)
-    for _, path in store.newest_first():
-        verify(path)
-    check_next_save(store, story)
+    present = {step for step, _ in CheckpointStore(path, repair=False).newest_first()}
+    promised = {*script.lasting, *crash.acknowledged}
+    expected = set(sorted(promised | present)[-KEEP:]) | (promised & {script.best})
+    assert expected <= present, f"present: {sorted(present)}; expected: {expected}"
+    store = CheckpointStore(path, keep=KEEP)
+    for _, checkpoint in store.newest_first():
+        verify(checkpoint)
+    check_next_save(store, script)
 
 
-def test_a_disk_full_at_each_operation(mortals: Mortals, tmp_path: Path, quick: None) -> None:
-    check_all_full(crashes_of(mortals, tmp_path, "resumed"), BY_NAME["resumed"], ["full"])
+def check_full_disks(series: CrashSeries, script: SaveScript, kinds: list[str]) -> None:
+    counts = set()
+    faults = [DiskFault(kind, number) for number in series.operations() for kind in kinds]
+    for crash in series.run(faults):
+        counts.add(len(crash.acknowledged))
+        try:
+            check_full_disk(crash, script)
+        except Exception as error:
+            raise AssertionError(f"{script.name}, {crash.fault.kind} at {crash.fault.at}: {error}") from error
+    assert len(counts) > 1, "the full disk never made a save fail"
+
+
+def test_disk_full_at_each_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
+    check_full_disks(series_of(runner, tmp_path, "resume_and_save"), BY_NAME["resume_and_save"], ["full"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_disk_full_at_each_operation_of_every_kind(
-    mortals: Mortals, tmp_path: Path, quick: None, name: str
+def test_disk_full_at_each_operation_of_every_script(
+    runner: CrashRunner, tmp_path: Path, no_syncs: None, name: str
 ) -> None:
-    check_all_full(crashes_of(mortals, tmp_path, name), BY_NAME[name], ["full", "full once"])
-
-
-def check_all_full(crashes: Crashes, story: Story, kinds: list[str]) -> None:
-    told = set()
-    for crash in crashes.of(Fate(kind, at) for at in crashes.points() for kind in kinds):
-        told.add(len(crash.told))
-        try:
-            check_full(crash, story)
-        except Exception as error:
-            raise AssertionError(f"{story.script}, {crash.fate.kind} at {crash.fate.at}: {error}") from error
-    assert len(told) > 1, "a full disk was never felt"
+    check_full_disks(series_of(runner, tmp_path, name), BY_NAME[name], ["full", "full once"])

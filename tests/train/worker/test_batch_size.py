@@ -1,5 +1,6 @@
-"""The search for a batch size against simulated devices: memory with a base, a slope, blocks and fragments; throughput that
-saturates, falls or shakes."""
+"""The search for a batch size on simulated devices.
+
+Their memory has a base, a slope, blocks and fragments; their throughput saturates, falls or varies."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ PLENTY = 10**9
 
 @dataclass
 class Device:
-    """Peak memory of a batch is base + slope × batch, the activations up to ``fragments`` more, rounded up to whole blocks.
+    """A device on which a batch needs base + slope × batch bytes, rounded up to whole blocks.
 
-    Fragments differ from batch to batch but not from try to try. ``hidden`` ones count against the capacity without being
-    seen in the peak, as what the allocator reserves is against what it hands out."""
+    The activations take up to ``fragments`` more, which differs by batch size but is the same at each try. Hidden
+    fragments count against the capacity but not in the peak: an allocator reserves more than it hands out."""
 
     capacity: float
     base: float
@@ -53,13 +54,13 @@ class Device:
         assert batch >= 1
         assert batch not in self.tried, f"{batch} was tried before: {self.tried}"
         self.tried.append(batch)
-        seen = (
-            math.ceil((self.base + self.slope * batch) / BLOCK) * BLOCK if self.hidden else self.need(batch)
-        )
-        return BatchProbe(batch, float(seen) if self.fits(batch) else None, 1.0)
+        peak = self.need(batch)
+        if self.hidden:
+            peak = math.ceil((self.base + self.slope * batch) / BLOCK) * BLOCK
+        return BatchProbe(batch, float(peak) if self.fits(batch) else None, 1.0)
 
-    def largest(self, most: int = PLENTY) -> int:
-        top = min(most, int((self.capacity - self.base) / self.slope) + 1)
+    def largest(self, max_useful: int = PLENTY) -> int:
+        top = min(max_useful, int((self.capacity - self.base) / self.slope) + 1)
         return next((batch for batch in range(top, 0, -1) if self.fits(batch)), 0)
 
     @property
@@ -69,7 +70,9 @@ class Device:
 
 @st.composite
 def devices(draw: st.DrawFn, largest: st.SearchStrategy[int]) -> Device:
-    """A device on which about ``largest`` samples fit: 1 GiB to 128 GiB, up to 0.7 of it taken before the first sample."""
+    """Draw a device on which about ``largest`` samples fit.
+
+    It has 1 to 128 GiB, and up to 0.7 of it is in use before the first sample."""
     capacity = 2 ** draw(st.floats(30, 37))
     base = capacity * draw(st.floats(0.02, 0.7))
     slope = (capacity - base) / (draw(largest) + draw(st.floats(0.1, 0.9)))
@@ -86,24 +89,24 @@ def devices(draw: st.DrawFn, largest: st.SearchStrategy[int]) -> Device:
 sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000))
 
 
-def search(device: Device, factor: float, most: int = PLENTY) -> BatchSizeResult:
-    guess = max(1, min(most, round(device.largest() * factor)))
-    return largest_batch(device.probe, device.capacity, guess, most)
+def search(device: Device, factor: float, max_useful: int = PLENTY) -> BatchSizeResult:
+    estimate = max(1, min(max_useful, round(device.largest() * factor)))
+    return largest_batch(device.probe, device.capacity, estimate, max_useful)
 
 
-def check(device: Device, found: BatchSizeResult, most: int = PLENTY) -> None:
-    """What holds whatever the guess was."""
+def check(device: Device, found: BatchSizeResult, max_useful: int = PLENTY) -> None:
+    """Check what holds for any estimate."""
     assert len(device.tried) <= MAX_PROBES == 4
     assert [p.batch for p in found.probes] == device.tried
     assert device.fits(found.batch_size)
     assert found.batch_size in device.tried
-    assert max(device.tried) <= most
+    assert max(device.tried) <= max_useful
     assert f"{len(device.tried)} probes, {device.failures} out of memory" in found.reason
 
 
 @settings(max_examples=500, deadline=None)
 @given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 2**power))
-def test_a_guess_within_a_factor_of_two_finds_the_largest(device: Device, factor: float):
+def test_an_estimate_within_a_factor_of_two_finds_the_largest(device: Device, factor: float):
     if not device.largest():
         return
     found = search(device, factor)
@@ -114,7 +117,7 @@ def test_a_guess_within_a_factor_of_two_finds_the_largest(device: Device, factor
 
 @settings(max_examples=500, deadline=None)
 @given(device=devices(sizes), factor=st.floats(-1, 1).map(lambda power: 10**power))
-def test_a_guess_off_by_ten_costs_no_more_probes_and_still_answers(device: Device, factor: float):
+def test_an_estimate_off_by_ten_still_gives_an_answer_in_four_probes(device: Device, factor: float):
     if not device.largest():
         return
     found = search(device, factor)
@@ -122,15 +125,14 @@ def test_a_guess_off_by_ten_costs_no_more_probes_and_still_answers(device: Devic
     assert found.batch_size >= 0.3 * device.largest()
 
 
-def test_guesses_off_by_ten_mostly_find_it_too():
+def test_estimates_off_by_ten_mostly_find_the_largest_too():
     shares = []
     for seed in range(400):
         draw = random.Random(seed)
         capacity = 2 ** draw.uniform(30, 37)
         base = capacity * draw.uniform(0.02, 0.7)
-        device = Device(
-            capacity, base, (capacity - base) / 2 ** draw.uniform(0.1, 12.3), 0.02, seed % 2 == 0, seed
-        )
+        slope = (capacity - base) / 2 ** draw.uniform(0.1, 12.3)
+        device = Device(capacity, base, slope, 0.02, seed % 2 == 0, seed)
         if device.largest():
             shares.append(search(device, 10 ** draw.uniform(-1, 1)).batch_size / device.largest())
     good = sum(share >= 0.95 for share in shares)
@@ -138,37 +140,41 @@ def test_guesses_off_by_ten_mostly_find_it_too():
 
 
 @settings(max_examples=300, deadline=None)
-@given(device=devices(sizes), most=st.integers(1, 6000), factor=st.floats(-1, 1).map(lambda power: 2**power))
-def test_never_more_than_is_of_use(device: Device, most: int, factor: float):
-    if not device.largest(most):
+@given(
+    device=devices(sizes),
+    max_useful=st.integers(1, 6000),
+    factor=st.floats(-1, 1).map(lambda power: 2**power),
+)
+def test_no_batch_beyond_the_largest_useful_one_is_tried(device: Device, max_useful: int, factor: float):
+    if not device.largest(max_useful):
         return
-    found = search(device, factor, most)
-    check(device, found, most)
-    assert found.batch_size >= 0.95 * device.largest(most)
-    assert ("the largest useful batch" in found.reason) == (found.batch_size == most)
+    found = search(device, factor, max_useful)
+    check(device, found, max_useful)
+    assert found.batch_size >= 0.95 * device.largest(max_useful)
+    assert ("the largest useful batch" in found.reason) == (found.batch_size == max_useful)
 
 
-@pytest.mark.parametrize("true", range(1, 41))
-@pytest.mark.parametrize("guess", [1, 2, 3, 5, 9, 17, 33, 65, 129])
-def test_small_batches_on_an_exact_device(true: int, guess: int):
-    device = Device(GIB + true * 64 * MIB + 32 * MIB, GIB, 64 * MIB)
-    assert device.largest() == true
-    found = largest_batch(device.probe, device.capacity, guess, PLENTY)
+@pytest.mark.parametrize("largest", range(1, 41))
+@pytest.mark.parametrize("estimate", [1, 2, 3, 5, 9, 17, 33, 65, 129])
+def test_small_batches_on_a_device_without_fragments(largest: int, estimate: int):
+    device = Device(GIB + largest * 64 * MIB + 32 * MIB, GIB, 64 * MIB)
+    assert device.largest() == largest
+    found = largest_batch(device.probe, device.capacity, estimate, PLENTY)
     check(device, found)
-    if true / 2 <= guess <= 2 * true:
-        assert found.batch_size >= 0.95 * true
+    if largest / 2 <= estimate <= 2 * largest:
+        assert found.batch_size >= 0.95 * largest
         assert device.failures <= 1
 
 
-def test_an_exact_guess_on_a_quiet_device_fails_nowhere_and_stops_early():
+def test_an_exact_estimate_without_fragments_needs_three_probes_and_none_fails():
     device = Device(80 * GIB, 8 * GIB, 72 * GIB / 1000.5)
     found = largest_batch(device.probe, device.capacity, 1000, PLENTY)
     assert (device.failures, len(device.tried)) == (0, 3)
     assert found.batch_size >= 980
 
 
-def test_a_peak_over_the_limit_is_a_failure_even_if_the_device_bears_it():
-    """The limit may be less than the device has: another process took some of it meanwhile."""
+def test_a_peak_over_the_limit_is_a_failure_even_if_the_device_has_more():
+    """Another process may use a part of the device."""
     device = Device(80 * GIB, 8 * GIB, 0.1 * GIB)
     found = largest_batch(device.probe, 40.0 * GIB, 700, PLENTY)
     peak = next(p.peak for p in found.probes if p.batch == found.batch_size)
@@ -177,12 +183,12 @@ def test_a_peak_over_the_limit_is_a_failure_even_if_the_device_bears_it():
     assert found.batch_size >= 0.95 * 320
 
 
-def test_without_a_limit_the_most_of_use_is_taken():
+def test_without_a_limit_the_largest_useful_batch_is_chosen():
     device = Device(80 * GIB, 8 * GIB, 0.1 * GIB)
     assert largest_batch(device.probe, math.inf, 100, 500).batch_size == 500
 
 
-def test_where_not_one_sample_fits_it_says_so():
+def test_a_device_without_memory_for_one_sample_is_refused():
     device = Device(GIB, 2 * GIB, MIB)
     with pytest.raises(ResourceError, match="not even a batch of one sample fits") as caught:
         largest_batch(device.probe, device.capacity, 8, PLENTY)
@@ -190,30 +196,29 @@ def test_where_not_one_sample_fits_it_says_so():
     assert len(device.tried) <= MAX_PROBES
 
 
-def test_an_estimate_beyond_reason_ends_with_advice():
+def test_an_estimate_far_too_high_ends_with_advice():
     device = Device(GIB, GIB / 2, GIB / 4)
     with pytest.raises(ResourceError, match=r"no batch down to .* samples fits .* --batch-size 1"):
         largest_batch(device.probe, device.capacity, 10**7, PLENTY)
     assert len(device.tried) == MAX_PROBES
 
 
-# --- the fastest, on a CPU
+# The fastest batch, on a CPU
 
 
-def runner(
+def simulated_cpu(
     speed: Callable[[int], float], capacity: int = PLENTY
 ) -> tuple[Callable[[int], BatchProbe], list[int]]:
+    """Return a probe of a device with this throughput, and the list of batches that it was asked for."""
     tried: list[int] = []
 
     def probe(batch: int) -> BatchProbe:
         assert batch >= 1
         assert batch not in tried
         tried.append(batch)
-        return (
-            BatchProbe(batch, float(batch), speed(batch))
-            if batch <= capacity
-            else BatchProbe(batch, None, 0.0)
-        )
+        if batch > capacity:
+            return BatchProbe(batch, None, 0.0)
+        return BatchProbe(batch, float(batch), speed(batch))
 
     return probe, tried
 
@@ -230,16 +235,16 @@ CURVES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("start", [1, 8])
-@pytest.mark.parametrize("most", [1, 5, 64, 1000, 8192])
-def test_fastest_is_near_the_best_it_saw_and_the_smallest_such(name: str, start: int, most: int):
+@pytest.mark.parametrize("max_useful", [1, 5, 64, 1000, 8192])
+def test_the_choice_is_the_smallest_batch_near_the_best_speed(name: str, start: int, max_useful: int):
     speed = CURVES[name]
-    probe, tried = runner(speed)
-    found = fastest_batch(probe, start, most, math.inf)
+    probe, tried = simulated_cpu(speed)
+    found = fastest_batch(probe, start, max_useful, math.inf)
     best = max(speed(batch) for batch in tried)
-    assert max(tried) <= most
+    assert max(tried) <= max_useful
     assert speed(found.batch_size) >= 0.97 * best
     assert [batch for batch in tried if batch < found.batch_size and speed(batch) >= 0.97 * best] == []
-    assert len(tried) <= 2 + math.log2(most)
+    assert len(tried) <= 2 + math.log2(max_useful)
     assert all(f"{batch}: " in found.reason for batch in tried)
 
 
@@ -247,28 +252,28 @@ def test_fastest_is_near_the_best_it_saw_and_the_smallest_such(name: str, start:
     ("name", "least", "largest"),
     [("saturates early", 64, 512), ("flat", 8, 8), ("falls", 8, 8), ("linear", 8192, 8192)],
 )
-def test_fastest_goes_as_far_as_it_pays(name: str, least: int, largest: int):
-    probe, _ = runner(CURVES[name])
+def test_doubling_goes_on_as_long_as_it_pays(name: str, least: int, largest: int):
+    probe, _ = simulated_cpu(CURVES[name])
     assert least <= fastest_batch(probe, 8, 8192, math.inf).batch_size <= largest
 
 
 def test_doubling_stops_where_it_no_longer_pays():
-    probe, tried = runner(CURVES["rises, then falls out of cache"])
+    probe, tried = simulated_cpu(CURVES["rises, then falls out of cache"])
     assert fastest_batch(probe, 8, 8192, math.inf).batch_size == 256
     assert max(tried) == 512
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 8, 20, 100])
 @pytest.mark.parametrize("start", [1, 8, 64])
-def test_fastest_never_returns_what_does_not_fit(start: int, capacity: int):
-    probe, _ = runner(CURVES["linear"], capacity)
+def test_the_fastest_batch_fits(start: int, capacity: int):
+    probe, _ = simulated_cpu(CURVES["linear"], capacity)
     assert fastest_batch(probe, start, PLENTY, math.inf).batch_size <= capacity
-    probe, _ = runner(CURVES["linear"])
+    probe, _ = simulated_cpu(CURVES["linear"])
     assert fastest_batch(probe, start, PLENTY, float(capacity)).batch_size <= capacity
 
 
-def test_fastest_says_when_nothing_fits():
-    probe, tried = runner(CURVES["linear"], capacity=0)
+def test_no_fitting_batch_is_an_error():
+    probe, tried = simulated_cpu(CURVES["linear"], capacity=0)
     with pytest.raises(ResourceError, match="not even a batch of one sample"):
         fastest_batch(probe, 8, 64, math.inf)
     assert tried == [8, 4, 2, 1]
@@ -278,10 +283,10 @@ def test_fastest_says_when_nothing_fits():
 @given(
     noise=st.lists(st.floats(0.9, 1.1), min_size=20, max_size=20),
     half=st.integers(1, 500),
-    most=st.integers(1, 10_000),
+    max_useful=st.integers(1, 10_000),
 )
-def test_shaking_measurements_only_shift_the_choice(noise: list[float], half: int, most: int):
-    probe, tried = runner(lambda batch: 1000 * batch / (batch + half) * noise[batch.bit_length()])
-    found = fastest_batch(probe, 8, most, math.inf)
+def test_noisy_measurements_still_end_the_search(noise: list[float], half: int, max_useful: int):
+    probe, tried = simulated_cpu(lambda batch: 1000 * batch / (batch + half) * noise[batch.bit_length()])
+    found = fastest_batch(probe, 8, max_useful, math.inf)
     assert found.batch_size in tried
-    assert len(tried) <= 2 + math.log2(max(1, most))
+    assert len(tried) <= 2 + math.log2(max(1, max_useful))

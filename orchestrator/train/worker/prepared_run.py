@@ -1,0 +1,102 @@
+"""A run before it starts: settings, hardware, facts about the model and the plan; and how it is shown to the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import flat_names
+from orchestrator.config.writer import to_json
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.plan.inventory.hardware import Inventory, secret_values
+from orchestrator.plan.planning import Plan
+from orchestrator.redaction import Secrets, longest_first, secrets_in
+from orchestrator.tasks.task import Task
+from orchestrator.types import count_text
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run before it starts."""
+
+    resolved: Resolved
+    task: Task
+    inventory: Inventory
+    facts: ModelFacts
+    plan: Plan
+    cluster: Cluster | None = None
+    in_cluster: bool = False
+    secrets: Secrets = field(default=(), repr=False)
+    """Secrets of the driver's environment, which a worker's node may not have in its own."""
+
+    def with_secrets(self) -> PreparedRun:
+        """Return the run as it is sent to workers: with the driver's secrets that its own settings contain.
+
+        Workers receive those values anyway, and have to mask them; other secrets stay here."""
+        return replace(self, secrets=secrets_in(plan_json(self), secret_values()))
+
+    @property
+    def hidden(self) -> Secrets:
+        """The secrets to mask in all output of the run: the driver's, and those of this process's environment."""
+        return longest_first(self.secrets, secret_values())
+
+
+def plan_json(prepared: PreparedRun) -> dict[str, Any]:
+    """Return the plan with the settings, the hardware and the model that it was made for."""
+    values = to_json(prepared.resolved.config)
+    settings = []
+    for name, section in flat_names().items():
+        settings.append(
+            {
+                "name": f"{section}.{name}" if section else name,
+                "value": values[section][name] if section else values[name],
+                "origin": prepared.resolved.origin(name),
+            }
+        )
+    facts = prepared.facts
+    return {
+        **prepared.plan.to_json(),
+        "settings": settings,
+        "hardware": prepared.inventory.to_json(),
+        "model": {name: getattr(facts, name) for name in facts.__dataclass_fields__},
+    }
+
+
+def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
+    """Return the rows of the start-up banner: task, data, processes, device, precision, batch, steps, folder."""
+    plan = prepared.plan
+    facts = prepared.facts
+    experts = f", {facts.experts} experts in {facts.moe_layers} layers" if facts.experts else ""
+    task = f"{prepared.resolved.config.task} ({count_text(facts.parameters)} parameters{experts})"
+    return [
+        ("task", task),
+        ("data", f"{facts.samples} training and {facts.validation_samples} validation samples"),
+        ("processes", _processes_text(plan)),
+        ("device", f"{plan.device.value}: {plan.device.reason}"),
+        ("precision", f"{plan.precision.value}: {plan.precision.reason}"),
+        ("batch", _batch_text(plan)),
+        ("steps", f"{plan.total_steps.value}: {plan.total_steps.reason}"),
+        ("folder", str(run_dir)),
+    ]
+
+
+def _processes_text(plan: Plan) -> str:
+    if plan.strategy.value == "single":
+        return "1 (strategy: single device)"
+    sharding = f", {plan.sharding.value}" if plan.sharding.value != "none" else ""
+    strategy = f"{plan.strategy.value}, {plan.backend.value}{sharding}"
+    return f"{plan.workers.value} (strategy: {strategy}): {plan.workers.reason}"
+
+
+def _batch_text(plan: Plan) -> str:
+    micro_batch = plan.batch_size.value
+    accumulation = plan.accumulation_steps.value
+    workers = plan.data_ranks
+    global_batch = plan.global_batch_size.value
+    # A global batch that does not divide is split as evenly as possible, into smaller micro-batches.
+    relation = "=" if micro_batch * accumulation * workers == global_batch else "at most, for"
+    product = f"{micro_batch} × {accumulation} accumulation × {workers} worker{'s' * (workers > 1)}"
+    return f"{product} {relation} {global_batch}"

@@ -1,0 +1,40 @@
+"""Small checkpoints, and random damage to them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from orchestrator.train.checkpoint.files import Contents
+
+DAMAGE_KINDS = ("flip", "truncate", "missing", "swap")
+
+
+def small_contents(step: int) -> Contents:
+    generator = torch.Generator().manual_seed(step)
+    tensors = {
+        "model": {"w": torch.randn(40, 7, generator=generator), "n": torch.tensor(step)},
+        "optimizer": {"exp_avg/w": torch.full((3,), step)},
+    }
+    return Contents(tensors, {"progress": {"step": step}, "text": "x" * 300})
+
+
+def damage(folder: Path, other: Path, generator: random.Random) -> tuple[str, str]:
+    """Damage one file of a checkpoint: flip a bit, truncate it, remove it, or take that of another checkpoint.
+
+    Return the kind of damage and the name of the file."""
+    kind = generator.choice(DAMAGE_KINDS)
+    file = folder / generator.choice(sorted(path.name for path in folder.iterdir()))
+    data = bytearray(file.read_bytes())
+    if kind == "flip":
+        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        file.write_bytes(bytes(data))
+    elif kind == "truncate":
+        file.write_bytes(bytes(data[: generator.randrange(len(data))]))
+    elif kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes((other / file.name).read_bytes())
+    return kind, file.name

@@ -1,0 +1,93 @@
+"""The best result of a run, and early stopping, which a resumed run decides alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.record.events import of_kind, read_events
+from orchestrator.tasks.task import Task, TensorData
+from orchestrator.train.validation import is_better
+from tests.support.loop_runs import StepCounter, run_loop
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "metric", "better"),
+    [
+        (1.0, None, "loss", True),
+        (1.0, 2.0, "loss", True),
+        (3.0, 2.0, "loss", False),
+        (3.0, 2.0, "accuracy", True),
+        (float("nan"), None, "loss", False),
+        (float("nan"), 2.0, "accuracy", False),
+        (3.0, float("nan"), "loss", True),
+    ],
+)
+def test_a_result_is_better_by_its_metric(
+    value: float, best: float | None, metric: str, better: bool
+) -> None:
+    assert is_better(value, best, metric) is better
+
+
+class ScriptedValidation(Task):
+    """A task with given validation losses, by the number of the step."""
+
+    def __init__(self, losses: dict[int, float]) -> None:
+        self._losses = losses
+
+    def build_model(self) -> nn.Module:
+        return StepCounter()
+
+    def train_data(self) -> TensorData:
+        return TensorData(torch.ones(16, 1))
+
+    def validation_data(self) -> TensorData:
+        return TensorData(torch.ones(1, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(model, StepCounter)
+        output = model(batch[0]).mean()
+        if model.training:
+            return output
+        return output.detach() * 0 + self._losses[int(model.count)]
+
+
+LOSSES = {4: 5.0, 8: 6.0, 12: 4.0, 16: 7.0, 20: 7.5, 24: 8.0}
+SETTINGS: dict[str, Any] = {
+    "batch_size": 4,
+    "epochs": 6,
+    "early_stopping_patience": 2,
+    "experts": None,
+    "expert_hidden_size": (),
+}
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 2, 4])
+@pytest.mark.parametrize("killed_at", [4, 8, 12, 20])
+def test_early_stopping_decides_the_same_after_a_restart(
+    tmp_path: Path, checkpoint_every: int, killed_at: int
+) -> None:
+    settings = SETTINGS | {"checkpoint_every": checkpoint_every}
+    whole, _ = run_loop(tmp_path / "whole", ScriptedValidation(LOSSES), **settings)
+    assert whole.progress.step == 20
+    run_loop(tmp_path / "parts", ScriptedValidation(LOSSES), **settings | {"max_steps": killed_at})
+    resumed, _ = run_loop(tmp_path / "parts", ScriptedValidation(LOSSES), **settings | {"resume": "auto"})
+    assert resumed.progress.step == 20
+    assert resumed.progress.best_step == 12
+    assert resumed.progress.bad_evaluations == 2
+    evaluations = of_kind(read_events(tmp_path / "parts" / "events.jsonl"), "evaluate")
+    best_steps = [event["step"] for event in evaluations if event["best"]]
+    assert best_steps[-1] == 12
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 4])
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path, evaluate_every: int) -> None:
+    settings = SETTINGS | {"evaluate_every": evaluate_every}
+    run_loop(tmp_path, ScriptedValidation(LOSSES), **settings)
+    better_later = ScriptedValidation(LOSSES | {24: 1.0})
+    resumed, _ = run_loop(tmp_path, better_later, **settings | {"resume": "auto"})
+    assert resumed.progress.step == 20

@@ -1,0 +1,131 @@
+"""The point that a run starts from: damaged checkpoints, other runs, other sizes, other optimizers, weights alone."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.tasks.digits import Digits
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.loop import Loop
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.build import WorkerContext, build_training
+from orchestrator.train.worker.build_model import build_parts
+from orchestrator.train.worker.resume import restore_checkpoint
+from orchestrator.trainer import Trainer
+from tests.support.checkpoints import DAMAGE_KINDS, damage
+from tests.support.loop_runs import SMALL, losses_in, run_loop
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """A hundred random damages."""
+    _, losses = run_loop(tmp_path / "run", max_steps=8, checkpoint_every=2)
+    config = Config.of(**SMALL, resume="auto", run_dir=tmp_path / "run", max_steps=8)
+    prepared = Trainer(config=config, quiet=True).prepare()
+    generator = random.Random(11)
+    kinds = set()
+    for number in range(100):
+        run_dir = tmp_path / f"case{number}"
+        checkpoints = run_dir / "checkpoints"
+        shutil.copytree(tmp_path / "run" / "checkpoints", checkpoints)
+        kind, _ = damage(checkpoints / "step_00000008", checkpoints / "step_00000006", generator)
+        kinds.add(kind)
+        log = EventLog(run_dir / "events.jsonl")
+        loop = Loop(build_training(WorkerContext(prepared, World.single_process(), run_dir, log)))
+        (resumed,) = of_kind(read_events(run_dir / "events.jsonl"), "resume")
+        assert resumed["step"] == 6
+        assert resumed["skipped"][0]["path"] == "step_00000008"
+        loop.run()
+        log.close()
+        assert losses_in(run_dir) == losses[6:8]
+        shutil.rmtree(run_dir)
+    assert kinds == set(DAMAGE_KINDS)
+
+
+def test_a_resume_inside_an_epoch_uses_each_sample_once(tmp_path: Path) -> None:
+    whole, losses = run_loop(tmp_path / "whole", max_steps=100, epochs=2)
+    run_loop(tmp_path / "parts", max_steps=37, epochs=2)
+    loop, resumed_losses = run_loop(tmp_path / "parts", max_steps=100, epochs=2, resume="auto")
+    assert resumed_losses == losses
+    assert replace(loop.progress, epoch_seconds=0.0) == replace(whole.progress, epoch_seconds=0.0)
+
+
+def test_a_run_resumes_from_the_path_of_another_run(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    _, losses = run_loop(first, max_steps=6, checkpoint_every=3)
+    checkpoint = str(first / "checkpoints" / "step_00000003")
+    _, from_checkpoint = run_loop(tmp_path / "from_checkpoint", max_steps=6, resume=checkpoint)
+    assert from_checkpoint == losses[3:]
+    _, from_run = run_loop(tmp_path / "from_run", max_steps=6, resume=str(first))
+    assert from_run == [], "its last checkpoint is of the last step"
+    with pytest.raises(UserError, match="no such folder"):
+        run_loop(tmp_path / "third", resume=str(tmp_path / "nowhere"))
+
+
+def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
+    loop, _ = run_loop(tmp_path / "first", max_steps=5)
+    config = Config.of(**SMALL, init_from=tmp_path / "first" / "checkpoints" / "step_00000005")
+    prepared = Trainer(config=config, quiet=True).prepare()
+    world = World.single_process()
+    parts = build_parts(config, prepared.plan, prepared.task, world)
+    store = CheckpointStore(tmp_path / "second")
+    progress = restore_checkpoint(config, parts.state, store, world, EventLog(tmp_path / "events.jsonl"))
+    assert progress.step == 0
+    assert not parts.optimizer.inner.state
+    for name, parameter in loop.stepper.strategy.model.named_parameters():
+        assert torch.equal(parts.model.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 12}, "give the sizes it was trained with"),
+        (
+            {"experts": 4, "expert_hidden_size": (4, 8, 4, 4)},
+            "give the number of experts it was trained with",
+        ),
+    ],
+)
+def test_other_sizes_are_refused_with_advice(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    run_loop(tmp_path / "run", max_steps=2)
+    with pytest.raises(UserError, match=message):
+        run_loop(tmp_path / "run", max_steps=4, resume="auto", **settings)
+
+
+def test_checkpoints_are_keyed_by_expert(tmp_path: Path) -> None:
+    run_loop(tmp_path / "run", max_steps=2)
+    found, _ = CheckpointStore(tmp_path / "run" / "checkpoints").newest_good()
+    assert found is not None
+    _, contents = found
+    model_names = set(contents.tensors["model"])
+    optimizer_names = set(contents.tensors["optimizer"])
+    bank = "blocks.0.ffn.bank"
+    assert {f"{bank}.0.up", f"{bank}.1.down", f"{bank}.2.up", "blocks.0.ffn.load_E"} <= model_names
+    assert {f"exp_avg/{bank}.1.up", f"step/{bank}.1.up", "exp_avg_sq/stem.weight"} <= optimizer_names
+    wrapped = [name for name in model_names if "module." in name or "_orig_mod" in name]
+    assert wrapped == []
+
+
+class DigitsWithSGD(Digits):
+    def build_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+    def schedule(self) -> Any:
+        return lambda step: 0.99**step
+
+
+def test_a_run_with_momentum_resumes(tmp_path: Path) -> None:
+    task = DigitsWithSGD(Config.of(**SMALL))
+    _, losses = run_loop(tmp_path / "whole", task, max_steps=12)
+    run_loop(tmp_path / "parts", task, max_steps=5)
+    _, resumed_losses = run_loop(tmp_path / "parts", task, max_steps=12, resume="auto")
+    assert resumed_losses == losses
