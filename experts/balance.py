@@ -1,4 +1,6 @@
-"""Load balance of the experts: the counts of a step become the weights of the next step's balance loss."""
+"""Load balance of the experts.
+
+The counts of a step are the weights of the next step's balance loss."""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ def moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
 
 @torch.no_grad()
 def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
-    """Finish an optimizer step: store its counts for the next balance loss, and move the gates' biases.
+    """Store the counts of an optimizer step for the next balance loss, and move the gates' biases.
 
-    ``loads`` are the tokens per expert of each MoE layer, summed over the step. A bias moves up for experts that had
-    fewer tokens than the mean, and down for those that had more."""
+    ``loads`` are the tokens per expert of each MoE layer, summed over the step. A bias moves up for
+    experts that had fewer tokens than the mean, and down for those that had more."""
     layers = moe_layers(model)
     if len(loads) != len(layers):
         raise ValueError(

@@ -1,5 +1,6 @@
-"""The bank: the experts of this host, stacked by hidden size, so that each size class is one or two large products.
-See ``types`` for the letters of shapes."""
+"""The bank: the experts of this host, stacked by hidden size.
+
+Each size class is then one or two large products. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class SizeClass:
 
 
 def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, ...]:
-    """Group the held experts by hidden size, smallest first; within a class in the order of their ids."""
+    """Group the held experts by hidden size, smallest first, and in a class by id."""
     classes: list[SizeClass] = []
     for hidden in sorted({sizes[expert] for expert in held}):
         ids = tuple(expert for expert in sorted(held) if sizes[expert] == hidden)
@@ -44,7 +45,7 @@ _WITHOUT_MEMORY: ContextVar[bool] = ContextVar("banks are built without memory",
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Build banks on the meta device, so that only the banks that are left get memory, by ``materialise``."""
+    """Build banks on the meta device: only the banks that are kept get memory, by ``materialise``."""
     token = _WITHOUT_MEMORY.set(True)
     try:
         yield
@@ -55,12 +56,17 @@ def without_memory() -> Iterator[None]:
 class ExpertBank(nn.Module):
     """Experts of any sizes: all of a layer, or those of this host, by global id.
 
-    A slot is an expert's place in stacked order. ``slot_E`` maps ids to slots, -1 for experts of other hosts."""
+    A slot is an expert's place in stacked order. ``slot_E`` maps ids to slots, -1 for experts of
+    other hosts."""
 
     slot_E: Tensor
 
     def __init__(
-        self, width: int, sizes: Sequence[int], kind: Kind = "swiglu", held: Sequence[int] | None = None
+        self,
+        width: int,
+        sizes: Sequence[int],
+        kind: Kind = "swiglu",
+        held: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.width = width
@@ -109,7 +115,7 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def part(self, held: Sequence[int]) -> ExpertBank:
-        """Return a bank of some of these experts, with copies of their weights, on the same device."""
+        """Return a bank of some of these experts, with copies of their weights."""
         with without_memory():
             bank = ExpertBank(self.width, self.sizes, self.kind, held)
         bank.kernel = self.kernel
@@ -139,7 +145,13 @@ class ExpertBank(nn.Module):
             pieces = zip(self.classes, rows_of_class, counts_of_class, weights_of_class, strict=True)
             return torch.cat([self._compute(*piece) for piece in pieces])
 
-    def _compute(self, group: SizeClass, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
+    def _compute(
+        self,
+        group: SizeClass,
+        rows_RD: Tensor,
+        counts_E: Tensor,
+        weights_R: Tensor,
+    ) -> Tensor:
         """Compute the experts of one size class."""
         dtype = rows_RD.dtype
         up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
@@ -147,7 +159,8 @@ class ExpertBank(nn.Module):
         arguments = (rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
         kernel = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
         compiling = torch.compiler.is_compiling()
-        # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would not be counted.
+        # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would
+        # not be counted.
         supported = dtype == torch.bfloat16 or not compiling
         if kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor):
             return experts_grouped(*arguments)

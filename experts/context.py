@@ -1,5 +1,7 @@
-"""Context that the MoE layers of a model share on one host: the exchange with other hosts, the current step, and
-the results that a recomputed forward pass replays."""
+"""Context that the MoE layers of a model share on one host.
+
+It holds the exchange with other hosts, the current step, and the results that a recomputed forward
+pass replays."""
 
 from __future__ import annotations
 
@@ -20,22 +22,24 @@ class StepContext:
     """The part of a step's global batch that one forward and backward pass computes."""
 
     seed: int = 0
-    """Seed of the optimizer step, the same on all hosts. The gate's noise is a function of it and of a token's
-    position in the global batch."""
+    """Seed of the optimizer step, the same on all hosts. The gate's noise is a function of it and
+    of a token's position in the global batch."""
     first_sample: int = 0
     """Index of the pass's first sample in the global batch."""
     num_samples: int | None = None
-    """Samples of the pass, from which the tokens per sample follow. None: the first dimension of a layer's input
-    counts them."""
+    """Samples of the pass, from which the tokens per sample follow. None: the first dimension of a
+    layer's input counts them."""
     dummy: bool = False
-    """The pass only keeps this host in step with the others. Its tokens are sent to no host and count nowhere."""
+    """The pass only keeps this host in step with the others. Its tokens are sent to no host and
+    count nowhere."""
 
 
 @dataclass
 class RecomputeCache:
     """Results of a forward pass that activation checkpointing will run again.
 
-    The second pass takes routing decisions and received rows from here, so that nothing is routed or sent twice."""
+    The second pass takes routing decisions and received rows from here, so that nothing is routed
+    or sent twice."""
 
     values: list[Any] = field(default_factory=list)
     mode: Literal["record", "replay"] = "record"
@@ -64,18 +68,21 @@ class RecomputeCache:
 class MoEContext:
     """Context shared by the MoE layers of a model on one host.
 
-    User models call ``layer(x)``, so that values of the current pass cannot be arguments of ``forward``. The layers
-    read them from ``step``, which ``use_step`` replaces as a whole."""
+    User models call ``layer(x)``, so that values of the current pass cannot be arguments of
+    ``forward``. The layers read them from ``step``, which ``use_step`` replaces as a whole."""
 
     exchange: Exchange = field(default_factory=LocalExchange)
     num_chunks: int = 1
-    """Chunks that a layer's tokens are sent in. The experts compute on one while the next is on its way."""
+    """Chunks that a layer's tokens are sent in. The experts compute on one while the next is on its
+    way."""
     step: StepContext = field(default_factory=StepContext)
     cache: RecomputeCache | None = None
 
     @contextmanager
     def use_step(self, step: StepContext) -> Iterator[None]:
-        """Make ``step`` the current one. The backward pass belongs inside: recomputation reads it again."""
+        """Make ``step`` the current one.
+
+        The backward pass belongs inside: recomputation reads it again."""
         before = self.step
         self.step = step
         try:

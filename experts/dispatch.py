@@ -1,7 +1,7 @@
 """Copies of tokens for the experts of this host, and the sums of their outputs.
 
-``dispatch`` sorts rows by expert and returns a Trip; ``combine`` needs nothing but that Trip. Forward and
-backward sums run in a fixed order. See ``types`` for the letters of shapes."""
+``dispatch`` sorts rows by expert and returns a Trip; ``combine`` needs nothing but that Trip.
+Forward and backward sums run in a fixed order. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ def dispatch(
 ) -> tuple[Tensor, Trip]:
     """Return rows for the experts, sorted by local slot and within a slot by token.
 
-    ``slots_TK`` is -1 for an absent choice, one that is not for this host. ``num_rows`` counts the other choices; None
-    says that no choice is absent."""
+    ``slots_TK`` is -1 for an absent choice, one that is not for this host. ``num_rows`` counts the
+    other choices; None says that no choice is absent."""
     trip = sort_by_slot(slots_TK, weights_TK, num_slots, num_rows)
     return copy_rows(x_TD, trip.row_map), trip
 
 
 def combine(rows_RD: Tensor, trip: Trip) -> Tensor:
-    """Return for each token the sum of its experts' outputs, which are weighted already, in the order of its choices."""
+    """Return the sum of each token's outputs, in the order of its choices.
+
+    The outputs are weighted already."""
     return sum_rows(rows_RD, trip.row_map)
 
 
-def sort_by_slot(slots_TK: Tensor, weights_TK: Tensor, num_slots: int, num_rows: int | None) -> Trip:
+def sort_by_slot(
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    num_slots: int,
+    num_rows: int | None,
+) -> Trip:
     slot_R = slots_TK.flatten()
     # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
     key_R = slot_R if num_rows is None else torch.where(slot_R < 0, num_slots, slot_R)
@@ -52,7 +59,7 @@ def sort_by_slot(slots_TK: Tensor, weights_TK: Tensor, num_slots: int, num_rows:
 
 
 def _key_dtype(num_slots: int) -> torch.dtype:
-    """Return the shortest type that holds all slots and the key of absent choices, which is ``num_slots``.
+    """Return the shortest type that holds all slots and the key of absent choices, ``num_slots``.
 
     A GPU sorts byte by byte, so a short key saves time."""
     if num_slots < 2**8:
@@ -79,11 +86,14 @@ def sum_rows(rows_RD: Tensor, row_map: RowMap) -> Tensor:
 
 
 def sum_in_order(rows_RD: Tensor, row_map: RowMap) -> Tensor:
-    """Return the sum of each token's rows, in their order. Not differentiable: for forward and backward functions."""
+    """Return the sum of each token's rows, in their order.
+
+    Not differentiable: for forward and backward functions."""
     row_TK = row_map.row_TK
     tokens, top_k = row_TK.shape
     width = rows_RD.shape[1]
-    # index_add_ on a CPU adds rows one after another, in their order. Short types would be rounded after each row.
+    # index_add_ on a CPU adds rows one after another, in their order. Short types would be rounded
+    # after each row.
     if rows_RD.device.type == "cpu" and rows_RD.dtype in (torch.float32, torch.float64):
         return rows_RD.new_zeros(tokens, width).index_add_(0, row_map.token_R, rows_RD)
     if row_map.complete:
@@ -98,7 +108,13 @@ def sum_in_order(rows_RD: Tensor, row_map: RowMap) -> Tensor:
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        token_R: Tensor,
+        row_TK: Tensor,
+        complete: bool,
+    ) -> Tensor:
         ctx.save_for_backward(token_R, row_TK)
         ctx.complete = complete
         return x_TD.index_select(0, token_R)
@@ -111,7 +127,13 @@ class _CopyRows(torch.autograd.Function):
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        token_R: Tensor,
+        row_TK: Tensor,
+        complete: bool,
+    ) -> Tensor:
         ctx.save_for_backward(token_R)
         return sum_in_order(rows_RD, RowMap(token_R, row_TK, complete))
 
@@ -133,5 +155,6 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (order_R,) = ctx.saved_tensors
-        # index_copy_ and not index_add_: no entry is picked twice, so nothing is summed and the order is free.
+        # index_copy_ and not index_add_: no entry is picked twice, so nothing is summed and the
+        # order is free.
         return grads[0].new_zeros(ctx.size).index_copy_(0, order_R, grads[0]), None

@@ -1,5 +1,6 @@
-"""State keyed by expert, independent of placement: stacked tensors are split into one entry per global expert id, and
-joined again for any bank."""
+"""State keyed by expert, independent of placement.
+
+Stacked tensors are split into one entry per global expert id, and joined again for any bank."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from experts.bank import ROLES, ExpertBank
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the experts' entries, by the name of their stacked parameter and in stacked order.
+    """Return the names of the experts' entries, in stacked order, by the name of their stack.
 
     For expert 3, ``blocks.0.bank.up_64`` has the entry ``blocks.0.bank.3.up``."""
     names: dict[str, list[str]] = {}
@@ -40,7 +41,10 @@ def is_expert_parallel(model: nn.Module) -> bool:
     return any(layer.context.exchange.size > 1 for _, layer in moe_layers(model))
 
 
-def split_experts(state: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
+def split_experts(
+    state: Mapping[str, Tensor],
+    stacked: Mapping[str, list[str]],
+) -> dict[str, Tensor]:
     """Split stacked tensors into an entry per expert. Other tensors are passed on."""
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -51,7 +55,10 @@ def split_experts(state: Mapping[str, Tensor], stacked: Mapping[str, list[str]])
     return result
 
 
-def join_experts(state: Mapping[str, Tensor], stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
+def join_experts(
+    state: Mapping[str, Tensor],
+    stacked: Mapping[str, list[str]],
+) -> dict[str, Tensor]:
     """Stack the entries of experts again. Raises KeyError with the name of a missing entry."""
     all_entries = {entry for entries in stacked.values() for entry in entries}
     result = {name: tensor for name, tensor in state.items() if name not in all_entries}

@@ -12,15 +12,16 @@ from experts.kernels import fused, fused_gate
 from experts.types import Routing, Scores
 
 Replay = Callable[[Callable[[], Tensor]], Tensor]
-"""Returns the result of a function, or its result in the first pass where this is a recomputed one."""
+"""Returns the result of a function; in a recomputed pass, its result in the first pass."""
 
 
 class Gate(nn.Module):
     """Top-k of softmax or sigmoid scores, computed in at least fp32.
 
-    ``normalise``: the weights of a token's experts sum to one (not for k = 1, where that would cut the gate off from the
-    loss). ``bias_E`` is added to the scores for the choice of experts, and not to their weights; it moves by
-    ``bias_rate`` after each optimizer step (``balance.update_balance``)."""
+    ``normalise``: the weights of a token's experts sum to one (not for k = 1, where that would cut
+    the gate off from the loss). ``bias_E`` is added to the scores for the choice of experts, and
+    not to their weights; it moves by ``bias_rate`` after each optimizer step
+    (``balance.update_balance``)."""
 
     bias_E: Tensor
 
@@ -55,9 +56,10 @@ class Gate(nn.Module):
     ) -> Routing:
         """Route tokens.
 
-        ``previous_E`` counts the tokens per expert of the previous optimizer step, over all hosts and micro-batches. The
-        balance loss weights this step's probabilities by them, so that it is a plain sum over tokens. The gate's input is
-        multiplied by ``noise_TD``. ``replay`` makes a recomputed pass repeat the choice of the first."""
+        ``previous_E`` counts the tokens per expert of the previous optimizer step, over all hosts
+        and micro-batches. The balance loss weights this step's probabilities by them, so that it is
+        a plain sum over tokens. The gate's input is multiplied by ``noise_TD``. ``replay`` makes a
+        recomputed pass repeat the choice of the first."""
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self._logits(x_TD, noise_TD)
             share_E = scaled_share(previous_E, logits_TE.dtype)
@@ -118,23 +120,34 @@ class Gate(nn.Module):
 def _nonzero(total: Tensor) -> Tensor:
     """Return a divisor for a sum of scores.
 
-    The sum is zero where all scores of a token underflow; a divisor much smaller than 1e-12 overflows the gradient."""
+    The sum is zero where all scores of a token underflow; a divisor much smaller than 1e-12
+    overflows the gradient."""
     return total.clamp(min=1e-12)
 
 
 def scaled_share(previous_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's share of tokens times the number of experts: all ones for an even load, and at step 0."""
+    """Return each expert's share of tokens times the number of experts.
+
+    It is one for all experts when the load is even, and at step 0."""
     total = previous_E.sum()
     even_E = torch.ones_like(previous_E, dtype=dtype)
     share_E = previous_E.to(dtype) * len(previous_E) / total.clamp(min=1).to(dtype)
     return torch.where(total > 0, share_E, even_E)
 
 
-def noise(seed: int, position_T: Tensor, width: int, size: float, dtype: torch.dtype) -> Tensor:
-    """Return factors uniform in 1 ± ``size``, a function of the seed, a token's global position and the column.
+def noise(
+    seed: int,
+    position_T: Tensor,
+    width: int,
+    size: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return factors uniform in 1 ± ``size`` for the tokens at these global positions.
 
-    Any host draws the same factors for a token. The hash is the finalizer of SplitMix64, in signed 64-bit integers:
-    torch has no unsigned multiplication, so its constants are written as negative numbers and shifts are masked."""
+    They are a function of the seed, the position and the column, so that any host draws the same
+    factors for a token. The hash is the finalizer of SplitMix64, in signed 64-bit integers: torch
+    has no unsigned multiplication, so its constants are written as negative numbers and shifts are
+    masked."""
     column_D = torch.arange(width, device=position_T.device)
     mixed_TD = position_T.unsqueeze(1) * -7046029254386353131 + column_D * -4658895280553007687 + seed
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

@@ -1,9 +1,10 @@
 """Process groups of hosts. This is the only module of the library that uses torch.distributed.
 
-Collectives go to the process group itself and not to torch's global one, so that several groups, of several generations,
-can exist at once. A host can leave a group while a collective waits for a frozen peer: gloo's own abort does not
-end the wait, but a host that waits in short intervals can stop between two of them. The abandoned group is
-destroyed in a thread of its own, because its destructor waits for the collectives under way."""
+Collectives go to the process group itself and not to torch's global one, so that several groups, of
+several generations, can exist at once. A host can leave a group while a collective waits for a
+frozen peer: gloo's own abort does not end the wait, but a host that waits in short intervals can
+stop between two of them. The abandoned group is destroyed in a thread of its own, because its
+destructor waits for the collectives under way."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from experts.membership import GroupLeft, GroupMembership
 
 _POLL_INTERVAL = timedelta(milliseconds=100)
 _NO_TIMEOUT = timedelta(days=30)  # the driver decides when a host has waited too long
-_CONNECT_TIMEOUT = timedelta(seconds=60)  # for hosts that have all arrived; then a futile attempt ends
+_CONNECT_TIMEOUT = timedelta(seconds=60)  # all hosts have arrived; after it, a futile attempt ends
 _GLOO_TIMEOUT_TEXT = "Operation timed out"  # gloo's error for work that is still under way
 
 
@@ -53,7 +54,8 @@ class _InterruptibleWork:
         try:
             self.work.wait(_POLL_INTERVAL)
         except RuntimeError as error:
-            # First of all: peers that leave close their connections, and that error is only a consequence.
+            # First of all: peers that leave close their connections, and that error is only a
+            # consequence.
             self.membership.check()
             if _GLOO_TIMEOUT_TEXT not in str(error):
                 raise
@@ -73,12 +75,17 @@ class Group:
     def check(self) -> None:
         """Raise GroupLeft if the group was left.
 
-        Call it after the host has waited for the device: an abort ends that wait too, and leaves wrong values."""
+        Call it after the host has waited for the device: an abort ends that wait too, and leaves
+        wrong values."""
         if self.membership is not None:
             self.membership.check()
 
     def all_to_all(
-        self, received: Tensor, sent: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+        self,
+        received: Tensor,
+        sent: Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
     ) -> AsyncWork:
         """Send rows to each host and receive rows from each; without counts, an even split.
 
@@ -111,7 +118,9 @@ class Group:
         return self.handle
 
     def _interruptible(self, work: Any) -> AsyncWork:
-        """Make gloo's work, which the host waits for, interruptible. For NCCL's work the device waits; an abort ends it."""
+        """Make gloo's work, which the host waits for, interruptible.
+
+        For NCCL's work the device waits; an abort ends it."""
         if self.membership is not None and isinstance(self.handle, ProcessGroupGloo):
             return _InterruptibleWork(work, self.membership)
         return work
@@ -121,7 +130,8 @@ class Group:
 class GroupFactory:
     """Forms the process groups of one generation, which end with it.
 
-    A group is formed in a thread, because a host may be lost while it forms and the attempt cannot be interrupted."""
+    A group is formed in a thread, because a host may be lost while it forms and the attempt cannot
+    be interrupted."""
 
     store: Store
     name: str
@@ -135,7 +145,9 @@ class GroupFactory:
     """Whether a thread that forms a group uses the store, perhaps in vain."""
 
     def form(self, backend: str = "gloo") -> Group:
-        """Form one more group of the same hosts, whose collectives are independent of the others. All hosts must call it."""
+        """Form one more group of the same hosts, whose collectives are independent of the others.
+
+        All hosts must call it."""
         store = PrefixStore(f"{self.name}/{len(self._groups)}", self.store)
         store.set(f"here/{self.rank}", "")
         arrivals = [f"here/{rank}" for rank in range(self.size)]
@@ -191,7 +203,8 @@ def _new_backend(backend: str, store: Store, rank: int, size: int) -> Backend:
 def _abort_when_left(handle: Any, membership: GroupMembership, closed: threading.Event) -> None:
     """Abort an NCCL group as soon as it is left or closed.
 
-    NCCL's kernels wait on the device, and the host waits for the device: an abort ends both waits."""
+    NCCL's kernels wait on the device, and the host waits for the device: an abort ends both
+    waits."""
     while not membership.left and not closed.wait(_POLL_INTERVAL.total_seconds()):
         pass
     handle.abort()

@@ -1,8 +1,9 @@
 """Conversion of MoE blocks of Hugging Face ``transformers`` to our layer and back.
 
-Supported are Mixtral, Qwen3-MoE and other blocks with a router ``gate.weight`` [E, D] and the stacks
-``experts.gate_up_proj`` [E, 2H, D] and ``experts.down_proj`` [E, D, H]. Their matrices multiply from the left, ours from
-the right, so that each expert is transposed. ``transformers`` is not imported. See ``types`` for the letters of shapes."""
+Supported are Mixtral, Qwen3-MoE and other blocks with a router ``gate.weight`` [E, D] and the
+stacks ``experts.gate_up_proj`` [E, 2H, D] and ``experts.down_proj`` [E, D, H]. Their matrices
+multiply from the left, ours from the right, so that each expert is transposed. ``transformers`` is
+not imported. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ _TENSORS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def from_block(block: nn.Module) -> MoELayer:
-    """Return a layer equivalent to the block, with copies of its weights, in their types and on their devices.
+    """Return a layer equivalent to the block, with copies of its weights.
 
-    Both compute scores in fp32; a block in lower precision rounds the logits before, the layer does not."""
+    Types and devices are those of the block. Both compute scores in fp32; a block in lower
+    precision rounds the logits before, the layer does not."""
     source = _read(block)
     sizes = [source.hidden] * source.experts
     with source.router_ED.device:
@@ -35,7 +37,8 @@ def from_block(block: nn.Module) -> MoELayer:
 def into_block(layer: MoELayer, block: nn.Module) -> None:
     """Copy the layer's weights into the block, in place and in the block's types.
 
-    Raises ValueError, before anything is written, where layer and block differ in anything but weights."""
+    Raises ValueError, before anything is written, where layer and block differ in anything but
+    weights."""
     target = _read(block)
     gate = layer.gate
     bank = layer.bank
@@ -133,7 +136,8 @@ def _check_shapes(router_ED: Tensor, up_EHD: Tensor, down_EDH: Tensor) -> None:
 def _check_form(block: nn.Module) -> None:
     """Check properties that the shapes do not show.
 
-    ``transformers`` notes the layout of stacks on the experts module; Mixtral may add noise in training."""
+    ``transformers`` notes the layout of stacks on the experts module; Mixtral may add noise in
+    training."""
     experts: Any = block.experts
     if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
         raise ValueError(
@@ -149,9 +153,10 @@ def _check_form(block: nn.Module) -> None:
 
 
 def _normalises(gate: Any) -> bool:
-    """Whether a router normalises the weights of a token's experts. Raises ValueError for unknown routers.
+    """Whether a router normalises the weights of a token's experts.
 
-    Mixtral's router always does; Qwen's has the setting ``norm_topk_prob``."""
+    Raises ValueError for unknown routers. Mixtral's router always does; Qwen's has the setting
+    ``norm_topk_prob``."""
     default = True if type(gate).__name__ == "MixtralTopKRouter" else None
     normalises = getattr(gate, "norm_topk_prob", default)
     if normalises is None:

@@ -1,4 +1,6 @@
-"""The MoE layer: gate, token exchange between hosts, dispatch, bank and combine. See ``types`` for the letters of shapes."""
+"""The MoE layer: gate, token exchange between hosts, dispatch, bank and combine.
+
+See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from experts.types import Kind, Routing, Scores
 
 
 class MoELayer(nn.Module):
-    """Routed experts of any sizes in place of a feed-forward block. Returns its output and the gate's routing.
+    """Routed experts of any sizes in place of a feed-forward block.
 
-    ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads it; the training loop
-    sums the counts of a step's routings and passes them to ``balance.update_balance``. ``shared`` is the hidden size of
-    an expert that computes every token. ``capacity`` limits the rows of an expert to that multiple of its even share of a
-    micro-batch; later choices are dropped first, and among equal choices later tokens. ``host_E`` is the host of each
-    expert: this one, until ``model.place`` distributes them. ``layer_id`` is the same on all hosts."""
+    Returns its output and the gate's routing. ``load_E`` counts the tokens per expert of the
+    previous optimizer step. ``forward`` only reads it; the training loop sums the counts of a
+    step's routings and passes them to ``balance.update_balance``. ``shared`` is the hidden size of
+    an expert that computes every token. ``capacity`` limits the rows of an expert to that multiple
+    of its even share of a micro-batch; later choices are dropped first, and among equal choices
+    later tokens. ``host_E`` is the host of each expert: this one, until ``model.place`` distributes
+    them. ``layer_id`` is the same on all hosts."""
 
     load_E: Tensor
     host_E: Tensor
@@ -45,15 +49,23 @@ class MoELayer(nn.Module):
         shared: int | None = None,
     ) -> None:
         super().__init__()
-        self.gate = Gate(width, len(sizes), top_k, scores=scores, normalise=normalise, bias_rate=bias_rate)
+        num_experts = len(sizes)
+        self.gate = Gate(
+            width,
+            num_experts,
+            top_k,
+            scores=scores,
+            normalise=normalise,
+            bias_rate=bias_rate,
+        )
         self.bank = ExpertBank(width, sizes, kind)
         self.shared = SharedExpert(width, shared, kind) if shared else None
         self.jitter = jitter
         self.capacity = capacity
         self.context = MoEContext()
         self.layer_id = 0
-        self.register_buffer("load_E", torch.zeros(len(sizes), dtype=torch.int64))
-        self.register_buffer("host_E", torch.zeros(len(sizes), dtype=torch.int64), persistent=False)
+        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64))
+        self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -75,12 +87,15 @@ class MoELayer(nn.Module):
 
     def _noise(self, x_TD: Tensor, first_dimension: int) -> Tensor:
         step = self.context.step
-        # Inputs may be flattened to (samples * tokens, width), so the first dimension counts samples only by default.
+        # Inputs may be flattened to (samples * tokens, width), so the first dimension counts
+        # samples only by default.
         num_samples = step.num_samples or first_dimension
-        tokens_per_sample = len(x_TD) // max(1, num_samples)
-        position_T = step.first_sample * tokens_per_sample + torch.arange(len(x_TD), device=x_TD.device)
+        tokens, width = x_TD.shape
+        tokens_per_sample = tokens // max(1, num_samples)
+        first_position = step.first_sample * tokens_per_sample
+        position_T = first_position + torch.arange(tokens, device=x_TD.device)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        return noise(step.seed + self.layer_id, position_T, x_TD.shape[1], self.jitter, dtype)
+        return noise(step.seed + self.layer_id, position_T, width, self.jitter, dtype)
 
     def _forward_local(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Compute a layer whose experts are all on this host."""
@@ -94,7 +109,9 @@ class MoELayer(nn.Module):
         return self._compute(x_TD, slots_TK, routing.weights_TK, num_rows)
 
     def _forward_exchanged(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Compute a layer whose experts are on several hosts. The shared expert computes while tokens are on their way."""
+        """Compute a layer whose experts are on several hosts.
+
+        The shared expert computes while tokens are on their way."""
         tokens = TokenExchange.plan(
             x_TD, routing, self.host_E, self._kept(routing), self.context, self.layer_id
         )
@@ -102,8 +119,10 @@ class MoELayer(nn.Module):
         shared_TD = self.shared(x_TD) if self.shared is not None else None
         for chunk in tokens.chunks:
             rows_GD, weights_GK, ids_GK = chunk.receive()
-            slots_GK = torch.where(ids_GK < 0, -1, self.bank.slot_E[ids_GK.clamp(min=0)])
-            chunk.send_back(self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows))
+            slots_GK = self.bank.slot_E[ids_GK.clamp(min=0)]
+            slots_GK = torch.where(ids_GK < 0, -1, slots_GK)
+            output_GD = self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows)
+            chunk.send_back(output_GD)
         y_TD = tokens.receive_back()
         return y_TD if shared_TD is None else y_TD + shared_TD
 
@@ -116,14 +135,22 @@ class MoELayer(nn.Module):
             lambda: capacity_mask(routing.experts_TK, len(self.load_E), capacity, self.context)
         )
 
-    def _compute(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, num_rows: int | None) -> Tensor:
+    def _compute(
+        self,
+        x_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        num_rows: int | None,
+    ) -> Tensor:
         """Return the weighted sum of the outputs of this host's experts for each token."""
         rows_RD, trip = dispatch(x_TD, slots_TK, weights_TK, len(self.bank.held), num_rows)
         return combine(self.bank(rows_RD, trip.counts_L, trip.weights_R), trip)
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude a function from compilation: the compiler cannot trace an exchange, and its shapes change at every step."""
+    """Exclude a function from compilation.
+
+    The compiler cannot trace an exchange, and its shapes change at every step."""
     if not torch.compiler.is_compiling():
         return function
     return cast("Callable[..., Tensor]", torch.compiler.disable(function))
@@ -140,4 +167,5 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         one = torch.ones((), dtype=x_TD.dtype, device=x_TD.device)
-        return self.down(activate(self.up(x_TD), one.expand(len(x_TD)), self.kind))
+        weights_T = one.expand(len(x_TD))
+        return self.down(activate(self.up(x_TD), weights_T, self.kind))

@@ -1,5 +1,7 @@
-"""Models with MoE layers: initial weights that are a function of (seed, name, expert id), the same on every device, host
-and placement; and the placement of experts on hosts."""
+"""Initial weights and expert placement of models with MoE layers.
+
+Initial weights are a function of (seed, name, expert id), the same on every device, host and
+placement."""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from experts.gate import Gate
 
 def mix(*parts: object) -> int:
     """Hash printable values to a seed of 63 bits, the same on every machine and Python."""
-    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
+    text = "/".join(str(part) for part in parts)
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -33,7 +36,8 @@ def attach(model: nn.Module, context: MoEContext) -> None:
 def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:
     """Keep only the experts of this host. ``host_of`` is the host of each expert, layer by layer.
 
-    Banks are replaced, so that it must run before an optimizer or a strategy takes the parameters."""
+    Banks are replaced, so that it must run before an optimizer or a strategy takes the
+    parameters."""
     layers = moe_layers(model)
     if len(host_of) != len(layers):
         raise ValueError(
@@ -56,7 +60,10 @@ def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter in place: weights normal with variance 1 / fan-in, embeddings 0.02, norms one, biases zero."""
+    """Fill every parameter in place.
+
+    Weights are normal with variance 1 / fan-in, embeddings with a standard deviation of 0.02, norms
+    one, biases zero."""
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             for group, role, stack in module.stacks():

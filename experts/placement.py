@@ -1,8 +1,9 @@
-"""Placement of experts on hosts: the assignment whose slowest host finishes first, within the memory of each host.
+"""Placement of experts on hosts: the slowest host finishes as early as possible.
 
-Loads are balanced over measured speeds, so hosts may hold different numbers of experts and nothing has to divide evenly.
-Work is counted in whole units, so that sums are exact in any order: every host and every Python computes the same
-placement. All functions are pure; ``placement_search`` does the search."""
+Loads are balanced over measured speeds within the memory of each host, so hosts may hold different
+numbers of experts and nothing has to divide evenly. Work is counted in whole units, so that sums
+are exact in any order: every host and every Python computes the same placement. All functions are
+pure; ``placement_search`` does the search."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from typing import Any
 from experts.placement_problem import CLOSE, PROVEN, PlacementProblem, first_overfull_host, lower_bound
 from experts.placement_search import BranchAndBound, heuristic
 
-# Units of work of the heaviest expert. Few enough that rounding hides a common factor; less work than a unit is none.
+# Units of work of the heaviest expert. Few enough that rounding hides a common factor; less work
+# than a unit is none.
 _WORK_UNITS = 2**32
 _MAX_EXACT = 24  # experts; with more, branch and bound over all hosts rarely ends
+_SIZE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SEARCH_TRIES = 50_000  # hosts that branch and bound tries for experts: about half a second
 
 
@@ -96,13 +99,18 @@ class CannotPlace(ValueError):
     """The experts do not fit into the memory of the hosts."""
 
 
-def place(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()) -> Placement:
-    """Return the placement with the fastest slowest host. ``used`` are the bytes that other layers took on each host.
+def place(
+    experts: Sequence[ExpertCost],
+    hosts: Sequence[HostFacts],
+    used: Sequence[float] = (),
+) -> Placement:
+    """Return the placement with the fastest slowest host.
 
-    Experts are assigned heaviest first, each to the host that would finish it first; then a descent relieves the slowest
-    host. The result is never worse than round robin. Up to ``_MAX_EXACT`` experts a branch and bound follows. The
-    method is "exact" where nothing better exists, else "lpt". An expert without work goes, in its turn, to the host
-    with the fewest experts; so do ties, then to the lowest index."""
+    ``used`` are the bytes that other layers took on each host. Experts are assigned heaviest first,
+    each to the host that would finish it first; then a descent relieves the slowest host. The
+    result is never worse than round robin. Up to ``_MAX_EXACT`` experts a branch and bound follows.
+    The method is "exact" where nothing better exists, else "lpt". An expert without work goes, in
+    its turn, to the host with the fewest experts; so do ties, then to the lowest index."""
     problem = _problem(experts, hosts, used)
     _check_total_memory(problem, hosts)
     best, limit = heuristic(problem)
@@ -120,7 +128,7 @@ def place(experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Seque
 def round_robin(
     experts: Sequence[ExpertCost], hosts: Sequence[HostFacts], used: Sequence[float] = ()
 ) -> Placement:
-    """Return the placement of expert ``i`` on host ``i`` modulo the number of hosts, whatever it costs."""
+    """Return the placement of expert ``i`` on host ``i`` modulo the number of hosts."""
     problem = _problem(experts, hosts, used)
     host_of = [expert % len(hosts) for expert in range(len(experts))]
     _check_memory(host_of, problem, hosts)
@@ -166,7 +174,7 @@ def _placement(
         work_on[host].append(expert.work)
     work = [expert.work for expert in experts]
     speed = [host.speed for host in hosts]
-    seconds = tuple(math.fsum(share) / host.speed for share, host in zip(work_on, hosts, strict=True))
+    seconds = tuple(math.fsum(work_on[index]) / host.speed for index, host in enumerate(hosts))
     mean = math.fsum(work) / math.fsum(speed)
     return Placement(tuple(host_of), seconds, lower_bound(work, speed), method, mean)
 
@@ -174,11 +182,16 @@ def _placement(
 # --- placement files
 
 
-def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
+def read_placement(
+    text: str,
+    layers: int,
+    experts: Sequence[int],
+    hosts: int,
+) -> list[tuple[int, ...]]:
     """Read a placement file and return the host of each expert, by layer.
 
-    The file is ``{"host_of": [0, 1, 1]}`` for every layer, or ``{"layers": [[0, 1, 1], [1, 0, 0]]}`` for each.
-    ``experts`` are the numbers of experts of the layers."""
+    The file is ``{"host_of": [0, 1, 1]}`` for every layer, or ``{"layers": [[0, 1, 1], [1, 0,
+    0]]}`` for each. ``experts`` are the numbers of experts of the layers."""
     content = _parse(text)
     per_layer = [content["host_of"]] * layers if "host_of" in content else content["layers"]
     if not isinstance(per_layer, list) or len(per_layer) != layers:
@@ -193,7 +206,9 @@ def read_placement(text: str, layers: int, experts: Sequence[int], hosts: int) -
 
 
 def check_placement(text: str, hosts: int | None) -> None:
-    """Check a placement file before the model is known. ``hosts`` is None where their number is not known either."""
+    """Check a placement file before the model is known.
+
+    ``hosts`` is None where their number is not known either."""
     content = _parse(text)
     per_layer = [content["host_of"]] if "host_of" in content else content["layers"]
     if not isinstance(per_layer, list):
@@ -262,7 +277,11 @@ def _check_total_memory(problem: PlacementProblem, hosts: Sequence[HostFacts]) -
         )
 
 
-def _check_memory(host_of: Sequence[int], problem: PlacementProblem, hosts: Sequence[HostFacts]) -> None:
+def _check_memory(
+    host_of: Sequence[int],
+    problem: PlacementProblem,
+    hosts: Sequence[HostFacts],
+) -> None:
     overfull = first_overfull_host(host_of, problem)
     if overfull:
         host, needed = overfull
@@ -293,7 +312,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in _SIZE_UNITS:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"

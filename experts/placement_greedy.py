@@ -1,8 +1,8 @@
 """Greedy placement: each expert goes to the host that would finish it first.
 
-A scan of all hosts for every expert would be slow for thousands of them. Hosts of about one speed share a priority
-queue, ordered by the time at which they would finish the lightest expert of a block, so that few hosts are compared
-for each expert."""
+A scan of all hosts for every expert would be slow for thousands of them. Hosts of about one speed
+share a priority queue, ordered by the time at which they would finish the lightest expert of a
+block, so that few hosts are compared for each expert."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SPEED_CLASSES_PER_DOUBLING = 32
 _ROUNDING = 1 - 1e-12  # times a bound: below any result of its rounding
 _FIRST_BLOCK = 32  # experts
 _HostKey = tuple[float, float, int]
-"""Order of hosts: the time at which a host would finish, the number of its experts, and its index. For an expert without
-work the first two are swapped."""
+"""Order of hosts: the time at which a host would finish, the number of its experts, and its index.
+For an expert without work the first two are swapped."""
 
 
 def greedy(problem: PlacementProblem, order: Sequence[int]) -> list[int] | None:
-    """Assign the experts, in this order, each to the host that would finish it first. None where memory does not suffice.
+    """Assign the expert to the host that would finish it first, and return that host.
 
-    An expert without work goes to the host with the fewest experts."""
+    None: it fits nowhere."""
     partial = _PartialPlacement(problem)
     speed_classes = _speed_classes(problem.speed)
     for block in _blocks(problem, order):
@@ -62,7 +62,7 @@ class _PartialPlacement:
 
 @dataclass(frozen=True)
 class _HostQueue:
-    """Hosts of about one speed, in the order in which they would finish the lightest expert of a block."""
+    """Hosts of about one speed, ordered by when they would finish a block's lightest expert."""
 
     heap: list[_HostKey]
     lightest: float
@@ -72,8 +72,9 @@ class _HostQueue:
     fastest: float
     """Speed of the fastest host."""
     one_speed: bool
-    """Whether all hosts have the same speed, or the experts no work: then the order is the same for all experts of
-    the block. Otherwise a host gains on the others at most at the speed of the fastest."""
+    """Whether all hosts have the same speed, or the experts no work: then the order is the same for
+    all experts of the block. Otherwise a host gains on the others at most at the speed of the
+    fastest."""
 
     def may_improve(self, best: _HostKey, partial: _PartialPlacement, work: float) -> bool:
         """Whether a host of this queue may finish an expert before ``best``."""
@@ -90,7 +91,9 @@ class _HostQueue:
 
 
 def _speed_classes(speed: Sequence[float]) -> list[list[int]]:
-    """Group hosts by speed. A speed that many hosts share is a class of its own; the others are grouped by similarity."""
+    """Group hosts by speed.
+
+    A speed that many hosts share is a class of its own; the others are grouped by similarity."""
     many = math.sqrt(len(speed))
     num_hosts_at = Counter(speed)
     classes: dict[tuple[bool, float], list[int]] = {}
@@ -107,7 +110,8 @@ def _make_queues(
     problem = partial.problem
     lightest = min(problem.work[expert] for expert in block)
     smallest = min(problem.bytes[expert] for expert in block)
-    # Experts without work are ordered by the number of experts on a host, whatever its speed: one queue.
+    # Experts without work are ordered by the number of experts on a host, whatever its speed: one
+    # queue.
     classes = speed_classes if lightest else [[*range(len(problem.speed))]]
     queues: list[_HostQueue] = []
     for hosts in classes:
@@ -119,8 +123,13 @@ def _make_queues(
     return queues
 
 
-def _choose_host(partial: _PartialPlacement, queues: Sequence[_HostQueue], expert: int) -> int | None:
-    """Assign the expert to the host that would finish it first, and return that host; None where it fits nowhere."""
+def _choose_host(
+    partial: _PartialPlacement,
+    queues: Sequence[_HostQueue],
+    expert: int,
+) -> int | None:
+    """Assign the expert to the host that would finish it first, and return that host; None where it
+    fits nowhere."""
     work = partial.problem.work[expert]
     size = partial.problem.bytes[expert]
     best: _HostKey | None = None
@@ -149,8 +158,8 @@ def _choose_host(partial: _PartialPlacement, queues: Sequence[_HostQueue], exper
 def _blocks(problem: PlacementProblem, order: Sequence[int]) -> Iterator[list[int]]:
     """Cut the experts into blocks, all with work or all without.
 
-    The first blocks are short, because the work of the heaviest experts falls steeply. Later ones are so long that
-    making the queues costs little compared with their use."""
+    The first blocks are short, because the work of the heaviest experts falls steeply. Later ones
+    are so long that making the queues costs little compared with their use."""
     size = _FIRST_BLOCK
     max_size = max(_FIRST_BLOCK, len(problem.speed) // 4)
     for _, experts in groupby(order, key=lambda expert: problem.work[expert] > 0):

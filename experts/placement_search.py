@@ -1,5 +1,6 @@
-"""The search behind ``placement``: greedy starts with a descent from the slowest host, and branch and bound, which
-proves its result optimal where it ends."""
+"""The search behind ``placement``: greedy starts with a descent, and branch and bound.
+
+The descent relieves the slowest host. Branch and bound proves its result optimal where it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _Moves = list[tuple[int, int]]
 
 
 def heuristic(problem: PlacementProblem) -> tuple[list[int] | None, float]:
-    """Return the best assignment found and its slowest host's time; None and infinity where no start fits in memory."""
+    """Return the best assignment found and its slowest host's time.
+
+    None and infinity: no start fits in memory."""
     best = None
     limit = math.inf
     tries = _DESCENT_TRIES
@@ -40,11 +43,12 @@ def heuristic(problem: PlacementProblem) -> tuple[list[int] | None, float]:
 
 
 def _starts(problem: PlacementProblem) -> Iterator[list[int]]:
-    """Yield assignments to start from: greedy by work, greedy by size where memory is limited, and round robin.
+    """Yield assignments to start from.
 
-    With round robin among them, no result is worse than round robin."""
+    They are greedy by work, greedy by size where memory is limited, and round robin. With round
+    robin among them, no result is worse than round robin."""
     experts = range(len(problem.work))
-    by_work = sorted(experts, key=lambda e: (-problem.work[e], -problem.bytes[e]))
+    by_work = _heaviest_first(problem)
     by_size = sorted(experts, key=lambda e: (-problem.bytes[e], -problem.work[e]))
     limited = min(problem.memory) < math.inf
     orders = [by_work, by_size] if limited and by_size != by_work else [by_work]
@@ -55,10 +59,17 @@ def _starts(problem: PlacementProblem) -> Iterator[list[int]]:
         yield round_robin
 
 
+def _heaviest_first(problem: PlacementProblem) -> list[int]:
+    """Return the experts by descending work, and at equal work by descending size."""
+    experts = range(len(problem.work))
+    return sorted(experts, key=lambda e: (-problem.work[e], -problem.bytes[e]))
+
+
 class _SearchState:
     """A complete assignment.
 
-    For each host it has the load, the free memory and the experts, lightest first; and all hosts ordered by time."""
+    For each host it has the load, the free memory and the experts, lightest first; and all hosts
+    ordered by time."""
 
     def __init__(self, problem: PlacementProblem, host_of: Sequence[int]) -> None:
         self.problem = problem
@@ -81,7 +92,8 @@ class _SearchState:
     def move(self, expert: int, host: int) -> None:
         work = self.problem.work[expert]
         before = self.host_of[expert]
-        # The order by time is searched with the old times, so the two hosts leave it before their loads change.
+        # The order by time is searched with the old times, so the two hosts leave it before their
+        # loads change.
         for each in (before, host):
             del self.by_time[bisect_left(self.by_time, (self.time(each), each))]
         self.held[before].remove((work, expert))
@@ -103,17 +115,18 @@ class _SearchState:
 def _descend(state: _SearchState, tries: int) -> int:
     """Relieve the slowest host until nothing helps, and return the tries that are left.
 
-    A step is a move or a swap, or else a new division of the experts of the slowest host and one or two others. Each
-    step leaves its hosts below the slowest time, so that the descent ends."""
+    A step is a move or a swap, or else a new division of the experts of the slowest host and one or
+    two others. Each step leaves its hosts below the slowest time, so that the descent ends."""
     while tries > 0:
         slowest, last = state.by_time[-1]
         if slowest <= state.problem.bound * CLOSE:
             break
-        near = [host for _, host in state.by_time[: min(_NUM_NEAR, len(state.by_time) - 1)]]
+        *others, _ = [host for _, host in state.by_time]
+        near = others[:_NUM_NEAR]
         tries -= len(near) * len(state.held[last])
         moves = _best_swap(state, last, near)
         if not moves:
-            far = [host for _, host in state.by_time[_NUM_NEAR:-1]]
+            far = others[_NUM_NEAR:]
             tries -= len(far) * len(state.held[last])
             moves = _best_swap(state, last, far)
         for group in chain(combinations(near, 1), combinations(near[:_NUM_NEAREST], 2)):
@@ -128,9 +141,10 @@ def _descend(state: _SearchState, tries: int) -> int:
 
 
 def _best_swap(state: _SearchState, last: int, hosts: Sequence[int]) -> _Moves:
-    """Return the best move or swap between the slowest host and these: the slower of its two hosts is then fastest.
+    """Return the best move or swap between the slowest host and these.
 
-    For a swap only the few experts are tried whose work is nearest to that which lets both hosts finish together."""
+    The best one leaves the slower of its two hosts fastest. For a swap only the few experts are
+    tried whose work is nearest to that which lets both hosts finish together."""
     size = state.problem.bytes
     free = state.free
     speed = state.problem.speed
@@ -157,15 +171,18 @@ def _best_swap(state: _SearchState, last: int, hosts: Sequence[int]) -> _Moves:
 
 
 def _divide_again(state: _SearchState, group: Sequence[int], limit: float) -> tuple[_Moves, int]:
-    """Search briefly for a faster division of the experts of these hosts. Return its moves, and the tries spent."""
+    """Search briefly for a faster division of the experts of these hosts.
+
+    Return its moves, and the tries spent."""
     problem = state.problem
     experts = [expert for host in group for _, expert in state.held[host]]
     work = [problem.work[expert] for expert in experts]
     sizes = [problem.bytes[expert] for expert in experts]
     speed = [problem.speed[host] for host in group]
-    memory = [
-        state.free[host] + sum(problem.bytes[expert] for _, expert in state.held[host]) for host in group
-    ]
+    memory: list[float] = []
+    for host in group:
+        held_bytes = sum(problem.bytes[expert] for _, expert in state.held[host])
+        memory.append(state.free[host] + held_bytes)
     part = PlacementProblem(work, sizes, speed, memory, lower_bound(work, speed))
     search = BranchAndBound(part, limit, _GROUP_TRIES)
     moves: _Moves = []
@@ -179,19 +196,19 @@ def _divide_again(state: _SearchState, group: Sequence[int], limit: float) -> tu
 
 
 class BranchAndBound:
-    """A search over every expert on every host, heaviest first, that skips what cannot be faster than ``limit``.
+    """A search over every expert on every host, heaviest first.
 
-    ``best`` is the best assignment found, if any. While ``tries_left`` is above zero, nothing better exists."""
+    It skips assignments that cannot be faster than ``limit``. ``best`` is the best one found, if
+    any. While ``tries_left`` is above zero, nothing better exists."""
 
     def __init__(self, problem: PlacementProblem, limit: float, tries: int) -> None:
         self.problem = problem
         self.limit = limit
         self.tries_left = tries
         self.best: list[int] | None = None
-        self._order = sorted(range(len(problem.work)), key=lambda e: (-problem.work[e], -problem.bytes[e]))
-        reverse = self._order[::-1]
-        self._work_left = [*accumulate((problem.work[e] for e in reverse), initial=0.0)][::-1]
-        self._bytes_left = [*accumulate((problem.bytes[e] for e in reverse), initial=0.0)][::-1]
+        self._order = _heaviest_first(problem)
+        self._work_left = self._sums_from_end(problem.work)
+        self._bytes_left = self._sums_from_end(problem.bytes)
         self._lightest = min((work for work in problem.work if work), default=0.0)
         self._smallest = min(problem.bytes, default=0.0)
         self._host_of = [0] * len(problem.work)
@@ -200,6 +217,11 @@ class BranchAndBound:
         self._num_held = [0] * len(problem.speed)
         self._visit(0, 0.0)
 
+    def _sums_from_end(self, values: Sequence[float]) -> list[float]:
+        """Return for each depth the sum over the experts that are not assigned yet."""
+        reversed_values = [values[expert] for expert in reversed(self._order)]
+        return [*accumulate(reversed_values, initial=0.0)][::-1]
+
     def _visit(self, depth: int, slowest: float) -> None:
         if depth == len(self._order):
             self.best = list(self._host_of)
@@ -207,7 +229,8 @@ class BranchAndBound:
             return
         expert = self._order[depth]
         for host in self._candidates(depth):
-            # Checked for every host: the visit of the last one may have lowered the limit or used up the tries.
+            # Checked for every host: the visit of the last one may have lowered the limit or used
+            # up the tries.
             if self.tries_left <= 0 or slowest >= self.limit or self.limit <= self.problem.bound * PROVEN:
                 return
             load = self._load[host]
@@ -228,9 +251,10 @@ class BranchAndBound:
     def _candidates(self, depth: int) -> list[int]:
         """Return the hosts to try for the next expert, the most promising first.
 
-        None is left where the remaining experts cannot fit into the remaining time and memory; gaps too small for any
-        expert do not count. Of hosts alike, the first is enough. Experts alike are tried on hosts in ascending order
-        only. The first optimal assignment by ids satisfies both, so that it is not skipped."""
+        None is left where the remaining experts cannot fit into the remaining time and memory; gaps
+        too small for any expert do not count. Of hosts alike, the first is enough. Experts alike
+        are tried on hosts in ascending order only. The first optimal assignment by ids satisfies
+        both, so that it is not skipped."""
         problem = self.problem
         expert = self._order[depth]
         work = problem.work[expert]

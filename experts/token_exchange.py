@@ -1,8 +1,9 @@
-"""The tokens of a layer on their way to the hosts of their experts and back, in one chunk or in several.
+"""The tokens of a layer on their way to the hosts of their experts and back.
 
-A token is sent once to each host that has experts for it, with their ids and weights. It comes back once from each
-such host, as the weighted sum of the experts' outputs; these sums are added in the order of hosts. See ``types`` for
-the letters of shapes."""
+They are sent in one chunk or in several. A token is sent once to each host that has experts for it,
+with their ids and weights. It comes back once from each such host, as the weighted sum of the
+experts' outputs; these sums are added in the order of hosts. See ``types`` for the letters of
+shapes."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from experts.context import MoEContext
 from experts.dispatch import sum_rows
-from experts.exchange import Layout, Transfer, TransferPlan, receive, receive_back, send, send_back
+from experts.transfer import Layout, Transfer, TransferPlan, receive, receive_back, send, send_back
 from experts.types import Routing, RowMap
 
 
 @dataclass
 class ExchangeChunk:
-    """A chunk of tokens: those that this host sends to others, and those that it receives in turn."""
+    """A chunk of the tokens that this host sends, and of those that it receives in turn."""
 
     x_TD: Tensor
     weights_TK: Tensor
@@ -33,7 +34,8 @@ class ExchangeChunk:
     inbound: Transfer
     """Outputs back to the hosts of the tokens."""
     num_rows: int
-    """Rows for this host's experts among the received tokens: a token counts once for each of them."""
+    """Rows for this host's experts among the received tokens: a token counts once for each of
+    them."""
     anchor: Tensor
     context: MoEContext
     _ticket: Tensor | None = None
@@ -82,9 +84,10 @@ class TokenExchange:
         context: MoEContext,
         layer_id: int = 0,
     ) -> TokenExchange:
-        """Decide the rows to send, and exchange their counts with all hosts, which must all call this.
+        """Decide the rows to send, and exchange their counts with all hosts.
 
-        ``kept_TK`` is False for choices that are dropped. ``layer_id`` must be the same on all hosts."""
+        All hosts must call it. ``kept_TK`` is False for choices that are dropped. ``layer_id`` must
+        be the same on all hosts."""
         exchange = context.exchange
         host_TK = host_E[routing.experts_TK]
         if context.step.dummy:
@@ -98,7 +101,8 @@ class TokenExchange:
         counts_NC = torch.stack(columns, dim=1)
 
         def exchanged() -> tuple[list[list[int]], list[list[int]]]:
-            header = (layer_id, len(host_E), Layout.of(x_TD, routing.weights_TK).size, len(slices))
+            layout = Layout.of(x_TD, routing.weights_TK)
+            header = (layer_id, len(host_E), layout.size, len(slices))
             received = exchange.all_to_all_counts(counts_NC, header)
             return counts_NC.tolist(), received
 
@@ -148,7 +152,8 @@ class _Destinations:
     def of(cls, host_TK: Tensor, num_hosts: int) -> _Destinations:
         device = host_TK.device
         tokens = len(host_TK)
-        # Dropped choices go to a host of their own after the last, which is cut off again: no data-dependent shapes.
+        # Dropped choices go to a host of their own after the last, which is cut off again: no
+        # data-dependent shapes.
         chosen_TK = torch.where(host_TK < 0, num_hosts, host_TK)
         sent_NT = torch.zeros(num_hosts + 1, tokens, dtype=torch.bool, device=device)
         for chosen_T in chosen_TK.unbind(1):
@@ -159,9 +164,14 @@ class _Destinations:
         sent_NT = sent_NT[:num_hosts]
         return cls(host_TK, sent_NT, sent_NT.sum(1), expert_rows_N)
 
-    def transfer_plan(self, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> TransferPlan:
+    def transfer_plan(
+        self,
+        send_counts: tuple[int, ...],
+        receive_counts: tuple[int, ...],
+    ) -> TransferPlan:
         """Return the rows to send, sorted by host and then by token."""
-        # nonzero_static: the counts say how many there are, so that the host need not wait for the device again.
+        # nonzero_static: the counts say how many there are, so that the host need not wait for the
+        # device again.
         sent_flat = self.sent_NT.reshape(-1)
         index_S = torch.nonzero_static(sent_flat, size=sum(send_counts)).squeeze(1)
         tokens = self.sent_NT.shape[1]
@@ -179,7 +189,8 @@ class _Destinations:
             output_size=len(token_S),
         )
         on_host_SK = self.host_TK.index_select(0, token_S) == host_S.unsqueeze(1)
-        return torch.where(on_host_SK, experts_TK.index_select(0, token_S), -1).to(torch.int32)
+        experts_SK = experts_TK.index_select(0, token_S)
+        return torch.where(on_host_SK, experts_SK, -1).to(torch.int32)
 
 
 def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
@@ -187,17 +198,24 @@ def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
 
 
 def _chunk_slices(tokens: int, num_chunks: int) -> Sequence[slice]:
-    """Cut tokens into chunks, as many on every host however few tokens it has: each chunk is a collective."""
+    """Cut tokens into chunks, as many on every host.
+
+    Each chunk is a collective, also where a host has no tokens for it."""
     bounds = [tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def capacity_mask(experts_TK: Tensor, num_experts: int, capacity: float, context: MoEContext) -> Tensor:
+def capacity_mask(
+    experts_TK: Tensor,
+    num_experts: int,
+    capacity: float,
+    context: MoEContext,
+) -> Tensor:
     """Return which choices are kept: True where the expert has capacity left.
 
-    The capacity of an expert is ``capacity`` times its even share of the micro-batch over all hosts. First choices are
-    kept before second ones, and among equal choices earlier tokens before later ones; hosts hold tokens in the order
-    of their ranks. All hosts must call this."""
+    The capacity of an expert is ``capacity`` times its even share of the micro-batch over all
+    hosts. First choices are kept before second ones, and among equal choices earlier tokens before
+    later ones; hosts hold tokens in the order of their ranks. All hosts must call this."""
     exchange = context.exchange
     top_k = experts_TK.shape[1]
     experts_KT = experts_TK.t()
@@ -210,14 +228,15 @@ def capacity_mask(experts_TK: Tensor, num_experts: int, capacity: float, context
     counts_NKE = counts_KE.new_tensor(received).view(exchange.size, top_k, num_experts)
     limit = math.ceil(capacity * int(counts_NKE.sum()) / num_experts)
     total_KE = counts_NKE.sum(0)
-    # Choices of other tokens that come first: earlier choices of all hosts, and equal choices of lower ranks.
+    # Choices of other tokens that come first: earlier choices of all hosts, and equal choices of
+    # lower ranks.
     before_KE = total_KE.cumsum(0) - total_KE + counts_NKE[: exchange.rank].sum(0)
     rank_KT = _rank_within_expert(experts_KT, counts_KE) + before_KE.gather(1, experts_KT)
     return (rank_KT < limit).t()
 
 
 def _rank_within_expert(experts_KT: Tensor, counts_KE: Tensor) -> Tensor:
-    """Return how many earlier tokens of this host made the same choice: the k-th, for the same expert."""
+    """Return how many earlier tokens of this host have the same k-th choice."""
     top_k, tokens = experts_KT.shape
     num_experts = counts_KE.shape[1]
     device = experts_KT.device

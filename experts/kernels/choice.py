@@ -1,5 +1,6 @@
-"""Choice of the kernel that computes the experts: the one measured faster (``benchmarks/expert_kernels.py``) where
-both work."""
+"""Choice of the kernel that computes the experts.
+
+Where both work, it is the one that ``benchmarks/expert_kernels.py`` measured to be faster."""
 
 from __future__ import annotations
 
@@ -10,9 +11,15 @@ from experts.types import Kernel
 
 
 def choose_kernel(
-    requested: Kernel, device: torch.device, dtype: torch.dtype, width: int, hidden: int
+    requested: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
 ) -> Kernel:
-    """Return ``loop`` or ``grouped``. Raises ValueError where ``grouped`` is requested and does not work."""
+    """Return ``loop`` or ``grouped``.
+
+    Raises ValueError where ``grouped`` is requested and does not work."""
     works = grouped_works(device, dtype, width, hidden)
     if requested == "grouped" and not works:
         raise ValueError(
@@ -27,7 +34,9 @@ def choose_kernel(
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch computes all groups in one kernel. Elsewhere it loops over them and synchronizes the host."""
+    """Whether torch computes all groups in one kernel.
+
+    Elsewhere it loops over them and synchronizes the host."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,10 +1,13 @@
-"""Triton kernels for the work of a layer besides its products: copying tokens to rows, summing rows, and the weighted
-SwiGLU between an expert's two products. ``fused_gate`` has those of the gate.
+"""Triton kernels for the work of a layer besides its products.
 
-Such work is bound by memory bandwidth, so each kernel reads and writes its data once. Sums run in a fixed order, without
-atomics, and the host never waits. The kernels need a CUDA device and Triton, which comes with torch there and is imported
-at the first launch; ``available`` tells. Each function names its equivalent in plain torch. See ``experts.types`` for the
-letters of shapes."""
+They copy tokens to rows, sum rows, and compute the weighted SwiGLU between an expert's two
+products; ``fused_gate`` has those of the gate. Such work is bound by memory bandwidth, so each
+kernel reads and writes its data once. Sums run in a fixed order, without atomics, and the host
+never waits.
+
+The kernels need a CUDA device and Triton, which comes with torch there and is imported at the first
+launch; ``available`` tells. Each function names its equivalent in plain torch. See
+``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def available(x: Tensor | None = None) -> bool:
-    """Whether the kernels work: for this tensor, or at all. They sum in fp32, so that fp64 is left to plain torch."""
+    """Whether the kernels work: for this tensor, or at all.
+
+    They sum in fp32, so that fp64 is left to plain torch."""
     if x is None:
         return _TRITON and torch.cuda.is_available()
     return _TRITON and x.is_cuda and x.dtype in _DTYPES
@@ -36,28 +41,32 @@ def available(x: Tensor | None = None) -> bool:
 def gather_rows(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     """Return ``x_TD[token_R]``.
 
-    The two indices must agree: ``token_R[row_TK[t, k]] == t``, each row named once, -1 for a choice without a row. The
-    kernel follows ``row_TK``, so that a token is read once; rows that it does not name are not written.
+    The two indices must agree: ``token_R[row_TK[t, k]] == t``, each row named once, -1 for a choice
+    without a row. The kernel follows ``row_TK``, so that a token is read once; rows that it does
+    not name are not written.
 
-    Backward: ``torch.where(row_TK[..., None] >= 0, grad_RD[row_TK], 0).sum(1)``, summed in fp32 in the order of K."""
+    Backward: ``torch.where(row_TK[..., None] >= 0, grad_RD[row_TK], 0).sum(1)``, summed in fp32 in
+    the order of K."""
     result: Tensor = _Gather.apply(x_TD, token_R, row_TK)  # pyright: ignore[reportAssignmentType]
     return result
 
 
 def sum_rows(rows_RD: Tensor, row_TK: Tensor, token_R: Tensor) -> Tensor:
-    """Return ``torch.where(row_TK[..., None] >= 0, rows_RD[row_TK], 0).sum(1)``, summed in fp32 in the order of K.
+    """Return the sum of each token's rows, in fp32 and in the order of K.
 
-    It is the transpose of ``gather_rows``, with the same indices. A token without any row gets zeros.
-    Backward: ``grad_TD[token_R]``."""
+    It equals ``torch.where(row_TK[..., None] >= 0, rows_RD[row_TK], 0).sum(1)``, the transpose of
+    ``gather_rows`` with the same indices. A token without any row gets zeros. Backward:
+    ``grad_TD[token_R]``."""
     result: Tensor = _Sum.apply(rows_RD, row_TK, token_R)  # pyright: ignore[reportAssignmentType]
     return result
 
 
 def weighted_swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
-    """Return ``(F.silu(gate) * value * weights_R[:, None]).to(hidden_RH.dtype)`` for
-    ``gate, value = hidden_RH.float().chunk(2, -1)``.
+    """Return the SwiGLU of each row times the row's weight.
 
-    Only the inputs are kept for the backward pass; the gradient of a weight is a sum over its row, in fp32."""
+    It equals ``(F.silu(gate) * value * weights_R[:, None]).to(hidden_RH.dtype)`` for ``gate, value
+    = hidden_RH.float().chunk(2, -1)``. Only the inputs are kept for the backward pass; the gradient
+    of a weight is a sum over its row, in fp32."""
     result: Tensor = _Swiglu.apply(hidden_RH, weights_R)  # pyright: ignore[reportAssignmentType]
     return result
 
@@ -109,16 +118,20 @@ class Tile:
 
 
 def tile(width: int, max_columns: int) -> Tile:
-    """Choose a tile with eight elements per thread (16 bytes of bf16), and several rows per program where rows are short.
+    """Choose a tile with eight elements per thread (16 bytes of bf16).
 
-    Fastest on an H200 were at most 1,024 columns for copies and sums and 2,048 for the SwiGLU: 3.5 to 4.3 TB/s, where a
-    plain copy reaches 4.2."""
+    A program takes several rows where rows are short. Fastest on an H200 were at most 1,024 columns
+    for copies and sums and 2,048 for the SwiGLU: 3.5 to 4.3 TB/s, where a plain copy reaches 4.2."""
     columns = min(1 << max(width - 1, 15).bit_length(), max_columns)
     return Tile(max(1, 1024 // columns), columns, max(4, columns // 256))
 
 
 def launch(
-    kernel: Callable[..., None], shape: Tile, grid: tuple[int, int], *arguments: Any, **constants: int
+    kernel: Callable[..., None],
+    shape: Tile,
+    grid: tuple[int, int],
+    *arguments: Any,
+    **constants: int,
 ) -> None:
     """Launch a kernel on the device of its first argument; an empty grid is no launch."""
     if not (grid[0] and grid[1]):
@@ -174,7 +187,11 @@ def _swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
     return output_RH
 
 
-def _swiglu_backward(grad_RH: Tensor, hidden_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_backward(
+    grad_RH: Tensor,
+    hidden_RH: Tensor,
+    weights_R: Tensor,
+) -> tuple[Tensor, Tensor]:
     grad_RH = grad_RH.contiguous()
     hidden_RH = hidden_RH.contiguous()
     weights_R = weights_R.contiguous()
@@ -193,7 +210,14 @@ def num_blocks(size: int, block: int) -> int:
 
 
 def _copy_kernel(
-    x, row_of, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x,
+    row_of,
+    out,
+    tokens,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     """Read each token once and write it to each of its rows."""
     # Offsets of rows are computed in 64 bits: rows times width may exceed 2**31.
@@ -207,7 +231,14 @@ def _copy_kernel(
 
 
 def _sum_kernel(
-    rows, row_of, out, tokens, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    rows,
+    row_of,
+    out,
+    tokens,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -222,7 +253,13 @@ def _sum_kernel(
 
 
 def _swiglu_kernel(
-    hidden, weights, out, rows, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    hidden,
+    weights,
+    out,
+    rows,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -270,7 +307,9 @@ _library = torch.library.Library("experts", "FRAGMENT")
 
 
 def register(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Register an operator of torch, so that tracing and compiling see the shapes of its results and not its body."""
+    """Register an operator of torch.
+
+    Tracing and compiling then see the shapes of its results and not its body."""
     name = _library.define(schema)
     _library.impl(name, compute, "CUDA")
     _library.impl(name, shapes, "Meta")

@@ -1,5 +1,6 @@
-"""Fused kernels of the gate: its logits, and the choice of experts with weights and losses. ``fused`` tells when they
-are available. See ``experts.types`` for the letters of shapes."""
+"""Fused kernels of the gate: its logits, and the choice of experts with weights and losses.
+
+``fused`` tells when they are available. See ``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ else:
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Return ``F.linear(x_TD.float(), weight_ED.float())`` for two bf16 tensors, without copies in fp32.
+    """Return ``F.linear(x_TD.float(), weight_ED.float())`` for bf16 tensors, without fp32 copies.
 
-    Products of bf16 numbers are exact in fp32, where they are summed. In the backward pass the incoming gradient is
-    split into two bf16 parts, which together hold 16 bits of it."""
+    Products of bf16 numbers are exact in fp32, where they are summed. In the backward pass the
+    incoming gradient is split into two bf16 parts, which together hold 16 bits of it."""
     if x_TD.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
         raise TypeError(
             f"tokens are {x_TD.dtype}, the gate's weights {weight_ED.dtype}; bf16 was needed for both"
@@ -60,7 +61,11 @@ class _Logits(torch.autograd.Function):
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool
+        ctx: Any,
+        logits_TE: Tensor,
+        share_E: Tensor,
+        top_k: int,
+        normalise: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights_TK, experts_TK, losses = _ops.choose(logits_TE, share_E, top_k, normalise)
         ctx.save_for_backward(logits_TE, share_E, experts_TK)
@@ -89,7 +94,12 @@ def _logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[
     return torch.mm(parts_TE, weight_ED.repeat(2, 1)), d_weight_ED.to(weight_ED.dtype)
 
 
-def _choose(logits_TE: Tensor, share_E: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _choose(
+    logits_TE: Tensor,
+    share_E: Tensor,
+    top_k: int,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
     share_E = share_E.contiguous()
     tokens, experts = logits_TE.shape
@@ -142,7 +152,9 @@ def _choose_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Take the largest probability K times. NaN counts as the largest, as in torch; ties go to the first expert."""
+    """Take the largest probability K times.
+
+    NaN counts as the largest, as in torch; ties go to the first expert."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)
     choice = tl.arange(0, CHOICES)
@@ -155,7 +167,8 @@ def _choose_kernel(
     power = tl.where(is_expert, tl.exp(logit - peak[:, None]), 0.0)
     total = tl.sum(power, axis=1)
     probability = power / total[:, None]
-    # Candidates: NaN is 2, above any probability; an expert that was taken is -1, a column without expert -2.
+    # Candidates: NaN is 2, above any probability; an expert that was taken is -1, a column without
+    # expert -2.
     left = tl.where(is_expert, tl.where(probability == probability, probability, 2.0), -2.0)
     weight = tl.zeros((ROWS, CHOICES), dtype=tl.float32)
     index = tl.zeros((ROWS, CHOICES), dtype=tl.int64)

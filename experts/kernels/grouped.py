@@ -1,5 +1,7 @@
-"""All experts of one size in two grouped products: without a synchronization of the host, and fused in bf16 on Hopper
-GPUs and later. See ``experts.types`` for the letters of shapes; a product has inner size K and outer size N."""
+"""All experts of one size in two grouped products.
+
+They need no synchronization of the host, and are fused in bf16 on Hopper GPUs and later. See
+``experts.types`` for the letters of shapes; a product has inner size K and outer size N."""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def grouped_works(device: torch.device, dtype: torch.dtype, width: int, hidden: 
 
 
 def experts_grouped(
-    rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
+    rows_RD: Tensor,
+    up_EDH: Tensor,
+    down_EHD: Tensor,
+    counts_E: Tensor,
+    weights_R: Tensor,
+    kind: Kind,
 ) -> Tensor:
     """Compute experts over rows sorted by expert, each row times its weight."""
     num_rows = rows_RD.shape[0]
@@ -40,7 +47,9 @@ def experts_grouped(
 
 
 def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Multiply each group of rows by a matrix of its own. ``check_offsets`` must have accepted the offsets."""
+    """Multiply each group of rows by a matrix of its own.
+
+    ``check_offsets`` must have accepted the offsets."""
     experts, inner, outer = weights_EKN.shape
     if rows_RK.dtype != weights_EKN.dtype or rows_RK.dtype not in _DTYPES:
         known = ", ".join(map(str, _DTYPES))
@@ -65,8 +74,9 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
 def check_offsets(offsets_E: Tensor, num_rows: int) -> None:
     """Check that groups follow each other and end with the last row.
 
-    The operator accepts wrong offsets silently, and leaves rows after the last offset uninitialised, in the result and
-    in the gradient. On a GPU the device checks, so that the host need not wait."""
+    The operator accepts wrong offsets silently, and leaves rows after the last offset
+    uninitialised, in the result and in the gradient. On a GPU the device checks, so that the host
+    need not wait."""
     if torch.compiler.is_compiling() or isinstance(offsets_E, FakeTensor):
         return
     steps_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
@@ -78,7 +88,7 @@ def check_offsets(offsets_E: Tensor, num_rows: int) -> None:
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: the operator's backward pass fails on an expanded one."""
+    """The identity with a contiguous gradient: the operator's backward pass fails on expanded ones."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:  # noqa: ARG004

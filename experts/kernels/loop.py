@@ -1,5 +1,7 @@
-"""Experts computed one after another: correct on every device and in every precision, and the reference for other
-kernels. See ``experts.types`` for the letters of shapes."""
+"""Experts computed one after another.
+
+This kernel is correct on every device and in every precision, and the reference for others. See
+``experts.types`` for the letters of shapes."""
 
 from __future__ import annotations
 
@@ -13,25 +15,34 @@ from experts.types import Kind
 
 
 def experts_loop(
-    rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
+    rows_RD: Tensor,
+    up_EDH: Tensor,
+    down_EHD: Tensor,
+    counts_E: Tensor,
+    weights_R: Tensor,
+    kind: Kind,
 ) -> Tensor:
     """Compute experts over rows sorted by expert, each row times its weight.
 
-    An expert without rows multiplies an empty matrix, so that its gradient is zero and not absent."""
+    An expert without rows multiplies an empty matrix, so that its gradient is zero and not
+    absent."""
     sizes = row_counts(counts_E, rows_RD.shape[0])
-    outputs = [
-        activate(rows @ up, weights, kind) @ down
-        for rows, up, down, weights in zip(
-            rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
-        )
-    ]
+    pieces = zip(
+        rows_RD.split(sizes),
+        up_EDH.unbind(),
+        down_EHD.unbind(),
+        weights_R.split(sizes),
+        strict=True,
+    )
+    outputs = [activate(rows @ up, weights, kind) @ down for rows, up, down, weights in pieces]
     return torch.cat(outputs)
 
 
 def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
     """Apply the activation between an expert's two products, and the weight of each row.
 
-    Weighting here equals weighting the expert's output, and neither that output nor its gradient need be kept."""
+    Weighting here equals weighting the expert's output, and neither that output nor its gradient
+    need be kept."""
     if kind == "swiglu" and fused.available(hidden):
         return fused.weighted_swiglu(hidden, weights_R)
     scale_R1 = weights_R.to(hidden.dtype).unsqueeze(1)
@@ -42,7 +53,9 @@ def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
 
 
 def row_counts(counts_E: Tensor, num_rows: int) -> list[int]:
-    """Return the rows of each expert as Python integers. A traced model has no numbers: an even split."""
+    """Return the rows of each expert as Python integers.
+
+    A traced model has no numbers: an even split."""
     if counts_E.device.type == "meta" or isinstance(counts_E, FakeTensor):
         base, extra = divmod(num_rows, len(counts_E))
         return [base + (index < extra) for index in range(len(counts_E))]

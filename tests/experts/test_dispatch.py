@@ -47,14 +47,16 @@ def sorted_choices(slots_TK: Tensor) -> list[tuple[int, int, int]]:
 def test_the_sort_key_is_the_shortest_that_holds_the_key_of_absent_choices(
     num_slots: int, dtype: torch.dtype
 ) -> None:
-    """That key is the number of slots: 255 is the largest of 8 bits, 2**15 - 1 of 16 bits with a sign."""
+    """That key is the number of slots: 255 is the largest of 8 bits, 2**15 - 1 of 16 bits with a
+    sign."""
     assert _key_dtype(num_slots) == dtype
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 100, 254, 255, 256, 257, 2**15 - 2, 2**15 - 1, 2**15, 2**15 + 1])
 @pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
 def test_rows_are_sorted_by_slot_at_any_number_of_slots(num_slots: int, absent: float) -> None:
-    """Around 2**8 and 2**15 slots the type of the sort key changes, and the key of absent choices must still fit."""
+    """Around 2**8 and 2**15 slots the type of the sort key changes, and the key of absent choices
+    must still fit."""
     top_k = min(2, num_slots)
     tokens = num_slots // top_k + 40
     slots_TK = make_choices(num_slots, tokens, top_k, absent)

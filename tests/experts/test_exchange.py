@@ -1,4 +1,5 @@
-"""The exchange between real processes: hosts that are out of step, wrong numbers of rows, and the meter."""
+"""The exchange between real processes: hosts that are out of step, wrong numbers of rows, and the
+meter."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from tests.support.ranks import run_ranks
 WIDTH = 6
 
 
-def on_host(rank: int, size: int, store: str, act: Callable[..., Any], *arguments: Any) -> Any:
+def on_host(
+    rank: int,
+    size: int,
+    store: str,
+    act: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
     """Call ``act(exchange, *arguments)`` on one of several hosts."""
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
         assert world.group is not None
@@ -49,8 +56,12 @@ def make_tokens(rank: int, tokens: int, dtype: torch.dtype = torch.float64) -> T
 # --- headers and counts
 
 
-def forward_with(exchange: GroupExchange, options: Sequence[dict[str, Any]]) -> tuple[str, int, int]:
-    """The error of a forward pass whose options differ between hosts, with the rows and bytes sent."""
+def forward_with(
+    exchange: GroupExchange,
+    options: Sequence[dict[str, Any]],
+) -> tuple[str, int, int]:
+    """The error of a forward pass whose options differ between hosts, with the rows and bytes
+    sent."""
     own_options = options[exchange.rank]
     layer = make_layer(exchange, (0, 1, 0), **own_options)
     x_TD = make_tokens(exchange.rank, 5, own_options.get("dtype", torch.float64))
@@ -64,7 +75,9 @@ def forward_with(exchange: GroupExchange, options: Sequence[dict[str, Any]]) -> 
     [{"dtype": torch.float32}, {"top_k": 3}, {"num_chunks": 2}],
     ids=["type", "top-k", "chunks"],
 )
-def test_hosts_with_different_settings_both_fail_and_nothing_is_sent(differing: dict[str, Any]) -> None:
+def test_hosts_with_different_settings_both_fail_and_nothing_is_sent(
+    differing: dict[str, Any],
+) -> None:
     errors = run_ranks(on_host, 2, forward_with, [{}, differing])
     for rank, (text, rows, num_bytes) in enumerate(errors):
         assert text.startswith(f"host {rank} is at exchange [1, ")
@@ -127,7 +140,8 @@ def metered_pass(
 def test_the_meter_counts_rows_that_leave_the_host(
     host_of: Sequence[int], tokens: Sequence[int], num_chunks: int
 ) -> None:
-    """A row for each token and each other host with experts for it, however many; none for rows that stay."""
+    """A row for each token and each other host with experts for it, however many; none for rows
+    that stay."""
     results = run_ranks(on_host, len(tokens), metered_pass, host_of, tokens, num_chunks)
     num_hosts = len(tokens)
     sent = [[0] * num_hosts for _ in range(num_hosts)]  # by sender and receiver

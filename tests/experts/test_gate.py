@@ -85,7 +85,8 @@ def test_noise_is_uniform_around_one() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8, 64, 1024])
 def test_noise_of_neighbours_is_uncorrelated(lag: int) -> None:
-    """Neighbours are positions of a sequence, samples of a batch, columns, and the seeds of layers and steps."""
+    """Neighbours are positions of a sequence, samples of a batch, columns, and the seeds of layers
+    and steps."""
     first_TD = draw(torch.arange(20_000))
     shifted_TD = draw(torch.arange(lag, 20_000 + lag))
     other_seed_TD = draw(torch.arange(20_000), seed=11 + lag)
@@ -117,7 +118,9 @@ def test_noise_multiplies_the_input_of_the_gate() -> None:
 
 @pytest.mark.parametrize("strength", [0.5, 100.0])
 def test_scores_that_underflow_have_finite_weights_and_gradients(strength: float) -> None:
-    """All sigmoid scores are zero in fp32. ``strength`` scales the gradients that reach the gate."""
+    """All sigmoid scores are zero in fp32.
+
+    ``strength`` scales the gradients that reach the gate."""
     gate = make_gate(scores="sigmoid")
     with torch.no_grad():
         gate.weight_ED.fill_(-50.0)
@@ -154,7 +157,9 @@ def test_huge_logits_have_finite_weights_and_gradients(scores: Any) -> None:
 def test_ties_do_not_depend_on_the_other_tokens(
     scores: Any, bias_rate: float, experts: int, top_k: int
 ) -> None:
-    """Tokens of small whole numbers: most have equal scores. A token's choice must not depend on its batch."""
+    """Tokens of small whole numbers: most have equal scores.
+
+    A token's choice must not depend on its batch."""
     gate = make_gate(top_k, width=2, experts=experts, scores=scores, bias_rate=bias_rate)
     with torch.no_grad():
         gate.weight_ED.copy_(torch.randint(0, 2, (experts, 2), generator=torch.Generator().manual_seed(2)))

@@ -1,4 +1,5 @@
-"""Process groups in real processes: the collectives against torch's own, generation after generation, and the abort.
+"""Process groups in real processes: the collectives against torch's own, generation after
+generation, and the abort.
 
 ``test_group_leave`` has groups that are left because a peer is frozen, killed or never arrives."""
 
@@ -35,7 +36,8 @@ from tests.support.ranks import gloo, run_ranks
 
 
 def collectives(rank: int, size: int, store_path: str, address: Address) -> list[bool]:
-    """Whether each collective equals torch's own, for a group that can be left and for torch's group in our form."""
+    """Whether each collective equals torch's own, for a group that can be left and for torch's
+    group in our form."""
     generator = torch.Generator().manual_seed(rank)
     factory = GroupHost(address, rank).join("only", rank, size)
     equal: list[bool] = []
@@ -114,9 +116,16 @@ def test_collectives_have_no_timeout() -> None:
 
 
 def run_generations(
-    rank: int, size: int, _: str, address: Address, num_generations: int, left: bool
+    rank: int,
+    size: int,
+    _: str,
+    address: Address,
+    num_generations: int,
+    left: bool,
 ) -> list[tuple[int, int]]:
-    """Open files and threads after each generation. ``left``: each ends while a collective hangs."""
+    """Open files and threads after each generation.
+
+    ``left``: each ends while a collective hangs."""
     host = GroupHost(address, rank)
     counts: list[tuple[int, int]] = []
     for generation in range(num_generations):

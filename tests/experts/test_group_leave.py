@@ -42,8 +42,15 @@ COLLECTIVES: dict[str, Callable[[Group], AsyncWork]] = {
 # --- frozen peers
 
 
-def leave_frozen_peer(rank: int, size: int, _: str, address: Address, collective: str) -> dict[str, Any]:
-    """Form two groups, and wait in both while the last rank is frozen; then form groups without it."""
+def leave_frozen_peer(
+    rank: int,
+    size: int,
+    _: str,
+    address: Address,
+    collective: str,
+) -> dict[str, Any]:
+    """Form two groups, and wait in both while the last rank is frozen; then form groups without
+    it."""
     host = GroupHost(address, rank)
     factory = host.join("first", rank, size)
     group = factory.form()
@@ -171,7 +178,8 @@ def test_a_peer_may_die_while_the_group_forms() -> None:
         store.set("die", "")
         ranks.processes[1].join(30.0)
         store.set("late", "")
-        # Their ports decide which rank connects to which: the last one is refused, or waits for a connection.
+        # Their ports decide which rank connects to which: the last one is refused, or waits for a
+        # connection.
         deadline = time.monotonic() + 60.0
         while not (store.check(["failed/2"]) or store.check(["first/waits/2"])):
             assert time.monotonic() < deadline
@@ -184,7 +192,13 @@ def test_a_peer_may_die_while_the_group_forms() -> None:
 # --- peers that never arrive
 
 
-def form_in_vain(rank: int, size: int, _: str, address: Address, num_attempts: int) -> dict[str, Any]:
+def form_in_vain(
+    rank: int,
+    size: int,
+    _: str,
+    address: Address,
+    num_attempts: int,
+) -> dict[str, Any]:
     """Try to form groups with a rank that has ended, and then a group without it."""
     host = GroupHost(address, rank)
     if rank == size - 1:

@@ -1,4 +1,5 @@
-"""Blocks of ``transformers`` against our layer: outputs and every gradient, both conversions, and refused blocks."""
+"""Blocks of ``transformers`` against our layer: outputs and every gradient, both conversions, and
+refused blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ EAGER: dict[str, Any] = {"experts_implementation": "eager"}
 
 
 def mixtral(
-    experts: int = 5, top_k: int = 2, width: int = WIDTH, hidden: int = HIDDEN, **other: Any
+    experts: int = 5,
+    top_k: int = 2,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    **other: Any,
 ) -> nn.Module:
     config = MixtralConfig(
         hidden_size=width,
@@ -79,7 +84,11 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Ten
     return x.clone().requires_grad_(), x.clone().requires_grad_(), target
 
 
-def loss_and_gradients(y: Tensor, target: Tensor, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def loss_and_gradients(
+    y: Tensor,
+    target: Tensor,
+    inputs: list[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
     loss = (y - target).square().mean()
     return loss.detach(), list(torch.autograd.grad(loss, inputs))
 
@@ -101,7 +110,8 @@ def in_block_layout(gradients: list[Tensor]) -> list[Tensor]:
 
 @every_block
 def test_the_layer_equals_the_block_in_fp32(make: Callable[[], nn.Module]) -> None:
-    """The precision of their routers: the loss to 1e-6, a gradient to 2e-6 of its norm and 1e-7 of the global norm."""
+    """The precision of their routers: the loss to 1e-6, a gradient to 2e-6 of its norm and 1e-7 of
+    the global norm."""
     block = make()
     layer = from_block(block)
     layer_x, block_x, target = make_inputs()
@@ -138,7 +148,10 @@ def test_the_experts_equal_those_of_the_block_in_fp64(make: Callable[[], nn.Modu
 
 @every_block
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_conversions_together_are_exact(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+def test_both_conversions_together_are_exact(
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype,
+) -> None:
     block = make().to(dtype)
     target = make().to(dtype)
     for parameter in target.parameters():
@@ -262,7 +275,10 @@ def test_unsupported_blocks_are_refused(make: Callable[[], nn.Module], message: 
         ),
     ],
 )
-def test_layers_that_do_not_fit_are_refused_and_nothing_is_written(layer: MoELayer, message: str) -> None:
+def test_layers_that_do_not_fit_are_refused_and_nothing_is_written(
+    layer: MoELayer,
+    message: str,
+) -> None:
     block = mixtral()
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     with pytest.raises(ValueError, match=f"does not fit into the MixtralSparseMoeBlock: it has {message}"):

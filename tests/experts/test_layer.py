@@ -1,4 +1,5 @@
-"""The layer against its oracle: outputs, losses, counts and every gradient, in fp64, at sizes that divide nothing."""
+"""The layer against its oracle: outputs, losses, counts and every gradient, in fp64, at sizes that
+divide nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_layer(width: int, sizes: list[int], top_k: int, seed: int = 3, **options: Any) -> MoELayer:
+def make_layer(
+    width: int,
+    sizes: list[int],
+    top_k: int,
+    seed: int = 3,
+    **options: Any,
+) -> MoELayer:
     layer = MoELayer(width, sizes, top_k, **options).double()
     initialise(layer, seed)
     with torch.no_grad():
@@ -73,7 +80,13 @@ def make_tokens(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("width", "sizes", "top_k", "tokens"), SHAPES)
-def test_layer_equals_oracle(width: int, sizes: list[int], top_k: int, tokens: int, name: str) -> None:
+def test_layer_equals_oracle(
+    width: int,
+    sizes: list[int],
+    top_k: int,
+    tokens: int,
+    name: str,
+) -> None:
     layer = make_layer(width, sizes, top_k, **OPTIONS[name])
     attach(layer, MoEContext(step=StepContext(seed=12345)))
     x_TD = make_tokens(tokens, width).requires_grad_()
@@ -162,7 +175,8 @@ def test_jitter_depends_on_the_step_and_the_global_position() -> None:
 
 @pytest.mark.parametrize("bounds", [[(0, 5)], [(0, 2), (2, 5)], [(0, 1), (1, 2), (2, 5)]])
 def test_jitter_is_the_same_for_flattened_input(bounds: list[tuple[int, int]]) -> None:
-    """A model may flatten its tokens to (batch * sequence, width): then only the step context counts samples."""
+    """A model may flatten its tokens to (batch * sequence, width): then only the step context
+    counts samples."""
     layer = make_layer(6, [4, 4, 4], 2, jitter=0.9)
     x = make_tokens(5, 3, 6)
     whole = forward_at(layer, x, StepContext(seed=7))

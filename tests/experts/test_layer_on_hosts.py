@@ -1,7 +1,7 @@
 """The layer on several hosts, in real processes over gloo, against the same layer in one process.
 
-Outputs, losses and every gradient are compared in fp64: with hosts without experts, hosts without tokens, and empty
-chunks. T counts tokens, D is their width."""
+Outputs, losses and every gradient are compared in fp64: with hosts without experts, hosts without
+tokens, and empty chunks. T counts tokens, D is their width."""
 
 from __future__ import annotations
 

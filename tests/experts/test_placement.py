@@ -1,4 +1,5 @@
-"""Placement against enumeration where that is feasible, and against simple rules and the lower bound where it is not."""
+"""Placement against enumeration where that is feasible, and against simple rules and the lower
+bound where it is not."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def test_memory_limits_hold_and_nothing_that_fits_is_refused(
     assert result.slowest == pytest.approx(best, rel=1e-8)
 
 
-def test_the_heuristic_decides_where_branch_and_bound_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heuristic_decides_where_branch_and_bound_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experts = experts_of_work(*(100 + 7 * e % 31 for e in range(13)))
     hosts = hosts_of_speed(1, 2, 4.1)
     best = place(experts, hosts)
@@ -134,7 +137,11 @@ def test_thousands_of_experts_take_less_than_a_second() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(works, max_size=9), st.lists(st.floats(1, 8), min_size=1, max_size=4), st.floats(1e-6, 1e6))
-def test_a_common_factor_changes_nothing(work: list[float], speeds: list[float], factor: float) -> None:
+def test_a_common_factor_changes_nothing(
+    work: list[float],
+    speeds: list[float],
+    factor: float,
+) -> None:
     hosts = hosts_of_speed(*speeds)
     plain = place(experts_of_work(*work), hosts)
     scaled = place(experts_of_work(*(each * factor for each in work)), hosts)
@@ -365,7 +372,11 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, message: str) -> None:
         ('{"host_of": [0, 1, 2]}', 2, "puts expert 2 on host 2; hosts are whole numbers from 0 to 1"),
     ],
 )
-def test_a_file_that_fits_no_model_is_refused_without_one(text: str, hosts: int | None, message: str) -> None:
+def test_a_file_that_fits_no_model_is_refused_without_one(
+    text: str,
+    hosts: int | None,
+    message: str,
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_placement(text, hosts)
     with pytest.raises(ValueError):

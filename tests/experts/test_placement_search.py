@@ -21,7 +21,8 @@ from tests.support.placement_oracle import (
 
 @pytest.mark.parametrize("seed", range(150))
 def test_branch_and_bound_equals_enumeration(seed: int) -> None:
-    """Few different experts and hosts, so that many are alike, and memory that is often just enough."""
+    """Few different experts and hosts, so that many are alike, and memory that is often just
+    enough."""
     draw = random.Random(seed)
     num_experts = draw.randint(1, 7)
     experts = [ExpertCost(draw.choice([0, 2, 3, 3, 5]), draw.choice([1, 2])) for _ in range(num_experts)]

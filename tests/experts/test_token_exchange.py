@@ -1,4 +1,5 @@
-"""The plan of a token exchange: capacity of experts, chunks, and rows that are sent once to each host."""
+"""The plan of a token exchange: capacity of experts, chunks, and rows that are sent once to each
+host."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from experts.context import MoEContext, StepContext
-from experts.exchange import Layout, LocalExchange, Meter, PendingRows
+from experts.exchange import LocalExchange, Meter, PendingRows
 from experts.token_exchange import TokenExchange, _chunk_slices, capacity_mask
+from experts.transfer import Layout
 from experts.types import Routing
 from tests.support.oracle import kept_oracle
 
@@ -82,7 +84,8 @@ def test_capacity_is_given_out_in_order(seed: int) -> None:
 
 
 def test_first_choices_are_kept_before_second_ones() -> None:
-    """Each expert takes two: the second choice of the first token comes after the first choices of all tokens."""
+    """Each expert takes two: the second choice of the first token comes after the first choices of
+    all tokens."""
     choices = torch.tensor([[1, 0], [0, 1], [0, 1], [0, 1]])
     kept = capacity_mask(choices, 2, 0.5, MoEContext())
     assert kept.tolist() == [[True, False], [True, True], [True, False], [False, False]]
@@ -165,7 +168,11 @@ def unpack(packed: Tensor, layout: Layout, top_k: int) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 @pytest.mark.parametrize(("tokens", "top_k"), [(17, 4), (3, 1), (0, 2), (9, 7)])
-def test_a_token_is_sent_once_to_each_host_of_its_experts(tokens: int, top_k: int, num_chunks: int) -> None:
+def test_a_token_is_sent_once_to_each_host_of_its_experts(
+    tokens: int,
+    top_k: int,
+    num_chunks: int,
+) -> None:
     """With the ids and weights of the experts there; rows are sorted by host, and then by token."""
     host_E = torch.tensor([0, 2, 2, 2, 1, 0, 2])
     size = 4  # the last host has no experts

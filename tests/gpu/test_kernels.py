@@ -1,6 +1,8 @@
-"""The fused kernels against plain torch, on a GPU: values, gradients, tokens without rows, sizes that divide nothing.
+"""The fused kernels against plain torch, on a GPU: values, gradients, tokens without rows, sizes
+that divide nothing.
 
-T counts tokens, D is their width, R counts rows, H is the hidden size, E counts experts, K experts per token."""
+T counts tokens, D is their width, R counts rows, H is the hidden size, E counts experts, K experts
+per token."""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def draw(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def make_row_map(tokens: int, top_k: int, absent: float) -> tuple[Tensor, Tensor]:
-    """Rows in random order for some of the choices: the token of each row, and the row of each choice or -1."""
+    """Rows in random order for some of the choices: the token of each row, and the row of each
+    choice or -1."""
     generator = torch.Generator(DEVICE).manual_seed(tokens + top_k)
     has_row = torch.rand(tokens * top_k, generator=generator, device=DEVICE) >= absent
     choice_R = has_row.nonzero().flatten()
@@ -85,9 +88,14 @@ ROWS = [(129, k, 24, 0.4) for k in range(1, 9)] + [
 @DTYPES
 @pytest.mark.parametrize(("tokens", "top_k", "width", "absent"), ROWS)
 def test_rows_are_copied_and_summed_exactly(
-    dtype: torch.dtype, tokens: int, top_k: int, width: int, absent: float
+    dtype: torch.dtype,
+    tokens: int,
+    top_k: int,
+    width: int,
+    absent: float,
 ) -> None:
-    """Sums are those of fp32 in the order of choices, to the bit; one operation is the other's backward pass."""
+    """Sums are those of fp32 in the order of choices, to the bit; one operation is the other's
+    backward pass."""
     token_R, row_TK = make_row_map(tokens, top_k, absent)
     (x_TD,) = leaves(draw(tokens, width, dtype=dtype))
     grad_RD = draw(len(token_R), width, dtype=dtype, seed=1)
@@ -148,7 +156,12 @@ def test_weighted_swiglu(dtype: torch.dtype, rows: int, hidden: int) -> None:
     ("tokens", "experts", "top_k"),
     [(33, 8, 1), (100, 128, 8), (7, 300, 16), (50, 3, 3), (1000, 60, 5), (0, 4, 2)],
 )
-def test_the_choice_equals_plain_torch(tokens: int, experts: int, top_k: int, normalise: bool) -> None:
+def test_the_choice_equals_plain_torch(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    normalise: bool,
+) -> None:
     """In fp32, against fp64."""
     share_E = draw(experts, seed=1).exp()
     (logits_TE,) = leaves(2 * draw(tokens, experts))
@@ -218,7 +231,13 @@ def test_logits_refuse_other_types() -> None:
 # --- all kernels together
 
 
-def run_all(x_TD: Tensor, weight_ED: Tensor, share_E: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
+def run_all(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    share_E: Tensor,
+    token_R: Tensor,
+    row_TK: Tensor,
+) -> Tensor:
     """A loss that every kernel takes part in."""
     logits_TE = fused_gate.gate_logits(x_TD, weight_ED)
     weights_TK, _, balance, z = fused_gate.choose(logits_TE, share_E, row_TK.shape[1], True)

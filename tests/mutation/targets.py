@@ -1,7 +1,7 @@
 """The modules of the numeric core, and the test files that must notice a change in each.
 
-The tests of a module are its mirror, ``tests/.../test_<module>*.py``, and the files listed for it below: tests of
-whole properties that cut across modules.
+The tests of a module are its mirror, ``tests/.../test_<module>*.py``, and the files listed for it
+below: tests of whole properties that cut across modules.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ TARGETS = (
     "experts/layer.py",
     "experts/token_exchange.py",
     "experts/exchange.py",
+    "experts/transfer.py",
     "experts/balance.py",
     "experts/placement.py",
     "orchestrator/train/step.py",
@@ -47,7 +48,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "experts/bank.py": ("tests/experts/test_layer.py", "tests/experts/kernels/test_kernels.py"),
     "experts/layer.py": ("tests/experts/test_token_exchange.py", _SILENT_ROWS),
     "experts/token_exchange.py": (_SILENT_ROWS,),
-    "experts/exchange.py": ("tests/experts/test_token_exchange.py",),
+    "experts/exchange.py": ("tests/experts/test_layer_on_hosts.py",),
+    "experts/transfer.py": ("tests/experts/test_exchange.py", "tests/experts/test_layer_on_hosts.py"),
     "experts/balance.py": ("tests/experts/test_gate.py", _SILENT_BALANCE),
     "orchestrator/train/step.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
     "orchestrator/train/totals.py": ("tests/train/test_step.py", _SILENT_FAILURES, _SILENT_GRADIENTS),

@@ -1,4 +1,5 @@
-"""Ranks of process groups that a test makes leave, over a store that the test keeps as the driver does."""
+"""Ranks of process groups that a test makes leave, over a store that the test keeps as the driver
+does."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from experts.membership import GroupMembership
 from orchestrator.train.parts.stores import open_store, tcp_store
 
 Address = tuple[str, int]
-LARGE = 300_000  # elements: more than the buffers of sockets hold, so that a collective needs all its peers
+# Elements of a tensor that exceeds the buffers of sockets, so that a collective needs all its peers.
+LARGE = 300_000
 
 _KEY_TIMEOUT_S = 60.0
 
@@ -51,7 +53,8 @@ def all_reduced(group: Group, elements: int = 3) -> list[float]:
 
 
 class GroupHost:
-    """A rank that leaves its group when the test sets the key ``NAME/leave``, and sets ``NAME/waits/RANK`` when it waits."""
+    """A rank that leaves its group when the test sets the key ``NAME/leave``, and sets
+    ``NAME/waits/RANK`` when it waits."""
 
     def __init__(self, address: Address, rank: int) -> None:
         self.rank = rank
@@ -67,7 +70,8 @@ class GroupHost:
     def join(self, name: str, rank: int, size: int, new_connection: bool = False) -> GroupFactory:
         """Become a member of a generation of groups.
 
-        ``new_connection``: a peer that dies while a group forms blocks the connection that the group uses for a minute."""
+        ``new_connection``: a peer that dies while a group forms blocks the connection that the
+        group uses for a minute."""
         self.membership = GroupMembership()
         threading.Thread(target=self._watch, args=(name, self.membership), daemon=True).start()
         store = self._connect(self._address) if new_connection else self.store

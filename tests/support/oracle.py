@@ -1,4 +1,5 @@
-"""The slow, obvious form of the MoE layer with all its options: token by token, expert by expert, in plain Python.
+"""The slow, obvious form of the MoE layer with all its options: token by token, expert by expert,
+in plain Python.
 
 T counts tokens, D is their width, H the hidden size, E counts experts."""
 
@@ -18,7 +19,9 @@ from experts.types import Kind
 def moe_oracle(
     layer: MoELayer, x_TD: Tensor, noise_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Output, balance loss, z loss and counts of one forward pass. ``noise_TD`` multiplies the gate's input."""
+    """Output, balance loss, z loss and counts of one forward pass.
+
+    ``noise_TD`` multiplies the gate's input."""
     experts = expert_weights(layer)
     share = load_shares(layer.load_E.tolist())
     balance = x_TD.new_zeros(())
@@ -68,7 +71,11 @@ def choose(gate: Gate, scores: Sequence[Tensor]) -> list[int]:
     return order[: gate.top_k]
 
 
-def kept_oracle(choices: Sequence[Sequence[int]], experts: int, capacity: float | None) -> list[list[bool]]:
+def kept_oracle(
+    choices: Sequence[Sequence[int]],
+    experts: int,
+    capacity: float | None,
+) -> list[list[bool]]:
     """Which choices are kept, where an expert takes at most ``capacity`` times its even share.
 
     All first choices come in the order of tokens, then all second ones, and so on."""

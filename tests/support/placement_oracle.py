@@ -31,7 +31,11 @@ def fits(
     return all(size <= host.memory for size, host in zip(needed, hosts, strict=True))
 
 
-def slowest_time(host_of: Sequence[int], experts: Sequence[ExpertCost], hosts: Sequence[HostFacts]) -> float:
+def slowest_time(
+    host_of: Sequence[int],
+    experts: Sequence[ExpertCost],
+    hosts: Sequence[HostFacts],
+) -> float:
     load = [0.0] * len(hosts)
     for expert, host in zip(experts, host_of, strict=True):
         load[host] += expert.work

@@ -1,4 +1,5 @@
-"""Real worker processes for tests: a forkserver that has torch loaded already starts a rank in about 0.1 s.
+"""Real worker processes for tests: a forkserver that has torch loaded already starts a rank in
+about 0.1 s.
 
     def sum_of_ranks(rank: int, size: int, store_path: str) -> float:    # a function of a module, not of a test
         with gloo(rank, size, store_path):
@@ -8,10 +9,9 @@
 
     assert run_ranks(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
-The ranks rendezvous through a file, so that no port is needed. Each rank is a session of its own, which ends with all its
-processes, also when the process that runs the tests is killed. Ranks inherit the environment in which the first rank of
-the test session was started.
-"""
+The ranks rendezvous through a file, so that no port is needed. Each rank is a session of its own,
+which ends with all its processes, also when the process that runs the tests is killed. Ranks
+inherit the environment in which the first rank of the test session was started."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Ranks:
         self._failures: dict[int, str] = {}
         self._pipes: dict[int, Connection] = {}
         self.processes: list[BaseProcess] = []
-        # Pickled here: multiprocessing itself would share tensors by handles, which end with the sender.
+        # Pickled here: multiprocessing itself would share tensors by handles, which end with the
+        # sender.
         self._job = pickle.dumps((function, size, self.store_path, arguments))
 
     def start(self, size: int) -> None:
@@ -172,8 +173,14 @@ class Ranks:
         return path.read_text(errors="replace") if path.exists() else ""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Run ``function(rank, size, store_path, *arguments)`` in ``size`` processes and return their results."""
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Run ``function(rank, size, store_path, *arguments)`` in ``size`` processes and return their
+    results."""
     with start_ranks(function, size, *arguments) as ranks:
         return ranks.results(timeout)
 
@@ -224,7 +231,8 @@ def _rank_main(rank: int, job: bytes, pipe: Connection, stack_path: str) -> None
         result = _run_job(rank, job)
         with suppress(BrokenPipeError, ConnectionError):
             pipe.send_bytes(result)
-        # Before the file is closed: a crash at exit must not write to another file with its descriptor.
+        # Before the file is closed: a crash at exit must not write to another file with its
+        # descriptor.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.enable(sys.__stderr__ or 2)
 
@@ -244,7 +252,8 @@ def _run_job(rank: int, job: bytes) -> bytes:
 def _end_with_parent(pipe: Connection, folder: Path) -> None:
     """End the rank and clean up when the parent ends.
 
-    The parent sends nothing through the pipe, so that it becomes readable only when the parent is gone."""
+    The parent sends nothing through the pipe, so that it becomes readable only when the parent is
+    gone."""
     with suppress(OSError):
         pipe.poll(None)
         shutil.rmtree(folder, ignore_errors=True)
@@ -262,7 +271,8 @@ def _end(process: BaseProcess) -> None:
 
 
 def _blame_order(text: str) -> int:
-    """Sort causes before consequences: a rank that only waited for a peer, or lost one, is not to blame."""
+    """Sort causes before consequences: a rank that only waited for a peer, or lost one, is not to
+    blame."""
     if text.startswith(_HUNG):
         return 1
     return 2 if any(phrase in text for phrase in PEER_GONE) else 0

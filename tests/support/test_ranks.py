@@ -1,4 +1,5 @@
-"""The ranks that other tests use: they return results, fail by name, and leave no process behind."""
+"""The ranks that other tests use: they return results, fail by name, and leave no process
+behind."""
 
 import os
 import signal
@@ -14,7 +15,12 @@ import torch.distributed as dist
 from tests.support.ranks import RanksFailed, gloo, run_ranks, start_ranks
 
 
-def sum_of_ranks(rank: int, size: int, store_path: str, factor: float) -> tuple[int, float, torch.Tensor]:
+def sum_of_ranks(
+    rank: int,
+    size: int,
+    store_path: str,
+    factor: float,
+) -> tuple[int, float, torch.Tensor]:
     with gloo(rank, size, store_path):
         value = torch.tensor(float(rank + 1)) * factor
         dist.all_reduce(value)

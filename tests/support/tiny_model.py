@@ -1,4 +1,5 @@
-"""A tiny MoE classifier of random features, with every option of the layer, for hundreds of short runs."""
+"""A tiny MoE classifier of random features, with every option of the layer, for hundreds of short
+runs."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True)
 class HostCase:
-    """A run on several hosts: the placement of experts, the sizes of batches, and the hosts that have data."""
+    """A run on several hosts: the placement of experts, the sizes of batches, and the hosts that
+    have data."""
 
     task: Tiny
     hosts: int
@@ -112,7 +114,8 @@ class HostCase:
 
 
 def random_case(seed: int, hosts: int, dtype: torch.dtype) -> HostCase:
-    """A case drawn by a seed: up to 17 experts of any sizes, any placement, hosts without experts or tokens."""
+    """A case drawn by a seed: up to 17 experts of any sizes, any placement, hosts without experts
+    or tokens."""
     draw = random.Random(f"{seed}/{hosts}/{dtype}")
     layers = draw.choice([1, 1, 2, 3])
     experts = draw.randint(1, 17)

@@ -1,4 +1,5 @@
-"""The two kernels for experts against each other on a CPU, the checks around torch's operator, and the choice between them.
+"""The two kernels for experts against each other on a CPU, the checks around torch's operator, and
+the choice between them.
 
 R counts rows, D is their width, H the hidden size, E counts experts."""
 
@@ -37,7 +38,11 @@ both_kernels = pytest.mark.parametrize("compute", [experts_loop, experts_grouped
 
 
 def make_experts(
-    experts: int, width: int, hidden: int, kind: Kind, dtype: torch.dtype = torch.float32
+    experts: int,
+    width: int,
+    hidden: int,
+    kind: Kind,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(experts)
     inner = 2 * hidden if kind == "swiglu" else hidden
@@ -47,7 +52,11 @@ def make_experts(
 
 
 def run_pass(
-    compute: Compute, counts: list[int], kind: Kind, width: int = 8, hidden: int = 12
+    compute: Compute,
+    counts: list[int],
+    kind: Kind,
+    width: int = 8,
+    hidden: int = 12,
 ) -> tuple[Tensor, ...]:
     """Output, and gradients of the rows, of both matrices and of the weights of rows."""
     generator = torch.Generator().manual_seed(5)
@@ -61,7 +70,12 @@ def run_pass(
 
 
 def compute_row_by_row(
-    rows_RD: Tensor, up_EDH: Tensor, down_EHD: Tensor, counts_E: Tensor, weights_R: Tensor, kind: Kind
+    rows_RD: Tensor,
+    up_EDH: Tensor,
+    down_EHD: Tensor,
+    counts_E: Tensor,
+    weights_R: Tensor,
+    kind: Kind,
 ) -> Tensor:
     expert_of = [expert for expert, count in enumerate(counts_E.tolist()) for _ in range(count)]
     outputs: list[Tensor] = []
@@ -82,7 +96,13 @@ def compute_row_by_row(
 @pytest.mark.parametrize("kind", ["swiglu", "ffn"])
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize(("width", "hidden"), [(8, 12), (20, 36)])
-def test_kernels_equal_row_by_row(width: int, hidden: int, name: str, kind: Kind, compute: Compute) -> None:
+def test_kernels_equal_row_by_row(
+    width: int,
+    hidden: int,
+    name: str,
+    kind: Kind,
+    compute: Compute,
+) -> None:
     results = run_pass(compute, COUNTS[name], kind, width, hidden)
     expected = run_pass(compute_row_by_row, COUNTS[name], kind, width, hidden)
     for result, reference in zip(results, expected, strict=True):
@@ -164,7 +184,10 @@ def test_the_grouped_kernel_refuses_counts_that_do_not_cover_the_rows(counts: li
 
 
 @pytest.mark.parametrize(("counts", "num_rows"), [([3, 2], 6), ([1, 2], 0)])
-def test_the_loop_refuses_counts_that_do_not_cover_the_rows(counts: list[int], num_rows: int) -> None:
+def test_the_loop_refuses_counts_that_do_not_cover_the_rows(
+    counts: list[int],
+    num_rows: int,
+) -> None:
     experts = make_experts(2, 8, 4, "ffn")
     message = f"the counts of the experts sum to {sum(counts)} rows; there are {num_rows}"
     with pytest.raises(RuntimeError, match=message):

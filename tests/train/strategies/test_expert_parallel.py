@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.exchange import Transfer
 from experts.expert_state import split_experts, stacked_names
 from experts.model import initialise
+from experts.transfer import Transfer
 from orchestrator.config.settings import Config
 from orchestrator.train.data import Feed
 from orchestrator.train.loading import LoaderOptions
