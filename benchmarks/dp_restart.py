@@ -2,10 +2,11 @@
 
     python -m benchmarks.dp_restart [--kills 3] [--life 30] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
 
-One run on the digits, on its own Ray. A worker is killed (SIGKILL, by the process id in ``logs/worker_<rank>.pid``)
-``--life`` seconds after every start of the workers. The times come from the run's own events, from the files that workers
-write when they begin, and from the creation times of their processes. Processes that existed before the decision cost
-nothing, which is shown as a dash.
+One run on the digits, on its own Ray. A worker is killed (SIGKILL, by the process id in
+``logs/worker_<rank>.pid``) ``--life`` seconds after every start of the workers. The times come from
+the run's own events, from the files that workers write when they begin, and from the creation times
+of their processes. Processes that existed before the decision cost nothing, which is shown as a
+dash.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[Times], l
             recoveries.append(kill_once(process, folder, arguments))
             parts = {name: round(seconds, 2) for name, seconds in recoveries[-1].parts().items()}
             print(f"{recoveries[-1].total():.2f} s: {parts}", flush=True)
+        # the run would train for ever: an interrupt ends it as a user would
         process.send_signal(signal.SIGINT)
         process.wait(LONGEST_S)
     return recoveries, memory_bytes
@@ -118,7 +120,9 @@ def times_of(run_dir: Path, killed: float, workers: int) -> Times:
     events = read_events(run_dir / "events.jsonl")
     recovery = of_kind(events, "recovery")[-1]
     failure = of_kind(events, "failure")[-1]
-    detected = recovery["time"] - recovery["total_seconds"] + recovery["detect_seconds"]
+    restart = events.index(of_kind(events, "start")[-1])
+    stepped = of_kind(events[restart:], "step")[0]["time"]
+    detected = stepped - recovery["total_seconds"] + recovery["detect_seconds"]
     met = detected + recovery["regroup_seconds"]
     pid_files = [run_dir / "logs" / f"worker_{rank}.pid" for rank in range(workers)]
     created = [psutil.Process(int(file.read_text())).create_time() for file in pid_files]
@@ -129,7 +133,7 @@ def times_of(run_dir: Path, killed: float, workers: int) -> Times:
         begun=max(file.stat().st_mtime for file in pid_files),
         met=met,
         restored=met + recovery["restore_seconds"],
-        stepped=recovery["time"],
+        stepped=stepped,
         lost_steps=recovery["lost_steps"],
         step_ms=step_ms(events),
         created=max(created),

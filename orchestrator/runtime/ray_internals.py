@@ -238,13 +238,6 @@ def run_train_controller(variables: dict[str, str], parts: dict[str, Any]) -> An
     return ray.get(controller.get_result.remote())
 
 
-def worker_health_errors() -> tuple[type[BaseException], ...]:
-    """Return the errors by which Ray Train reports that a worker's process does not answer. They are not public."""
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-
-    return WorkerHealthCheckTimeoutError, WorkerHealthCheckFailedError
-
-
 # --- monkeypatches
 
 
