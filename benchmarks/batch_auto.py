@@ -1,6 +1,8 @@
-"""Compare ``--batch-size auto`` with the largest batch that fits, and count its probes and out-of-memory errors.
+"""Compare ``--batch-size auto`` with the largest batch that fits, and count its probes and
+out-of-memory errors.
 
-Bisection with the same memory limit, starting from the batch that auto found, gives the largest one. GPU only.
+Bisection with the same memory limit, starting from the batch that auto found, gives the largest
+one. GPU only.
 
     python -m benchmarks.batch_auto [--fraction 0.9] [--out FILE]
 """
@@ -16,7 +18,7 @@ from orchestrator.tasks.load import load_task
 from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.batch_probe import find_batch, probe
-from orchestrator.train.worker.run_dir import PreparedRun
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 
@@ -44,7 +46,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def true_largest(prepared: PreparedRun, world: World, found: int) -> int:
+def true_largest(prepared: PreparedRun, world: World, batch_size: int) -> int:
     """Return the largest batch whose two steps pass, by bisection above the batch that auto found."""
     data = as_dataset(prepared.task.train_data())
 
@@ -52,8 +54,8 @@ def true_largest(prepared: PreparedRun, world: World, found: int) -> int:
         config = prepared.resolved.config
         return probe(config, prepared.plan, prepared.task, world, data, batch).peak is not None
 
-    good = found
-    bad = max(found + 2, int(found * 1.1))
+    good = batch_size
+    bad = max(batch_size + 2, int(batch_size * 1.1))
     while passes(bad):
         good = bad
         bad = int(bad * 1.1) + 1
@@ -79,18 +81,18 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
     world = World.single_process(prepared.plan.device.value)
     with torch_settings(config, prepared.plan, world.device):
         begun = time.perf_counter()
-        found = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
+        result = find_batch(config, prepared.plan, prepared.task, world, prepared.facts)
         seconds = time.perf_counter() - begun
-        best = true_largest(prepared, world, found.batch_size)
-    failed = sum(p.peak is None for p in found.probes)
-    peak = max(p.peak for p in found.probes if p.peak is not None)
-    probed = " ".join(str(p.batch) for p in found.probes)
+        best = true_largest(prepared, world, result.batch_size)
+    failed = sum(trial.peak is None for trial in result.probes)
+    peak = max(trial.peak for trial in result.probes if trial.peak is not None)
+    probed = " ".join(str(trial.batch) for trial in result.probes)
     return [
         name,
-        found.batch_size,
+        result.batch_size,
         best,
-        f"{found.batch_size / best:.3f}",
-        len(found.probes),
+        f"{result.batch_size / best:.3f}",
+        len(result.probes),
         failed,
         f"{peak / 2**30:.1f}",
         f"{seconds:.0f}",

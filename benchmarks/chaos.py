@@ -4,11 +4,12 @@
     python -m benchmarks.chaos --minutes 10 --every 60         one kill a minute: the goodput
     python -m benchmarks.chaos --kills 20 --plain 5            and plain TorchTrainer with FailureConfig for comparison
 
-The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample once per epoch, and
-no process, memory or file left behind. The cost of a kill is the time until the next step is done; that of plain Ray Train
-comes from its own log of steps. Kills in the phases "anywhere" and "recovery" come from outside, by the clock; the others
-come from inside the process, at that moment. In a disturbed run hosts sleep a little in each step (``--pace``): steps that
-fill all cores would measure how long a busy machine takes to start a process.
+The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample
+once per epoch, and no process, memory or file left behind. The cost of a kill is the time until the
+next step is done; that of plain Ray Train comes from its own log of steps. Kills in the phases
+"anywhere" and "recovery" come from outside, by the clock; the others come from inside the process,
+at that moment. In a disturbed run hosts sleep a little in each step (``--pace``): steps that fill
+all cores would measure how long a busy machine takes to start a process.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ SHOWN_PROCESSES = 6
 
 
 def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
-    """Run undisturbed, then under random kills. Returns both runs, and the differences that must not be."""
+    """Run undisturbed, then under random kills.
+
+    Returns both runs, and the differences that must not be.
+    """
     steps = STEPS_BEFORE + STEPS_AFTER + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
     calm = run_with_faults(replace(job, pace=0.0), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
@@ -217,7 +221,8 @@ def goodput_table(
 def holdings(calm: FinishedRun, ended: FinishedRun) -> str:
     """Return the resources of the processes that lived through most kills.
 
-    Each cell shows the most that such a process held in the undisturbed run, and what this one held at the end.
+    Each cell shows the most that such a process held in the undisturbed run, and what this one held
+    at the end.
     """
     rows: list[list[object]] = []
     for process in ended.watch.holdings([fired.time for fired in ended.fired])[:SHOWN_PROCESSES]:

@@ -1,4 +1,6 @@
-"""The cost of a killed host, from the record of a run and the times of the kills: pure functions over events."""
+"""The cost of a killed host, from the record of a run and the times of the kills: pure functions
+over events.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ def _back(killed: float, events: Sequence[Event]) -> float | None:
 def _around(killed: float, events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """Return the steps before a kill took effect, and those after.
 
-    Steps that were done already may be recorded after the kill; they stand before the failure event. A host that was
-    killed before its group was formed has no failure event of its own: then many steps stand before the next one.
+    Steps that were done already may be recorded after the kill; they stand before the failure
+    event. A host that was killed before its group was formed has no failure event of its own: then
+    many steps stand before the next one.
     """
     place = next(
         (at for at, event in enumerate(events) if event["event"] == "failure" and event["time"] >= killed),
@@ -68,7 +71,10 @@ def _around(killed: float, events: Sequence[Event]) -> tuple[list[Event], list[E
 
 
 def _recovery(killed: float, events: Sequence[Event]) -> Event | None:
-    """Return the first recovery after the kill. Of several events of one attempt the last is complete."""
+    """Return the first recovery after the kill.
+
+    Of several events of one attempt the last is complete.
+    """
     recoveries = of_kind(events, "recovery")
     first = next((event for event in recoveries if event["time"] > killed), None)
     if first is None:
@@ -79,8 +85,8 @@ def _recovery(killed: float, events: Sequence[Event]) -> Event | None:
 def goodput(events: Sequence[Event]) -> float | None:
     """Return the part of the time from the first step to the last that went into steps that count.
 
-    A step counts as long as it took the last time it was done, at most twice the median: more than that is a recovery, or
-    the machine.
+    A step counts as long as it took the last time it was done, at most twice the median: more than
+    that is a recovery, or the machine.
     """
     steps = of_kind(events, "step")
     if len(steps) < 2:
@@ -93,8 +99,8 @@ def goodput(events: Sequence[Event]) -> float | None:
 def time_kept(kills: Sequence[Cost], events: Sequence[Event]) -> float | None:
     """Return the part of the time from the first step to the last that no kill cost.
 
-    A kill costs the time until the run is past its former step. A kill during the recovery from another one costs only what
-    it adds.
+    A kill costs the time until the run is past its former step. A kill during the recovery from
+    another one costs only what it adds.
     """
     steps = of_kind(events, "step")
     if len(steps) < 2:

@@ -1,4 +1,5 @@
-"""The cost of a checkpoint in the loop: step times with and without saving, and the stall that each save reports.
+"""The cost of a checkpoint in the loop: step times with and without saving, and the stall that each
+save reports.
 
 python -m benchmarks.checkpoint_stall [--every 20] [--steps 200] [--out FILE]
 """
@@ -53,7 +54,7 @@ def run(steps: int, checkpoint_every: int) -> list[Event]:
 def rows_of(undisturbed: Sequence[Event], saving: Sequence[Event]) -> list[list[str]]:
     """Return the rows of the table, from a run without checkpoints and one with them."""
     base_s = statistics.median(event["seconds"] for event in by_step(undisturbed)[WARM_UP:])
-    saves = of_kind(saving, "checkpoint")[:-1]
+    saves = of_kind(saving, "checkpoint")[:-1]  # no step follows the last one, at the end of the run
     stall_s = statistics.median(event["stall"] for event in saves)
     whole_s = statistics.median(event["seconds"] for event in saves)
     writing = [step["seconds"] for save in saves for step in by_step(saving) if is_during(step, save)]

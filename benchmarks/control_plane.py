@@ -1,9 +1,11 @@
-"""The cost of decisions as a cluster grows, simulated up to 4,096 hosts and 16,384 experts; and of real actors here.
+"""The cost of decisions as a cluster grows, simulated up to 4,096 hosts and 16,384 experts; and of
+real actors here.
 
-Nothing runs on the simulated hosts; only the functions that decide for them do (``control_plane_stages.py``). Each row of
-the first table is one of these, each column a size. In brackets: how the time grows from the size before, as the exponent
-of the number of hosts (1: in proportion). Then come as many real host actors as this machine can hold, on their own
-Ray: they never import torch.
+Nothing runs on the simulated hosts; only the functions that decide for them do
+(``control_plane_stages.py``). Each row of the first table is one of these, each column a size. In
+brackets: how the time grows from the size before, as the exponent of the number of hosts (1: in
+proportion). Then come as many real host actors as this machine can hold, on their own Ray: they
+never import torch.
 
     python -m benchmarks.control_plane [--largest 4096] [--repeats 3] [--actors 16 32 64 128] [--seed 0] [--out FILE]
 """
@@ -168,7 +170,7 @@ def actors_table(counts: Sequence[int]) -> str:
     begun = time.perf_counter()
     with session(Config.of(ray_address="local", gpu_mode="cpu"), print):
         ray_s = time.perf_counter() - begun
-        actor_bytes = 100.0 * MIB  # or more, once it is measured
+        actor_bytes = 100.0 * MIB  # a guess; replaced by the measured value where that is larger
         for count in counts:
             free = psutil.virtual_memory().available
             if free - (count - len(actors)) * actor_bytes < RESERVED_BYTES:
@@ -191,7 +193,10 @@ def actors_table(counts: Sequence[int]) -> str:
 
 
 def start_up_to(count: int, actors: list[Any]) -> tuple[list[object], float]:
-    """Start the actors that are missing to ``count``, then call all. Returns the row, and the bytes of one actor."""
+    """Start the actors that are missing to ``count``, then call all.
+
+    Returns the row, and the bytes of one actor.
+    """
     import ray
 
     from experts.actor_host import ExpertHost
@@ -200,6 +205,7 @@ def start_up_to(count: int, actors: list[Any]) -> tuple[list[object], float]:
     num_new = count - len(actors)
     host: Any = ExpertHost
     begun = time.perf_counter()
+    # no CPU each: this machine has fewer cores than actors
     started = [host.options(num_cpus=0).remote() for _ in range(num_new)]
     ray.get([actor.open.remote(idle_worker) for actor in started])
     seconds = time.perf_counter() - begun

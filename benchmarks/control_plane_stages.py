@@ -1,6 +1,8 @@
-"""The decisions of the control plane, for clusters and models of any size: placement, balancing, recovery, planning, events.
+"""The decisions of the control plane, for clusters and models of any size: placement, balancing,
+recovery, planning, events.
 
-A stage is a decision with its inputs made up, ready to be timed. Nothing runs on the simulated hosts.
+A stage is a decision with its inputs made up, ready to be timed. Nothing runs on the simulated
+hosts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Predicted against measured: time and memory of a step, over configurations that the calibration has not seen.
+"""Predicted against measured: time and memory of a step, over configurations that the calibration
+has not seen.
 
-First the machine is calibrated, as by ``orchestrator bench --calibrate``. Then each configuration is traced and
-predicted, and its real training steps are timed in processes of their own: one, or several workers over gloo. On a GPU
-(``--gpu``) everything runs in this process.
+First the machine is calibrated, as by ``orchestrator bench --calibrate``. Then each configuration
+is traced and predicted, and its real training steps are timed in processes of their own: one, or
+several workers over gloo. On a GPU (``--gpu``) everything runs in this process.
 
     python -m benchmarks.costmodel [--gpu] [--only NUMBER ...] [--calibration FILE] [--out FILE]
     python -m benchmarks.costmodel --scaling [--out FILE]
@@ -123,7 +124,10 @@ def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
 
 
 def quiet_calibration(on_gpu: bool) -> Calibration:
-    """Calibrate up to a few times, until no other process disturbs. Returns the least disturbed calibration."""
+    """Calibrate up to a few times, until no other process disturbs.
+
+    Returns the least disturbed calibration.
+    """
     hardware = inventory()
     if not on_gpu:
         hardware = replace(hardware, gpus=())

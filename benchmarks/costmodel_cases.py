@@ -1,4 +1,6 @@
-"""The configurations that predictions are compared with: on CPUs, on CPUs but kept back at first, and on a GPU."""
+"""The configurations that predictions are compared with: on CPUs, on CPUs but kept back at first,
+and on a GPU.
+"""
 
 from __future__ import annotations
 

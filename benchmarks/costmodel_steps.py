@@ -1,4 +1,6 @@
-"""Time real training steps of a configuration: on the CPU in processes of their own, on the GPU in this process."""
+"""Time real training steps of a configuration: on the CPU in processes of their own, on the GPU in
+this process.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def choose_plan(case: Case, on_gpu: bool) -> tuple[Config, Plan, Any]:
-    """Return config, plan and task of a case. The facts of a model are computed once for all its precisions."""
+    """Return config, plan and task of a case.
+
+    The facts of a model are computed once for all its precisions.
+    """
     config = case.config(on_gpu)
     task = load_task(config)
     model_settings = {name: value for name, value in case.settings.items() if name != "precision"}
@@ -48,7 +53,10 @@ def choose_plan(case: Case, on_gpu: bool) -> tuple[Config, Plan, Any]:
 
 
 def measure_quietly(case: Case, steps: int) -> tuple[float, float, float]:
-    """Measure up to a few times, until no other process disturbs. Returns the least disturbed measurement."""
+    """Measure up to a few times, until no other process disturbs.
+
+    Returns the least disturbed measurement.
+    """
     best = None
     least = 1.0
     for _ in range(ATTEMPTS):
@@ -67,7 +75,8 @@ def measure_quietly(case: Case, steps: int) -> tuple[float, float, float]:
 
 
 def measure(case: Case, steps: int) -> tuple[float, float, float]:
-    """Measure on the CPU, with workers as processes that have as many threads as the plan gives each.
+    """Measure on the CPU, with workers as processes that have as many threads as the plan gives
+    each.
 
     Returns the seconds of a step, the most bytes of a worker, and the imbalance of the hosts.
     """
@@ -115,7 +124,8 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
     host_of = None
     if case.strategy == "expert_parallel":
         shape = task.shape
-        host_of = [[expert % case.workers for expert in range(len(shape.sizes))]] * shape.layers
+        host_of = [[expert % case.workers for expert in range(len(shape.expert_sizes))]] * shape.layers
+    # The profiler slows the steps down, so memory is measured before the timed ones; the second step has optimizer state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run = build_step_runner(config, chosen, task, world, case.batch, host_of)
         run(0)
@@ -158,7 +168,10 @@ def _peak_bytes(profiled: Any) -> float:
 
 
 def measure_here(case: Case, steps: int) -> tuple[float, float, float]:
-    """Measure on the GPU, in this process. Returns seconds of a step, seconds of the host, and peak bytes."""
+    """Measure on the GPU, in this process.
+
+    Returns seconds of a step, seconds of the host, and peak bytes.
+    """
     config, chosen, task = choose_plan(case, on_gpu=True)
     world = World.single_process("cuda:0")
     free_cached(world.device)

@@ -28,7 +28,9 @@ class Row:
     host_s: float | None = None
     """Seconds of the host, where it continues while the device computes."""
     drift: float | None = None
-    """Time of the host for its yardstick during this measurement, as a multiple of the time at the calibration."""
+    """Time of the host for its yardstick during this measurement, as a multiple of the time at the
+    calibration.
+    """
     with_drift: StepPrediction | None = None
     """The prediction with the host's figures times the drift."""
 

@@ -17,7 +17,10 @@ WARM_UP = 3
 
 
 class ExchangeActor:
-    """An actor that sends its peer rows and gets as many back. Its methods return the seconds of each exchange."""
+    """An actor that sends its peer rows and gets as many back.
+
+    Its methods return the seconds of each exchange.
+    """
 
     def __init__(self, rank: int, store: str) -> None:
         torch.set_num_threads(1)
@@ -57,7 +60,10 @@ class ExchangeActor:
         return seconds[WARM_UP:]
 
     def receive(self, reference: list[Any]) -> None:
-        """Take a reference to rows. It comes in a list, so that Ray passes the reference and not the rows."""
+        """Take a reference to rows.
+
+        It comes in a list, so that Ray passes the reference and not the rows.
+        """
         self.received.put(reference)
 
     def _swap(self, peer: Any, rows: torch.Tensor) -> torch.Tensor:

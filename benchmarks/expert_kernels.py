@@ -1,4 +1,5 @@
-"""The experts' two kernels, forward and backward, at sizes from tiny to large: the basis of ``experts.kernels.choice``.
+"""The experts' two kernels, forward and backward, at sizes from tiny to large: the basis of
+``experts.kernels.choice``.
 
 python -m benchmarks.expert_kernels [--rounds 5] [--out FILE]
 """
@@ -41,6 +42,7 @@ def step(
     sizes = ((rows, width), (experts, width, 2 * hidden), (experts, hidden, width), (rows,))
     x, up, down, weights = (torch.randn(size, generator=draw).requires_grad_() for size in sizes)
     counts = torch.full((experts,), rows // experts)
+    # the rows need not be a multiple of the experts: the first takes the rest
     counts[0] += rows - counts.sum()
     upstream = torch.randn(rows, width, generator=draw)
 

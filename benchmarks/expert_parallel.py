@@ -1,9 +1,10 @@
-"""Experts on one and two hosts of one core each: our step against a layer by hand, the exchange against Ray's object store.
+"""Experts on one and two hosts of one core each: our step against a layer by hand, the exchange
+against Ray's object store.
 
-``layer``: tokens per second of one MoE layer in training, ours against ``spmd_layer.py`` under torchrun, on one host and
-on two, and the weak-scaling efficiency of both. ``exchange``: two actors send each other rows and get as many back
-(``exchange_actors.py``), by ``all_to_all_single`` in a gloo group and by ``ray.put`` and ``ray.get``. Rounds alternate;
-medians are compared.
+``layer``: tokens per second of one MoE layer in training, ours against ``spmd_layer.py`` under
+torchrun, on one host and on two, and the weak-scaling efficiency of both. ``exchange``: two actors
+send each other rows and get as many back (``exchange_actors.py``), by ``all_to_all_single`` in a
+gloo group and by ``ray.put`` and ``ray.get``. Rounds alternate; medians are compared.
 
     python -m benchmarks.expert_parallel [--rounds 5] [--parts layer exchange] [--contestants hand ours] [--out FILE]
 """
@@ -56,7 +57,8 @@ def by_hand(hosts: int, steps: int) -> float:
         code = run_to_end(command, folder)
         output = (folder / "output.txt").read_text(errors="replace")
         results = [line for line in output.splitlines() if line.startswith("{")]
-        # The exit code alone is no failure: gloo sometimes aborts when a process ends, after the result was printed
+        # The exit code alone is no failure: gloo sometimes aborts when a process ends, after the
+        # result was printed
         if not results:
             raise RuntimeError(f"the layer by hand on {hosts} ranks {_ending(code)}:\n{tail(folder)}")
     return json.loads(results[-1])["tokens_per_s"]
@@ -163,7 +165,9 @@ def compare_exchanges(sizes: Sequence[int], rounds: int, repeats: int) -> str:
 def measure_exchanges(
     actors: list[Any], rows: int, rounds: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Return the milliseconds for out and back, a median for each round: in a group, through the object store."""
+    """Return the milliseconds for out and back, a median for each round: in a group, through the
+    object store.
+    """
     group: list[float] = []
     store: list[float] = []
     for _ in range(rounds):

@@ -1,8 +1,9 @@
-"""Steps per second of our loop against a hand-written PyTorch loop of the same model, batch and precision.
+"""Steps per second of our loop against a hand-written PyTorch loop of the same model, batch and
+precision.
 
-Both get the same data on the device, the same fused AdamW, clipping and schedule; ours runs with everything a user
-gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are compared. Accelerate, where it is
-installed, runs the same steps in the form of its documentation.
+Both get the same data on the device, the same fused AdamW, clipping and schedule; ours runs with
+everything a user gets: events, TensorBoard, monitor, phase timers. Rounds alternate; medians are
+compared. Accelerate, where it is installed, runs the same steps in the form of its documentation.
 
     python -m benchmarks.loop_overhead [--rounds 5] [--out FILE]
 """
@@ -124,7 +125,9 @@ def lr_factor(step: int, total: int) -> float:
 
 
 def batches(data: TensorData, batch: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield shuffled batches of tensors that are on the device already, as a careful hand-written loop does."""
+    """Yield shuffled batches of tensors that are on the device already, as a careful hand-written
+    loop does.
+    """
     while True:
         order = torch.randperm(len(data), device=data.tensors[0].device)
         for begin in range(0, len(data) - batch + 1, batch):
@@ -169,7 +172,9 @@ def bare(case: Case, device: torch.device) -> float:
 
 
 def ours(case: Case, device: torch.device) -> float:
-    """Return the steps per second of our loop, built as ``orchestrator train`` does, without the last checkpoint."""
+    """Return the steps per second of our loop, built as ``orchestrator train`` does, without the
+    last checkpoint.
+    """
     task = case.make()
     config = case.config.but(max_steps=WARM_UP + case.steps)
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
@@ -188,6 +193,7 @@ def ours(case: Case, device: torch.device) -> float:
         log = EventLog(run_dir / "events.jsonl", [trackers])
         world = World.single_process(prepared.plan.device.value)
         training = build_training(WorkerContext(prepared, world, run_dir, log))
+        # a hand-written loop saves nothing either
         training.checkpoints.save = lambda progress: None  # noqa: ARG005
         training.checkpoints.durable_step = WARM_UP + case.steps
         gpus = tuple(gpu.uuid or gpu.index for gpu in prepared.inventory.gpus)
@@ -201,8 +207,8 @@ def ours(case: Case, device: torch.device) -> float:
 def under_ray(case: Case, device: torch.device) -> float:  # noqa: ARG001
     """Return the steps per second of one worker of Ray Train, in a process of its own.
 
-    A user starts it with ``--parallel-strategy data_parallel --workers 1``. The rate is that of its summary, which leaves
-    out the first steps.
+    A user starts it with ``--parallel-strategy data_parallel --workers 1``. The rate is that of its
+    summary, which leaves out the first steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = case.config.but(

@@ -1,11 +1,13 @@
-"""Forward and backward of one MoE layer in bf16 on one GPU: our layer, and one written by hand around torch's grouped
-product, eager and compiled.
+"""Forward and backward of one MoE layer in bf16 on one GPU: our layer, and one written by hand
+around torch's grouped product, eager and compiled.
 
-All compute the same: fp32 scores, softmax, top-k, normalised weights, the balance and the z loss, SwiGLU experts; all
-gradients are taken, of the input, the experts and the gate. Figures are TFLOP/s of the experts' products alone, so
-all other work lowers them. Rounds alternate between the candidates; medians are compared.
+All compute the same: fp32 scores, softmax, top-k, normalised weights, the balance and the z loss,
+SwiGLU experts; all gradients are taken, of the input, the experts and the gate. Figures are TFLOP/s
+of the experts' products alone, so all other work lowers them. Rounds alternate between the
+candidates; medians are compared.
 
-Shapes: T tokens, D width, H hidden size, E experts, K experts per token, R rows (T × K, sorted by expert).
+Shapes: T tokens, D width, H hidden size, E experts, K experts per token, R rows (T × K, sorted by
+expert).
 
     python -m benchmarks.moe_layer [--rounds 7] [--profile] [--out FILE]
 """
@@ -97,7 +99,8 @@ def route(x_TD: Tensor, weights: Weights, top_k: int) -> tuple[Tensor, Tensor, T
 def plain(weights: Weights, top_k: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the layer plainly around the grouped product.
 
-    It ends with a gather and a sum over K: with an ``index_add`` instead it takes 1 to 17% longer, compiled.
+    It ends with a gather and a sum over K: with an ``index_add`` instead it takes 1 to 17% longer,
+    compiled.
     """
     weights_TK, experts_TK, losses = route(x_TD, weights, top_k)
     chosen_R = experts_TK.flatten()
@@ -118,9 +121,11 @@ def inverse(order_R: Tensor) -> Tensor:
 
 
 def with_kernels(weights: Weights, top_k: int, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the layer by our kernels in one function: the structure of our layer without its generality.
+    """Compute the layer by our kernels in one function: the structure of our layer without its
+    generality.
 
-    Weights are applied before the experts' second product, so that only a sum is left to do after it.
+    Weights are applied before the experts' second product, so that only a sum is left to do after
+    it.
     """
     logits_TE = fused_gate.gate_logits(x_TD, weights.gate_ED)
     weights_TK, experts_TK, balance, z = fused_gate.choose(logits_TE, weights.share_E, top_k, normalise=True)
@@ -207,13 +212,18 @@ def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
 
 
 def difference(results: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative difference of an output or a gradient. More than rounding means another layer."""
+    """Return the largest relative difference of an output or a gradient.
+
+    More than rounding means another layer.
+    """
     pairs = [(result.float(), wanted.float()) for result, wanted in zip(results, expected, strict=True)]
     return max(float((result - wanted).norm() / wanted.norm()) for result, wanted in pairs)
 
 
 def compare(shape: Shape, device: torch.device, rounds: int) -> list[str]:
-    """Return a row of the table: TFLOP/s of each, ours against the compiled, and how far apart the results are."""
+    """Return a row of the table: TFLOP/s of each, ours against the compiled, and how far apart the
+    results are.
+    """
     named = candidates(shape, device)
     x_TD, grad_TD = tokens_of(shape, device)
     expected = named["plain"].results(x_TD, grad_TD)

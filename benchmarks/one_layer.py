@@ -1,4 +1,5 @@
-"""The layer of ``spmd_layer.py`` as a task: same sizes, tokens and loss; the input's gradient is computed too.
+"""The layer of ``spmd_layer.py`` as a task: same sizes, tokens and loss; the input's gradient is
+computed too.
 
 Shapes: T tokens, D width, E experts.
 """

@@ -1,7 +1,9 @@
-"""The gain of placing experts by cost and speed over simple rules: predicted time of the slowest host, relative to ours.
+"""The gain of placing experts by cost and speed over simple rules: predicted time of the slowest
+host, relative to ours.
 
-Loads follow Zipf's law over the experts in random order; sizes are one hidden size, or three in turn. Pure arithmetic:
-nothing runs on the hosts. Small cases are compared with every possible assignment.
+Loads follow Zipf's law over the experts in random order; sizes are one hidden size, or three in
+turn. Pure arithmetic: nothing runs on the hosts. Small cases are compared with every possible
+assignment.
 
     python -m benchmarks.placement [--seed 0] [--out FILE]
 """
@@ -41,7 +43,10 @@ def contiguous(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement:
 
 
 def equal_counts(experts: list[ExpertCost], hosts: list[HostFacts]) -> Placement:
-    """Place as EPLB does: the heaviest expert first, on the least loaded host that is not full. Speeds do not count."""
+    """Place as EPLB does: the heaviest expert first, on the least loaded host that is not full.
+
+    Speeds do not count.
+    """
     share = -(-len(experts) // len(hosts))
     host_of = [0] * len(experts)
     load = [0.0] * len(hosts)

@@ -1,6 +1,8 @@
-"""The model of ``benchmarks.chaos`` under plain Ray Train, with Ray Train's own fault tolerance, for comparison.
+"""The model of ``benchmarks.chaos`` under plain Ray Train, with Ray Train's own fault tolerance,
+for comparison.
 
-That is ``FailureConfig``, and checkpoints through ``ray.train.report``. Started as a script; it trains until it is killed:
+That is ``FailureConfig``, and checkpoints through ``ray.train.report``. Started as a script; it
+trains until it is killed:
 
     python benchmarks/plain_chaos.py FOLDER [--workers 3] [--checkpoint-every 10] [--pace 0.05]
 

@@ -1,4 +1,5 @@
-"""Trials by plain Ray Tune, each a Ray Train job in the form of Ray's documentation. ``benchmarks.sweep`` compares with it.
+"""Trials by plain Ray Tune, each a Ray Train job in the form of Ray's documentation.
+``benchmarks.sweep`` compares with it.
 
 Started as a script:
 
@@ -67,7 +68,8 @@ def main() -> None:
     names = ("workers", "batch", "accumulation", "steps")
     entries = [map(int, entry.split(":")) for entry in sys.argv[2].split(",")]
     trials = [dict(zip(names, entry, strict=True)) | {"folder": str(folder)} for entry in entries]
-    # Each trial's own process needs a slot too: with four, two trials of one worker run at a time, as in our sweep
+    # Each trial's own process needs a slot too: with four, two trials of one worker run at a time,
+    # as in our sweep
     ray.init(address="local", num_cpus=4)
     begun = time.perf_counter()
     results = tune.Tuner(

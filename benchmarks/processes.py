@@ -19,7 +19,11 @@ _TERMINATE_S = 20
 
 @contextmanager
 def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in a session of its own. At the end, kill what is left of that session, and nothing else."""
+    """Start a process in a session of its own.
+
+    At the end, kill what is left of that session, and nothing else.
+    """
+    # the plain scripts are started by their path: without this they would not find the packages
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
@@ -29,6 +33,7 @@ def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
     try:
         yield process
     finally:
+        # asked before the process ends: afterwards its children belong to another parent
         with suppress(psutil.Error):
             children = psutil.Process(process.pid).children(recursive=True)
         end(process, children)
@@ -63,7 +68,10 @@ def belongs_to(pid: int, root: int) -> bool:
 
 
 def kill(pid: int, process: subprocess.Popen[bytes]) -> float:
-    """Send SIGKILL to a process that belongs to ``process``. Returns the time; refuses any other process."""
+    """Send SIGKILL to a process that belongs to ``process``.
+
+    Returns the time; refuses any other process.
+    """
     if not belongs_to(pid, process.pid):
         raise RuntimeError(f"process {pid} does not belong to {process.pid}: not killed")
     killed = time.time()
@@ -78,7 +86,10 @@ def wait_until(
     poll_s: float = 0.01,
     timeout_s: float = LONGEST_S,
 ) -> None:
-    """Wait for a condition. Raises with the end of the output where the process ends first, or takes too long."""
+    """Wait for a condition.
+
+    Raises with the end of the output where the process ends first, or takes too long.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -1,9 +1,11 @@
-"""Data-parallel training on two workers: time to the first step, per step, and to recover from a killed worker.
+"""Data-parallel training on two workers: time to the first step, per step, and to recover from a
+killed worker.
 
-A plain Ray Train job in the form of Ray's documentation (``plain_ray_train.py``: an MLP on the digits, ``ray.train.report``
-at every step) against ``orchestrator train`` on the digits, both with a global batch of 64 and each on its own Ray. Rounds
-alternate; medians are compared. With ``--kill``, worker 1 is killed (SIGKILL) some steps after a checkpoint; both write
-one every 10 steps.
+A plain Ray Train job in the form of Ray's documentation (``plain_ray_train.py``: an MLP on the
+digits, ``ray.train.report`` at every step) against ``orchestrator train`` on the digits, both with
+a global batch of 64 and each on its own Ray. Rounds alternate; medians are compared. With
+``--kill``, worker 1 is killed (SIGKILL) some steps after a checkpoint; both write one every 10
+steps.
 
     python -m benchmarks.ray_start [--rounds 3] [--kill] [--contestants plain ours] [--out FILE]
 """
@@ -97,7 +99,10 @@ def plain_marks(folder: Path) -> list[StepMark]:
 
 
 def our_marks(folder: Path) -> list[StepMark]:
-    """Read our steps. A new life begins with the first ``start`` or ``recovery`` event after a step."""
+    """Read our steps.
+
+    A new life begins with the first ``start`` or ``recovery`` event after a step.
+    """
     marks: list[StepMark] = []
     life = 0
     life_has_steps = False
@@ -112,6 +117,7 @@ def our_marks(folder: Path) -> list[StepMark]:
     return marks
 
 
+# More of our steps than of the plain job's, which wait for Ray's poll. With a kill the run must outlast its recovery.
 CONTESTANTS = {
     "plain": Contestant("plain Ray Train", plain_command, 30, 30, plain_marks, "worker_{rank}.pid"),
     "ours": Contestant("orchestrator", our_command, 200, 2000, our_marks, "run/logs/worker_{rank}.pid"),

@@ -1,4 +1,7 @@
-"""The predicted scaling of known devices, next to the efficiency that a guide promises. Nothing is measured."""
+"""The predicted scaling of known devices, next to the efficiency that a guide promises.
+
+Nothing is measured.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ CLUSTERS = {
 
 
 def scaling(arguments: argparse.Namespace) -> str:
-    """Return the promised efficiencies next to the predicted ones: weak scaling, one micro-batch on each device."""
+    """Return the promised efficiencies next to the predicted ones: weak scaling, one micro-batch on
+    each device.
+    """
     columns = ["devices", "promised"]
     rows = {count: [str(count), f"{share:.0%}"] for count, share in PROMISED.items()}
     details: list[list[str]] = []

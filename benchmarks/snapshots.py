@@ -3,8 +3,8 @@
     python -m benchmarks.snapshots [--rounds 5] [--steps 600] [--tasks digits text] [--out FILE]
     python -m benchmarks.snapshots --gpu [--gigabytes 10] [--out FILE]
 
-The first measures steps per second with and without snapshots, in turn. The second measures the loop's stall for so much
-state on a GPU.
+The first measures steps per second with and without snapshots, in turn. The second measures the
+loop's stall for so much state on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ NEVER = 10**6
 
 
 def rate(snapshot_every: int, steps: int, task: str) -> float:
-    """Return the steps per second of two expert hosts, by wall-clock time: a snapshot takes time between steps.
+    """Return the steps per second of two expert hosts, by wall-clock time: a snapshot takes time
+    between steps.
 
-    It is the median over all stretches of as many steps as lie between two snapshots: other processes disturb some.
+    It is the median over all stretches of as many steps as lie between two snapshots: other
+    processes disturb some.
     """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -132,6 +134,7 @@ def snapshot_worker(services: Any, gigabytes: float, rounds: int) -> Iterator[An
                 begun = perf_counter()
                 snapshots.take(Progress(step=step))
                 stalls.append(perf_counter() - begun)
+            # the first two warm up the device
             return usual[2:], preparing, stalls
 
     yield SnapshotWorker()
@@ -143,6 +146,7 @@ def on_gpu(arguments: argparse.Namespace) -> str:
 
     from experts.actor_host import ExpertHost
 
+    # room for the snapshot that is written, the newest one, and the one before it
     store_bytes = round(3.5e9 * arguments.gigabytes) + 2**28
     ray.init(address="local", include_dashboard=False, object_store_memory=store_bytes, log_to_driver=False)
     host = ExpertHost.options(num_gpus=1 if ray.cluster_resources().get("GPU") else 0).remote()  # pyright: ignore

@@ -4,10 +4,11 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.spmd_layer [--steps 30]
 
-Each rank has 2,048 tokens of its own, fp32, one thread. The input's gradient is computed, as inside a model. Prints a
-line of JSON.
+Each rank has 2,048 tokens of its own, fp32, one thread. The input's gradient is computed, as inside
+a model. Prints a line of JSON.
 
-Shapes: T tokens, D width, H hidden size, E experts, L experts of a rank, K experts per token, R rows, W ranks.
+Shapes: T tokens, D width, H hidden size, E experts, L experts of a rank, K experts per token, R
+rows, W ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ WARM_UP = 5
 
 
 class SpmdLayer(nn.Module):
-    """Softmax gate, top-k with normalised weights, this rank's SwiGLU experts. One rank exchanges nothing."""
+    """Softmax gate, top-k with normalised weights, this rank's SwiGLU experts.
+
+    One rank exchanges nothing.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: the command line, a header with place and versions, Markdown tables, and the result file."""
+"""Shared by all benchmarks: the command line, a header with place and versions, Markdown tables,
+and the result file.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""A sweep of 24 trials, and the same trials by plain Ray Tune with a ``TorchTrainer`` for each, on two cores.
+"""A sweep of 24 trials, and the same trials by plain Ray Tune with a ``TorchTrainer`` for each, on
+two cores.
 
     python -m benchmarks.sweep [--plain 4] [--out FILE]
 
-The trials train on the digits; two of them are infeasible and one fails. Plain trials train as many steps as ours were
-measured over; all of them are of one run.
+The trials train on the digits; two of them are infeasible and one fails. Plain trials train as many
+steps as ours were measured over; all of them are of one run.
 
     python -m benchmarks.sweep --gpu [--out FILE]
 
-On a GPU: a grid of 16 trials of a transformer, a search with half of them, and the plan's own choice without a sweep.
+On a GPU: a grid of 16 trials of a transformer, a search with half of them, and the plan's own
+choice without a sweep.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ PLAIN_WARM_UP = 8  # steps that a trial of ours does before it is measured
 
 
 def space_of_24() -> Space:
-    """Return 21 points that run, two with more workers than cores, and one with more experts per token than experts."""
+    """Return 21 points that run, two with more workers than cores, and one with more experts per
+    token than experts.
+    """
     points: list[dict[str, Any]] = [
         {"batch_size": batch, "accumulation_steps": accumulation, "workers": workers}
         for workers in (1, 2)
@@ -69,7 +73,9 @@ def sweep(
 
 
 def sweep_plain(rows: list[TrialRow], folder: Path) -> float:
-    """Return the seconds of these trials by one plain Tuner, with a TorchTrainer for each; Ray's start is not counted."""
+    """Return the seconds of these trials by one plain Tuner, with a TorchTrainer for each; Ray's
+    start is not counted.
+    """
     entries = ",".join(
         f"{row.workers}:{row.batch_size}:{row.accumulation_steps}:{(row.steps or 0) + PLAIN_WARM_UP}"
         for row in rows
@@ -85,6 +91,7 @@ def sweep_plain(rows: list[TrialRow], folder: Path) -> float:
 def on_cpu(num_plain: int, folder: Path) -> str:
     """Compare the sweep of 24 trials with plain Tune over some of them."""
     record, seconds = sweep(space_of_24(), folder / "ours")
+    # infeasible and failed trials cost next to nothing: only completed ones are compared with plain Tune
     completed = [row for row in record.rows if row.status == "completed"]
     compared = completed[:: max(1, len(completed) // num_plain)][:num_plain]
     plain_s = sweep_plain(compared, folder / "plain") / len(compared)

@@ -1,4 +1,5 @@
-"""Write docs/settings.md from the code: every flag with its values, default, meaning, and the packages that read it.
+"""Write docs/settings.md from the code: every flag with its values, default, meaning, and the
+packages that read it.
 
     make docs-settings
 
@@ -90,7 +91,9 @@ def _options(verb: str, kind: type) -> str:
 
 
 def option_types() -> dict[str, type]:
-    """Return the options of each verb: the dataclasses named VerbOptions in the modules of the command line."""
+    """Return the options of each verb: the dataclasses named VerbOptions in the modules of the
+    command line.
+    """
     kinds = {}
     for module in pkgutil.iter_modules(orchestrator.cli.__path__, "orchestrator.cli."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -102,9 +105,9 @@ def option_types() -> dict[str, type]:
 def find_readers() -> dict[str, list[str]]:
     """Return the packages that read each setting, by its flat name.
 
-    A read is an attribute ``config.section.name``, or ``section.name`` where a function is given its section. Where no
-    module reads a setting so, every attribute and every string of that name counts, and every call of a method of the
-    section that reads it.
+    A read is an attribute ``config.section.name``, or ``section.name`` where a function is given
+    its section. Where no module reads a setting so, every attribute and every string of that name
+    counts, and every call of a method of the section that reads it.
     """
     sections = {field.name: section for section, kind in section_types().items() for field in fields(kind)}
     methods = _methods_that_read()

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.cluster import RayCluster, local_cluster
 
-# Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny: on two busy cores, threads
-# that wait for each other cost ten times what they save.
+# Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny:
+# on two busy cores, threads that wait for each other cost ten times what they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -33,7 +33,9 @@ _RAY_FILES = (
 
 
 def _group(file: str) -> str:
-    """Return the scheduling group: files that start Ray share one worker; every other file is its own group."""
+    """Return the scheduling group: files that start Ray share one worker; every other file is its
+    own group.
+    """
     return "ray" if Path(file).as_posix().endswith(_RAY_FILES) else file
 
 

@@ -1,7 +1,9 @@
-"""The documentation is true: commands and Python of README.md and docs/*.md run, flags and links exist.
+"""The documentation is true: commands and Python of README.md and docs/*.md run, flags and links
+exist.
 
-A block ```` ```bash ```` runs, line by line, in one folder per page. A block ```` ```bash no-run ```` needs a cluster, a
-GPU or minutes: it is counted, and its commands are parsed. Every ```` ```python ```` block runs.
+A block ```` ```bash ```` runs, line by line, in one folder per page. A block ```` ```bash no-run
+```` needs a cluster, a GPU or minutes: it is counted, and its commands are parsed. Every ````
+```python ```` block runs.
 """
 
 from __future__ import annotations
@@ -172,7 +174,10 @@ PAGES_THAT_RUN = sorted({block.page for block in BLOCKS if block.runs and block.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES_THAT_RUN)
 def test_commands_run(page: str, tmp_path: Path, shared_cluster: RayCluster) -> None:
-    """In order, in one folder, as a reader would. Workers are started on the cluster of the tests."""
+    """In order, in one folder, as a reader would.
+
+    Workers are started on the cluster of the tests.
+    """
     for block in BLOCKS:
         if block.page == page and block.language == "bash" and block.runs:
             for command in block.commands("orchestrator"):
@@ -195,7 +200,10 @@ def _environment(cluster: RayCluster | None) -> dict[str, str]:
 def run_command(
     _rank: int, _size: int, _store: str, command: str, folder: str, environment: dict[str, str]
 ) -> tuple[int, str]:
-    """Run a command line in this process, which has torch loaded already. Returns exit code and output."""
+    """Run a command line in this process, which has torch loaded already.
+
+    Returns exit code and output.
+    """
     from orchestrator.cli.main import main
 
     log = _enter(folder, environment)

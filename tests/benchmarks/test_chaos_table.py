@@ -20,7 +20,8 @@ def step(number: int, at: float) -> Event:
 def two_kills() -> tuple[list[FiredFault], list[Event]]:
     """Return two kills and the events of their run.
 
-    After the first, a step is recorded late. The second comes before the group is formed, and has no failure event."""
+    After the first, a step is recorded late. The second comes before the group is formed, and has
+    no failure event."""
     recovery: dict[str, Any] = {
         "event": "recovery",
         "attempt": 1,

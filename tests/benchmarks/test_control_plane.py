@@ -1,4 +1,6 @@
-"""The benchmark of the control plane at tiny size, without actors: it runs, and its growth is what it says."""
+"""The benchmark of the control plane at tiny size, without actors: it runs, and its growth is what
+it says.
+"""
 
 from __future__ import annotations
 

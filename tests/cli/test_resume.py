@@ -1,6 +1,7 @@
 """Runs killed by SIGKILL at any moment, then continued by ``--resume auto``.
 
-The losses equal those of a run never killed, to the last bit, and no acknowledged checkpoint is lost.
+The losses equal those of a run never killed, to the last bit, and no acknowledged checkpoint is
+lost.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 def kill_at_random(
     process: subprocess.Popen[str], run_dir: Path, generator: random.Random, during_save: bool
 ) -> None:
-    """Send SIGKILL once the process has recorded a few steps: at any moment, or while it writes a checkpoint."""
+    """Send SIGKILL once the process has recorded a few steps: at any moment, or while it writes a
+    checkpoint.
+    """
     events = run_dir / "events.jsonl"
     size = events.stat().st_size if events.exists() else 0
     wanted = size + generator.randrange(500, 6000)

@@ -57,7 +57,10 @@ def prose(text: str) -> str:
 
 
 def broken_links(path: Path) -> list[str]:
-    """Return the links of a page whose file or anchor does not exist. Links into the web are not followed."""
+    """Return the links of a page whose file or anchor does not exist.
+
+    Links into the web are not followed.
+    """
     broken = []
     for target in _LINK.findall(prose(path.read_text(encoding="utf-8"))):
         if target.startswith(("http://", "https://")):
