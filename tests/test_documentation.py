@@ -35,6 +35,7 @@ NOT_RUN = {
     "docs/expert-parallelism.md": 1,
     "docs/recovery.md": 1,
     "docs/security.md": 1,
+    "docs/settings.md": 1,
     "docs/sweeps.md": 1,
     "docs/training.md": 2,
 }

@@ -1,6 +1,7 @@
 """Small changes to a module's source that a good test must notice.
 
-``mutants(source)`` finds every place where one of the changes below applies, and returns one mutant per change:
+``mutants(source)`` finds every place where one of the changes below applies, and returns one mutant
+per change:
 
 =================  ==================================================================================
 comparison         ``<`` to ``<=`` and ``>=``, ``==`` to ``!=``, ``in`` to ``not in``, ``is`` to ``is not``, ...
@@ -12,8 +13,8 @@ min_max            ``min`` and ``max`` swapped, also as methods and as ``argmin`
 dropped            a statement removed: a call for its effect, an update in place, ``continue``
 =================  ==================================================================================
 
-Code whose mutants say nothing about the tests is left out: docstrings, annotations, decorators, assertions, and the
-text of errors and messages.
+Code whose mutants say nothing about the tests is left out: docstrings, annotations, decorators,
+assertions, and the text of errors and messages.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def _changes(node: ast.AST, inside_init: bool) -> Iterator[_Change]:
 
 
 def _is_left_out(node: ast.AST) -> bool:
-    """Report whether nothing below this node is mutated: assertions, errors, messages, docstrings, f-strings."""
+    """Report whether nothing below this node is mutated: assertions, errors, messages, docstrings,
+    f-strings.
+    """
     if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
         return True
     if isinstance(node, ast.If):

@@ -1,14 +1,16 @@
-"""Mutation testing: change the source in one place, run the tests of that module, and list the changes they miss.
+"""Mutation testing: change the source in one place, run the tests of that module, and list the
+changes they miss.
 
     make mutants ARGS='--count 100 --seed 0 experts/gate.py'
     python -m tests.mutation.run --list orchestrator/plan/cost/*.py
 
-Each mutant is written into a temporary copy of the repository, one copy per job. A child process forked from this one,
-with torch and pytest loaded already, runs ``pytest -x`` there. A mutant is killed when a test fails or when the tests
-take too long; it survives when they all pass. Survivors are printed with their file, line and diff.
+Each mutant is written into a temporary copy of the repository, one copy per job. A child process
+forked from this one, with torch and pytest loaded already, runs ``pytest -x`` there. A mutant is
+killed when a test fails or when the tests take too long; it survives when they all pass. Survivors
+are printed with their file, line and diff.
 
-A mutant that no test can kill, because the program behaves the same, is listed with its reason in ``equivalent.yaml``.
-It is not run, and not counted in the score: killed / (killed + survived).
+A mutant that no test can kill, because the program behaves the same, is listed with its reason in
+``equivalent.yaml``. It is not run, and not counted in the score: killed / (killed + survived).
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class Slot:
     def _write(self, target: str, source: str) -> None:
         path = self.folder / target
         path.write_text(source, encoding="utf-8")
-        # Python compares source and bytecode by size and by the time in seconds: too coarse for two mutants in a row
+        # Python compares source and bytecode by size and by the time in seconds: too coarse for two
+        # mutants in a row
         for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             bytecode.unlink()
 
@@ -134,7 +137,10 @@ def _status(ended: bool, wait_status: int) -> str:
 
 
 def fork_tests(folder: Path, tests: Sequence[str], log: Path, write_bytecode: bool = False) -> int:
-    """Run test files in a copy of the repository, in a child that leads a session of its own. Returns its pid."""
+    """Run test files in a copy of the repository, in a child that leads a session of its own.
+
+    Returns its pid.
+    """
     pid = os.fork()
     if pid != 0:
         return pid
@@ -205,7 +211,10 @@ def copy_repository(folder: Path) -> None:
 
 
 def baseline(slot: Slot, target: str, tests: Sequence[str]) -> float:
-    """Run the tests of a module unchanged. Returns the seconds they take; raises where they do not pass."""
+    """Run the tests of a module unchanged.
+
+    Returns the seconds they take; raises where they do not pass.
+    """
     begun = time.monotonic()
     pid = fork_tests(slot.folder, tests, slot.log, write_bytecode=True)
     _, status = os.waitpid(pid, 0)

@@ -87,6 +87,13 @@ def mirrored_tests(root: Path, target: str) -> list[str]:
     path = Path(target)
     below = path.parent.relative_to("orchestrator") if path.parts[0] == "orchestrator" else path.parent
     folder = root / "tests" / below
-    mirror = sorted(folder.glob(f"test_{path.stem}.py")) + sorted(folder.glob(f"test_{path.stem}_*.py"))
-    names = [file.relative_to(root).as_posix() for file in mirror]
+    mirror = [folder / f"test_{path.stem}.py", *sorted(folder.glob(f"test_{path.stem}_*.py"))]
+    own = [file for file in mirror if file.exists() and not _mirrors_another(root, path, file)]
+    names = [file.relative_to(root).as_posix() for file in own]
     return [*names, *MORE_TESTS.get(target, ())]
+
+
+def _mirrors_another(root: Path, target: Path, test: Path) -> bool:
+    """Report whether a test of ``placement_search`` was taken for one of ``placement``."""
+    module = test.name.removeprefix("test_")
+    return module != target.name and (root / target.parent / module).exists()

@@ -55,7 +55,10 @@ def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_survivors_are_listed_and_the_source_stays_as_it_was(repository: Path) -> None:
-    """The tests do not reach the boundary: ``>=`` survives. The endless loop is ended by the time limit."""
+    """The tests do not reach the boundary: ``>=`` survives.
+
+    The endless loop is ended by the time limit.
+    """
     done = run(repository, "--jobs", "2", "--time-limit", "8", "--fail-under", "90", "experts/*.py")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "survived: experts/balance.py:6 (comparison)" in done.stdout
