@@ -1,0 +1,231 @@
+"""The driver's restarts, with fake attempts in place of Ray: their workers write events as real ones do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import ResourceError, TrainingFailed
+from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.runtime import driver as module
+from orchestrator.runtime.bootstrap import STOP_FILE, Assignment
+from orchestrator.runtime.driver import Attempt, AttemptResult, drive
+from orchestrator.runtime.recovery import Failure, GiveUp
+from orchestrator.runtime.recovery_log import RecoveryLog
+
+LOST = Failure("worker", "worker 1 was lost", 1, loss="died")
+COMPLETED = AttemptResult("completed")
+FAILED = AttemptResult(failure=LOST)
+
+
+@dataclass
+class FakeAttempt:
+    """An attempt that writes its workers' events at the first poll and ends at the second."""
+
+    result: AttemptResult
+    write_events: Callable[[], None]
+    polls: int = 0
+    closed: bool = False
+
+    def wait(self, timeout_s: float) -> AttemptResult | None:
+        self.polls += 1
+        if self.polls == 1:
+            self.write_events()
+            return None
+        return self.result
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeCluster:
+    """Runs the attempts that the test plans: their results, and the steps that their workers do."""
+
+    run_dir: Path
+    planned: list[tuple[AttemptResult, range]]
+    slots: int = 2
+    assignments: list[Assignment] = field(default_factory=list)
+    started_workers: list[int] = field(default_factory=list)
+    attempts: list[FakeAttempt] = field(default_factory=list)
+
+    def start(
+        self,
+        assignment: Assignment,
+        workers: int,
+        gpu: bool,
+        log: EventLog,
+        recovery_log: RecoveryLog,
+    ) -> Attempt:
+        result, steps = self.planned[len(self.attempts)]
+        self.assignments.append(assignment)
+        self.started_workers.append(workers)
+        self.attempts.append(FakeAttempt(result, lambda: self.write_events(workers, steps)))
+        return self.attempts[-1]
+
+    def write_events(self, workers: int, steps: range) -> None:
+        log = EventLog(self.run_dir / "events.jsonl")
+        if steps:
+            log.write("start", workers=workers, step=steps[0] - 1, build_seconds=0.001)
+        for step in steps:
+            time.sleep(0.002)
+            log.write("step", step=step)
+        log.close()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return of_kind(read_events(self.run_dir / "events.jsonl"), kind)
+
+
+@dataclass(frozen=True)
+class FakePrepared:
+    """A prepared run on two workers."""
+
+    resolved: Any
+    plan: Any = field(default_factory=lambda: SimpleNamespace(workers=SimpleNamespace(value=2)))
+    task: Any = None
+
+    def with_secrets(self) -> FakePrepared:
+        return self
+
+
+@dataclass
+class FakeScreen:
+    notes: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.shown.append(event["event"])
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def close(self) -> None: ...
+
+
+FakeClusters = Callable[..., FakeCluster]
+
+
+@pytest.fixture
+def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeClusters:
+    """``fake_cluster((result, steps), ...)``: a cluster for these attempts."""
+
+    def make(*planned: tuple[AttemptResult, range], slots: int = 2) -> FakeCluster:
+        cluster = FakeCluster(tmp_path, list(planned), slots)
+        monkeypatch.setattr(module, "_placement_groups", set)
+        monkeypatch.setattr(module, "_copy_logs", lambda *_: None)
+        monkeypatch.setattr(module, "resources_now", lambda: {"CPU": slots, "GPU": 0})
+        monkeypatch.setattr(module, "_NODE_RETURN_SECONDS", 0.0)
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
+        monkeypatch.setattr(module, "uses_gpus", lambda *_: False)
+        monkeypatch.setattr(module, "record_failure", lambda *_: None)
+        return cluster
+
+    return make
+
+
+def drive_run(cluster: FakeCluster, screen: FakeScreen | None = None, **settings: Any) -> str:
+    config = Config.of(run_dir=cluster.run_dir, trackers=[], **settings)
+    prepared: Any = FakePrepared(SimpleNamespace(config=config))
+    ray_cluster: Any = SimpleNamespace(autoscaling=False)
+    shown: Any = screen or FakeScreen()
+    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, shown)
+
+
+def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) -> None:
+    cluster = fake_cluster((COMPLETED, range(1, 6)))
+    assert drive_run(cluster) == "completed"
+    assert cluster.assignments[0].resume is None
+    assert cluster.events("failure") == cluster.events("recovery") == []
+    assert cluster.attempts[0].closed
+
+
+def test_a_restart_is_recorded_by_the_driver_from_the_workers_events(fake_cluster: FakeClusters) -> None:
+    screen = FakeScreen()
+    cluster = fake_cluster((FAILED, range(1, 9)), (COMPLETED, range(6, 12)))
+    assert drive_run(cluster, screen) == "completed"
+    (failure,) = cluster.events("failure")
+    assert (failure["message"], failure["rank"], failure["step"]) == ("worker 1 was lost", 1, 8)
+    (recovery,) = cluster.events("recovery")
+    assert (recovery["attempt"], recovery["source"]) == (1, "disk")
+    assert (recovery["workers_before"], recovery["workers"]) == (2, 2)
+    assert (recovery["step"], recovery["lost_steps"]) == (5, 3)
+    restart = cluster.events("start")[1]
+    steps = [event for event in cluster.events("step") if event["time"] > restart["time"]]
+    assert recovery["restore_seconds"] == pytest.approx(0.001, abs=1e-4)
+    assert recovery["replay_seconds"] == pytest.approx(steps[2]["time"] - restart["time"], abs=1e-4)
+    last_sign_of_life = cluster.events("step")[7]["time"]
+    assert recovery["total_seconds"] == pytest.approx(steps[0]["time"] - last_sign_of_life, abs=1e-4)
+    assert screen.shown.count("recovery") == 1
+    assert cluster.assignments[1].resume is not None
+
+
+def test_a_run_that_ends_before_the_lost_steps_are_repeated_has_its_recovery(
+    fake_cluster: FakeClusters,
+) -> None:
+    cluster = fake_cluster((FAILED, range(1, 9)), (AttemptResult("stopped"), range(6, 7)))
+    assert drive_run(cluster) == "stopped"
+    (recovery,) = cluster.events("recovery")
+    assert (recovery["step"], recovery["lost_steps"]) == (5, 3)
+
+
+def test_a_failure_that_is_final_keeps_the_recovery_before_it(fake_cluster: FakeClusters) -> None:
+    given_up = AttemptResult(failure=LOST, given_up=GiveUp("worker 1 was lost; no host is left"))
+    cluster = fake_cluster((FAILED, range(1, 9)), (given_up, range(6, 8)))
+    with pytest.raises(TrainingFailed, match="no host is left"):
+        drive_run(cluster)
+    assert len(cluster.events("recovery")) == 1
+
+
+def test_out_of_memory_restarts_with_half_the_micro_batch(fake_cluster: FakeClusters) -> None:
+    exhausted = AttemptResult(failure=Failure("memory", "worker 0 ran out", 0, 8))
+    cluster = fake_cluster((exhausted, range(0)), (exhausted, range(0)), (COMPLETED, range(1, 3)))
+    assert drive_run(cluster) == "completed"
+    resumes = [assignment.resume for assignment in cluster.assignments[1:]]
+    assert [resume.halvings for resume in resumes if resume is not None] == [1, 2]
+    (recovery,) = cluster.events("recovery")
+    assert recovery["attempt"] == 2, "the first restart reached no step: one recovery covers both"
+
+
+def test_a_smaller_cluster_restarts_fewer_workers(fake_cluster: FakeClusters) -> None:
+    cluster = fake_cluster((FAILED, range(1, 3)), (COMPLETED, range(1, 5)), slots=1)
+    assert drive_run(cluster) == "completed"
+    assert cluster.started_workers == [2, 1]
+    (recovery,) = cluster.events("recovery")
+    assert (recovery["workers_before"], recovery["workers"]) == (2, 1)
+
+
+def test_too_many_failures_end_the_run(fake_cluster: FakeClusters) -> None:
+    cluster = fake_cluster((FAILED, range(1, 3)), (FAILED, range(1, 3)))
+    with pytest.raises(TrainingFailed, match="--max-failures is 1"):
+        drive_run(cluster, max_failures=1)
+    assert all(attempt.closed for attempt in cluster.attempts)
+
+
+def test_memory_that_cannot_be_halved_is_an_error_of_resources(fake_cluster: FakeClusters) -> None:
+    exhausted = AttemptResult(failure=Failure("memory", "worker 0 ran out", 0, 1))
+    with pytest.raises(ResourceError, match="cannot be halved"):
+        drive_run(fake_cluster((exhausted, range(0))))
+
+
+def test_a_request_to_stop_is_passed_on_by_a_file(
+    fake_cluster: FakeClusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Requested:
+        def __enter__(self) -> Callable[[], bool]:
+            return lambda: True
+
+        def __exit__(self, *_: object) -> None: ...
+
+    screen = FakeScreen()
+    monkeypatch.setattr(module, "stop_on_signal", Requested)
+    cluster = fake_cluster((AttemptResult("stopped"), range(1, 3)))
+    assert drive_run(cluster, screen) == "stopped"
+    assert (cluster.run_dir / "logs" / STOP_FILE).exists()
+    assert any("stopping after this step" in note for note in screen.notes)
