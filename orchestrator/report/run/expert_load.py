@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.record.events import Event
-from orchestrator.record.host_balance import token_counts, sum_counts
+from orchestrator.record.host_balance import sum_counts, token_counts
 from orchestrator.report.run.read import RunRecord, remembered
 
 MAX_COLUMNS = 120

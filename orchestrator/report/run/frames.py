@@ -16,6 +16,9 @@ from orchestrator.types import PHASES
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
+Frame = Any
+"""A DataFrame inside the report. pandas annotates indexing with unions that no type checker narrows."""
+
 MAX_METRICS = 256
 """A run has a handful of metrics; with a new name in each line a table would outgrow the memory."""
 
@@ -108,7 +111,7 @@ def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
     return steps_frame(record) if table == "steps" else _event_frame(record, table)
 
 
-def steps_frame(record: RunRecord) -> DataFrame:
+def steps_frame(record: RunRecord) -> Frame:
     """Return one row per step, with the evaluations joined."""
     steps = _event_frame(record, "steps")
     evaluations = _event_frame(record, "evaluations")
@@ -117,7 +120,7 @@ def steps_frame(record: RunRecord) -> DataFrame:
     return steps.join(scores.rename(columns=names))
 
 
-def _event_frame(record: RunRecord, name: str) -> DataFrame:
+def _event_frame(record: RunRecord, name: str) -> Frame:
     import pandas as pd
 
     table = _TABLES[name]

@@ -10,13 +10,13 @@ from orchestrator.record.host_balance import (
     RecordedHost,
     RecordedLayer,
     RecordedPlacement,
-    token_counts,
-    measurement,
     imbalance,
     mean_per_step,
-    settled_loads,
+    measurement,
     settled_imbalance,
+    settled_loads,
     sum_counts,
+    token_counts,
 )
 from orchestrator.report.run.read import RunRecord, remembered
 from orchestrator.report.run.stats import phase_seconds, plural, throughput

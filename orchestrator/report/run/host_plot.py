@@ -22,8 +22,8 @@ from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
 from orchestrator.report.run.host_load import (
     HOST_DOUBLINGS,
     UNEVEN,
-    LayerLoad,
     HostLoad,
+    LayerLoad,
     host_load,
     lost_text,
     slowest_text,

@@ -21,7 +21,7 @@ from orchestrator.report.draw.mpl import (
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.expert_load import MAX_DOUBLINGS, LayerLoad, doublings, layer_loads
 from orchestrator.report.run.host_plot import hosts_figure
-from orchestrator.report.run.panels import PanelCurve, Panel, panels
+from orchestrator.report.run.panels import Panel, PanelCurve, panels
 from orchestrator.report.run.read import RunRecord
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import yaml
 
 from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event, by_step, of_kind, read_events, is_shallow, split_sessions
+from orchestrator.record.events import Event, by_step, is_shallow, of_kind, read_events, split_sessions
 
 T = TypeVar("T")
 

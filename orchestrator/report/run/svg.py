@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.report.draw.axes import Axis, tick_text
 from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
-from orchestrator.report.run.panels import PanelCurve, Panel, Points
+from orchestrator.report.run.panels import Panel, PanelCurve, Points
 from orchestrator.report.run.stats import shares
 
 SPAN = 1000

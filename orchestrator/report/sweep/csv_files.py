@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.record.ledger import SweepRecord
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import one_line
 from orchestrator.report.sweep.frames import scaling_frame, trial_frame
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 MAX_TEXT_CHARS = 4000
 """Characters of a text; sweep.jsonl has the whole of it."""
@@ -26,7 +24,7 @@ def scaling_csv(record: SweepRecord) -> str:
     return _csv(scaling_frame(record).drop(columns="label"))
 
 
-def _csv(frame: DataFrame) -> str:
+def _csv(frame: Frame) -> str:
     values = frame.astype(object).where(frame.notna(), None)
     cells = values.map(_cell).rename(columns=_cell)
     return cells.to_csv(index=False, lineterminator="\n")

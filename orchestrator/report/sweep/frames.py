@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.space import point_key
 from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
-from orchestrator.report.run.frames import as_column
+from orchestrator.report.run.frames import Frame, as_column
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import other_swept, series_label, setting_names, train_command
 from orchestrator.report.sweep.scaling import ScalingSeries, all_series, best_by_devices
@@ -50,7 +50,7 @@ def read_sweep(folder: str | Path) -> DataFrame:
     return trial_frame(read_sweep_record(Path(folder)))
 
 
-def trial_frame(record: SweepRecord) -> DataFrame:
+def trial_frame(record: SweepRecord) -> Frame:
     """Return one row per trial: how it ended, its settings and its figures."""
     import pandas as pd
 
@@ -78,7 +78,7 @@ def _trial_values(record: SweepRecord, row: TrialRow, names: list[str]) -> dict[
     }
 
 
-def scaling_frame(record: SweepRecord) -> DataFrame:
+def scaling_frame(record: SweepRecord) -> Frame:
     """Return one row per number of devices of each series: the comparison with the base, and the trial.
 
     ``scaling`` is the kind of the series (best, strong, weak), ``series`` its number and ``label``

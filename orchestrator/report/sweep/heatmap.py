@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.config.space import point_key
 from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import (
     SHORT_STATUS,
@@ -22,9 +23,6 @@ from orchestrator.report.sweep.facts import (
     short_value,
     swept_settings,
 )
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 MAX_LEVELS = 8
 """A setting with more numbers than this is divided into bins."""
@@ -109,7 +107,7 @@ def explained_variance(values: Sequence[float], groups: Sequence[int]) -> float:
     """Return the part of the values' variance that their groups explain, corrected for the number of groups."""
     import pandas as pd
 
-    frame = pd.DataFrame({"value": values, "group": groups})
+    frame: Frame = pd.DataFrame({"value": values, "group": groups})
     num_groups = frame["group"].nunique()
     total = float(((frame["value"] - frame["value"].mean()) ** 2).sum())
     if num_groups < 2 or total <= 0:
@@ -175,7 +173,7 @@ def _cells(
 ) -> tuple[tuple[Cell, ...], ...]:
     import pandas as pd
 
-    trials = pd.DataFrame({"y": y_places, "x": x_places, "trial": [row.trial for row in record.rows]})
+    trials: Frame = pd.DataFrame({"y": y_places, "x": x_places, "trial": [row.trial for row in record.rows]})
     scores = {row.trial: row.score(record.objective) for row in record.ranked()}
     trials["score"] = trials["trial"].map(scores)
     ends = [_WORST_FIRST.index(row.status) if row.status in _WORST_FIRST else None for row in record.rows]
@@ -200,7 +198,7 @@ def _cells(
     return tuple(tuple(cell((y, x)) for x in range(width)) for y in range(height))
 
 
-def _by_cell(trials: DataFrame, column: str) -> dict[tuple[int, int], int]:
+def _by_cell(trials: Frame, column: str) -> dict[tuple[int, int], int]:
     places = zip(trials["y"].tolist(), trials["x"].tolist(), strict=True)
     return dict(zip(places, trials[column].tolist(), strict=True))
 

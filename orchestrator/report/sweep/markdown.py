@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from orchestrator.record.ledger import SweepRecord
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
     is_python_task,
@@ -23,9 +23,6 @@ from orchestrator.report.sweep.facts import (
 from orchestrator.report.sweep.frames import scaling_frame
 from orchestrator.report.sweep.scaling import best_by_devices
 from orchestrator.report.sweep.scaling_text import UNKNOWN, against_text, scaling_texts
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 STAR = "★"
 MAX_SERIES = 12
@@ -48,7 +45,7 @@ def scaling_md(record: SweepRecord) -> str:
     return "\n\n".join([*parts, *_other_trials(record)]) + "\n"
 
 
-def _best_section(record: SweepRecord, points: DataFrame) -> list[str]:
+def _best_section(record: SweepRecord, points: Frame) -> list[str]:
     best = best_by_devices(record)
     if not best:
         return ["No trial completed with a result, so there is nothing to compare."]
@@ -66,7 +63,7 @@ def _best_section(record: SweepRecord, points: DataFrame) -> list[str]:
     return parts
 
 
-def _series_section(record: SweepRecord, name: str, explanation: str, points: DataFrame) -> list[str]:
+def _series_section(record: SweepRecord, name: str, explanation: str, points: Frame) -> list[str]:
     if not len(points):
         return []
     numbers = points["series"].unique()
@@ -108,7 +105,7 @@ def _other_trials(record: SweepRecord) -> list[str]:
     return parts
 
 
-def markdown_table(frame: DataFrame) -> str:
+def markdown_table(frame: Frame) -> str:
     """Return a frame of texts as a Markdown table: columns of one width, figures to the right."""
     columns = [_aligned([name, *frame[name]]) for name in frame.columns]
     lines = zip(*columns, strict=True)

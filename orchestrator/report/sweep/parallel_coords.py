@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.config.space import point_key
 from orchestrator.record.ledger import SweepRecord, TrialRow
 from orchestrator.report.draw.axes import tick_text, ticks
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.facts import (
     name_text,
     objective_name,
@@ -145,7 +146,7 @@ def _spread_apart(places: Sequence[float]) -> tuple[float, ...]:
     distinct = sorted(set(places))
     gap = min((after - before for before, after in pairwise(distinct)), default=1.0)
     reach = min(SPREAD, 0.35 * gap)
-    column = pd.Series(places, dtype="float64")
+    column: Frame = pd.Series(places, dtype="float64")
     same = column.groupby(column)
     count = same.transform("size")
     # From -reach for the first line through a value to +reach for the last.

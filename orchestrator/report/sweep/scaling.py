@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from orchestrator.config.space import point_key
 from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.trials import (
     is_count,
     num_devices,
@@ -20,9 +21,6 @@ from orchestrator.report.sweep.trials import (
     throughput_interval,
     trial_settings,
 )
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 Kind = Literal["best", "strong", "weak"]
 Settings = Mapping[str, Any]
@@ -49,7 +47,7 @@ class ScalingSeries:
 
     kind: Kind
     settings: Settings
-    points: DataFrame
+    points: Frame
     """One row per number of devices, in ascending order, with the columns ``trial``, ``devices``,
     ``samples_per_second``, ``interval`` (fraction of the throughput), ``speedup`` over the base,
     ``efficiency`` (speed-up per device) and ``efficiency_interval`` (half the width of its 95 %
@@ -74,7 +72,7 @@ def best_by_devices(record: SweepRecord) -> dict[int, TrialRow]:
     import pandas as pd
 
     ranked = record.ranked()
-    devices = pd.Series([num_devices(row) for row in ranked], dtype="Int64").dropna()
+    devices: Frame = pd.Series([num_devices(row) for row in ranked], dtype="Int64").dropna()
     best = devices.drop_duplicates().sort_values()
     return {int(count): ranked[int(place)] for place, count in best.items()}
 
@@ -119,11 +117,11 @@ def all_series(record: SweepRecord) -> list[ScalingSeries]:
     return [*([best] if best else []), *series_of(record, "strong"), *series_of(record, "weak")]
 
 
-def measured_trials(record: SweepRecord) -> DataFrame:
+def measured_trials(record: SweepRecord) -> Frame:
     """Return the completed trials with a throughput and a known number of devices."""
     import pandas as pd
 
-    trials = pd.DataFrame(
+    trials: Frame = pd.DataFrame(
         {
             "trial": [row.trial for row in record.rows],
             "status": [row.status for row in record.rows],
@@ -138,7 +136,7 @@ def measured_trials(record: SweepRecord) -> DataFrame:
     return known.astype({"devices": "int64", "samples_per_second": "float64"})
 
 
-def compare(trials: DataFrame) -> DataFrame:
+def compare(trials: Frame) -> Frame:
     """Return the fastest trial of each number of devices, compared with the one on the fewest."""
     import numpy as np
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.record.ledger import SweepRecord, TrialRow
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
 from orchestrator.report.sweep.facts import hours_text, name_text, other_swept, rate_text, short_value
 from orchestrator.report.sweep.trials import num_devices, phase_shares, trial_settings
 from orchestrator.types import PHASES, bytes_text
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 PHASES_COLUMN = f"{' / '.join(PHASES)}, %"
 UNKNOWN = "–"
@@ -21,7 +19,7 @@ UNKNOWN = "–"
 _SETTINGS = ("strategy", "precision", "batch_size", "accumulation_steps", "global_batch_size")
 
 
-def scaling_texts(record: SweepRecord, frame: DataFrame) -> DataFrame:
+def scaling_texts(record: SweepRecord, frame: Frame) -> Frame:
     """Return the cells of a scaling frame for people, with names of columns for people."""
     import pandas as pd
 
@@ -83,7 +81,7 @@ def loss_text(row: TrialRow) -> str:
     return UNKNOWN if loss is None else f"{loss:.4g}"
 
 
-def against_text(frame: DataFrame) -> str:
+def against_text(frame: Frame) -> str:
     """Return the base of speed-up and efficiency in words."""
     bases = set(frame["against_devices"])
     if bases == {1}:

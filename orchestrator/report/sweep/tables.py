@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.svg import PART_COLORS, esc
 from orchestrator.report.sweep.facts import (
@@ -37,9 +38,6 @@ from orchestrator.report.sweep.trials import (
 )
 from orchestrator.types import PHASES, seconds_text, speed_text
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 MAX_SERIES = 12
 MAX_TRIALS = 2000
 MAX_OPEN_ROWS = 20
@@ -66,7 +64,7 @@ def scaling_tables(record: SweepRecord) -> str:
     return "".join(_scaling_table(record, kind, frame[frame["scaling"] == kind]) for kind in _TITLES)
 
 
-def _scaling_table(record: SweepRecord, kind: str, points: DataFrame) -> str:
+def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
     if not len(points):
         return ""
     rows = {row.trial: row for row in record.rows}

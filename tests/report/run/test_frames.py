@@ -8,7 +8,7 @@ import pytest
 
 import orchestrator
 from orchestrator.errors import UserError
-from orchestrator.report.run.frames import MAX_METRICS, as_column, read_run
+from orchestrator.report.run.frames import MAX_METRICS, Frame, as_column, read_run
 from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
 
 RECOVERED = FakeRun(workers=3, recover_at=70, phases=PHASES_PARALLEL)
@@ -19,7 +19,7 @@ def step(number: int, **fields) -> dict:
 
 
 def test_a_run_has_a_row_per_step(tmp_path) -> None:
-    steps = read_run(write_run(tmp_path))
+    steps: Frame = read_run(write_run(tmp_path))
     assert steps.index.tolist() == list(range(1, 121))
     assert steps.index.name == "step"
     names = ["epoch", "loss", "grad_norm", "lr", "samples", "units", "seconds", "time", "warm_up"]
@@ -32,7 +32,7 @@ def test_read_run_is_public_and_takes_a_text(tmp_path) -> None:
 
 
 def test_columns_can_be_computed_with(tmp_path) -> None:
-    steps = read_run(write_run(tmp_path))
+    steps: Frame = read_run(write_run(tmp_path))
     assert steps["loss"].dtype == "float64"
     assert steps["epoch"].dtype == "int64"
     assert steps["warm_up"].dtype == "bool"
@@ -45,15 +45,15 @@ def test_a_replayed_step_counts_once_by_its_last_line(tmp_path) -> None:
     folder = write_run(tmp_path, RECOVERED)
     lines = [event for event in run_events(RECOVERED) if event["event"] == "step" and event["step"] == 65]
     assert len(lines) == 2
-    steps = read_run(folder)
+    steps: Frame = read_run(folder)
     assert steps.index.is_unique
     assert steps.loc[65, "loss"] == lines[1]["loss"] != lines[0]["loss"]
 
 
 def test_evaluations_are_joined_to_their_step(tmp_path) -> None:
     folder = write_run(tmp_path)
-    steps = read_run(folder)
-    evaluations = read_run(folder, "evaluations")
+    steps: Frame = read_run(folder)
+    evaluations: Frame = read_run(folder, "evaluations")
     evaluated = steps.dropna(subset="validation_loss")
     assert evaluated.index.tolist() == evaluations.index.tolist() == [30, 60, 90, 120]
     assert evaluated["validation_loss"].tolist() == evaluations["loss"].tolist()
@@ -63,19 +63,20 @@ def test_evaluations_are_joined_to_their_step(tmp_path) -> None:
 
 def test_the_other_tables_have_a_row_per_event(tmp_path) -> None:
     folder = write_run(tmp_path, FakeRun(experts=8, hosted=True, workers=3, recover_at=70))
-    epochs = read_run(folder, "epochs")
+    epochs: Frame = read_run(folder, "epochs")
     assert epochs.index.tolist() == [0, 1, 2, 3]
     assert epochs["memory_allocated_bytes"].gt(0).all()
-    phases = read_run(folder, "phases")
+    phases: Frame = read_run(folder, "phases")
     assert phases["forward_seconds"].gt(0).all()
     assert phases["total_seconds"].iloc[0] == pytest.approx(0.08)
-    assert read_run(folder, "exchanges")["bytes"].gt(0).all()
+    exchanges: Frame = read_run(folder, "exchanges")
+    assert exchanges["bytes"].gt(0).all()
     assert read_run(folder, "checkpoints")["path"].tolist()[0] == "checkpoints/step_00000030"
-    failures = read_run(folder, "failures")
+    failures: Frame = read_run(folder, "failures")
     assert failures[["kind", "message", "rank", "final"]].values.tolist() == [
         ["worker", "worker 1 was lost", 1, False]
     ]
-    recoveries = read_run(folder, "recoveries")
+    recoveries: Frame = read_run(folder, "recoveries")
     assert recoveries["lost_steps"].tolist() == [10]
     assert recoveries["total_seconds"].tolist() == [12.3]
     assert recoveries["replay_seconds"].isna().all(), "absent in the event, so missing in the table"
@@ -88,14 +89,14 @@ def test_an_unknown_table_is_refused_with_the_known_ones(tmp_path) -> None:
 
 def test_a_run_without_steps_has_empty_tables(tmp_path) -> None:
     folder = write_run(tmp_path, FakeRun(steps=0, epochs=1, ends="failed"))
-    steps = read_run(folder)
+    steps: Frame = read_run(folder)
     assert len(steps) == 0
     assert {"loss", "seconds", "validation_loss"} <= set(steps.columns)
     assert len(read_run(folder, "failures")) == 1
 
 
 def test_non_finite_losses_are_numbers(tmp_path) -> None:
-    steps = read_run(write_run(tmp_path, FakeRun(broken={3: "nan", 4: "inf"})))
+    steps: Frame = read_run(write_run(tmp_path, FakeRun(broken={3: "nan", 4: "inf"})))
     assert steps["loss"].dtype == "float64"
     assert steps["loss"].isna().sum() == 1
     assert steps.loc[4, "loss"] == float("inf")
@@ -104,7 +105,7 @@ def test_non_finite_losses_are_numbers(tmp_path) -> None:
 def test_a_metric_with_a_taken_name_gets_a_prefix(tmp_path) -> None:
     metrics = {"loss": 7.0, "step": 8.0, "validation_loss": 9.0}
     evaluation = {"event": "evaluate", "step": 1, "loss": 0.5, "metrics": {"best": 3.0}}
-    steps = read_run(write_events(tmp_path, [step(1, metrics=metrics), evaluation]))
+    steps: Frame = read_run(write_events(tmp_path, [step(1, metrics=metrics), evaluation]))
     row = steps.loc[1]
     assert (row["loss"], row["metrics.loss"], row["metrics.step"]) == (1.0, 7.0, 8.0)
     assert (row["validation_loss"], row["metrics.validation_loss"]) == (9.0, 0.5)
@@ -113,7 +114,9 @@ def test_a_metric_with_a_taken_name_gets_a_prefix(tmp_path) -> None:
 
 def test_malformed_values_are_missing(tmp_path) -> None:
     odd = {"loss": [1], "lr": "fast", "seconds": True, "samples": 10**400, "time": 1e300, "metrics": "x"}
-    steps = read_run(write_events(tmp_path, [step(1) | odd, step(2, metrics={"a": {"b": 1}, "c": "inf"})]))
+    steps: Frame = read_run(
+        write_events(tmp_path, [step(1) | odd, step(2, metrics={"a": {"b": 1}, "c": "inf"})])
+    )
     assert steps.loc[1, ["loss", "lr", "seconds", "samples", "time", "a"]].isna().all()
     assert steps.loc[2, "loss"] == 0.5
     assert steps.loc[2, "c"] == float("inf")

@@ -78,7 +78,11 @@ def test_hosts_that_differ_say_so(tmp_path):
 
 def test_many_hosts_and_layers_are_not_shown_one_by_one(tmp_path):
     few, many = (
-        host_load(read_run_record(write_run(tmp_path / str(n), FakeRun(hosted=True, workers=n, experts=5, steps=20))))
+        host_load(
+            read_run_record(
+                write_run(tmp_path / str(n), FakeRun(hosted=True, workers=n, experts=5, steps=20))
+            )
+        )
         for n in (6, 7)
     )
     assert few is not None
@@ -124,7 +128,9 @@ def test_what_a_picture_says_is_what_it_shows(tmp_path):
 
 
 def test_fewer_hosts_after_a_recovery(tmp_path):
-    found = host_load(read_run_record(write_run(tmp_path, FakeRun(hosted=True, workers=3, experts=5, recover_at=77))))
+    found = host_load(
+        read_run_record(write_run(tmp_path, FakeRun(hosted=True, workers=3, experts=5, recover_at=77)))
+    )
     assert found is not None
     assert (len(found.hosts), found.placement.step) == (2, 60)
 

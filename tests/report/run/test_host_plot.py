@@ -95,7 +95,8 @@ def test_the_picture_is_one_of_the_run(tmp_path):
 
 def test_one_host_or_no_placement_is_no_picture(tmp_path):
     assert (
-        hosts_figure(read_run_record(write_run(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4)))) is None
+        hosts_figure(read_run_record(write_run(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4))))
+        is None
     )
     assert hosts_figure(read_run_record(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
 

@@ -59,7 +59,9 @@ def test_a_part_that_is_unknown_is_left_out(tmp_path):
     assert living_of(tmp_path / "a", FakeRun(experts=4)) == ""
     events = run_events(FEW)
     alone = living(
-        read_run_record(write_events(tmp_path / "b", [event for event in events if event["event"] != "placement"]))
+        read_run_record(
+            write_events(tmp_path / "b", [event for event in events if event["event"] != "placement"])
+        )
     )
     assert "sent per step" in alone
     assert "Hosts" not in alone

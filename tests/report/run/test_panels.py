@@ -3,7 +3,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.report.run.panels import MAX_POINTS, PanelCurve, Panel, decimate, device_panels, panels, smooth
+from orchestrator.report.run.panels import (
+    MAX_POINTS,
+    Panel,
+    PanelCurve,
+    decimate,
+    device_panels,
+    panels,
+    smooth,
+)
 from orchestrator.report.run.read import read_run_record
 from tests.support.fake_run import FakeRun, run_events, write_events, write_run
 

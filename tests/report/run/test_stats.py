@@ -139,7 +139,9 @@ def test_a_device_goes_by_its_makers_name(tmp_path):
 
 def test_a_unit_has_the_name_the_run_gave_it(tmp_path):
     assert (
-        figures.unit_name(read_run_record(write_events(tmp_path / "a", [{"event": "start", "unit": "frames"}])))
+        figures.unit_name(
+            read_run_record(write_events(tmp_path / "a", [{"event": "start", "unit": "frames"}]))
+        )
         == "frames"
     )
     assert figures.unit_name(read_run_record(write_events(tmp_path / "b", []))) == "tokens"

@@ -4,7 +4,7 @@ import re
 import struct
 import zlib
 
-from orchestrator.report.run.panels import PanelCurve, Panel
+from orchestrator.report.run.panels import Panel, PanelCurve
 from orchestrator.report.run.svg import bar, chart, esc, heat_image, stacked
 
 
@@ -12,7 +12,10 @@ def test_a_chart_has_its_curves_labels_and_scale():
     text = chart(
         Panel(
             "Loss",
-            (PanelCurve("train", [(1.0, 2.0), (3.0, 1.0)]), PanelCurve("validation", [(3.0, 1.5)], "dots", 1)),
+            (
+                PanelCurve("train", [(1.0, 2.0), (3.0, 1.0)]),
+                PanelCurve("validation", [(3.0, 1.5)], "dots", 1),
+            ),
             unit="nats",
         )
     )

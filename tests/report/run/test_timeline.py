@@ -36,7 +36,9 @@ def test_a_resume_tells_what_it_passed_over(tmp_path):
 
 def test_a_run_that_went_on_from_memory_says_so(tmp_path):
     (row,) = happenings(
-        read_run_record(write_events(tmp_path, [{"event": "resume", "step": 4, "path": None, "source": "memory"}]))
+        read_run_record(
+            write_events(tmp_path, [{"event": "resume", "step": 4, "path": None, "source": "memory"}])
+        )
     )
     assert row.text == "went on from copies in memory"
 
@@ -55,7 +57,9 @@ def test_a_recovery_is_told_with_its_parts(tmp_path):
 
 
 def test_a_placement_is_told_in_its_own_words(tmp_path):
-    record = read_run_record(write_run(tmp_path, FakeRun(steps=20, epochs=1, hosted=True, workers=2, experts=3)))
+    record = read_run_record(
+        write_run(tmp_path, FakeRun(steps=20, epochs=1, hosted=True, workers=2, experts=3))
+    )
     row = happenings(record)[0]
     assert (row.kind, row.tone, row.step) == ("placement", "calm", 0)
     assert row.text.startswith("3 experts of 4 layers on 2 hosts (lpt)")
@@ -68,6 +72,8 @@ def test_no_more_rows_than_a_page_bears(tmp_path):
 
 
 def test_markup_in_a_message_stays_text(tmp_path):
-    text = timeline_list(read_run_record(write_events(tmp_path, [{"event": "warning", "message": "<img src=x>"}])))
+    text = timeline_list(
+        read_run_record(write_events(tmp_path, [{"event": "warning", "message": "<img src=x>"}]))
+    )
     assert "&lt;img src=x&gt;" in text
     assert timeline_list(read_run_record(write_events(tmp_path / "none", []))) == ""

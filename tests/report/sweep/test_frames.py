@@ -9,6 +9,7 @@ import pytest
 
 import orchestrator
 from orchestrator.errors import UserError
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.frames import read_sweep, scaling_frame, trial_frame
 from orchestrator.types import GIB
 from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SWEEPS, FakeSweep, write_record, write_sweep
@@ -23,7 +24,7 @@ def add_lines(folder: Path, *trials: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", SWEEPS)
 def test_read_sweep_has_a_row_per_trial(tmp_path, name) -> None:
     record = write_record(tmp_path, SWEEPS[name])
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     assert frame.index.tolist() == [row.trial for row in record.rows]
     assert frame.index.name == "trial"
     assert frame["status"].tolist() == [row.status for row in record.rows]
@@ -37,7 +38,7 @@ def test_read_sweep_is_public_and_takes_a_text(tmp_path) -> None:
 
 def test_settings_and_figures_are_columns_with_units(tmp_path) -> None:
     record = write_record(tmp_path, MIXED)
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     row = record.rows[0]
     first = frame.loc[1]
     assert first["samples_per_second"] == row.samples_per_second
@@ -49,7 +50,7 @@ def test_settings_and_figures_are_columns_with_units(tmp_path) -> None:
 
 def test_columns_can_be_computed_with(tmp_path) -> None:
     write_sweep(tmp_path, MIXED)
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     assert frame["samples_per_second"].dtype == "float64"
     assert frame["peak_memory_bytes"].dtype == "Int64", "an integer, although some trials have none"
     assert frame["batch_size"].dtype == "int64"
@@ -63,13 +64,13 @@ def test_columns_can_be_computed_with(tmp_path) -> None:
 
 def test_figures_that_were_not_measured_are_missing(tmp_path) -> None:
     write_sweep(tmp_path, NOTHING)
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     assert frame[["samples_per_second", "step_seconds", "peak_memory_bytes"]].isna().all(axis=None)
 
 
 def test_a_sweep_without_trials_keeps_its_columns(tmp_path) -> None:
     write_sweep(tmp_path, FakeSweep(left=36))
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     assert len(frame) == 0
     assert {"status", "precision", "samples_per_second", "point"} <= set(frame.columns)
     assert scaling_frame(write_record(tmp_path / "b", FakeSweep(left=36))).empty
@@ -79,7 +80,7 @@ def test_settings_of_different_types_share_a_column(tmp_path) -> None:
     record = write_record(
         tmp_path, FakeSweep(space={"precision": ("auto", "fp32"), "loss_scale": (None, 2.5)})
     )
-    frame = trial_frame(record)
+    frame: Frame = trial_frame(record)
     assert frame["precision"].tolist() == ["bf16", "bf16", "fp32", "fp32"], "the plan's value for auto"
     assert frame["loss_scale"].isna().tolist() == [True, False, True, False]
 
@@ -92,7 +93,7 @@ def test_damaged_values_neither_stop_the_reader_nor_become_figures(tmp_path) -> 
         {"trial": 4, "point": {"workers": 10**400}, "status": "failed", "samples_per_second": "fast"},
         {"trial": 5, "point": {"status": "won", "devices": -1}, "status": "completed", "seconds": 1e308},
     )
-    frame = read_sweep(tmp_path)
+    frame: Frame = read_sweep(tmp_path)
     assert frame.index.tolist() == [1, 2, 3, 4, 5]
     assert frame["samples_per_second"].isna().tolist() == [False, False, True, True, True]
     assert frame.loc[5, "seconds"] == 1e308
@@ -108,7 +109,7 @@ def test_read_sweep_refuses_other_folders_in_words(tmp_path) -> None:
 
 
 def test_scaling_rows_compare_with_the_base_of_their_series(tmp_path) -> None:
-    frame = scaling_frame(write_record(tmp_path, EXPERTS))
+    frame: Frame = scaling_frame(write_record(tmp_path, EXPERTS))
     expected = frame["speedup"] * frame["against_devices"] / frame["devices"]
     assert frame["efficiency"].tolist() == pytest.approx(expected.tolist())
     bases = frame.groupby("series")["devices"].transform("min")
@@ -116,7 +117,7 @@ def test_scaling_rows_compare_with_the_base_of_their_series(tmp_path) -> None:
 
 
 def test_series_of_a_kind_have_different_labels(tmp_path) -> None:
-    frame = scaling_frame(write_record(tmp_path, EXPERTS))
+    frame: Frame = scaling_frame(write_record(tmp_path, EXPERTS))
     labels = frame[frame["scaling"] == "weak"].groupby("series")["label"].first()
     assert labels.iloc[0] == "batch 32, data parallel"
     assert labels.nunique() == len(labels) == 4
@@ -124,6 +125,6 @@ def test_series_of_a_kind_have_different_labels(tmp_path) -> None:
 
 def test_a_setting_with_the_name_of_a_column_hides_no_figure(tmp_path) -> None:
     space = {"workers": (1, 2), "devices": ("many", "few"), "speedup": ("x", "y")}
-    frame = scaling_frame(write_record(tmp_path, FakeSweep(space=space)))
+    frame: Frame = scaling_frame(write_record(tmp_path, FakeSweep(space=space)))
     assert set(frame["devices"]) == {1, 2}
     assert frame["speedup"].dtype == "float64"

@@ -3,10 +3,10 @@
 import math
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 
 from orchestrator.record.ledger import TrialRow
+from orchestrator.report.run.frames import Frame
 from orchestrator.report.sweep.scaling import (
     ScalingSeries,
     all_series,
@@ -20,7 +20,7 @@ from tests.report.sweep.test_trials import sweep, trial
 from tests.support.fake_sweep import EXPERTS, MIXED, NOTHING, SINGLE, STRONG, write_record
 
 
-def compared(*rows: TrialRow) -> pd.DataFrame:
+def compared(*rows: TrialRow) -> Frame:
     return compare(measured_trials(sweep(*rows)))
 
 
