@@ -131,6 +131,7 @@ class ExpertBank(nn.Module):
 
     def forward(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
         """Return the experts' outputs for rows that are sorted by slot, each times its weight."""
+        # Cast explicitly, with autocast off, so that all kernels compute in the same type.
         rows_RD = rows_RD.to(computing_dtype(rows_RD))
         with torch.autocast(rows_RD.device.type, enabled=False):
             if not self.classes:
@@ -138,6 +139,7 @@ class ExpertBank(nn.Module):
             if len(self.classes) == 1:
                 return self._compute(self.classes[0], rows_RD, counts_L, weights_R)
             counts_of_class = counts_L.split([len(group.ids) for group in self.classes])
+            # One transfer to the host for all classes.
             totals = torch.stack([counts.sum() for counts in counts_of_class])
             sizes = row_counts(totals, rows_RD.shape[0])
             rows_of_class = rows_RD.split(sizes)

@@ -105,6 +105,7 @@ class MoEContext:
             return compute()
         if self.replaying:
             return self.cache.next_value()
+        # In the order of the calls: the recomputed pass makes the same calls in the same order.
         result = compute()
         self.cache.values.append(_detached(result))
         return result

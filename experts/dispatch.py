@@ -45,12 +45,15 @@ def sort_by_slot(
     slot_R = slots_TK.flatten()
     # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
     key_R = slot_R if num_rows is None else torch.where(slot_R < 0, num_slots, slot_R)
+    # Stable: within a slot, rows stay in the order of tokens, so that results are reproducible.
     key_R, order_R = key_R.to(_key_dtype(num_slots)).sort(stable=True)
     slot_L = torch.arange(num_slots, device=key_R.device).to(key_R.dtype)
+    # The keys are sorted, so a binary search finds the counts, without atomics on a GPU.
     ends_L = torch.searchsorted(key_R, slot_L, right=True)
     counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
     if num_rows is not None:
         order_R = order_R[:num_rows]
+    # The inverse of the order: where each choice went.
     row_R = torch.arange(len(order_R), device=order_R.device)
     row_TK = torch.full_like(slot_R, -1).scatter_(0, order_R, row_R).view_as(slots_TK)
     row_map = RowMap(order_R // slots_TK.shape[1], row_TK, complete=num_rows is None)

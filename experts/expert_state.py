@@ -49,6 +49,7 @@ def split_experts(
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name in stacked:
+            # unbind makes views: no memory is copied.
             result |= dict(zip(stacked[name], tensor.unbind(), strict=True))
         else:
             result[name] = tensor

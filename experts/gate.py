@@ -60,6 +60,7 @@ class Gate(nn.Module):
         and micro-batches. The balance loss weights this step's probabilities by them, so that it is
         a plain sum over tokens. The gate's input is multiplied by ``noise_TD``. ``replay`` makes a
         recomputed pass repeat the choice of the first."""
+        # Logits rounded to bf16 would tie or swap experts: autocast does not apply to the gate.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self._logits(x_TD, noise_TD)
             share_E = scaled_share(previous_E, logits_TE.dtype)
@@ -97,6 +98,7 @@ class Gate(nn.Module):
         if self.scores == "softmax":
             probabilities_TE = logits_TE.softmax(-1)
             return probabilities_TE, probabilities_TE
+        # Sigmoid scores do not sum to one, but the balance loss needs probabilities.
         scores_TE = logits_TE.sigmoid()
         return scores_TE, scores_TE / _nonzero(scores_TE.sum(-1, keepdim=True))
 
@@ -105,6 +107,7 @@ class Gate(nn.Module):
             weights_TK, experts_TK = scores_TE.topk(self.top_k, dim=-1)
         else:
             bias_E = self.bias_E.to(scores_TE.dtype) if self.bias_rate else 0.0
+            # Detached: the bias takes part in the choice only, and a choice has no gradient.
             biased_TE = scores_TE.detach() + bias_E
 
             def chosen() -> Tensor:
@@ -154,5 +157,6 @@ def noise(
         shifted_TD = (mixed_TD >> shift) & ((1 << (64 - shift)) - 1)
         mixed_TD = (mixed_TD ^ shifted_TD) * factor
     mixed_TD = mixed_TD ^ ((mixed_TD >> 31) & ((1 << 33) - 1))
+    # The upper 24 bits: as many as fp32 holds exactly.
     uniform_TD = ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
     return 1.0 + size * (2.0 * uniform_TD - 1.0)

@@ -102,6 +102,7 @@ def _pairs(layer: MoELayer, block: _Block) -> list[tuple[Tensor, Tensor]]:
 
 
 def _read(block: nn.Module) -> _Block:
+    # keep_vars: the parameters themselves, which ``into_block`` writes to.
     state = block.state_dict(keep_vars=True)
     if set(state) != set(_TENSORS):
         names = ", ".join(sorted(state)) or "nothing"
@@ -143,6 +144,7 @@ def _check_form(block: nn.Module) -> None:
         raise ValueError(
             f"{type(experts).__name__} is transposed or interleaved; stacks [E, 2H, D] with gate before value were needed"
         )
+    # By its values: the class of an activation may differ between versions of transformers.
     probe = torch.linspace(-4, 4, 9)
     if not torch.allclose(experts.act_fn(probe), F.silu(probe)):
         raise ValueError(f"the experts' activation is {type(experts.act_fn).__name__}; SiLU was needed")

@@ -23,13 +23,15 @@ from experts.types import Kind, Routing, Scores
 class MoELayer(nn.Module):
     """Routed experts of any sizes in place of a feed-forward block.
 
-    Returns its output and the gate's routing. ``load_E`` counts the tokens per expert of the
-    previous optimizer step. ``forward`` only reads it; the training loop sums the counts of a
-    step's routings and passes them to ``balance.update_balance``. ``shared`` is the hidden size of
-    an expert that computes every token. ``capacity`` limits the rows of an expert to that multiple
-    of its even share of a micro-batch; later choices are dropped first, and among equal choices
-    later tokens. ``host_E`` is the host of each expert: this one, until ``model.place`` distributes
-    them. ``layer_id`` is the same on all hosts."""
+    ``forward`` returns the output and the gate's routing.
+
+    - ``capacity`` limits the rows of an expert to that multiple of its even share of a micro-batch.
+      Later choices are dropped first, and among equal choices later tokens.
+    - ``shared`` is the hidden size of an expert that computes every token.
+    - ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads
+      it; the training loop sums the counts of a step and passes them to ``balance.update_balance``.
+    - ``host_E`` is the host of each expert: this one, until ``model.place`` distributes them.
+    - ``layer_id`` is a number that is the same on all hosts, and another in each layer."""
 
     load_E: Tensor
     host_E: Tensor
@@ -70,6 +72,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self._route(x_TD, x.shape[0])
+        # The gate sees the tokens in full precision; experts and the exchange take autocast's type.
         input_TD = x_TD.to(computing_dtype(x_TD))
         if self.context.exchange.size == 1:
             y_TD = self._forward_local(input_TD, routing)
@@ -115,10 +118,13 @@ class MoELayer(nn.Module):
         tokens = TokenExchange.plan(
             x_TD, routing, self.host_E, self._kept(routing), self.context, self.layer_id
         )
+        # All chunks are sent before the first is received, and each output is sent back at once:
+        # rows are on their way while the experts compute.
         tokens.send()
         shared_TD = self.shared(x_TD) if self.shared is not None else None
         for chunk in tokens.chunks:
             rows_GD, weights_GK, ids_GK = chunk.receive()
+            # Ids of -1 belong to experts of other hosts: clamped to index, then masked again.
             slots_GK = self.bank.slot_E[ids_GK.clamp(min=0)]
             slots_GK = torch.where(ids_GK < 0, -1, slots_GK)
             output_GD = self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows)

@@ -114,6 +114,7 @@ def place(
     problem = _problem(experts, hosts, used)
     _check_total_memory(problem, hosts)
     best, limit = heuristic(problem)
+    # A result at the lower bound is optimal: no search could improve it.
     proven = limit <= problem.bound * PROVEN
     if not proven and len(experts) <= _MAX_EXACT:
         tries = _SEARCH_TRIES if limit > problem.bound * CLOSE else _SEARCH_TRIES // 10
@@ -157,6 +158,7 @@ def _problem(
         )
     if used and len(used) != len(hosts):
         raise ValueError(f"bytes in use are given for {_count(len(used), 'host')}; there are {len(hosts)}")
+    # Without any work the heaviest is zero, which cannot be divided by.
     heaviest = max((expert.work for expert in experts), default=0.0) or 1.0
     work = [float(round(expert.work / heaviest * _WORK_UNITS)) for expert in experts]
     speed = [host.speed for host in hosts]

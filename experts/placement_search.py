@@ -35,6 +35,7 @@ def heuristic(problem: PlacementProblem) -> tuple[list[int] | None, float]:
     tries = _DESCENT_TRIES
     for host_of in _starts(problem):
         state = _SearchState(problem, host_of)
+        # Once a start is close to the bound, the others are compared but not improved.
         tries = _descend(state, tries if limit > problem.bound * CLOSE else 0)
         if state.slowest < limit:
             best = state.host_of

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from experts.context import MoEContext
 from experts.dispatch import sum_rows
+from experts.exchange import Exchange
 from experts.transfer import Layout, Transfer, TransferPlan, receive, receive_back, send, send_back
 from experts.types import Routing, RowMap
 
@@ -96,26 +97,20 @@ class TokenExchange:
             host_TK = torch.where(kept_TK, host_TK, -1)
         slices = _chunk_slices(len(x_TD), context.num_chunks)
         destinations = [_Destinations.of(host_TK[part], exchange.size) for part in slices]
-        # Two columns per chunk: rows sent to a host, and rows for its experts.
-        columns = [counts_N for each in destinations for counts_N in (each.rows_N, each.expert_rows_N)]
-        counts_NC = torch.stack(columns, dim=1)
-
-        def exchanged() -> tuple[list[list[int]], list[list[int]]]:
-            layout = Layout.of(x_TD, routing.weights_TK)
-            header = (layer_id, len(host_E), layout.size, len(slices))
-            received = exchange.all_to_all_counts(counts_NC, header)
-            return counts_NC.tolist(), received
-
-        sent, received = context.replayed(exchanged)
+        layout = Layout.of(x_TD, routing.weights_TK)
+        header = (layer_id, len(host_E), layout.size, len(slices))
+        sent, received = context.replayed(lambda: _exchange_counts(exchange, destinations, header))
         anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
         chunks: list[ExchangeChunk] = []
+        is_single = len(slices) == 1
         for number, (part, destination) in enumerate(zip(slices, destinations, strict=True)):
-            plan = destination.transfer_plan(_column(sent, 2 * number), _column(received, 2 * number))
-            # Slicing a single chunk would add nodes to the autograd graph.
-            whole = len(slices) == 1
+            send_counts = _column(sent, 2 * number)
+            receive_counts = _column(received, 2 * number)
+            plan = destination.transfer_plan(send_counts, receive_counts)
             chunk = ExchangeChunk(
-                x_TD=x_TD if whole else x_TD[part],
-                weights_TK=routing.weights_TK if whole else routing.weights_TK[part],
+                # Slicing a single chunk would add nodes to the autograd graph.
+                x_TD=x_TD if is_single else x_TD[part],
+                weights_TK=routing.weights_TK if is_single else routing.weights_TK[part],
                 ids_SK=destination.expert_ids(routing.experts_TK[part], plan),
                 outbound=Transfer(exchange, plan),
                 inbound=Transfer(exchange, plan),
@@ -156,6 +151,7 @@ class _Destinations:
         # data-dependent shapes.
         chosen_TK = torch.where(host_TK < 0, num_hosts, host_TK)
         sent_NT = torch.zeros(num_hosts + 1, tokens, dtype=torch.bool, device=device)
+        # Choice by choice: two choices of a token may be on one host, which still gets one row.
         for chosen_T in chosen_TK.unbind(1):
             sent_NT[chosen_T, torch.arange(tokens, device=device)] = True
         chosen_R = chosen_TK.reshape(-1)
@@ -191,6 +187,20 @@ class _Destinations:
         on_host_SK = self.host_TK.index_select(0, token_S) == host_S.unsqueeze(1)
         experts_SK = experts_TK.index_select(0, token_S)
         return torch.where(on_host_SK, experts_SK, -1).to(torch.int32)
+
+
+def _exchange_counts(
+    exchange: Exchange,
+    destinations: Sequence[_Destinations],
+    header: Sequence[int],
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tables of counts that this host sent and received.
+
+    A table has a row per host and two columns per chunk: rows, and rows for experts."""
+    columns = [counts_N for each in destinations for counts_N in (each.rows_N, each.expert_rows_N)]
+    counts_NC = torch.stack(columns, dim=1)
+    received = exchange.all_to_all_counts(counts_NC, header)
+    return counts_NC.tolist(), received
 
 
 def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
@@ -242,6 +252,7 @@ def _rank_within_expert(experts_KT: Tensor, counts_KE: Tensor) -> Tensor:
     device = experts_KT.device
     index_R = torch.arange(top_k * tokens, device=device)
     choice_R = index_R // max(1, tokens)
+    # Sorted by choice, then expert, then token: the position within its run is the rank.
     order_R = torch.argsort(experts_KT.reshape(-1) + num_experts * choice_R, stable=True)
     position_R = torch.empty_like(order_R).scatter_(0, order_R, index_R)
     counts_R = counts_KE.reshape(-1)

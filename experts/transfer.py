@@ -77,17 +77,17 @@ class Layout:
 
     @classmethod
     def of(cls, x_TD: Tensor, weights_TK: Tensor) -> Layout:
-        return cls.of_kinds(_Kinds.of(x_TD, weights_TK))
+        return cls.of_format(_RowFormat.of(x_TD, weights_TK))
 
     @classmethod
-    def of_kinds(cls, kinds: _Kinds) -> Layout:
-        weights = _aligned(kinds.width * kinds.dtype.itemsize)
-        ids = weights + _aligned(kinds.top_k * kinds.weight_dtype.itemsize)
-        return cls(0, weights, ids, ids + _aligned(kinds.top_k * torch.int32.itemsize))
+    def of_format(cls, row_format: _RowFormat) -> Layout:
+        weights = _aligned(row_format.width * row_format.dtype.itemsize)
+        ids = weights + _aligned(row_format.top_k * row_format.weight_dtype.itemsize)
+        return cls(0, weights, ids, ids + _aligned(row_format.top_k * torch.int32.itemsize))
 
 
 @dataclass(frozen=True)
-class _Kinds:
+class _RowFormat:
     """Sizes and types of the sections of a packed row."""
 
     width: int
@@ -96,7 +96,7 @@ class _Kinds:
     weight_dtype: torch.dtype
 
     @classmethod
-    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> _Kinds:
+    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> _RowFormat:
         return cls(x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)
 
 
@@ -139,7 +139,7 @@ def receive(
     """Return features, weights and expert ids of the tokens received.
 
     Width and types are those of ``x_TD`` and ``weights_TK``."""
-    return _Receive.apply(ticket, transfer, _Kinds.of(x_TD, weights_TK))  # pyright: ignore
+    return _Receive.apply(ticket, transfer, _RowFormat.of(x_TD, weights_TK))  # pyright: ignore
 
 
 def send_back(rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
@@ -166,42 +166,42 @@ class _Send(torch.autograd.Function):
         anchor: Tensor,
         transfer: Transfer,
     ) -> Tensor:
-        kinds = _Kinds.of(x_TD, weights_TK)
-        layout = Layout.of_kinds(kinds)
+        row_format = _RowFormat.of(x_TD, weights_TK)
+        layout = Layout.of_format(row_format)
         token_S = transfer.plan.row_map.token_R
-        row_bytes = kinds.width * x_TD.itemsize
-        choice_bytes = kinds.top_k * (weights_TK.itemsize + ids_SK.itemsize)
+        row_bytes = row_format.width * x_TD.itemsize
+        choice_bytes = row_format.top_k * (weights_TK.itemsize + ids_SK.itemsize)
         packed = _new_packed(len(token_S), layout.size, row_bytes + choice_bytes, x_TD.device)
-        features = _section(packed, layout.features, kinds.width, kinds.dtype)
-        weights = _section(packed, layout.weights, kinds.top_k, kinds.weight_dtype)
+        features = _section(packed, layout.features, row_format.width, row_format.dtype)
+        weights = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype)
         torch.index_select(x_TD, 0, token_S, out=features)
         torch.index_select(weights_TK, 0, token_S, out=weights)
-        _section(packed, layout.ids, kinds.top_k, torch.int32).copy_(ids_SK)
+        _section(packed, layout.ids, row_format.top_k, torch.int32).copy_(ids_SK)
         transfer.pending_rows = transfer.start(packed)
         ctx.transfer = transfer
         ctx.layout = layout
-        ctx.kinds = kinds
+        ctx.row_format = row_format
         return anchor.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
         transfer: Transfer = ctx.transfer
-        kinds: _Kinds = ctx.kinds
+        row_format: _RowFormat = ctx.row_format
         packed = transfer.wait_for_grads()
-        grad_SD = _section(packed, 0, kinds.width, kinds.dtype)
-        grad_SK = _section(packed, ctx.layout.weights, kinds.top_k, kinds.weight_dtype)
+        grad_SD = _section(packed, 0, row_format.width, row_format.dtype)
+        grad_SK = _section(packed, ctx.layout.weights, row_format.top_k, row_format.weight_dtype)
         row_map = transfer.plan.row_map
         return sum_in_order(grad_SD, row_map), sum_in_order(grad_SK, row_map), None, None, None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, kinds: _Kinds) -> Any:
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, row_format: _RowFormat) -> Any:
         packed = transfer.wait_for_rows()
-        layout = Layout.of_kinds(kinds)
-        rows_GD = _section(packed, layout.features, kinds.width, kinds.dtype)
-        weights_GK = _section(packed, layout.weights, kinds.top_k, kinds.weight_dtype).contiguous()
-        ids_GK = _section(packed, layout.ids, kinds.top_k, torch.int32).long()
+        layout = Layout.of_format(row_format)
+        rows_GD = _section(packed, layout.features, row_format.width, row_format.dtype)
+        weights_GK = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype).contiguous()
+        ids_GK = _section(packed, layout.ids, row_format.top_k, torch.int32).long()
         ctx.transfer = transfer
         ctx.layout = layout
         ctx.ticket = (ticket.dtype, ticket.device)

@@ -45,27 +45,93 @@ class Case:
 
 
 CASES = {
-    "even": Case((4, 4), 1, (0, 1), (5, 5)),
-    "uneven": Case((3, 9, 3, 5, 9, 2, 4), 2, (0, 1, 1, 2, 1, 0, 1), (7, 2, 11)),
-    "host without experts": Case((4, 4, 5), 2, (2, 2, 2), (3, 4, 5)),
-    "host without tokens": Case((4, 4, 5), 2, (0, 1, 2), (6, 0, 5)),
-    "chunks": Case((3, 9, 3, 5), 3, (0, 1, 0, 1), (9, 4), num_chunks=3),
-    "empty chunks": Case((3, 9, 3, 5), 2, (0, 1, 0, 1), (9, 1), num_chunks=4),
-    "every token to every expert": Case((4,) * 9, 9, (0, 1, 2, 0, 1, 2, 0, 1, 2), (3, 3, 3)),
+    "even": Case(
+        sizes=(4, 4),
+        top_k=1,
+        host_of=(0, 1),
+        tokens=(5, 5),
+    ),
+    "uneven": Case(
+        sizes=(3, 9, 3, 5, 9, 2, 4),
+        top_k=2,
+        host_of=(0, 1, 1, 2, 1, 0, 1),
+        tokens=(7, 2, 11),
+    ),
+    "host without experts": Case(
+        sizes=(4, 4, 5),
+        top_k=2,
+        host_of=(2, 2, 2),
+        tokens=(3, 4, 5),
+    ),
+    "host without tokens": Case(
+        sizes=(4, 4, 5),
+        top_k=2,
+        host_of=(0, 1, 2),
+        tokens=(6, 0, 5),
+    ),
+    "chunks": Case(
+        sizes=(3, 9, 3, 5),
+        top_k=3,
+        host_of=(0, 1, 0, 1),
+        tokens=(9, 4),
+        num_chunks=3,
+    ),
+    "empty chunks": Case(
+        sizes=(3, 9, 3, 5),
+        top_k=2,
+        host_of=(0, 1, 0, 1),
+        tokens=(9, 1),
+        num_chunks=4,
+    ),
+    "every token to every expert": Case(
+        sizes=(4,) * 9,
+        top_k=9,
+        host_of=(0, 1, 2, 0, 1, 2, 0, 1, 2),
+        tokens=(3, 3, 3),
+    ),
     "ffn, sigmoid, not normalised": Case(
-        (4, 6, 4),
-        2,
-        (1, 0, 1),
-        (5, 8),
+        sizes=(4, 6, 4),
+        top_k=2,
+        host_of=(1, 0, 1),
+        tokens=(5, 8),
         options=(("kind", "ffn"), ("scores", "sigmoid"), ("normalise", False)),
     ),
-    "shared expert": Case((4, 6, 4), 2, (1, 0, 1), (5, 8), num_chunks=2, options=(("shared", 5),)),
-    "capacity": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("capacity", 0.6),)),
-    "jitter": Case((4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("jitter", 0.3),)),
-    "dummy host": Case(
-        (4, 6, 4, 4), 2, (1, 0, 1, 2), (5, 8, 6), options=(("capacity", 0.7),), dummy_hosts=(1,)
+    "shared expert": Case(
+        sizes=(4, 6, 4),
+        top_k=2,
+        host_of=(1, 0, 1),
+        tokens=(5, 8),
+        num_chunks=2,
+        options=(("shared", 5),),
     ),
-    "four hosts": Case(tuple(range(2, 15)), 4, (3, 1, 0, 0, 2, 2, 3, 1, 1, 1, 0, 3, 3), (2, 9, 4, 1)),
+    "capacity": Case(
+        sizes=(4, 6, 4, 4),
+        top_k=2,
+        host_of=(1, 0, 1, 2),
+        tokens=(5, 8, 6),
+        options=(("capacity", 0.6),),
+    ),
+    "jitter": Case(
+        sizes=(4, 6, 4, 4),
+        top_k=2,
+        host_of=(1, 0, 1, 2),
+        tokens=(5, 8, 6),
+        options=(("jitter", 0.3),),
+    ),
+    "dummy host": Case(
+        sizes=(4, 6, 4, 4),
+        top_k=2,
+        host_of=(1, 0, 1, 2),
+        tokens=(5, 8, 6),
+        options=(("capacity", 0.7),),
+        dummy_hosts=(1,),
+    ),
+    "four hosts": Case(
+        sizes=tuple(range(2, 15)),
+        top_k=4,
+        host_of=(3, 1, 0, 0, 2, 2, 3, 1, 1, 1, 0, 3, 3),
+        tokens=(2, 9, 4, 1),
+    ),
 }
 
 
