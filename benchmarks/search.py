@@ -1,10 +1,12 @@
-"""Search strategies on listed spaces: how near to the best setting a few trials come, and what a suggestion costs.
+"""Search strategies on listed spaces: how near to the best setting a few trials come, and what a
+suggestion costs.
 
     python -m benchmarks.search [--seeds 24] [--surfaces NAME ...] [--out FILE]
 
-Each surface gives every point of a listed space its true score; a trial sees it with noise. All searches of a seed
-begin at the same random point and see the same noise. "Share of the best" is the true score of the point that
-measured best, divided by the best true score; a search that returns the best setting has 100 %.
+Each surface gives every point of a listed space its true score; a trial sees it with noise. All
+searches of a seed begin at the same random point and see the same noise. "Share of the best" is
+the true score of the point that measured best, divided by the best true score; a search that
+returns the best setting has 100 %.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from orchestrator.config.space_parser import parse_space
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
 from orchestrator.plan.cost.scaling import machine_of, parse_cluster
-from orchestrator.runtime.sweep.surrogate import Surrogate
+from orchestrator.runtime.sweep.optuna_search import OptunaSource
 from orchestrator.tasks.load import load_task
 from orchestrator.types import PrecisionName
 
@@ -75,7 +77,8 @@ CPU_RATES: Mapping[int, Sequence[float]] = {
     1: (1656, 1865, 1908, 2878, 3153, 3249, 5060, 5501, 5606, 8603, 9443, 10116),
     2: (1968, 2541, 2929, 3639, 4595, 5256, 6621, 8093, 7193, 10800, 12900, 12400),
 }
-"""Samples per second of the digits on two cores, measured on 2026-11-15; the last three of two workers are estimates."""
+"""Samples per second of the digits on two cores, measured on 2026-11-15; the last three of two
+workers are estimates."""
 
 
 def cpu_measured() -> Surface:
@@ -115,7 +118,8 @@ def cost_model(gpu: str) -> Surface:
 
 
 def contended() -> Surface:
-    """Return a throughput with a ridge: too many loaders or too large batches for the workers slow a step down."""
+    """Return a throughput with a ridge: too many loaders or too large batches for the workers
+    slow a step down."""
     space = parse_space(
         ["precision=fp32,bf16", "batch-size=8..256:x2", "loader-workers=0,1,2,4,8", "workers=1,2,3,4"]
     )
@@ -135,7 +139,8 @@ def contended() -> Surface:
 
 
 def learning_curve() -> Surface:
-    """Return the negative validation loss: a valley in the learning rate that moves with batch size and width."""
+    """Return the negative validation loss: a valley in the learning rate that moves with batch
+    size and width."""
     space = parse_space(
         ["learning-rate=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2", "batch-size=16,32,64,128", "width=64,128,256,512"]
     )
@@ -204,31 +209,28 @@ class RandomSearch:
         pass
 
 
-class SurrogateSearch:
-    """Our Gaussian process."""
+class SweepSearch:
+    """``--search optuna`` as a sweep uses it."""
 
     def __init__(self, space: Space, seed: int, first: int) -> None:
-        self._surrogate = Surrogate(space, seed)
-        self._first: int | None = first
-        self._scores: dict[int, float | None] = {}
+        self._points = space.grid()
+        self._number = {point_key(point): number for number, point in enumerate(self._points)}
+        self._source = OptunaSource(space, seed, [self._points[first]])
 
     def ask(self) -> int:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        number = self._surrogate.best(self._scores, ())
-        assert number is not None
-        return number
+        point = self._source.ask()
+        assert point is not None
+        return self._number[point_key(point)]
 
     def tell(self, number: int, score: float | None) -> None:
-        self._scores[number] = score
+        self._source.tell(self._points[number], score)
 
 
 class OptunaSearch:
     """A sampler of Optuna. Numbers of a list are an integer in their order, words are categories.
 
-    Samplers suggest points again that were tried. Such a suggestion is answered with the known score, and after
-    three of them a random new point is taken.
+    Samplers suggest points again that were tried. Such a suggestion is answered with the known
+    score, and after three of them a random new point is taken.
     """
 
     def __init__(self, space: Space, seed: int, first: int, sampler: optuna.samplers.BaseSampler) -> None:
@@ -304,9 +306,8 @@ def tpe_search(space: Space, seed: int, first: int) -> Search:
 
 SEARCHES: Mapping[str, Callable[[Space, int, int], Search]] = {
     "random": RandomSearch,
-    "our Gaussian process": SurrogateSearch,
+    "--search optuna": SweepSearch,
     "GPSampler, 1 startup trial": gp_search(1),
-    "GPSampler, 4 startup trials": gp_search(4),
     "TPESampler, 4 startup trials": tpe_search,
 }
 
@@ -316,7 +317,8 @@ SEARCHES: Mapping[str, Callable[[Space, int, int], Search]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One search: the share of the best after each checkpoint, and the seconds of each suggestion after the first."""
+    """One search: the share of the best after each checkpoint, and the seconds of each
+    suggestion after the first."""
 
     shares: tuple[float, ...]
     ask_seconds: tuple[float, ...]

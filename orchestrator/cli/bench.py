@@ -1,4 +1,4 @@
-"""`orchestrator bench`: measure forward and backward time of a task, or calibrate the machine."""
+"""``orchestrator bench``: measure forward and backward time of a task, or calibrate the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class BenchOptions:
     precisions: bool = False
     """Compare fp32, tf32, bf16 and fp16: speed, memory and loss."""
     calibrate: bool = False
-    """Measure the machine itself instead, for predictions of the step time (plan); takes less than a minute."""
+    """Measure the machine itself instead, for predictions of the step time (plan); takes less
+    than a minute."""
     calibration: Path | None = None
     """File of the calibration. Default: calibration.json in the results folder."""
     json: bool = False

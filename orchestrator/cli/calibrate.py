@@ -1,4 +1,4 @@
-"""`bench --calibrate`: measure this machine for the cost model, and show the measurements."""
+"""``bench --calibrate``: measure this machine for the cost model, and show the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`orchestrator check`: inspect the machine and test what training needs."""
+"""``orchestrator check``: inspect the machine and test what training needs."""
 
 from __future__ import annotations
 

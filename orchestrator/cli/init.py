@@ -1,4 +1,4 @@
-"""`orchestrator init`: write a commented config for this machine."""
+"""``orchestrator init``: write a commented config for this machine."""
 
 from __future__ import annotations
 

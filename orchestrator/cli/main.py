@@ -1,7 +1,7 @@
 """The entry of the command line: find the verb, run it, and map errors to exit codes.
 
-Each verb lives in `orchestrator.cli.VERB`, which reads its own options. The module of a verb is imported
-when the verb is called, so that `--help` imports neither torch nor Ray.
+Each verb lives in ``orchestrator.cli.VERB``, which reads its own options. The module of a verb
+is imported when the verb is called, so that ``--help`` imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit code.
 
-    A known error becomes a short message and its exit code. Any other exception is a bug of this project and
-    keeps its traceback.
+    A known error becomes a short message and its exit code. Any other exception is a bug of this
+    project and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_has_left():
             raise
-        # The interpreter flushes stdout once more when it ends, and would complain about the closed pipe.
+        # The interpreter flushes stdout once more when it ends, and would complain about the closed
+        # pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OrchestratorError as error:
@@ -90,7 +91,8 @@ def _run_verb(arguments: list[str]) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether stdout is a pipe whose reader has closed it, as `| head` does. Other broken pipes are bugs."""
+    """Whether stdout is a pipe whose reader has closed it, as ``| head`` does. Other broken
+    pipes are bugs."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))

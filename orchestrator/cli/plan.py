@@ -1,4 +1,4 @@
-"""`orchestrator plan`: show every choice with its reason, or predict the scaling of a cluster."""
+"""``orchestrator plan``: show every choice with its reason, or predict the scaling of a cluster."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from orchestrator.plan.estimate import MemoryEstimate
     from orchestrator.plan.planning import Plan
     from orchestrator.train.strategies.placement import PredictedPlacement
-    from orchestrator.train.worker.run_dir import PreparedRun
+    from orchestrator.train.worker.prepared_run import PreparedRun
 
 _MAX_HOSTS = 16
 _MAX_LAYER_GROUPS = 6
-"""Rows and columns of the table of experts on hosts; `--json` has all of them."""
+"""Rows and columns of the table of experts on hosts; ``--json`` has all of them."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class PlanOptions:
     config: Path | None = None
     """YAML file with settings; flags win over it."""
     cluster: str | None = None
-    """Predict the scaling table of a cluster instead; it need not exist: nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit
-    (nics=8 for 8 network cards of that rate in each node)."""
+    """Predict the scaling table of a cluster instead; it need not exist:
+    nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit (nics=8 for 8 network cards of that rate in
+    each node)."""
     calibration: Path | None = None
     """Measurements to predict from. Default: calibration.json in the results folder, if it exists."""
     json: bool = False
@@ -62,7 +63,7 @@ def _print_json(prepared: PreparedRun, calibration: Path | None) -> int:
 
     from orchestrator.cli.predict import step_prediction
     from orchestrator.train.strategies.placement import predict_placement
-    from orchestrator.train.worker.run_dir import plan_json
+    from orchestrator.train.worker.prepared_run import plan_json
 
     placement = predict_placement(prepared.resolved.config, prepared.plan, prepared.facts)
     extra = {
@@ -124,7 +125,8 @@ def _model_text(prepared: PreparedRun) -> str:
 
 
 def _hosts_table(placement: PredictedPlacement) -> Table:
-    """Return a table of the experts that each host would hold. Layers with the same placement share a column."""
+    """Return a table of the experts that each host would hold. Layers with the same placement
+    share a column."""
     from orchestrator.cli.tables import make_table
     from orchestrator.report.run.host_load import ids_text
 

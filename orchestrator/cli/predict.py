@@ -1,4 +1,5 @@
-"""The predicted step time of a plan on this machine, from its calibration or from known figures of its GPU."""
+"""The predicted step time of a plan on this machine, from its calibration or from known figures
+of its GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
     from orchestrator.train.worker.prepared_run import PreparedRun
 
 Tracer = Callable[[int, int, int], "MicroBatchOps"]
-"""Returns the operations of a micro-batch, for a number of samples, expert hosts, and chunks of the token exchange."""
+"""Returns the operations of a micro-batch, for a number of samples, expert hosts, and chunks of
+the token exchange."""
 
 _MIN_SHARE = 0.01
 """Parts of a step below this share are not listed."""
 
 
 def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[str, dict[str, Any] | None]:
-    """Return the predicted step of a plan, as a line for people and as JSON values; None without a prediction."""
+    """Return the predicted step of a plan, as a line for people and as JSON values; None without
+    a prediction."""
     plan = prepared.plan
     on_gpu = plan.device.value != "cpu"
     workers = plan.workers.value
@@ -64,7 +67,8 @@ def _trace_plan(prepared: PreparedRun) -> MicroBatchOps:
     on_gpu = plan.device.value != "cpu"
     precision = plan.precision.value
     hosts = plan.workers.value if plan.strategy.value == "expert_parallel" else 1
-    # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel for it.
+    # Experts of one size are computed in one operation on the CPU, and where the GPU has a kernel
+    # for it.
     capabilities = [gpu.capability for gpu in prepared.inventory.gpus]
     grouped = not on_gpu or (precision == "bf16" and min(capabilities) >= (9, 0))
     tracer = make_tracer(prepared.task, on_gpu, precision, grouped, plan.activation_checkpointing.value)
@@ -87,7 +91,8 @@ def make_tracer(
 def _describe_machine(
     calibration: Calibration | None, inventory: Inventory, on_gpu: bool, workers: int
 ) -> tuple[Machine, float, str] | None:
-    """Return this machine as measured or as its GPU is known, how far the workers slow each other, and the source."""
+    """Return this machine as measured or as its GPU is known, how far the workers slow each
+    other, and the source."""
     name = inventory.gpus[0].name if on_gpu else f"{inventory.cpu_name}, {inventory.cores} cores"
     if calibration is not None and calibration.machine == name:
         machine, crowding = calibration.machine_for(workers)

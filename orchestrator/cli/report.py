@@ -1,4 +1,4 @@
-"""`orchestrator report`: draw the report of a run or a sweep again, from its folder alone."""
+"""``orchestrator report``: draw the report of a run or a sweep again, from its folder alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan --cluster`: the predicted scaling table of a cluster, which need not exist."""
+"""``plan --cluster``: the predicted scaling table of a cluster, which need not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`orchestrator sweep`: compare settings in short trials, or continue a sweep from its ledger."""
+"""``orchestrator sweep``: compare settings in short trials, or continue a sweep from its ledger."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ from orchestrator.sweeps import check_new
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Compare settings in short trials, and write tables of how they scale. An interrupted sweep continues with --resume FOLDER
-    (its own folder; auto takes the newest), without the other flags: its settings are in the ledger, and finished trials count."""
+    """Compare settings in short trials, and write tables of how they scale. An interrupted sweep
+    continues with --resume FOLDER (its own folder; auto takes the newest), without the other
+    flags: its settings are in the ledger, and finished trials count."""
 
     settings: Config
     config: Path | None = None
     """YAML file with settings; flags win over it."""
     sweep: tuple[str, ...] = ()
-    """The space, setting by setting: precision=fp32,bf16 batch-size=16..256:x2 accumulation-steps=1..4:1 learning-rate=1e-4..1e-2:log."""
+    """The space, setting by setting: precision=fp32,bf16 batch-size=16..256:x2
+    accumulation-steps=1..4:1 learning-rate=1e-4..1e-2:log."""
     space: Path | None = None
     """The same as a YAML file: a mapping of settings to lists, values or ranges; or a list of points."""
     search: Search | None = None
-    """grid tries every combination; random and optuna try --trials of them, optuna those that promise most (of ranges by Optuna's own
-    sampler, of lists of values by a model for few trials). Default: grid, or random where --trials is given."""
+    """grid tries every combination; random and optuna try --trials of them. optuna begins at the
+    plan's choice and learns from each trial: by its Gaussian process (GPSampler) if the space
+    has lists of values only, by TPESampler if it has ranges. Default: grid, or random with
+    --trials."""
     trials: int | None = None
     """Number of trials, those of an earlier start included."""
     objective: Objective = "throughput"
     """What makes a trial better: samples per second, or the validation loss after --trial-steps."""
     asha: bool = False
-    """Stop trials early that are clearly worse than others at the same point (asynchronous successive halving)."""
+    """Stop trials early that are clearly worse than others at the same point (asynchronous
+    successive halving)."""
     trial_seconds: float = 10.0
     """Longest measurement of a trial, in seconds; it ends when the throughput is known to 3 %."""
     trial_steps: int | None = None
@@ -120,7 +125,8 @@ def _check_resumed(options: SweepOptions, resolved: Resolved, masked: Set[str]) 
     if changed:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
         raise UserError(
-            f"a resumed sweep continues with the settings it began with; leave out {flags}, or begin another sweep"
+            "a resumed sweep continues with the settings it began with; "
+            f"leave out {flags}, or begin another sweep"
         )
 
 
@@ -154,5 +160,6 @@ def check_masked_given(masked: Iterable[str], folder: Path, resolved: Resolved) 
     if missing:
         flag = missing[0].replace("_", "-")
         raise UserError(
-            f"the ledger of {folder} keeps {missing[0]} without the secret in it; give it again, as --{flag} VALUE"
+            f"the ledger of {folder} keeps {missing[0]} without the secret in it; "
+            f"give it again, as --{flag} VALUE"
         )

@@ -1,4 +1,4 @@
-"""`orchestrator train`: train a task and write a report."""
+"""``orchestrator train``: train a task and write a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class TrainOptions:
     config: Path | None = None
     """YAML file with settings; flags win over it."""
     tuned: Path | None = None
-    """Folder of a sweep: train with the settings of its best trial that fits the devices here; flags win over them."""
+    """Folder of a sweep: train with the settings of its best trial that fits the devices here;
+    flags win over them."""
 
 
 def run(argv: Sequence[str]) -> int:

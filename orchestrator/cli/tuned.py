@@ -1,4 +1,4 @@
-"""`train --tuned FOLDER`: the settings of a sweep's best trial that fits the devices of this run."""
+"""``train --tuned FOLDER``: the settings of a sweep's best trial that fits the devices of this run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
 def tuned(
     folder: Path, resolved: Resolved, devices: Callable[[Config], tuple[str, int]]
 ) -> tuple[Resolved, str]:
-    """Return the settings with those of the sweep's best fitting trial, and a message that says what was taken.
+    """Return the settings with those of the sweep's best fitting trial, and a message that says
+    what was taken.
 
-    Flags win over the trial. `devices` returns the devices of a run with some settings: `gpu` or `cpu`, and
-    their number.
+    Flags win over the trial. ``devices`` returns the devices of a run with some settings:
+    ``gpu`` or ``cpu``, and their number.
     """
     record = read_sweep_record(folder)
     _check_task(record, resolved)
@@ -48,7 +49,8 @@ def _check_task(record: SweepRecord, resolved: Resolved) -> None:
     task = str(record.header.get("task", ""))
     if task.startswith("python:"):
         raise UserError(
-            f"--tuned {record.folder} was swept in Python, over an object that no command line can name ({task}); "
+            f"--tuned {record.folder} was swept in Python, over an object that no command line can "
+            f"name ({task}); "
             "its report.html has the line of Python that trains with the best settings"
         )
     if "task" in resolved.origins and resolved.config.task != task:
@@ -64,7 +66,8 @@ def _result_text(row: TrialRow, record: SweepRecord) -> str:
 
 
 def _difference_notes(resolved: Resolved, config: Config, offered: Mapping[str, Any]) -> list[str]:
-    """Return notes on the user's flags that won over the trial, and on settings of the user's file that lost."""
+    """Return notes on the user's flags that won over the trial, and on settings of the user's
+    file that lost."""
     used_values = flat_values(config)
     requested_values = flat_values(resolved.config)
     won: list[str] = []
@@ -132,5 +135,6 @@ def _nothing_fits(record: SweepRecord, available: int, workers: int | str | None
     else:
         need = f"{available} device{'s' * (available != 1)}"
     return UserError(
-        f"--tuned {record.folder}: its completed trials have {numbers} workers, and none fits {need}; sweep anew"
+        f"--tuned {record.folder}: its completed trials have {numbers} workers, and none fits {need}; "
+        "sweep anew"
     )

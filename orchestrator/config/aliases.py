@@ -1,6 +1,8 @@
-"""Names that other trainers and older documents use for our settings: each is answered with our name and value.
+"""Names that other trainers and older documents use for our settings: each is answered with our
+name and value.
 
-No alias is accepted. A reader who knows Accelerate, DeepSpeed or Megatron learns our word instead.
+No alias is accepted. A reader who knows Accelerate, DeepSpeed or Megatron learns our word
+instead.
 """
 
 from __future__ import annotations
@@ -309,7 +311,8 @@ ALIASES: Mapping[str, Alias] = {
     **_each("moe_router_score_function scoring_func score_func score_function", Alias("gate_scores")),
     **_each("norm_topk_prob route_norm normalize_weights", Alias("normalise_weights", _TRUE_FALSE)),
     **_each(
-        "moe_capacity_factor moe_expert_capacity_factor expert_capacity_factor train_capacity_factor drop_tokens",
+        "moe_capacity_factor moe_expert_capacity_factor expert_capacity_factor train_capacity_factor "
+        "drop_tokens",
         _CAPACITY,
     ),
     **_each("n_shared_experts num_shared_experts", _SHARED_COUNT),

@@ -18,12 +18,13 @@ MAX_PATH_BYTES = 4096 - 256
 
 
 def at_least(name: str, value: float | None, least: float) -> None:
-    """Raise ValueError unless the value is a finite number of at least `least`, or None."""
+    """Raise ValueError unless the value is a finite number of at least ``least``, or None."""
     if value is None:
         return
     if LARGEST_NUMBER <= value < math.inf:
         raise ValueError(
-            f"{name} is larger than 2**63; it must be at least {least}, and a number that machines can count to"
+            f"{name} is larger than 2**63; it must be at least {least}, and a number that machines can "
+            "count to"
         )
     if not least <= value < math.inf:
         finite = "" if math.isfinite(value) else " and finite"
@@ -50,7 +51,8 @@ def possible_path(name: str, value: str | Path | None) -> None:
     longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
     if longest > MAX_NAME_BYTES or len(os.fsencode(text)) > MAX_PATH_BYTES:
         raise ValueError(
-            f"{name} is {reprlib.repr(text)}, with a name of {longest} bytes; at most {MAX_NAME_BYTES} are possible"
+            f"{name} is {reprlib.repr(text)}, with a name of {longest} bytes; "
+            f"at most {MAX_NAME_BYTES} are possible"
         )
 
 

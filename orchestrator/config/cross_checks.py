@@ -9,7 +9,7 @@ from orchestrator.config.parallel import ParallelSettings
 
 
 def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
-    """Raise ValueError if `gpu_mode`, `workers`, `devices` and `backend` contradict each other."""
+    """Raise ValueError if ``gpu_mode``, ``workers``, ``devices`` and ``backend`` contradict each other."""
     workers = parallel.workers
     num_devices = len(parallel.devices)
     devices = listed(parallel.devices)
@@ -26,7 +26,8 @@ def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
         )
     if gpu_mode == "single_gpu" and num_devices > 1:
         raise ValueError(
-            f"gpu_mode single_gpu takes one GPU, but devices names {num_devices} ({devices}); leave one of them out"
+            f"gpu_mode single_gpu takes one GPU, but devices names {num_devices} ({devices}); "
+            "leave one of them out"
         )
     if gpu_mode == "multi_gpu" and (workers == 1 or num_devices == 1):
         found = "workers is 1" if workers == 1 else f"devices names one ({devices})"
@@ -39,7 +40,8 @@ def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
 
 
 def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:
-    """Raise ValueError if batch size × accumulation × workers is not the global batch size; all must be given."""
+    """Raise ValueError if batch size × accumulation × workers is not the global batch size; all
+    must be given."""
     size = batch.batch_size
     accumulation = batch.accumulation_steps
     global_size = batch.global_batch_size
@@ -69,7 +71,7 @@ def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchS
 def check_strategy(parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings) -> None:
     """Raise ValueError for settings that the requested strategy cannot serve.
 
-    With `parallel_strategy auto` the plan takes a strategy that can.
+    With ``parallel_strategy auto`` the plan takes a strategy that can.
     """
     if parallel.parallel_strategy == "expert_parallel":
         unfit = needs_data_parallel(parallel, batch)
@@ -81,19 +83,22 @@ def check_strategy(parallel: ParallelSettings, batch: BatchSettings, moe: MoeSet
             )
         if moe.experts == 0:
             raise ValueError(
-                "experts is 0, a dense model, but parallel_strategy is expert_parallel, which shares out experts; "
+                "experts is 0, a dense model, but parallel_strategy is expert_parallel, "
+                "which shares out experts; "
                 "raise --experts, or give --parallel-strategy data_parallel"
             )
     setting = _needs_expert_parallel(parallel)
     if parallel.parallel_strategy == "data_parallel" and setting:
         raise ValueError(
-            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: every worker has all "
+            f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: "
+            "every worker has all "
             "experts and its own gate; leave it out, or give --parallel-strategy expert_parallel"
         )
 
 
 def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
-    """Return a requested setting that works only if every worker has the whole model, and why; None without one."""
+    """Return a requested setting that works only if every worker has the whole model, and why;
+    None without one."""
     only_experts = "experts are divided there, and nothing else"
     without_ddp = "gradients are summed without DDP there"
     candidates = (

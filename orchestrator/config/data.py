@@ -14,7 +14,8 @@ class DataSettings:
     """The source of the samples."""
 
     data_dir: Path | None = None
-    """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt files for text)."""
+    """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt
+    files for text)."""
     samples: int | None = None
     """Training samples of the synthetic task."""
     loader_workers: int = -1
@@ -30,8 +31,8 @@ class BatchSettings:
     """The number of samples in a step."""
 
     batch_size: int | Literal["auto"] | None = None
-    """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the fastest (CPU).
-    Default: by the plan's memory estimate."""
+    """Samples per worker and micro-batch; auto measures the largest that fits (GPU) or the
+    fastest (CPU). Default: by the plan's memory estimate."""
     accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
     global_batch_size: int | None = None

@@ -1,7 +1,7 @@
-"""Reads the flags of a verb, laid over the file that `--config` names.
+"""Reads the flags of a verb, laid over the file that ``--config`` names.
 
-Unknown flags are refused before the parser sees them, so that the answer can name the nearest known flag, or
-our name for a flag of another trainer.
+Unknown flags are refused before the parser sees them, so that the answer can name the nearest
+known flag, or our name for a flag of another trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[Options, Resolved]:
     """Read the options of a verb that takes settings, and the settings with their origins.
 
-    `options` is a dataclass with a field `settings: Config`, whose settings become flags without a prefix.
+    ``options`` is a dataclass with a field ``settings: Config``, whose settings become flags
+    without a prefix.
     """
     import tyro
 
@@ -54,7 +55,7 @@ def read_options(
 ) -> Options:
     """Read the options of a verb that takes no settings.
 
-    `positional` names the option that may be given first and without its flag.
+    ``positional`` names the option that may be given first and without its flag.
     """
     import tyro
 
@@ -89,7 +90,8 @@ def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
 
 
 def _check_switch(token: str, name: str, value: str) -> None:
-    """Raise UserError for `--profile true` and `--no-compile 1`: the parser's own message would not say what to write."""
+    """Raise UserError for ``--profile true`` and ``--no-compile 1``: the parser's own message
+    would not say what to write."""
     setting = _setting_of(token)
     hint = setting_types().get(setting)
     negated = hint == Switch and name.replace("-", "_") != setting
@@ -107,16 +109,19 @@ def _check_cluster(resolved: Resolved) -> None:
     origin = resolved.origin("ray_address")
     if origin.startswith("file") and address not in ("auto", "local"):
         raise UserError(
-            f"{origin.removeprefix('file ')}: ray_address is {address!r}; a file may say auto or local only, because "
-            f"a run shows your token to the cluster that it joins: give --ray-address {address} if you know it"
+            f"{origin.removeprefix('file ')}: ray_address is {address!r}; "
+            "a file may say auto or local only, because "
+            f"a run shows your token to the cluster that it joins: give --ray-address {address} if you "
+            "know it"
         )
 
 
 def _normalised(argv: Sequence[str]) -> Iterator[str]:
     """Yield the flags in the forms that the parser knows.
 
-    A list (`--devices 0,2`, `--devices=0,2`) becomes `--devices 0 2`. A switch that the plan may decide becomes
-    `--compile on` from `--compile`, and `--compile off` from `--no-compile`.
+    A list (``--devices 0,2``, ``--devices=0,2``) becomes ``--devices 0 2``. A switch that the
+    plan may decide becomes ``--compile on`` from ``--compile``, and ``--compile off`` from
+    ``--no-compile``.
     """
     in_list = False
     for token, following in pairwise([*argv, "--"]):
@@ -149,7 +154,7 @@ def _setting_of(token: str) -> str:
 
 
 def _config_path(argv: Sequence[str]) -> Path | None:
-    """Return the file that `--config` names; the last one, as with every flag."""
+    """Return the file that ``--config`` names; the last one, as with every flag."""
     path: Path | None = None
     for token, following in pairwise([*argv, "--"]):
         if token == "--config":

@@ -39,15 +39,18 @@ class MoeSettings:
     expert_hidden_size: tuple[int, ...] = ()
     """Hidden size of the experts: one number for all, or one per expert."""
     expert_kind: ExpertKind = "swiglu"
-    """Architecture of an expert: swiglu, gated by a third matrix, or ffn, two matrices with GELU between them."""
+    """Architecture of an expert: swiglu, gated by a third matrix, or ffn, two matrices with GELU
+    between them."""
     shared_expert_size: int | None = None
-    """Hidden size of an expert that sees every token, in addition to the routed ones. Default: no such expert."""
+    """Hidden size of an expert that sees every token, in addition to the routed ones. Default:
+    no such expert."""
     top_k: int | None = None
     """Experts per token."""
     gate_scores: GateScores = "softmax"
     """How the gate scores experts: softmax over all of them, or sigmoid of each."""
     normalise_weights: bool = True
-    """Scale the weights of a token's experts to a sum of one; not with --top-k 1, where the gate would get no gradient."""
+    """Scale the weights of a token's experts to a sum of one; not with --top-k 1, where the gate
+    would get no gradient."""
     gate_jitter: float = 0.0
     """In training, the gate's input is multiplied by uniform noise of 1 ± this value; below 1."""
     balance_loss: float = 0.01
@@ -57,8 +60,8 @@ class MoeSettings:
     z_loss: float = 0.0
     """Weight of the loss that keeps gate scores small."""
     capacity_factor: float | None = None
-    """Most rows of a micro-batch for one expert, as a multiple of the even share. The rest is dropped: later choices
-    first, then later tokens. Default: nothing is dropped."""
+    """Most rows of a micro-batch for one expert, as a multiple of the even share. The rest is
+    dropped: later choices first, then later tokens. Default: nothing is dropped."""
 
     def __post_init__(self) -> None:
         at_least("experts", self.experts, 0)
@@ -78,7 +81,8 @@ class MoeSettings:
             )
         if self.experts and self.top_k and self.top_k > self.experts:
             raise ValueError(
-                f"top_k is {self.top_k} but there are only {self.experts} experts; lower --top-k or raise --experts"
+                f"top_k is {self.top_k} but there are only {self.experts} experts; "
+                "lower --top-k or raise --experts"
             )
         if self.experts == 0 and self.shared_expert_size:
             raise ValueError(

@@ -18,12 +18,13 @@ class CheckpointSettings:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
     snapshot_every: int = 10
-    """Expert parallel: steps between snapshots of the hosts' state in memory, from which a run continues after the loss of a
-    host; 0: from checkpoints only."""
+    """Expert parallel: steps between snapshots of the hosts' state in memory, from which a run
+    continues after the loss of a host; 0: from checkpoints only."""
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
-    """Continue: auto takes the newest good checkpoint of the run folder (or starts afresh), PATH a given one."""
+    """Continue: auto takes the newest good checkpoint of the run folder (or starts afresh), PATH
+    a given one."""
     init_from: Path | None = None
     """Begin with the weights of this checkpoint, without its optimizer state and its progress."""
 

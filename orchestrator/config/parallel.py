@@ -1,4 +1,5 @@
-"""Settings of training on several devices: which take part, what each holds, and how long they wait for each other."""
+"""Settings of training on several devices: which take part, what each holds, and how long they
+wait for each other."""
 
 from __future__ import annotations
 
@@ -21,64 +22,69 @@ _DATA_PARALLEL_TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Training on several devices: which take part, what each holds, and how long they wait for each other."""
+    """Training on several devices: which take part, what each holds, and how long they wait for
+    each other."""
 
     parallel_strategy: ParallelStrategy = "auto"
-    """auto trains data-parallel on two GPUs or more and inside a Ray job, or expert-parallel if a model with experts does not
-    fit on each device; data_parallel and expert_parallel force it, on CPUs too."""
+    """auto trains data-parallel on two GPUs or more and inside a Ray job, or expert-parallel if
+    a model with experts does not fit on each device; data_parallel and expert_parallel force it,
+    on CPUs too."""
     workers: int | Literal["auto"] = "auto"
-    """Workers (in expert parallel: hosts) that train together, one device each; auto takes every GPU, or a few CPU workers
-    if there is none."""
+    """Workers (in expert parallel: hosts) that train together, one device each; auto takes every
+    GPU, or a few CPU workers if there is none."""
     devices: tuple[int, ...] = ()
     """GPUs of this machine to use, as CUDA counts them: 0,2 or 0 2. Default: all."""
     backend: Backend = "auto"
     """Library for the collectives between workers; auto takes nccl on GPUs and gloo on CPUs."""
     sharding: Sharding = "auto"
-    """State that is divided among the workers: none, gradients and optimizer (zero2), parameters too (zero3); auto decides
-    by the memory."""
+    """State that is divided among the workers: none, gradients and optimizer (zero2), parameters
+    too (zero3); auto decides by the memory."""
     cpu_offload: bool = False
-    """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps. Needs zero2 or zero3."""
+    """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps.
+    Needs zero2 or zero3."""
     sync_batchnorm: bool = False
     """Compute batch norm over the samples of all workers instead of each worker's own; on GPUs."""
     gate: GatePlace = "replicated"
-    """Expert parallel: run the gate on every host over its share of the batch, or (primary) on the first host over the whole
-    batch."""
+    """Expert parallel: run the gate on every host over its share of the batch, or (primary) on
+    the first host over the whole batch."""
     placement: str = "auto"
-    """Expert parallel: placement of the experts. auto uses their cost and the measured speed of the devices; round_robin; or
-    the path of a .json file."""
+    """Expert parallel: placement of the experts. auto uses their cost and the measured speed of
+    the devices; round_robin; or the path of a .json file."""
     exchange_chunks: int | None = None
-    """Expert parallel: parts in which a layer's tokens are exchanged, so that experts compute while the next part is sent.
-    Default: by the plan."""
+    """Expert parallel: parts in which a layer's tokens are exchanged, so that experts compute
+    while the next part is sent. Default: by the plan."""
     share_by_speed: Switch = "auto"
     """Divide the global batch in proportion to measured speed; auto: if the workers' devices differ."""
     bucket_cap_mb: int | None = None
     """MiB of gradients per all-reduce, without sharding. Default: torch's own (25)."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order, so that DDP can plan its all-reduces once."""
+    """Promise that every step uses the same parameters in the same order, so that DDP can plan
+    its all-reduces once."""
     find_unused_parameters: bool = False
     """Search for parameters that a step did not use; costs time in every step."""
     broadcast_buffers: Switch = "auto"
-    """Copy the first worker's buffers to all before each step: on, all of them; auto, running statistics that are not
-    synchronized."""
+    """Copy the first worker's buffers to all before each step: on, all of them; auto, running
+    statistics that are not synchronized."""
     gradient_as_bucket_view: bool = True
     """Keep gradients in the buckets of the all-reduce; without it there is a second copy of them."""
     spares: int = 0
-    """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each needs a device."""
+    """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each
+    needs a device."""
     max_failures: int = 3
     """Recoveries from a lost worker, a lost node or a lack of memory, before the run gives up."""
     collective_timeout: int | None = None
-    """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in expert parallel, where only
-    that host is replaced, else 120."""
+    """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in
+    expert parallel, where only that host is replaced, else 120."""
     resource_timeout: int = 300
     """Seconds to wait for a cluster with an autoscaler to provide missing devices."""
     ray_address: str = "auto"
-    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names), or starts one; local always starts one;
-    HOST:PORT joins that one."""
+    """auto joins the Ray cluster that runs here (or that RAY_ADDRESS names), or starts one;
+    local always starts one; HOST:PORT joins that one."""
     nccl_debug: bool = False
     """Write NCCL's messages to the workers' logs."""
 
     def step_timeout_s(self, hosts: bool) -> int:
-        """Return how long workers, or with `hosts` expert hosts, may wait for each other in a step."""
+        """Return how long workers, or with ``hosts`` expert hosts, may wait for each other in a step."""
         if self.collective_timeout is not None:
             return self.collective_timeout
         return _EXPERT_PARALLEL_TIMEOUT_S if hosts else _DATA_PARALLEL_TIMEOUT_S
@@ -100,7 +106,8 @@ class ParallelSettings:
             )
         if self.gate == "primary" and self.share_by_speed == "on":
             raise ValueError(
-                "gate primary and share_by_speed on contradict each other: the first host has the whole batch; "
+                "gate primary and share_by_speed on contradict each other: "
+                "the first host has the whole batch; "
                 "leave one out"
             )
         if self.cpu_offload and self.sharding == "none":

@@ -1,7 +1,7 @@
 """Reads a YAML file into a frozen Config, with the origin of every value.
 
-Names are checked before values. A wrong name is answered with the nearest known name, the section it belongs
-to, or our name for a setting of another trainer.
+Names are checked before values. A wrong name is answered with the nearest known name, the
+section it belongs to, or our name for a setting of another trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config and the origin of each of its values: `default`, `file NAME:LINE` or `flag --NAME`."""
+    """A config and the origin of each of its values: ``default``, ``file NAME:LINE`` or ``flag --NAME``."""
 
     config: Config
     origins: Origins
@@ -40,11 +40,13 @@ def read_file(path: Path) -> Resolved:
     """Read the config of a YAML file. Missing settings have their defaults."""
     try:
         with path.open(encoding="utf-8") as file:
-            # One character more than allowed: `compose` then refuses the text, however long the file is.
+            # One character more than allowed: ``compose`` then refuses the text, however long the
+            # file is.
             text = file.read(MAX_CHARACTERS + 1)
     except OSError as error:
         raise UserError(
-            f"cannot read the config {path}: {error.strerror or error}; give the path of a YAML file to --config"
+            f"cannot read the config {path}: {error.strerror or error}; "
+            "give the path of a YAML file to --config"
         ) from None
     except UnicodeDecodeError:
         raise UserError(f"the config {path} is not UTF-8 text; give a YAML file to --config") from None
@@ -61,8 +63,8 @@ def read_file(path: Path) -> Resolved:
 class _Loader(yaml.SafeLoader):
     """The safe loader with two changes.
 
-    A key is text even if it looks like a truth value or a number. A value that cannot be built (a 13th month)
-    is an error with its line.
+    A key is text even if it looks like a truth value or a number. A value that cannot be built
+    (a 13th month) is an error with its line.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -98,7 +100,8 @@ def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, {}
     if not isinstance(content, dict):
         raise UserError(
-            f"{file} holds a {type(content).__name__}; a mapping of sections was needed, see 'orchestrator init'"
+            f"{file} holds a {type(content).__name__}; a mapping of sections was needed, "
+            "see 'orchestrator init'"
         )
     return content, lines
 
@@ -106,7 +109,7 @@ def _parse(text: str, file: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _key_lines(node: yaml.MappingNode, file: str, prefix: str = "") -> dict[str, str]:
     """Return the places of the keys of the first two levels. A key given twice is refused.
 
-    A key that a merge (`<<: *other`) brings in may be given again; YAML lets the given one win.
+    A key that a merge (``<<: *other``) brings in may be given again; YAML lets the given one win.
     """
     lines: dict[str, str] = {}
     merged: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """The documentation of each setting, read from the source that declares it.
 
-A setting is documented by the string under its field. ``orchestrator init`` writes these texts as comments, and
-``docs/generate_settings.py`` writes them into ``docs/settings.md``.
+A setting is documented by the string under its field. ``orchestrator init`` writes these texts
+as comments, and ``docs/generate_settings.py`` writes them into ``docs/settings.md``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def safe_content(text: str) -> Any:
 
 
 def compose(loader: yaml.SafeLoader) -> yaml.Node | None:
-    """Return the node of the text's one document. YAMLError for long texts, and for aliases that expand to too much."""
+    """Return the node of the text's one document. YAMLError for long texts, and for aliases that
+    expand to too much."""
     if len(loader.buffer) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it is longer than {MAX_CHARACTERS:,} characters")
     node = loader.get_single_node()
@@ -43,7 +44,7 @@ def compose(loader: yaml.SafeLoader) -> yaml.Node | None:
 def _num_nodes(node: yaml.Node, counts: dict[int, int], ancestors: set[int]) -> int:
     """Count the nodes below a node; those of an alias count at each of its uses.
 
-    `counts` keeps the result of each node, so that nested aliases are not walked again and again.
+    ``counts`` keeps the result of each node, so that nested aliases are not walked again and again.
     """
     if id(node) in ancestors:
         raise ComposerError(None, None, "an alias stands for what it is part of", node.start_mark)

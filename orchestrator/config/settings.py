@@ -1,7 +1,8 @@
-"""The settings of a run: a tree of frozen values, each documented under its field and checked where it is declared.
+"""The settings of a run: a tree of frozen values, each documented under its field and checked where
+it is declared.
 
-The plan decides settings of `None` and `"auto"`, and gives its reason. Names are unique across the sections, so a
-flag needs no prefix: `optim.learning_rate` is `--learning-rate`.
+The plan decides settings of ``None`` and ``"auto"``, and gives its reason. Names are unique
+across the sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--learning-rate``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class RunSettings:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row without improvement."""
     early_stopping_metric: str = "loss"
-    """Validation metric for early stopping and the best checkpoint: a loss is better smaller, others larger."""
+    """Validation metric for early stopping and the best checkpoint: a loss is better smaller,
+    others larger."""
     seed: int = 0
     """Seed of initial weights, sample order and randomness inside the model."""
     deterministic: bool = False
@@ -72,11 +74,13 @@ def _check_name(name: str) -> None:
     """Raise ValueError for a name that could leave the results folder, or that no file system takes."""
     if not name or name[0] in ".-" or not set(name) <= _NAME_CHARACTERS:
         raise ValueError(
-            f"name is {reprlib.repr(name)}; use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            f"name is {reprlib.repr(name)}; use letters, digits, '.', '_' and '-', beginning with a "
+            "letter or digit"
         )
     if len(name) > _MAX_NAME_CHARACTERS:
         raise ValueError(
-            f"name is {reprlib.repr(name)}, {len(name)} characters; at most {_MAX_NAME_CHARACTERS} are possible"
+            f"name is {reprlib.repr(name)}, {len(name)} characters; "
+            f"at most {_MAX_NAME_CHARACTERS} are possible"
         )
 
 
@@ -106,27 +110,29 @@ class DeviceSettings:
     """The device of the computation, its precision and its kernels."""
 
     gpu_mode: GpuMode = "auto"
-    """auto takes every GPU, or the CPU if there is none; cpu, single_gpu and multi_gpu (two or more) force it."""
+    """auto takes every GPU, or the CPU if there is none; cpu, single_gpu and multi_gpu (two or
+    more) force it."""
     precision: Precision = "auto"
     """Precision of the forward and backward pass; fp16 scales the loss. Weights stay fp32."""
     tf32: Switch = "auto"
     """tf32 for fp32 matrix products on GPUs that have it."""
     compile: Switch = "auto"
-    """Compile the model with torch.compile; falls back with a warning. auto: on a GPU, if the run is long enough to pay for
-    it; --compile alone is on, --no-compile off."""
+    """Compile the model with torch.compile; falls back with a warning. auto: on a GPU, if the
+    run is long enough to pay for it; --compile alone is on, --no-compile off."""
     compile_mode: CompileMode = "default"
     """Mode of torch.compile."""
     compile_parts: CompileParts = "all"
     """Compile the whole model, or only its experts or gates."""
     expert_kernel: ExpertKernel = "auto"
-    """Compute experts one after another (loop), or all of one size together (grouped); auto: together if the GPU has a
-    kernel for it."""
+    """Compute experts one after another (loop), or all of one size together (grouped); auto:
+    together if the GPU has a kernel for it."""
     activation_checkpointing: Switch = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     cudnn_benchmark: Switch = "auto"
     """Let cuDNN time its kernels for the shapes of the model."""
     empty_cache_every: int = 0
-    """Return cached GPU memory to the driver every N steps; 0: only at the end of an epoch, if there is much of it."""
+    """Return cached GPU memory to the driver every N steps; 0: only at the end of an epoch, if
+    there is much of it."""
 
     def __post_init__(self) -> None:
         at_least("empty_cache_every", self.empty_cache_every, 0)
@@ -177,7 +183,8 @@ class Config:
             )
         if self.parallel.share_by_speed == "on":
             raise ValueError(
-                "deterministic and share_by_speed on contradict each other: each run measures the speeds anew; "
+                "deterministic and share_by_speed on contradict each other: "
+                "each run measures the speeds anew; "
                 "leave one out"
             )
 
@@ -194,7 +201,7 @@ class Config:
 
     @classmethod
     def of(cls, **settings: Any) -> Config:
-        """Return a config from flat names, as on the command line: `Config.of(epochs=3, batch_size=32)`."""
+        """Return a config from flat names, as on the command line: ``Config.of(epochs=3, batch_size=32)``."""
         return cls().but(**settings)
 
     def but(self, **settings: Any) -> Config:

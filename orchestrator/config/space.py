@@ -60,7 +60,7 @@ Domain = Values | Range
 
 @dataclass(frozen=True)
 class Space:
-    """The domain of each setting, in the order given; or, with `given`, these points only."""
+    """The domain of each setting, in the order given; or, with ``given``, these points only."""
 
     domains: Mapping[str, Domain]
     given: tuple[Point, ...] = ()
@@ -86,7 +86,8 @@ class Space:
         return {name: domain.text() for name, domain in self.domains.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the domains as JSON values, for the ledger. `space_parser.space_from_json` reads them back."""
+        """Return the domains as JSON values, for the ledger. ``space_parser.space_from_json``
+        reads them back."""
         return {
             name: asdict(domain)
             if isinstance(domain, Range)
@@ -106,7 +107,8 @@ class Space:
                 )
         if self.size > MAX_POINTS:
             raise UserError(
-                f"the grid has {self.size:,} points; the limit is {MAX_POINTS:,}. Use --search random with --trials N"
+                f"the grid has {self.size:,} points; the limit is {MAX_POINTS:,}. "
+                "Use --search random with --trials N"
             )
         lists = [domain.values for domain in self.domains.values() if isinstance(domain, Values)]
         return [dict(zip(self.domains, values, strict=True)) for values in itertools.product(*lists)]
@@ -138,7 +140,7 @@ def point_key(point: Point) -> str:
 
 
 def point_flags(point: Point) -> list[str]:
-    """Return a point as flags of `train`."""
+    """Return a point as flags of ``train``."""
     flags: list[str] = []
     for name, value in point.items():
         if isinstance(value, bool):
@@ -158,7 +160,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as `--sweep` takes it; ledgers and keys of points hold this form."""
+    """Return a value as ``--sweep`` takes it; ledgers and keys of points hold this form."""
     if isinstance(value, tuple | list):
         return ",".join(str(entry) for entry in value)
     if value is None or isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""Parses search spaces, from flags (`batch-size=16,64 learning-rate=1e-4..1e-2:log`), YAML files and ledgers."""
+"""Parses search spaces, from flags (``batch-size=16,64 learning-rate=1e-4..1e-2:log``), YAML
+files and ledgers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _NOT_SWEPT = {
 
 
 def parse_space(entries: Sequence[str]) -> Space:
-    """Return the space of `NAME=DOMAIN` entries."""
+    """Return the space of ``NAME=DOMAIN`` entries."""
     domains: list[tuple[str, str, str]] = []
     for entry in entries:
         name, _, text = entry.partition("=")
@@ -41,8 +42,8 @@ def parse_space(entries: Sequence[str]) -> Space:
 def read_space(path: Path) -> Space:
     """Return the space of a YAML file.
 
-    The file is a mapping of each setting to a list of values, one value, or a text as for `--sweep`; or a list
-    of points, each a mapping of settings to values.
+    The file is a mapping of each setting to a list of values, one value, or a text as for
+    ``--sweep``; or a list of points, each a mapping of settings to values.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -63,7 +64,7 @@ def read_space(path: Path) -> Space:
 
 
 def space_from_json(domains: Mapping[str, Any]) -> Space:
-    """Return the space that `Space.to_json` wrote."""
+    """Return the space that ``Space.to_json`` wrote."""
     source = "the ledger"
     parsed: dict[str, Domain] = {}
     for key, domain in domains.items():
@@ -150,7 +151,8 @@ def _value(name: str, value: Any, source: str) -> Any:
 
 
 def _range(name: str, text: str, source: str) -> Domain:
-    """Return `LOW..HIGH` as a uniform range, with `:log` as a log-uniform one, with `:STEP` or `:xFACTOR` as values."""
+    """Return ``LOW..HIGH`` as a uniform range, with ``:log`` as a log-uniform one, with
+    ``:STEP`` or ``:xFACTOR`` as values."""
     match = _RANGE.fullmatch(text.strip())
     hint = setting_types()[name]
     types = {hint, *get_args(hint)}
@@ -177,7 +179,7 @@ def _range(name: str, text: str, source: str) -> Domain:
 
 
 def _stepped(low: float, high: float, how: str, source: str) -> list[float]:
-    """Return the numbers from low to high, in steps of `how`: `2` adds 2, `x2` multiplies by 2."""
+    """Return the numbers from low to high, in steps of ``how``: ``2`` adds 2, ``x2`` multiplies by 2."""
     multiply = how.startswith("x")
     step = _number(how.removeprefix("x"), source)
     if (multiply and (step <= 1 or low <= 0)) or step <= 0:

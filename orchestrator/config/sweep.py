@@ -40,7 +40,8 @@ class Sweep:
             raise UserError(f"--search {self.search} needs to know when it is over: give --trials N")
         if self.objective == "throughput" and self.trial_steps is not None:
             raise UserError(
-                "--trial-steps is for --objective validation_loss; how long a trial is measured is --trial-seconds"
+                "--trial-steps is for --objective validation_loss; "
+                "how long a trial is measured is --trial-seconds"
             )
         if self.objective == "validation_loss" and self.trial_seconds != _TRIAL_SECONDS:
             raise UserError(
@@ -50,7 +51,8 @@ class Sweep:
             self.space.grid()  # raises for ranges, and for too many points
         elif self.search == "optuna" and self.space.given:
             raise UserError(
-                "--search optuna looks for points of its own, and the space is a list of points; leave --search out"
+                "--search optuna looks for points of its own, and the space is a list of points; "
+                "leave --search out"
             )
 
     def _check_numbers(self) -> None:
@@ -72,7 +74,7 @@ class Sweep:
         return min(self.trials, self.space.size)
 
     def header(self) -> dict[str, Any]:
-        """Return the fields of the ledger from which `of_header` makes the sweep again."""
+        """Return the fields of the ledger from which ``of_header`` makes the sweep again."""
         points = {"points": [plain_point(point) for point in self.space.given]} if self.space.given else {}
         return {
             "space": self.space.texts(),
@@ -89,7 +91,8 @@ class Sweep:
         masked = [name for name, domain in domains.items() if MASK in str(domain)]
         if masked:
             raise UserError(
-                f"the ledger keeps the values of {masked[0]} without the secrets in them; begin the sweep anew"
+                f"the ledger keeps the values of {masked[0]} without the secrets in them; "
+                "begin the sweep anew"
             )
         try:
             if "points" in header:
@@ -125,6 +128,7 @@ def config_from_ledger(settings: Mapping[str, Any]) -> Config:
     unknown = [name for name in settings if name not in setting_types()]
     if unknown:
         raise UserError(
-            f"the ledger names a setting that this version does not know: {unknown[0]!r}; begin the sweep anew"
+            f"the ledger names a setting that this version does not know: {unknown[0]!r}; "
+            "begin the sweep anew"
         )
     return Config.of(**settings)

@@ -49,9 +49,9 @@ class _UnexpectedTruthValue(Exception):
 def _normalised(hint: Any, value: Any) -> Any:
     """Return the value in the form that the type check accepts.
 
-    One value, or text with commas, becomes a list for a setting of several values. `on` and `off`, which YAML
-    reads as truth values, become words again. A truth value for any other setting is refused: pydantic would
-    take it for a number.
+    One value, or text with commas, becomes a list for a setting of several values. ``on`` and
+    ``off``, which YAML reads as truth values, become words again. A truth value for any other
+    setting is refused: pydantic would take it for a number.
     """
     if get_origin(hint) is tuple:
         element = get_args(hint)[0]

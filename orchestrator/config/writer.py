@@ -69,7 +69,8 @@ def _to_json(value: Any) -> Any:
 
 
 def with_absolute_paths(config: Config, folder: Path) -> Config:
-    """Return the config with relative paths taken from `folder`: workers may have another working folder."""
+    """Return the config with relative paths taken from ``folder``: workers may have another
+    working folder."""
     changes: dict[str, Any] = {}
     for section in section_types():
         settings: Any = getattr(config, section)

@@ -1,11 +1,11 @@
 """Private APIs and monkeypatches of Ray, each behind a function of our own.
 
-No other module imports `ray._private`, `ray._raylet`, `ray._common`, `ray.core.generated` or
-`ray.train.v2._internal`, so a new Ray release needs changes here only. Ray may change these APIs in any
-minor release: importing this module under an untested release raises an error.
+No other module imports ``ray._private``, ``ray._raylet``, ``ray._common``, ``ray.core.generated``
+or ``ray.train.v2._internal``, so a new Ray release needs changes here only. Ray may change these
+APIs in any minor release: importing this module under an untested release raises an error.
 
-Every function imports its part of Ray when it is called. Ray Train and Ray Tune take seconds to import,
-and expert hosts and most commands use neither.
+Every function imports its part of Ray when it is called. Ray Train and Ray Tune take seconds to
+import, and expert hosts and most commands use neither.
 
 Tested on Ray 2.56, 2.58 and 2.60.
 """
@@ -30,7 +30,7 @@ OLDEST_RAY = (2, 56)
 NEWEST_RAY = (2, 61)
 """The end of the supported releases, exclusive."""
 SUPPORTED_RAY = f">={OLDEST_RAY[0]}.{OLDEST_RAY[1]},<{NEWEST_RAY[0]}.{NEWEST_RAY[1]}"
-"""The same bounds as `pyproject.toml` has them."""
+"""The same bounds as ``pyproject.toml`` has them."""
 
 
 def check_ray_version(version: str) -> None:
@@ -62,7 +62,8 @@ def reload_auth_mode() -> None:
 
 
 def forget_auth_token() -> None:
-    """Drop the token that Ray has cached. Without this, Ray does not see a token written after its first look."""
+    """Drop the token that Ray has cached. Without this, Ray does not see a token written after
+    its first look."""
     from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
     AuthenticationTokenLoader.instance().reset_cache()
@@ -93,7 +94,8 @@ def check_head_alive(channel: Any, timeout_s: float) -> None:
 
 
 def load_tls_certificates() -> tuple[bytes, bytes, bytes]:
-    """Return the certificate chain, key and root that Ray's RAY_TLS_* variables name. Ray keeps the reader private."""
+    """Return the certificate chain, key and root that Ray's RAY_TLS_* variables name. Ray keeps
+    the reader private."""
     from ray._common.tls_utils import load_certs_from_env
 
     return load_certs_from_env()
@@ -105,7 +107,7 @@ def load_tls_certificates() -> tuple[bytes, bytes, bytes]:
 def find_local_cluster(temp_dir: str | None) -> str | None:
     """Return HOST:PORT of the cluster that was last started on this machine.
 
-    `ray.init(address="auto")` finds it too, but waits for minutes if that cluster is gone.
+    ``ray.init(address="auto")`` finds it too, but waits for minutes if that cluster is gone.
     """
     from ray._private.services import find_bootstrap_address
 
@@ -123,7 +125,8 @@ def autoscaler_limits() -> Mapping[str, float]:
 
 
 def logs_folder() -> Path | None:
-    """Return the folder of Ray's own logs on this node; None outside a node. The public API does not name it."""
+    """Return the folder of Ray's own logs on this node; None outside a node. The public API does
+    not name it."""
     from ray._private.worker import global_worker
 
     return Path(global_worker.node.get_logs_dir_path()) if global_worker.node else None
@@ -132,7 +135,7 @@ def logs_folder() -> Path | None:
 def placement_groups_of_job(job_id: str) -> set[bytes]:
     """Return the ids of the placement groups of a job that still hold resources.
 
-    The public `placement_group_table()` does not name the job that created a group.
+    The public ``placement_group_table()`` does not name the job that created a group.
     """
     from ray._private.state import state
     from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,7 +151,8 @@ def placement_groups_of_job(job_id: str) -> set[bytes]:
 
 
 def remove_placement_group_by_id(group_id: bytes) -> None:
-    """Remove a placement group that another process created. The public function wants the object, not the id."""
+    """Remove a placement group that another process created. The public function wants the
+    object, not the id."""
     from ray._raylet import PlacementGroupID
 
     remove_placement_group(PlacementGroup(PlacementGroupID(group_id)))
@@ -167,8 +171,8 @@ TRAIN_CONTROLLER_MODULES = (
 def export_setup_hook(prepare: Callable[[], None], timeout_s: int) -> dict[str, str]:
     """Store a function in the cluster; return the variables that make new worker processes call it first.
 
-    The public `worker_process_setup_hook` takes effect for a whole job; this one for single actors. Returns
-    nothing if the job has a hook of its own: a process runs one hook only.
+    The public ``worker_process_setup_hook`` takes effect for a whole job; this one for single
+    actors. Returns nothing if the job has a hook of its own: a process runs one hook only.
     """
     from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     from ray._private.runtime_env.setup_hook import decode_function_key
@@ -200,7 +204,7 @@ def prestart_request(num_processes: int, keep_alive_s: int) -> Any:
 
 
 def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
-    """Send a request of `prestart_request` to the raylet at HOST:PORT."""
+    """Send a request of ``prestart_request`` to the raylet at HOST:PORT."""
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 
@@ -212,7 +216,8 @@ def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
 
 
 def train_context() -> Any:
-    """Return a Ray Train worker's context: rank and world size. The public `ray.train` imports all of Tune first."""
+    """Return a Ray Train worker's context: rank and world size. The public ``ray.train`` imports
+    all of Tune first."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     return get_train_context()
@@ -221,8 +226,8 @@ def train_context() -> Any:
 def run_train_controller(variables: dict[str, str], parts: dict[str, Any]) -> Any:
     """Run Ray Train's controller on this node, with further environment variables; return its result.
 
-    This is the body of `DataParallelTrainer._initialize_and_run_controller`, which offers no way to set the
-    environment of the controller's process.
+    This is the body of ``DataParallelTrainer._initialize_and_run_controller``, which offers no
+    way to set the environment of the controller's process.
     """
     from ray._raylet import RAY_NODE_ID_KEY  # pyright: ignore[reportAttributeAccessIssue]
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -245,7 +250,7 @@ def run_train_controller(variables: dict[str, str], parts: dict[str, Any]) -> An
 def hidden_worker_output(prefix: str) -> Iterator[None]:
     """Keep Ray from printing messages with a line that begins with this prefix.
 
-    Ray prints half a page for each process that dies, past its own `log_to_driver=False`.
+    Ray prints half a page for each process that dies, past its own ``log_to_driver=False``.
     """
     from ray._private import worker as ray_worker
 
@@ -264,9 +269,10 @@ def hidden_worker_output(prefix: str) -> Iterator[None]:
 
 @contextmanager
 def masked_entrypoint(mask: Callable[[str], str]) -> Iterator[None]:
-    """Mask the command line that `ray.init` stores with the job.
+    """Mask the command line that ``ray.init`` stores with the job.
 
-    All users of the cluster can read it, and an address in it may hold a password. Ray has no option for it.
+    All users of the cluster can read it, and an address in it may hold a password. Ray has no
+    option for it.
     """
     from ray._private import utils as ray_utils
 
@@ -282,8 +288,8 @@ def masked_entrypoint(mask: Callable[[str], str]) -> Iterator[None]:
 def unpropagated_variables(prefix: str) -> Iterator[None]:
     """Keep Ray Tune from copying environment variables with this prefix into its actors.
 
-    Tune writes AWS keys into the description of each trial's actor, which all users of the cluster can read.
-    Ray has no option for it.
+    Tune writes AWS keys into the description of each trial's actor, which all users of the
+    cluster can read. Ray has no option for it.
     """
     from ray.tune.execution import class_cache
 

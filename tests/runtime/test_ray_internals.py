@@ -1,4 +1,5 @@
-"""Tests of the functions over Ray's private APIs: the version guard, the names they import, and the monkeypatches."""
+"""Tests of the functions over Ray's private APIs: the version guard, the names they import, and
+the monkeypatches."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_the_bounds_are_those_of_the_package() -> None:
 
 
 def private_names() -> list[tuple[str, str]]:
-    """Modules and names of Ray that the functions of `ray_internals` import."""
+    """Modules and names of Ray that the functions of ``ray_internals`` import."""
     tree = ast.parse(Path(ray_internals.__file__).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     return [

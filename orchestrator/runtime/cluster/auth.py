@@ -1,7 +1,7 @@
 """Authentication of Ray clusters.
 
-A cluster that we start requires a token, which only its owner can read from the moment it exists. A cluster that
-requires none is joined with a warning.
+A cluster that we start requires a token, which only its owner can read from the moment it
+exists. A cluster that requires none is joined with a warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prepare_token() -> None:
     Ray would make a token that every user of the machine can read.
     """
     if variable(AUTH_MODE).lower() == "disabled":
-        return  # requested by the user; `warn_if_open` reports it once the cluster runs
+        return  # requested by the user; ``warn_if_open`` reports it once the cluster runs
     named_path = variable("RAY_AUTH_TOKEN_PATH")
     path = Path(named_path or Path.home() / ".ray" / "auth_token")
     if not variable("RAY_AUTH_TOKEN") and not named_path:
@@ -47,14 +47,16 @@ def prepare_token() -> None:
     _turn_on()
     if named_path and not has_auth_token():
         raise ResourceError(
-            f"RAY_AUTH_TOKEN_PATH is {named_path}, which holds no token; unset it, and one is made in ~/.ray/auth_token"
+            f"RAY_AUTH_TOKEN_PATH is {named_path}, which holds no token; "
+            "unset it, and one is made in ~/.ray/auth_token"
         )
 
 
 def _create_token(path: Path) -> None:
     """Create a token unless there is one.
 
-    The file appears complete and private in one step, because another command may start a cluster meanwhile.
+    The file appears complete and private in one step, because another command may start a
+    cluster meanwhile.
     """
     if path.exists():
         return
@@ -104,15 +106,19 @@ def warn_if_open(address: str, note: Callable[[str], None]) -> None:
         return
     _WARNED.add(address)
     note(
-        f"warning: the Ray cluster at {address} requires no token: everyone who reaches its ports can run code there "
-        "and read your data. Give it one: 'ray get-auth-token --generate' on its head, the same ~/.ray/auth_token "
+        f"warning: the Ray cluster at {address} requires no token: everyone who reaches its ports can "
+        "run code there "
+        "and read your data. Give it one: 'ray get-auth-token --generate' on its head, "
+        "the same ~/.ray/auth_token "
         "on every node, then start it again with RAY_AUTH_MODE=token"
     )
 
 
 def requires_token(address: str) -> bool | None:
-    """Return whether the head at HOST:PORT refuses a request without a token; None if the answer says neither."""
-    # With wrong certificates the question stays open: Ray reports what is wrong with them when it joins.
+    """Return whether the head at HOST:PORT refuses a request without a token; None if the answer
+    says neither."""
+    # With wrong certificates the question stays open: Ray reports what is wrong with them when it
+    # joins.
     with suppress(OSError, RuntimeError), _open_channel(address) as channel:
         try:
             check_head_alive(channel, _REQUEST_TIMEOUT_S)

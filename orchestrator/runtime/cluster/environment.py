@@ -19,7 +19,8 @@ def variable(name: str) -> str:
 def make_variable_setter(values: dict[str, str]) -> Callable[[], None]:
     """Return a function that sets those of the variables that are not set.
 
-    The function is pickled by value and imports none of our modules, so that any process can run it.
+    The function is pickled by value and imports none of our modules, so that any process can run
+    it.
     """
 
     def set_missing() -> None:

@@ -1,8 +1,9 @@
 """Worker processes that start before they are needed.
 
-A new actor takes an idle process of its node that has the same environment, if there is one. Then the actor waits
-neither for a process nor for its imports. So every process of a group requests its own successor once it is at
-work, and all of them import what they need as they start.
+A new actor takes an idle process of its node that has the same environment, if there is one.
+Then the actor waits neither for a process nor for its imports. So every process of a group
+requests its own successor once it is at work, and all of them import what they need as they
+start.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _KEEP_ALIVE_S = 6 * 3600
 """Life of an idle process. Ray would end it after a second; at the end of the job it ends all of them."""
 _REQUEST_TIMEOUT_S = 10
 _DELAY_S = 2.0
-"""Time between the start of the work and the request, so that the imports of successors do not slow the start."""
+"""Time between the start of the work and the request, so that the imports of successors do not
+slow the start."""
 _MIN_FREE_BYTES = 2 * GIB
 """Memory that a node must have left; an idle process with torch takes 0.3 GiB."""
 
@@ -71,7 +73,8 @@ def host_hook(task: str) -> dict[str, str]:
 def _export_hook(modules: tuple[str, ...]) -> dict[str, str]:
     """Return the variables of the hook; empty if the user's environment has a hook.
 
-    They are equal for all attempts of a run: Ray reuses a process only for an identical environment.
+    They are equal for all attempts of a run: Ray reuses a process only for an identical
+    environment.
     """
     package = str(Path(__file__).parents[2] / "__init__.py")
     return export_setup_hook(make_importer(modules, package), _REQUEST_TIMEOUT_S)
@@ -80,10 +83,12 @@ def _export_hook(modules: tuple[str, ...]) -> dict[str, str]:
 def make_importer(modules: tuple[str, ...], package: str) -> Callable[[], None]:
     """Return a function that imports modules; those of ours only from this very package.
 
-    `package` is the path of our `__init__.py`: a node may have another package of the same name. The function is
-    pickled by value, so that a process that does not find our code starts all the same.
+    ``package`` is the path of our ``__init__.py``: a node may have another package of the same
+    name. The function is pickled by value, so that a process that does not find our code starts
+    all the same.
     """
-    # Ray sets one OpenMP thread for each CPU of an actor, but later; torch reads the number when it is imported.
+    # Ray sets one OpenMP thread for each CPU of an actor, but later; torch reads the number when it
+    # is imported.
     set_threads = make_variable_setter({"OMP_NUM_THREADS": "1"})
 
     def import_modules() -> None:

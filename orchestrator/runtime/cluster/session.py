@@ -164,13 +164,15 @@ def joins_cluster(config: Config) -> bool:
 
 
 def _running_cluster() -> str | None:
-    """Return HOST:PORT of the cluster that RAY_ADDRESS names, or that runs on this machine; None without one."""
+    """Return HOST:PORT of the cluster that RAY_ADDRESS names, or that runs on this machine; None
+    without one."""
     named = os.environ.get("RAY_ADDRESS", "auto")
     if named == "local":
         return None
     if "://" in named:
         raise UserError(
-            f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, or 'ray job submit'"
+            f"RAY_ADDRESS is {named}, the address of a service; HOST:PORT of the cluster was needed, "
+            "or 'ray job submit'"
         )
     if named == "auto":
         address = find_local_cluster(os.environ.get("RAY_TMPDIR"))
@@ -201,7 +203,8 @@ def answers(address: str) -> bool:
 def _start(config: Config, note: Note) -> None:
     """Start a cluster of this machine for this run. On CPUs it has a slot for each worker.
 
-    Torch is not preloaded into its processes: Ray Train has more actors without it than workers that need it.
+    Torch is not preloaded into its processes: Ray Train has more actors without it than workers
+    that need it.
     """
     parallel = config.parallel
     cores = usable_cores()
@@ -247,12 +250,14 @@ def wait_for_slots(workers: int, on_gpu: bool, timeout_s: float, note: Note) -> 
     while (present := int(ray.cluster_resources().get(kind, 0))) < workers:
         if monotonic() > deadline:
             raise ResourceError(
-                f"{workers} workers need {workers} {kind}s; after {timeout_s:.0f} s the cluster has {present}. "
+                f"{workers} workers need {workers} {kind}s; "
+                f"after {timeout_s:.0f} s the cluster has {present}. "
                 "Lower --workers, or give it more time with --resource-timeout"
             )
         if not requested:
             note(
-                f"waiting up to {timeout_s:.0f} s for the autoscaler: {present} of {workers} {kind}s are there"
+                f"waiting up to {timeout_s:.0f} s for the autoscaler: {present} of {workers} {kind}s "
+                "are there"
             )
             requested = True
             with suppress(Exception):

@@ -17,13 +17,13 @@ _INVENTORY_TIMEOUT_S = 60
 _KINDS = ("CPU", "GPU")
 
 RayNode = dict[str, Any]
-"""A node as `ray.nodes()` describes it."""
+"""A node as ``ray.nodes()`` describes it."""
 
 
 def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
     """Return the cluster, and the inventory of its weakest training node.
 
-    `local` is the inventory of this machine; other nodes with GPUs are asked for theirs.
+    ``local`` is the inventory of this machine; other nodes with GPUs are asked for theirs.
     """
     node_id = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -45,7 +45,8 @@ def _node(node: RayNode, known: Inventory | None) -> Node:
 
 
 def _request_inventories(nodes: list[RayNode]) -> dict[str, Inventory]:
-    """Return the inventories of other nodes, by node id, from a short task on each. Nodes that do not answer are left out."""
+    """Return the inventories of other nodes, by node id, from a short task on each. Nodes that
+    do not answer are left out."""
     if not nodes:
         return {}
     task = ray.remote(num_cpus=0, max_retries=0)(inventory)
@@ -69,7 +70,8 @@ def _reachable_resources(alive: Iterable[RayNode]) -> dict[str, int]:
 def resources_now() -> dict[str, int]:
     """Return the CPUs and GPUs of the nodes that are alive and answer.
 
-    Ray takes half a minute to notice that a node was killed; a connection to its raylet fails at once.
+    Ray takes half a minute to notice that a node was killed; a connection to its raylet fails at
+    once.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     answering = [node for node in alive if answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]

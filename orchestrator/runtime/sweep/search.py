@@ -1,36 +1,37 @@
-"""Which trial comes next: a searcher for Ray Tune. Points that the ledger holds are not tried again, and points that the cluster
-has no devices for are told at once; neither ever reaches Tune."""
+"""The searcher of Ray Tune: it turns points into numbered trials.
+
+Points that the ledger holds are not tried again. Points that the devices are not enough for get
+their row at once. Neither reaches Tune.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ray.tune.search import Searcher
 
-from orchestrator.config.space import MAX_POINTS, Point, Range, Space, Values, point_key
-from orchestrator.errors import UserError
+from orchestrator.config.space import Point, point_key
 from orchestrator.record.ledger import TrialRow
-from orchestrator.runtime.sweep.surrogate import Surrogate
 
-_TRIES = 200  # suggestions in a row that bring nothing new, before a search is over
+_MAX_REPEATED = 200
+"""Known points in a row that a source may suggest before the search ends."""
 
 
 class Source(Protocol):
-    """Where points come from."""
+    """A source of points, with Optuna's ask-and-tell interface."""
 
     def ask(self) -> Point | None:
-        """The next one; None when there are no more."""
+        """Return the next point; None if there are no more."""
         ...
 
     def tell(self, point: Point, score: float | None) -> None:
-        """What came of one: the larger the better, None where it failed."""
+        """Take the score of a point: the larger the better, None if its trial failed."""
         ...
 
 
-class Listed:
+class FixedPoints:
     """Points in a given order."""
 
     def __init__(self, points: Iterable[Point]) -> None:
@@ -43,183 +44,97 @@ class Listed:
         pass
 
 
-def needed_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise UserError(
-            "--search optuna needs Optuna: pip install 'expert-orchestrator[optuna]'; or use --search random"
-        ) from None
-    return optuna
+class NotPickled:
+    """Base of objects that Tune pickles in vain: a sweep continues from its own ledger, never from
+    Tune's files.
+
+    Their locks and open files could not be pickled. An empty text takes their place.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()
 
 
-class Optuna:
-    """Points that are worth a trial, by what came of those before: those that Optuna's sampler suggests where the space has ranges;
-    of lists of values, those that our own model puts into its queue, because Optuna's samplers suggest points of small spaces again and
-    again and learn little from few trials. ``first`` are tried before either has a say."""
+@dataclass(frozen=True)
+class TrialRules:
+    """The decisions about points that a searcher leaves to the sweep."""
 
-    def __init__(self, space: Space, seed: int, first: Iterable[Point]) -> None:
-        optuna = needed_optuna()
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._optuna, self._space = optuna, space
-        self._distributions = {name: self._distribution(domain) for name, domain in space.domains.items()}
-        sampler = optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=4, multivariate=True, constant_liar=True
-        )
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._asked: dict[str, list[Any]] = {}
-        self._worst: float | None = None
-        self._first = list(first)
-        small = space.listed and space.size <= MAX_POINTS
-        self._model = _Modelled(space, seed) if small else None
-
-    def _distribution(self, domain: Values | Range) -> Any:
-        kinds = self._optuna.distributions
-        if isinstance(domain, Values):  # by number: a value may be a tuple, or None
-            return kinds.CategoricalDistribution(list(range(len(domain.values))))
-        if domain.integer:
-            return kinds.IntDistribution(int(domain.low), int(domain.high), log=domain.log)
-        return kinds.FloatDistribution(domain.low, domain.high, log=domain.log)
-
-    def _encoded(self, point: Point) -> dict[str, Any]:
-        domains = self._space.domains
-        return {
-            n: d.values.index(point[n]) if isinstance(d := domains[n], Values) else point[n] for n in domains
-        }
-
-    def ask(self) -> Point | None:
-        wanted = self._first.pop(0) if self._first else self._model.next() if self._model else None
-        if wanted is None and self._model:
-            return None
-        if wanted is not None:
-            self._study.enqueue_trial(self._encoded(wanted))
-        trial = self._study.ask(self._distributions)
-        domains = self._space.domains
-        point = {
-            n: d.values[trial.params[n]] if isinstance(d := domains[n], Values) else trial.params[n]
-            for n in domains
-        }
-        self._asked.setdefault(point_key(point), []).append(trial)
-        if self._model:
-            self._model.asked(point)
-        return point
-
-    def tell(self, point: Point, score: float | None) -> None:
-        if self._model:
-            self._model.tell(point, score)
-        if score is not None:
-            self._worst = score if self._worst is None else min(self._worst, score)
-        value = self._worst if score is None else score  # what failed is no better than the worst
-        asked = self._asked.pop(point_key(point), [])
-        for trial in asked:  # the same may have been suggested again while it was being tried
-            self._study.tell(
-                trial, value, state=None if value is not None else self._optuna.trial.TrialState.FAIL
-            )
-        if not asked and value is not None:  # of an earlier start of the sweep
-            with suppress(ValueError, KeyError, TypeError):  # a ledger may hold points of another space
-                self._study.add_trial(
-                    self._optuna.trial.create_trial(
-                        params=self._encoded(point), distributions=self._distributions, value=value
-                    )
-                )
+    max_trials: int
+    """Trials of the whole sweep, those of the ledger included."""
+    score: Callable[[TrialRow], float | None]
+    workers_or_refusal: Callable[[Point], int | TrialRow]
+    """Returns the number of workers of a point's trial; the row of the ledger if it cannot be tried."""
+    record: Callable[[TrialRow], None]
+    """Writes the row of a point that cannot be tried."""
 
 
-class _Modelled:
-    """A finite space, what came of its points, and the model that is asked for the next."""
+class TrialSearcher(NotPickled, Searcher):
+    """Hands the points of a source to Tune as trials: numbered, with the number of their workers."""
 
-    def __init__(self, space: Space, seed: int) -> None:
-        self._points = space.grid()
-        self._number = {point_key(point): number for number, point in enumerate(self._points)}
-        self._surrogate = Surrogate(space, seed)
-        self._scores: dict[int, float | None] = {}
-        self._waiting: set[int] = set()
-
-    def next(self) -> Point | None:
-        found = self._surrogate.best(self._scores, self._waiting)
-        return None if found is None else self._points[found]
-
-    def asked(self, point: Point) -> None:
-        self._waiting.add(self._number[point_key(point)])
-
-    def tell(self, point: Point, score: float | None) -> None:
-        number = self._number.get(point_key(point))
-        if number is not None:  # a ledger may hold points of another space
-            self._waiting.discard(number)
-            self._scores[number] = score
-
-
-class Points(Searcher):
-    """Hands points to Tune as trials: numbered, with the workers they need."""
-
-    def __init__(
-        self,
-        source: Source,
-        done: Iterable[TrialRow],
-        most: int,
-        score: Callable[[TrialRow], float | None],
-        needs: Callable[[Point], int | TrialRow],
-        refuse: Callable[[TrialRow], None],
-    ) -> None:
-        """``needs`` says how many workers a point wants, or what became of it if it cannot be tried, which ``refuse`` is told
-        of. ``most`` trials are made in all, with those that are done."""
+    def __init__(self, source: Source, done: Iterable[TrialRow], rules: TrialRules) -> None:
         super().__init__(metric="score", mode="max")
-        self._source, self._most, self._score, self._needs, self._refuse = source, most, score, needs, refuse
-        self._known: dict[str, float | None] = {}
-        self._number, self._over = 0, False
-        self._live: dict[str, Point] = {}
+        self._source = source
+        self._rules = rules
+        self._scores: dict[str, float | None] = {}
+        self._running: dict[str, Point] = {}
+        self._last_number = 0
+        self._finished = False
         for row in done:
-            self._known[point_key(row.point)] = score(row)
-            self._number = max(self._number, row.trial)
-            source.tell(row.point, score(row))
+            score = rules.score(row)
+            self._scores[point_key(row.point)] = score
+            self._last_number = max(self._last_number, row.trial)
+            source.tell(row.point, score)
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        vain = 0
-        while not self._over and len(self._known) < self._most and vain < _TRIES:
+        """Return the configuration of the next trial, or Tune's mark for the end of the search."""
+        repeated = 0
+        while not self._finished and len(self._scores) < self._rules.max_trials and repeated < _MAX_REPEATED:
             point = self._source.ask()
             if point is None:
                 break
-            key = point_key(point)
-            if key in self._known:
-                vain += 1
-                if key not in (point_key(live) for live in self._live.values()):
-                    self._source.tell(point, self._known[key])
+            if point_key(point) in self._scores:
+                repeated += 1
+                self._repeat_score(point)
                 continue
-            found = self._next(trial_id, point)
-            if found is not None:
-                return found
-        self._over = True
+            trial = self._new_trial(trial_id, point)
+            if trial is not None:
+                return trial
+        self._finished = True
         return Searcher.FINISHED
 
-    def _next(self, trial_id: str, point: Point) -> dict[str, Any] | None:
-        """The trial of a new point; None for one that cannot be tried."""
-        self._number += 1
-        self._known[point_key(point)] = None
-        needed = self._needs(point)
-        if isinstance(needed, TrialRow):
-            self._refuse(replace(needed, trial=self._number))
+    def _repeat_score(self, point: Point) -> None:
+        """Tell the source the known score of a point; a running trial has none yet."""
+        key = point_key(point)
+        if key not in {point_key(running) for running in self._running.values()}:
+            self._source.tell(point, self._scores[key])
+
+    def _new_trial(self, trial_id: str, point: Point) -> dict[str, Any] | None:
+        """Return the trial of a new point; None if it cannot be tried."""
+        self._last_number += 1
+        self._scores[point_key(point)] = None
+        workers = self._rules.workers_or_refusal(point)
+        if isinstance(workers, TrialRow):
+            self._rules.record(replace(workers, trial=self._last_number))
             self._source.tell(point, None)
             return None
-        self._live[trial_id] = point
-        return {"trial": self._number, "point": dict(point), "workers": needed}
+        self._running[trial_id] = point
+        return {"trial": self._last_number, "point": dict(point), "workers": workers}
 
-    def told(self, trial_id: str, row: TrialRow) -> None:
-        """What came of a trial."""
-        point = self._live.pop(trial_id, None)
+    def record_result(self, trial_id: str, row: TrialRow) -> None:
+        """Take the row of a trial that has ended."""
+        point = self._running.pop(trial_id, None)
         if point is not None:
-            self._known[point_key(point)] = self._score(row)
-            self._source.tell(point, self._score(row))
+            score = self._rules.score(row)
+            self._scores[point_key(point)] = score
+            self._source.tell(point, score)
 
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Told by ``told``, with the whole row."""
+        """Do nothing: ``record_result`` takes the whole row."""
 
     def save(self, checkpoint_path: str) -> None:
-        """The ledger is what is kept."""
+        """Do nothing: the ledger is the record."""
 
     def restore(self, checkpoint_path: str) -> None:
-        raise NotImplementedError("a sweep goes on from its ledger")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What Tune pickles of it it never gets to use."""
-        return str, ()
+        raise NotImplementedError("a sweep continues from its ledger")

@@ -1,4 +1,5 @@
-"""Tests of the authentication of clusters: tokens of clusters that we start, of clusters that we join, and warnings."""
+"""Tests of the authentication of clusters: tokens of clusters that we start, of clusters that we
+join, and warnings."""
 
 from __future__ import annotations
 
@@ -344,8 +345,8 @@ print("SCAN", json.dumps([ports, strangers, owner]))
 def test_a_cluster_of_ours_refuses_strangers_at_every_port(tmp_path: Path) -> None:
     """A user without a token gets a private one, and there is no dashboard.
 
-    No port takes a job from a stranger. One of them takes it from the owner of the token, so that the refusals
-    mean something.
+    No port takes a job from a stranger. One of them takes it from the owner of the token, so
+    that the refusals mean something.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -391,8 +392,9 @@ def test_a_run_on_a_cluster_reveals_no_secret(
 ) -> None:
     """The task prints all secrets that it can find, lets a program print some, and fails with them.
 
-    None of them, nor the token of the cluster, is in the run folder, in the driver's output, in the state of the
-    cluster, or in Ray's logs. Nodes whose environment has no secrets find them in the settings.
+    None of them, nor the token of the cluster, is in the run folder, in the driver's output, in
+    the state of the cluster, or in Ray's logs. Nodes whose environment has no secrets find them
+    in the settings.
     """
     for name, value in ENVIRONMENT.items() if known else ():
         monkeypatch.setenv(name, value)

@@ -89,7 +89,8 @@ def idle_processes(cluster: RayCluster) -> set[int]:
 def with_library(library: str, pids: set[int]) -> set[int]:
     """Return the processes that have loaded a library.
 
-    A worker's successor has torch, a controller's has pandas, a process of Ray's for any job has neither.
+    A worker's successor has torch, a controller's has pandas, a process of Ray's for any job has
+    neither.
     """
     loaded: set[int] = set()
     for pid in pids:

@@ -1,4 +1,5 @@
-"""Tests of the decisions about clusters that need none: which to join, which GPUs to show, how long to wait."""
+"""Tests of the decisions about clusters that need none: which to join, which GPUs to show, how
+long to wait."""
 
 from __future__ import annotations
 

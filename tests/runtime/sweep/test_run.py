@@ -1,4 +1,5 @@
-"""Tests of sweeps on a cluster, by the command line: killed and resumed, with failing trials, and used by train."""
+"""Tests of sweeps on a cluster, by the command line: killed and resumed, with failing trials,
+and used by train."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def test_an_interrupted_sweep_says_how_to_continue(shared_cluster: RayCluster, t
 
 def test_two_sweeps_do_not_share_a_ledger(tmp_path: Path) -> None:
     first = Ledger(tmp_path)
-    with pytest.raises(UserError, match="is being swept by another process"):
+    with pytest.raises(UserError, match="another process is running the sweep"):
         Ledger(tmp_path)
     first.close()
     second = Ledger(tmp_path)

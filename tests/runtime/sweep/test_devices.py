@@ -1,0 +1,64 @@
+"""Tests of the share of the devices that each worker of a sweep gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.config.space_parser import parse_space, points_space
+from orchestrator.errors import ResourceError
+from orchestrator.plan.inventory.cluster import Cluster, Node
+from orchestrator.runtime.sweep.devices import SweepDevices
+from tests.support.inventories import machine
+
+
+def single_node(cpus: int, cores: int, joined: bool = False) -> Cluster:
+    return Cluster((Node("here", cpus, 0, cores),), joined=joined)
+
+
+def test_the_cores_are_shared_by_the_largest_possible_number_of_workers() -> None:
+    space = parse_space(["workers=1,2,3,16"])
+    devices = SweepDevices.of(Config(), space, machine(cores=4), single_node(4, 4))
+    assert (devices.cores, devices.devices, devices.on_gpu) == (1, 4, False)
+    assert [devices.num_workers(Config.of(workers=count)) for count in (1, 2, 3)] == [1, 2, 3]
+    with pytest.raises(
+        ResourceError, match="16 workers with 1 core each were asked for; this machine has 4 CPUs"
+    ):
+        devices.num_workers(Config.of(workers=16))
+
+
+def test_a_single_worker_gets_all_cores() -> None:
+    space = parse_space(["batch-size=1,2"])
+    devices = SweepDevices.of(Config(), space, machine(cores=4), single_node(4, 4))
+    assert (devices.cores, devices.num_workers(Config())) == (4, 1)
+
+
+def test_workers_that_the_plan_chooses_fit() -> None:
+    config = Config.of(parallel_strategy="data_parallel")
+    devices = SweepDevices.of(config, parse_space(["batch-size=1,2"]), machine(cores=2), single_node(2, 2))
+    assert (devices.cores, devices.num_workers(config)) == (1, 2)
+
+
+def test_a_node_with_fewer_slots_than_cores_has_workers_by_its_slots() -> None:
+    one_slot = single_node(1, 2, joined=True)
+    devices = SweepDevices.of(Config(), parse_space(["workers=1,2"]), machine(cores=2), one_slot)
+    assert (devices.cores, devices.devices, devices.num_workers(Config.of(workers=1))) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("config", [Config.of(workers=2), Config.of(parallel_strategy="data_parallel")])
+def test_given_points_without_a_number_of_workers_count_too(config: Config) -> None:
+    space = points_space([{"workers": 1}, {"batch_size": 8}], "points.yaml")
+    devices = SweepDevices.of(config, space, machine(cores=2), single_node(2, 2))
+    assert (devices.cores, devices.num_workers(config.but(batch_size=8))) == (1, 2)
+
+
+def test_a_number_of_workers_that_does_not_fit_does_not_count() -> None:
+    space = points_space([{"workers": 1}, {"batch_size": 8}], "points.yaml")
+    devices = SweepDevices.of(Config.of(workers=64), space, machine(cores=2), single_node(2, 2))
+    assert devices.cores == 2
+
+
+def test_workers_are_spread_over_the_nodes() -> None:
+    three_nodes = Cluster(tuple(Node(f"n{number}", 3, 0, 3) for number in range(3)), joined=True)
+    devices = SweepDevices.of(Config(), parse_space(["workers=1,3"]), machine(cores=3), three_nodes)
+    assert (devices.cores, devices.devices) == (3, 3)
