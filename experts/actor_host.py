@@ -1,11 +1,13 @@
 """A host of experts as a Ray actor.
 
-The actor owns one device and runs the work that it is given, a segment at a time. It knows nothing about training: the
-training code arrives as a function. The driver calls the host between segments; inside a segment there is no Ray call.
+The actor owns one device and runs the work that it is given, a segment at a time. It knows nothing
+about training: the training code arrives as a function. The driver calls the host between segments;
+inside a segment there is no Ray call.
 
-Next to the thread that works, the actor has one thread per concurrency group. So the driver can make a host leave its
-group while the host waits for its peers, and can fetch snapshots while the host trains. A snapshot is the return
-value of an actor call and not an object that the host puts: the driver owns it, and it outlives the host."""
+Next to the thread that works, the actor has one thread per concurrency group. So the driver can
+make a host leave its group while the host waits for its peers, and can fetch snapshots while the
+host trains. A snapshot is the return value of an actor call and not an object that the host puts:
+the driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class Outbox:
 
 @dataclass
 class HostContext:
-    """The surroundings of hosted work: its group membership, the mailbox for snapshots, and a cache.
+    """The context of hosted work: its group membership, the mailbox for snapshots, and a cache.
 
     The cache survives the membership: what a host has loaded once serves the next group too."""
 
@@ -89,7 +91,8 @@ class ExpertHost:
         self._context = HostContext(GroupMembership(), Outbox())
         self._generation = -1
         self._last_generation_left = -1
-        # Guards the two generations and the membership: ``join`` and ``leave`` run in different threads.
+        # ``join`` and ``leave`` run in different threads: it guards the generations and the
+        # membership.
         self._lock = threading.Lock()
         self._backups: dict[BackupKey, tuple[Any, Any]] = {}
 
@@ -115,7 +118,9 @@ class ExpertHost:
     def join(
         self, start: Callable[..., AbstractContextManager[HostedWork]], generation: int, *arguments: Any
     ) -> None:
-        """Join the group of a generation and prepare the work in it: ``start(context, *arguments)``."""
+        """Join the group of a generation and prepare the work in it.
+
+        ``start(context, *arguments)`` returns the work."""
         self.close()
         with self._lock:
             self._context.membership = GroupMembership()
@@ -144,7 +149,7 @@ class ExpertHost:
 
     @ray.method(concurrency_group="control")
     def leave(self, generation: int) -> None:
-        """Leave the group of a generation, or of an earlier one: the work stops waiting for its peers."""
+        """Leave the group of this or an earlier generation: the work stops waiting for its peers."""
         with self._lock:
             self._last_generation_left = max(self._last_generation_left, generation)
             if self._generation <= generation:
@@ -159,7 +164,8 @@ class ExpertHost:
     def store_backup(self, key: BackupKey, header: Any, data: Any, oldest_step: int) -> None:
         """Keep another host's snapshot in this process; delete those from before ``oldest_step``.
 
-        The bytes are copied out of the object store, whose copy is lost with the node of the other host."""
+        The bytes are copied out of the object store, whose copy is lost with the node of the other
+        host."""
         self._backups = {known: backup for known, backup in self._backups.items() if known[2] >= oldest_step}
         self._backups[key] = header, data.copy()
 

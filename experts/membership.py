@@ -18,8 +18,8 @@ class GroupLeft(RuntimeError):
 class GroupMembership:
     """A host's membership in one generation of a process group.
 
-    It also holds what the heartbeat reports: whether this host waits for its peers, and how many waits have
-    succeeded so far."""
+    It also holds what the heartbeat reports: whether this host waits for its peers, and how many
+    waits have succeeded so far."""
 
     def __init__(self) -> None:
         self._left = threading.Event()

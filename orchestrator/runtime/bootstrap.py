@@ -1,7 +1,7 @@
 """What every worker process does before it trains, under either strategy.
 
-It checks that it sees the run folder, redirects its output into the run folder, enters the user's working directory,
-loads the task and opens the event log."""
+It checks that it sees the run folder, redirects its output into the run folder, enters the user's
+working directory, loads the task and opens the event log."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
 
-# Ray Train's controller imports this module too and needs no torch: imports that need it are inside functions.
+# Ray Train's controller imports this module too and needs no torch, so torch is imported late.
 if TYPE_CHECKING:
     from orchestrator.record.log import Log
-    from orchestrator.train.worker.resume import ResumeFrom
     from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.resume import ResumeFrom
 
 STOP_FILE = "stop"
 """A file in ``logs/`` by which the driver asks the workers to stop."""
@@ -75,10 +75,10 @@ def check_run_dir(assignment: Assignment, name: str) -> None:
 
 
 def redirect_output(folder: Path, rank: int, secrets: Secrets) -> None:
-    """Write this process's output to a log file of the run instead of the user's screen, with secrets masked."""
+    """Write this process's output to a log file of the run, with secrets masked."""
     (folder / f"worker_{rank}.pid").write_text(f"{os.getpid()}\n", encoding="utf-8")
     file = os.open(folder / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    # The descriptors themselves are redirected, so that the output of C++ libraries goes to the file too.
+    # The descriptors are redirected, so that the output of C++ libraries goes to the file too.
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         with suppress(Exception):
             stream.flush()
@@ -93,7 +93,7 @@ def redirect_output(folder: Path, rank: int, secrets: Secrets) -> None:
 
 
 def enter_working_dir(folder: Path, nccl_debug: bool, secrets: Secrets) -> None:
-    """Enter the user's working directory, so that relative paths and imports in their code work as on the driver.
+    """Enter the user's working directory: relative paths and imports work as on the driver.
 
     From here on, secrets are masked in what their code prints, wherever the output goes."""
     sys.stdout = masked_stream(sys.stdout, secrets)
@@ -121,7 +121,9 @@ def _network_variables(nccl_debug: bool) -> dict[str, str]:
 
 
 def uses_cuda(prepared: PreparedRun) -> bool:
-    """Return whether this worker trains on a GPU. torch decides: Ray may declare GPUs where there is no CUDA."""
+    """Return whether this worker trains on a GPU.
+
+    torch decides: Ray may declare GPUs where there is no CUDA."""
     import torch
 
     return prepared.plan.device.value != "cpu" and torch.cuda.is_available()
@@ -143,7 +145,9 @@ def open_log(assignment: Assignment, rank: int) -> Iterator[Log]:
 
 
 def stop_requested(assignment: Assignment, rank: int) -> Callable[[], bool]:
-    """Return a function that tells whether the driver asks for a stop. Rank 0 looks for all and tells the others."""
+    """Return a function that returns whether the driver has asked for a stop.
+
+    Rank 0 looks for all, and broadcasts the answer in the loop."""
     if rank != 0:
         return lambda: False
     path = assignment.run_dir / "logs" / STOP_FILE
@@ -164,7 +168,9 @@ def stop_requested(assignment: Assignment, rank: int) -> Callable[[], bool]:
 
 @contextmanager
 def masked_errors(secrets: Secrets) -> Iterator[None]:
-    """Mask secrets in exceptions that leave the block: they reach the driver and everyone who may see the cluster."""
+    """Mask secrets in exceptions that leave the block.
+
+    They reach the driver and everyone who may see the cluster."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""The driver of a run on several workers: it starts them, shows their events, and restarts them after a failure.
+"""The driver of a run on several workers: it starts them, shows their events, and restarts them.
 
-No Ray call is made inside a step. Workers talk to each other through torch.distributed, and to people through the run
-folder."""
+No Ray call is made inside a step. Workers talk to each other through torch.distributed, and to
+people through the run folder."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.observers import stop_on_signal
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, find_checkpoint
 from orchestrator.train.worker.run import record_failure
-from orchestrator.train.worker.prepared_run import PreparedRun
 
 _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
@@ -170,8 +170,9 @@ class _Driver:
             assert failure is not None
             if result.given_up is not None:
                 raise final_error(failure, result.error, result.given_up)
-            detected_at = time.time()
+            detected_at = time.time()  # before the wait for devices, which is part of the regrouping
             history = history.with_failure(failure)
+            # An error of the run itself is final: no need to wait for devices.
             slots = _available_slots(workers, gpu) if failure.kind != "error" else workers
             decision = decide_restart(
                 failure, history, max_failures=parallel.max_failures, workers=workers, slots=slots
@@ -203,8 +204,8 @@ class _Driver:
             attempt.close()
             self.record.poll()
             if not succeeded:
-                # Ray Train leaves the placement group of workers that failed to start; the next group would wait
-                # for its devices.
+                # Ray Train leaves the placement group of workers that failed to start; the next
+                # group would wait for its devices.
                 for group_id in _placement_groups() - groups_before:
                     with suppress(Exception):
                         remove_placement_group_by_id(group_id)
@@ -236,7 +237,7 @@ def _placement_groups() -> set[bytes]:
 
 
 def _copy_logs(logs: Path, secrets: Secrets) -> None:
-    """Copy the logs of Ray's processes on this node to the workers' logs, and mask the secrets in both.
+    """Copy the logs of Ray's processes on this node to the run, and mask secrets in all logs.
 
     Workers mask what Python prints; the output of libraries and child processes is masked here."""
     for path in logs.glob("worker_*.log"):

@@ -1,7 +1,8 @@
 """Turn the exceptions of workers into failures that the recovery decisions understand.
 
-This module does not import Ray, so that it can be tested without a cluster: Ray's exceptions are recognised by the
-names of their classes. ``tests/runtime/test_failures.py`` checks those names against the installed Ray."""
+This module does not import Ray, so that it can be tested without a cluster: Ray's exceptions are
+recognised by the names of their classes. ``tests/runtime/test_failures.py`` checks those names
+against the installed Ray."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def classify(
 ) -> Failure:
     """Return the failure of one worker, given the exception that its call raised.
 
-    ``noun`` names the worker in messages. An error in the user's task is final, unless ``retry_task_errors``: then it
-    counts as a fault of unknown cause, which may not happen again."""
+    ``noun`` names the worker in messages. An error in the user's task is final, unless
+    ``retry_task_errors``: then it counts as a fault of unknown cause, which may not happen again."""
     name = f"{noun} {rank}"
     if _process_died(error):
         return Failure("worker", f"{name} was lost", rank, loss="died")
@@ -40,7 +41,7 @@ def classify(
     if isinstance(cause, OrchestratorError):
         retried = retry_task_errors and isinstance(cause, TaskFailed)
         return Failure("fault" if retried else "error", str(cause), rank)
-    # After an error of CUDA's own, other than one of memory, nothing works in that process any more.
+    # After an error of CUDA's own, other than one of memory, the process is of no use any more.
     loss = "device" if "CUDA error" in str(cause) else None
     if isinstance(cause, HostsDeadlocked) or is_communication_error(cause):
         # The worker that waited in vain is not the one that failed, so the failure has no rank.
@@ -50,7 +51,7 @@ def classify(
 
 
 def classify_group(error: BaseException) -> tuple[Failure, BaseException]:
-    """Return the failure that ended a group of Ray Train workers, and the error to show to the user."""
+    """Return the failure that ended a group of Ray Train workers, and the error to show."""
     names = _type_names(error)
     if "WorkerGroupError" not in names:
         kind: FailureKind = "resources" if "TrainingFailedError" in names else "error"
@@ -62,7 +63,9 @@ def classify_group(error: BaseException) -> tuple[Failure, BaseException]:
 
 
 def merge_deaths(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Put one failure, which names all hosts that died, before the others: one cause may have killed them all."""
+    """Merge the deaths of hosts into one failure that names all, before the other failures.
+
+    One cause, such as a lost node, may have killed them all."""
     ranks = sorted(
         failure.rank for failure in failures if failure.loss == "died" and failure.rank is not None
     )
@@ -83,7 +86,7 @@ def lost_host(rank: int, cause: LossCause, detail: str) -> Failure:
 
 
 def error_for_user(raised: BaseException, failure: Failure) -> BaseException:
-    """Return the error to show for a worker's failure: a known error as it is, a bug with its traceback."""
+    """Return the error to show for a failure: a known one as it is, a bug with its traceback."""
     cause = cause_of(raised)
     if isinstance(cause, OrchestratorError):
         return cause
@@ -107,7 +110,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _process_died(error: BaseException) -> bool:
     names = _type_names(_without_train_wrappers(error))
-    # A RayTaskError that is a RayActorError too: the worker lives, and has met the death of another actor.
+    # A RayTaskError that is a RayActorError too: the worker lives, and another actor has died.
     return bool(names & _DEATHS) and "RayTaskError" not in names
 
 

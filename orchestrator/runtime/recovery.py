@@ -1,6 +1,7 @@
 """Decisions after a failure: restart, regroup, wait or give up; and which hosts count as stuck.
 
-Pure functions: they return values that say what to do and why. The driver and ``expert_parallel/run`` carry them out."""
+Pure functions: they return values that say what to do and why. The driver and
+``expert_parallel/run`` carry them out."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Literal
 FailureKind = Literal["worker", "memory", "resources", "communication", "fault", "error"]
 
 LossCause = Literal["died", "device", "stuck", "unfit"]
-"""Why a process is of no use any more: it died, its GPU failed, it stopped moving, or it could not join."""
+"""Why a process is of no use: it died, its GPU failed, it is stuck, or it could not join."""
 
 _BY_SEVERITY: tuple[FailureKind, ...] = (
     "error",
@@ -27,8 +28,8 @@ _BY_SEVERITY: tuple[FailureKind, ...] = (
 class Failure:
     """One thing that went wrong.
 
-    ``error`` is caused by the run itself (a user's mistake, a loss that diverged) and would happen again. A ``fault``
-    has an unknown cause and may happen again."""
+    ``error`` is caused by the run itself (a user's mistake, a loss that diverged) and would happen
+    again. A ``fault`` has an unknown cause and may happen again."""
 
     kind: FailureKind
     message: str
@@ -84,7 +85,7 @@ class FailureHistory:
     """The step of the last failure with an unknown cause."""
 
     def with_failure(self, failure: Failure, step: int | None = None) -> FailureHistory:
-        """Return the history with one more failure. ``step``: where it happened, if that matters later."""
+        """Return the history with one more failure, at ``step`` if that matters later."""
         return replace(
             self,
             failures=self.failures + 1,
@@ -163,8 +164,8 @@ def decide_regroup(
 ) -> Regroup | Wait | GiveUp:
     """Decide how expert hosts go on after a failure, which ``history`` includes.
 
-    ``repeated``: an unknown fault has struck at this step before. ``may_wait``: wait for hosts that are being started,
-    even if the others could continue without them."""
+    ``repeated``: an unknown fault has struck at this step before. ``may_wait``: wait for hosts that
+    are being started, even if the others could continue without them."""
     give_up = _must_give_up(failure, history.failures, max_failures)
     if give_up is not None:
         return give_up
@@ -187,7 +188,7 @@ def decide_regroup(
 
 
 def _replace_lost(hosts: HostStatus) -> tuple[int, ...]:
-    """Return the members with ready hosts in the ranks of lost ones; without a replacement the rank is dropped."""
+    """Return the members, with ready hosts in place of lost ones; ranks without one are dropped."""
     lost = [host for host in hosts.members if host in hosts.lost]
     # The same host id may be ready again: its lost process has been replaced by a new one.
     standby = [host for host in hosts.ready if host not in hosts.members or host in hosts.lost]
@@ -227,9 +228,9 @@ _PHASE_FACTORS = {
 """Time limits of the phases, as multiples of the time limit of a step."""
 _SLOWEST_STEP_FACTOR = 3
 _SILENCE_FACTOR = 0.95
-"""Of a phase's limit: a frozen host must be found before its peers, which wait for it, exceed the limit too."""
+"""Of a phase's limit: a frozen host must be found before its waiting peers exceed theirs."""
 _LONGEST_SILENCE = 3
-"""Times the limit of a step: heartbeats come from a thread of their own, whatever the host is busy with."""
+"""Times the limit of a step: a thread of its own sends the heartbeats, in every phase."""
 
 
 def phase_limit_s(phase: str, step_limit_s: float, slowest_step_s: float = 0.0) -> float:

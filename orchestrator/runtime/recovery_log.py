@@ -1,14 +1,15 @@
 """The cost of each failure, written to the event log by the driver, which outlives all workers.
 
-Every failure has one ``failure`` event, as soon as it is decided how the run goes on, and one ``recovery`` event, when the
-lost steps have been repeated:
+Every failure has one ``failure`` event, as soon as it is decided how the run goes on, and one
+``recovery`` event, when the lost steps have been repeated:
 
     failed ──▶ detected ──▶ regrouped ──▶ restored ──▶ first step ──▶ lost steps repeated
       └ detect ─┘└─ regroup ─┘└─ restore ──┘
                                            └──────────── replay ────────────┘
       └───────────────────── total ──────────────────┘
 
-*Regrouped*: the workers of the new group are there. *Restored*: all of them hold their state. Times are unix seconds."""
+*Regrouped*: the workers of the new group are there. *Restored*: all of them hold their state. Times
+are unix seconds."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ class RecoveryLog:
     ) -> None:
         """Record a failure once it is decided how the run goes on (``reason``).
 
-        ``step`` is the last step that the workers reported. ``writer_lost``: the worker that writes the event log is
-        lost, perhaps in the middle of a line."""
+        ``step`` is the last step that the workers reported. ``writer_lost``: the worker that writes
+        the event log is lost, perhaps in the middle of a line."""
         if writer_lost:
             truncate_torn_line(self._path)
         # A recorded step was done, even if the last heartbeat is older.
@@ -107,7 +108,7 @@ class RecoveryLog:
         return max(1, current.last_step - current.resumed_step - 1)
 
     def regrouped(self, workers: int, source: str, at: float) -> None:
-        """The workers of the new group are there. ``source`` is that of their state: ``memory`` or ``disk``."""
+        """The new workers are there. Their state comes from ``memory`` or ``disk``."""
         if self._current is not None:
             self._current.regrouped_at = at
             self._current.workers = workers
@@ -121,6 +122,7 @@ class RecoveryLog:
     def stepped(self, step: int, at: float) -> None:
         """A step has been done. The first call after ``restored`` must be for the first step."""
         current = self._current
+        # Steps before the restore belong to the group before.
         if current is None or not current.restored_at:
             return
         if not current.stepped_at:
@@ -138,7 +140,8 @@ class RecoveryLog:
             self.stepped(event["step"], event["time"])
 
     def close(self, at: float) -> None:
-        """Write the ``recovery`` event, if a step has been done: the lost steps are repeated, or the repeat ends here."""
+        """Write the ``recovery`` event, if a step has been done: the lost steps are repeated, or
+        the repeat ends here."""
         current = self._current
         self._current = None
         if current is None or not current.stepped_at:

@@ -1,4 +1,5 @@
-"""The host actor on a real Ray: snapshots are fetched in order, and a host leaves its group while it waits.
+"""The host actor on a real Ray: snapshots are fetched in order, and a host leaves its group while
+it waits.
 
 One host serves all tests; each test uses generations of its own."""
 

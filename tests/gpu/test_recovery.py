@@ -1,4 +1,5 @@
-"""Killed expert hosts on a GPU: CUDA's memory is freed, and the run continues with the same results.
+"""Killed expert hosts on a GPU: CUDA's memory is freed, and the run continues with the same
+results.
 
 The hosts share one GPU and communicate over gloo: NCCL refuses two ranks on one device."""
 

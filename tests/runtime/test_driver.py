@@ -1,4 +1,5 @@
-"""The driver's restarts, with fake attempts in place of Ray: their workers write events as real ones do."""
+"""The driver's restarts, with fake attempts in place of Ray: their workers write events as real
+ones do."""
 
 from __future__ import annotations
 

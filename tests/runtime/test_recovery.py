@@ -315,7 +315,8 @@ def test_long_phases_have_longer_limits(phase: str) -> None:
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASE_FACTORS if phase != "join"])
 def test_in_no_phase_may_a_host_be_silent_for_long(phase: str) -> None:
-    """Heartbeats come from a thread of their own: three times the limit of a step is long enough in any phase."""
+    """Heartbeats come from a thread of their own: three times the limit of a step is long enough in
+    any phase."""
     silence = min(10.0 * PHASE_FACTORS[phase], 30.0)
     waiting = host(1, waiting=True, unchanged_s=silence)
     shorter = 0.9 * silence

@@ -1,7 +1,7 @@
 """A Ray cluster of real raylets on this machine.
 
-Each raylet has a process group of its own and is killed by that group. ``ray stop`` would stop the clusters of others
-too."""
+Each raylet has a process group of its own and is killed by that group. ``ray stop`` would stop the
+clusters of others too."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ class RayCluster:
 
 
 def _processes_of_session(leader: int) -> list[int]:
-    """Return the processes of a session. Those that a raylet started have process groups of their own."""
+    """Return the processes of a session.
+
+    Those that a raylet started have process groups of their own."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

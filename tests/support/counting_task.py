@@ -1,4 +1,5 @@
-"""A task that counts the calls of its process into Ray during a run, for a test that there are none."""
+"""A task that counts the calls of its process into Ray during a run, for a test that there are
+none."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def count_calls(owner: Any, name: str) -> None:
 
 
 class CountingDigits(Digits):
-    """The digits, with calls into Ray counted from the first loss on and written to the run folder at each loss."""
+    """The digits, with calls into Ray counted from the first loss on and written to the run folder
+    at each loss."""
 
     losses = 0
 

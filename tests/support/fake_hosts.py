@@ -221,7 +221,9 @@ MakeRun = Callable[..., FakeRun]
 
 
 def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
-    """Replace Ray and the classes that use it. Return a function ``(hosts=3, **settings) -> FakeRun``."""
+    """Replace Ray and the classes that use it.
+
+    Return a function ``(hosts=3, **settings) -> FakeRun``."""
     clock = Clock()
     for module in (run_module, group_module, calls_module):
         monkeypatch.setattr(module, "ray", FAKE_RAY)

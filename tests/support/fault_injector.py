@@ -1,6 +1,8 @@
-"""Carries out a fault schedule from outside the run, by the run's pid files, its events, and signals.
+"""Carries out a fault schedule from outside the run, by the run's pid files, its events, and
+signals.
 
-Faults inside a step are left to ``faulty_task``; a process that stopped itself there is woken from here."""
+Faults inside a step are left to ``faulty_task``; a process that stopped itself there is woken from
+here."""
 
 from __future__ import annotations
 
@@ -77,8 +79,8 @@ def idle_ranks(events: Iterable[Event], hosts: int) -> list[int]:
 class FaultInjector:
     """Carries out a schedule in a thread while the run goes on.
 
-    ``roots`` are processes that the run's processes descend from, or whose sessions they belong to. No other process
-    is ever sent a signal."""
+    ``roots`` are processes that the run's processes descend from, or whose sessions they belong to.
+    No other process is ever sent a signal."""
 
     run_dir: Path
     schedule: FaultSchedule

@@ -1,7 +1,8 @@
 """Faults as data: what happens, to which process, and when.
 
-A schedule is drawn from a seed or written by hand, stored as JSON, and can be repeated. ``fault_injector`` carries it out
-from outside the run, ``faulty_task`` at exact moments inside a step.
+A schedule is drawn from a seed or written by hand, stored as JSON, and can be repeated.
+``fault_injector`` carries it out from outside the run, ``faulty_task`` at exact moments inside a
+step.
 
     FaultSchedule().kill(1, step=30).stop(0, step=50, wakes_after_s=2.0).kill(2, step=70, phase="exchange")
 """
@@ -39,8 +40,9 @@ _MAX_SECONDS_AFTER_STEP = 0.1
 class Victim:
     """The processes that a fault hits.
 
-    ``ranks``: these, all at once. ``idle``: a host without experts. ``newcomer``: the host that joined last. ``buddy``: the
-    rank after the last victim's. ``nobody``: the fault hits the machine, not a rank."""
+    ``ranks``: these, all at once. ``idle``: a host without experts. ``newcomer``: the host that
+    joined last. ``buddy``: the rank after the last victim's. ``nobody``: the fault hits the
+    machine, not a rank."""
 
     kind: VictimKind = "ranks"
     ranks: tuple[int, ...] = ()
@@ -58,9 +60,9 @@ class Victim:
 class Moment:
     """The time of a fault.
 
-    It happens in ``phase`` of ``step`` (from 1), or of the first later step that has this phase. Phase *anywhere* means
-    ``seconds`` after that step was recorded (step 0: after the first step of the run); *recovery* means ``seconds`` after
-    the fault before."""
+    It happens in ``phase`` of ``step`` (from 1), or of the first later step that has this phase.
+    Phase *anywhere* means ``seconds`` after that step was recorded (step 0: after the first step of
+    the run); *recovery* means ``seconds`` after the fault before."""
 
     phase: Phase = "anywhere"
     step: int = 0
@@ -164,7 +166,8 @@ def random_kills(
 ) -> FaultSchedule:
     """Draw a number of SIGKILLs between two steps, of any host, in phases drawn by their weights.
 
-    A kill in the recovery from another one hits another host, or the one that has just replaced the victim."""
+    A kill in the recovery from another one hits another host, or the one that has just replaced the
+    victim."""
     if kills > last - first:
         raise ValueError(
             f"{kills} kills need as many steps to happen at; between steps {first} and {last}"
@@ -214,7 +217,8 @@ def kills_every(seed: int, seconds: float, *, hosts: int, until: float) -> Fault
 class FiredFault:
     """A fault that has happened to a process.
 
-    ``time`` is in unix seconds, just before the fault; ``step`` is the last step that was known then."""
+    ``time`` is in unix seconds, just before the fault; ``step`` is the last step that was known
+    then."""
 
     fault: int
     kind: FaultKind
@@ -227,7 +231,8 @@ class FiredFault:
 
 @dataclass(frozen=True)
 class FaultFolder:
-    """The folder next to a run's folder by which the injector and the processes of the run share a schedule."""
+    """The folder next to a run's folder by which the injector and the processes of the run share a
+    schedule."""
 
     folder: Path
 
@@ -253,7 +258,9 @@ class FaultFolder:
         return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
 
     def claim(self, number: int, fault: Fault, rank: int | None, pid: int, step: int) -> bool:
-        """Record that a fault is about to happen to a rank. Return False if it has happened already."""
+        """Record that a fault is about to happen to a rank.
+
+        Return False if it has happened already."""
         fired = FiredFault(number, fault.kind, fault.moment.phase, rank, pid, step, time.time())
         path = self.folder / "fired" / f"{number:04d}_{'x' if rank is None else rank}.json"
         try:
@@ -265,7 +272,9 @@ class FaultFolder:
         return True
 
     def fired(self) -> list[FiredFault]:
-        """Return the faults that have happened, by time. A file that is still being written is left out."""
+        """Return the faults that have happened, by time.
+
+        A file that is still being written is left out."""
         found: list[FiredFault] = []
         for path in self.folder.glob("fired/*.json"):
             text = path.read_text(encoding="utf-8")

@@ -1,8 +1,10 @@
-"""The digits task with faults at exact moments inside a step, and a record of the samples that each rank saw.
+"""The digits task with faults at exact moments inside a step, and a record of the samples that each
+rank saw.
 
-It is named on the command line as ``tests.support.faulty_task:FaultyDigits``. The faults are those of the schedule in the
-folder next to the run's. A process finds its rank by the pid file that holds its number. It learns the step from the
-learning-rate schedule, which the loop calls at the beginning of each step."""
+It is named on the command line as ``tests.support.faulty_task:FaultyDigits``. The faults are those
+of the schedule in the folder next to the run's. A process finds its rank by the pid file that holds
+its number. It learns the step from the learning-rate schedule, which the loop calls at the
+beginning of each step."""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class FaultAgent:
         return cls(run_dir, folder, waiting, folder.pace_s())
 
     def begin_step(self, step: int) -> None:
-        """Begin a step. The loop asks for the learning rate twice: before the step, and before the weights change."""
+        """Begin a step.
+
+        The loop asks for the learning rate twice: before the step, and before the weights change."""
         self.step = step
         self.attempt += 1
         self.exchanges = 0
@@ -100,7 +104,8 @@ class FaultAgent:
                     carry_out(fault)
 
     def watch_backward(self, parameter: torch.Tensor) -> None:
-        """Enter the backward phase when the gradient of a parameter in the middle of the model is ready."""
+        """Enter the backward phase when the gradient of a parameter in the middle of the model is
+        ready."""
         if self.has_fault("backward"):
             self._hooks.append(parameter.register_hook(lambda _: self.enter_phase("backward")))
 
@@ -187,7 +192,9 @@ WRAPPED = (
 
 
 def wrap_functions() -> None:
-    """Wrap the functions, once per process. A missing name is an error: a phase that never comes would pass any test."""
+    """Wrap the functions, once per process.
+
+    A missing name is an error: a phase that never comes would pass any test."""
     if AGENTS:
         return
     for function in WRAPPED:

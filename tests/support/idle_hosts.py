@@ -33,7 +33,8 @@ def connected(cluster: RayCluster) -> Iterator[str]:
 
 @dataclass
 class IdlePool:
-    """Hosts by host id, on nodes that the test names; only the name of the real node is one that answers."""
+    """Hosts by host id, on nodes that the test names; only the name of the real node is one that
+    answers."""
 
     node_ids: tuple[str | None, ...]
     actors: dict[int, Any] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""Observes the processes of a run while it goes on: which there are, and how many files and threads each holds."""
+"""Observes the processes of a run while it goes on: which there are, and how many files and threads
+each holds."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import psutil
 
 _READ_SECONDS = 0.25
 _ALLOWED_MORE = 10.0
-"""Files or threads that a process may hold above the usual: store connections are kept for reuse, and the old group is
-destroyed in the background."""
+"""Files or threads that a process may hold above the usual: store connections are kept for reuse,
+and the old group is destroyed in the background."""
 _ALLOWED_PER_FAULT = 0.5
 
 
@@ -43,8 +44,8 @@ class Holdings:
 class ProcessWatch:
     """Reads the processes of a run in a thread.
 
-    ``root`` is the driver. Hosts are found by the run's pid files: in a cluster that was there before, they are not
-    children of the driver."""
+    ``root`` is the driver. Hosts are found by the run's pid files: in a cluster that was there
+    before, they are not children of the driver."""
 
     root: int
     run_dir: Path
@@ -81,7 +82,8 @@ class ProcessWatch:
         return pids
 
     def holdings(self, fault_times: list[float]) -> list[Holdings]:
-        """Return what the driver and each host held at the end; those that lived through most faults come first."""
+        """Return what the driver and each host held at the end; those that lived through most
+        faults come first."""
         found: list[Holdings] = []
         for pid, since in {self.root: 0.0, **self.member_since}.items():
             # A process that is exiting has no resident memory; its numbers say nothing.
@@ -93,7 +95,8 @@ class ProcessWatch:
         return sorted(found, key=lambda holdings: -holdings.faults)
 
     def peak(self, resource: str, driver: bool) -> int:
-        """Return the most files, threads or bytes that the driver, or any one host, held at any time."""
+        """Return the most files, threads or bytes that the driver, or any one host, held at any
+        time."""
         pids = {self.root} if driver else self.member_since.keys() - {self.root}
         readings = [reading for pid in pids for reading in self.readings.get(pid, [])]
         return max((getattr(reading, resource) for reading in readings), default=0)
@@ -106,7 +109,8 @@ def read_process(pid: int) -> Reading:
 
 
 def find_leaks(watch: ProcessWatch, calm: ProcessWatch, fault_times: list[float]) -> list[str]:
-    """Return the processes that hold more files or threads than in the undisturbed run, beyond what faults excuse."""
+    """Return the processes that hold more files or threads than in the undisturbed run, beyond what
+    faults excuse."""
     leaks: list[str] = []
     for holdings in watch.holdings(fault_times):
         driver = holdings.pid == watch.root

@@ -45,7 +45,8 @@ def check_steps(events: Sequence[Event], steps: int) -> list[str]:
 
 
 def check_losses(events: Sequence[Event], calm: Sequence[Event], relative: float = 0.0) -> list[str]:
-    """Losses and gradient norms equal those of the undisturbed run: to the last bit, or within a tolerance."""
+    """Losses and gradient norms equal those of the undisturbed run: to the last bit, or within a
+    tolerance."""
     pairs = list(zip(by_step(events), by_step(calm), strict=False))
     differing = [
         f"step {step['step']}: {name} {step[name]!r}, undisturbed {calm_step[name]!r}"
@@ -104,7 +105,8 @@ def check_sample_counts(events: Sequence[Event], samples: int) -> list[str]:
 
 
 def check_samples(events: Sequence[Event], folder: FaultFolder, samples: int) -> list[str]:
-    """By the ranks' own records, each sample is seen once per epoch; the last epoch may be cut short."""
+    """By the ranks' own records, each sample is seen once per epoch; the last epoch may be cut
+    short."""
     epoch_of = {event["step"]: event["epoch"] for event in by_step(events)}
     seen: dict[int, Counter[int]] = defaultdict(Counter)
     for step, ids in samples_by_step(events, folder).items():
@@ -136,7 +138,8 @@ def samples_by_step(events: Sequence[Event], folder: FaultFolder) -> dict[int, l
 
 
 def _last_attempt(records: list[dict[str, Any]], interruptions: list[float]) -> list[int]:
-    """Return the samples that count: recorded after the last interruption of the step, and in each rank's last attempt."""
+    """Return the samples that count: recorded after the last interruption of the step, and in each
+    rank's last attempt."""
     latest = max(record["time"] for record in records)
     since = max((at for at in interruptions if at < latest), default=0.0)
     recent = [record for record in records if record["time"] > since]
@@ -196,7 +199,9 @@ def shared_memory() -> set[str]:
 
 
 def leftover_shared_memory(before: set[str]) -> list[str]:
-    """No new shared memory stays that no process has open. Other programs on the machine may open some of their own."""
+    """No new shared memory stays that no process has open.
+
+    Other programs on the machine may open some of their own."""
     deadline = time.monotonic() + _EXIT_SECONDS
     left = shared_memory() - before - _open_shared_memory()
     while left and time.monotonic() < deadline:
@@ -232,7 +237,8 @@ print("LEFT" + json.dumps(left))
 
 
 def leftovers_in_cluster(cluster: RayCluster) -> list[str]:
-    """No actor, placement group or object stays in the cluster, once Ray has noticed that the driver is gone.
+    """No actor, placement group or object stays in the cluster, once Ray has noticed that the
+    driver is gone.
 
     While a killed node is not noticed, reading the state fails, and is tried again."""
     begun = time.monotonic()

@@ -8,7 +8,8 @@ from tests.support.process_watch import ProcessWatch, Reading, find_leaks
 
 
 def test_files_and_threads_that_pile_up_are_found(tmp_path: Path) -> None:
-    """A host that joins late and loads what all have does not leak; one that keeps a file per fault does."""
+    """A host that joins late and loads what all have does not leak; one that keeps a file per fault
+    does."""
     fault_times = [10.0 * number for number in range(1, 10)]
     calm = ProcessWatch(1, tmp_path)
     calm.member_since = {5: 5.0}

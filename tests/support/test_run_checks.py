@@ -56,7 +56,9 @@ def record_samples(
 
 
 def test_of_a_repeated_step_the_last_attempt_counts(tmp_path: Path) -> None:
-    """Rank 1 is lost in step 2 of an epoch of two. A newcomer repeats the step with rank 0, which survived."""
+    """Rank 1 is lost in step 2 of an epoch of two.
+
+    A newcomer repeats the step with rank 0, which survived."""
     folder = FaultFolder(tmp_path)
     events = [*steps(1, 2, 3, per_epoch=2), {"event": "failure", "time": 2.5}]
     for step, at, ids in ((1, 1.0, [0]), (2, 2.0, [1]), (2, 3.0, [1]), (3, 4.0, [2])):

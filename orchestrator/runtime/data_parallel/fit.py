@@ -37,7 +37,9 @@ class LeanTrainer(TorchTrainer):
 
 
 class DataParallelRun:
-    """One attempt: ``TorchTrainer.fit`` in a thread, so that the driver can watch and Ray leaves the signals alone."""
+    """One attempt: ``TorchTrainer.fit`` in a thread.
+
+    So the driver can watch, and Ray leaves the signal handlers alone."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A data-parallel worker under Ray Train.
 
-Ray starts the worker and gives it a rank and the address of the rendezvous; until the run has ended there is no
-further call to Ray."""
+Ray starts the worker and gives it a rank and the address of the rendezvous; until the run has ended
+there is no further call to Ray."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.cluster.prestart import prestart_successors
 from orchestrator.runtime.ray_internals import train_context
 
-# Ray Train's controller imports this module too and needs no torch: imports that need it are inside functions.
+# Ray Train's controller imports this module too and needs no torch, so torch is imported late.
 if TYPE_CHECKING:
     import torch
 
-    from orchestrator.train.worker.run import WorkerRun
     from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run import WorkerRun
 
 
 class _RendezvousBackend(Backend):
-    """Tells the workers the address of their rendezvous, and lets them form the process group themselves.
+    """Sends the workers the address of their rendezvous; they form the process group themselves.
 
-    A group that cannot be formed is then an error of a worker, after which Ray Train cleans up. If Ray Train formed
-    the group, it would be an error of its own start, after which it does not."""
+    A group that cannot be formed is then an error of a worker, after which Ray Train cleans up. If
+    Ray Train formed the group, it would be an error of its own start, after which it does not."""
 
     share_cuda_visible_devices = True
 
@@ -50,7 +50,7 @@ class _RendezvousBackend(Backend):
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
         if backend_config.may_restart:
-            # One process for the next controller, one for the actor of Ray Train that takes its reports.
+            # One for the next controller, one for the actor of Ray Train that takes its reports.
             prestart_successors(2)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
@@ -71,7 +71,9 @@ class RendezvousConfig(BackendConfig):
 
 
 def train_worker(config: dict[str, Any]) -> dict[str, Any]:
-    """Run one worker to the end. The driver receives the result of rank 0, and the exception of any rank."""
+    """Run one worker to the end.
+
+    The driver receives the result of rank 0, and the exception of any rank."""
     context = train_context()
     rank = context.get_world_rank()
     world_size = context.get_world_size()

@@ -1,4 +1,4 @@
-"""The calls to all members of a group: which have returned, which have failed, and which hosts are lost."""
+"""The calls to all members of a group: results, errors, and hosts that are lost."""
 
 from __future__ import annotations
 

@@ -72,9 +72,10 @@ class HostGroup:
         self.calls.call_all(lambda actor, *_: actor.close.remote())
 
     def poll(self, timeout_s: float, *, leaving: bool, closing: bool) -> None:
-        """Wait for a call to return, take in what has arrived, and drop members that died or are stuck.
+        """Wait for a call, take in what has arrived, and drop members that died or are stuck.
 
-        ``leaving``: the members were told to leave. ``closing``: the run has finished, and no one is dropped."""
+        ``leaving``: the members were told to leave. ``closing``: the run has finished, and no one
+        is dropped."""
         calls = self.calls
         pending = [*calls.pending, *self.snapshots.pending_calls(all_hosts=not calls.pending)]
         if pending:
@@ -97,8 +98,8 @@ class HostGroup:
         stuck = find_stuck(health, self._step_limit_s, slowest_step_s)
         all_alive = all(host.waiting and host.silent_s < self._step_limit_s for host in stuck)
         if stuck and all_alive and not leaving:
-            # They wait for each other, and none is known to have failed: all leave and join again. A host that does
-            # not leave is dropped then.
+            # They wait for each other, and none is known to have failed: all leave and join again.
+            # A host that does not leave is dropped then.
             calls.errors[stuck[0].host_id] = HostsDeadlocked("all hosts wait for each other")
             return
         for host in stuck:

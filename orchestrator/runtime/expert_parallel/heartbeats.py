@@ -1,4 +1,4 @@
-"""The heartbeats of the hosts, as the driver reads them: the last message of each host and the time since then."""
+"""The heartbeats of the hosts, as the driver reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def heartbeat_key(generation: int, host_id: int) -> str:
 
 @dataclass
 class _LastBeat:
-    """The last heartbeat of a host, and when something in it changed. Times are of the driver's clock."""
+    """The last heartbeat of a host, and when parts of it last changed, by the driver's clock."""
 
     text: str = ""
     phase: str = "join"
@@ -77,8 +77,8 @@ class Heartbeats:
         if progress != beat.progress:
             beat.progress = progress
             beat.progressed_at = now
-        # The slowest step excludes the first step and the phases between steps, such as an evaluation: the time
-        # limit grows with it, and a frozen host would be found late.
+        # The slowest step excludes the first step and the phases between steps, such as an
+        # evaluation: the time limit grows with it, and a frozen host would be found late.
         if phase not in ("step", "data"):
             beat.step_began_at = now
         if step != beat.step:

@@ -1,7 +1,7 @@
 """The pool of expert hosts: devices that are reserved together, with one actor on each.
 
-A host id names a reserved device. Its actor trains, stands by, or is being started; when it is lost, a new actor is
-started under the same id."""
+A host id names a reserved device. Its actor trains, stands by, or is being started; when it is
+lost, a new actor is started under the same id."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class _FailedStarts:
 
 
 class HostPool:
-    """The hosts of a run, by host id. A host is ready once it has loaded what it needs to join a group."""
+    """The hosts of a run, by host id.
+
+    A host is ready once it has loaded what it needs to join a group."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class HostPool:
     ) -> None:
         """``assignment`` is an object reference; ``store_address`` is that of the driver's store.
 
-        ``variables`` are environment variables of the hosts. They say what a process imports as it starts; with them,
-        each node keeps a process ready for the next host."""
+        ``variables`` are environment variables of the hosts. They say what a process imports as it
+        starts; with them, each node keeps a process ready for the next host."""
         self.size = size
         self._gpu = gpu
         self._assignment = assignment
@@ -107,8 +109,8 @@ class HostPool:
     def stop(self, host_id: int, frozen: bool = False) -> None:
         """End the host of an id.
 
-        ``frozen``: send SIGKILL first. Ray asks a process to exit and waits; a frozen one may wake up meanwhile and
-        go on as if nothing had happened."""
+        ``frozen``: send SIGKILL first. Ray asks a process to exit and waits; a frozen one may wake
+        up meanwhile and go on as if nothing had happened."""
         host = self._hosts.pop(host_id, None)
         if host is None:
             return
@@ -123,14 +125,14 @@ class HostPool:
         return self._hosts[host_id].actor
 
     def node_id(self, host_id: int) -> str | None:
-        """Return the node of a host, or of the last host under that id; None if none has been ready yet."""
+        """Return the node of a host, or of the last one under that id; None before the first."""
         return self._node_ids.get(host_id)
 
     def poll(self, busy: Iterable[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the hosts that are ready, and those that are being started.
 
-        A host that died while it started or stood by is started again, a few times. ``busy`` hosts are not checked:
-        their calls show whether they live."""
+        A host that died while it started or stood by is started again, a few times. ``busy`` hosts
+        are not checked: their calls show whether they live."""
         for host_id, host in list(self._hosts.items()):
             if host_id not in busy:
                 self._check(host_id, host)
@@ -168,13 +170,17 @@ class HostPool:
             self.start(host_id)
 
     def exclude(self, host_id: int, error: BaseException) -> None:
-        """End a host that cannot train, such as one on a node without the data, and do not start it again soon."""
+        """End a host that cannot train, such as one on a node without the data.
+
+        It is not started again soon."""
         self.stop(host_id)
         self._failed_starts[host_id] = _FailedStarts(_MAX_FAILED_STARTS, error, monotonic())
 
     @property
     def excluded(self) -> set[int]:
-        """Host ids whose hosts failed to start repeatedly or were excluded. They are tried again much later."""
+        """Host ids whose hosts failed to start repeatedly, or cannot train.
+
+        They are tried again much later."""
         return {
             host_id for host_id, failed in self._failed_starts.items() if failed.count >= _MAX_FAILED_STARTS
         }
@@ -186,7 +192,7 @@ class HostPool:
         return latest.error if latest is not None else None
 
     def startable(self, host_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return those ids whose host can be expected to start: not excluded, and not on a node that is gone."""
+        """Return the ids whose hosts can start: not excluded, and not on a node that is gone."""
         return tuple(
             host_id for host_id in host_ids if host_id not in self.excluded and self._on_live_node(host_id)
         )
@@ -203,7 +209,9 @@ class HostPool:
 
 
 def is_node_alive(node_id: str) -> bool:
-    """Return whether a node answers. Ray itself needs half a minute to notice that a node was killed."""
+    """Return whether a node answers.
+
+    Ray itself needs half a minute to notice that a node was killed."""
     node = next((entry for entry in ray.nodes() if entry["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
         return False

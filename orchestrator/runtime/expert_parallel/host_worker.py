@@ -1,7 +1,8 @@
 """An expert host's part of a run, inside the actor.
 
-A host is a member of one group after another, each for as long as all its members live. It trains in segments, sends
-heartbeats from a thread of its own, and begins afresh, from snapshots in memory, or from the newest checkpoint."""
+A host is a member of one group after another, each for as long as all its members live. It trains
+in segments, sends heartbeats from a thread of its own, and begins afresh, from snapshots in memory,
+or from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
     from experts.actor_host import HostContext
     from experts.group import GroupFactory
-    from orchestrator.train.worker.run import WorkerRun
     from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run import WorkerRun
 
 _STORE_TIMEOUT_S = 60
 
@@ -50,7 +51,7 @@ class JoinRequest:
     """Whether the run has begun before."""
     halvings: int = 0
     snapshots: tuple[tuple[Any, Any], ...] = ()
-    """References to the headers and bytes of all hosts' snapshots; empty: read the newest checkpoint."""
+    """References to all hosts' snapshots (header, bytes); without any, a checkpoint is read."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class HostWorker:
         self._run = run
 
     def advance(self, segment: Segment) -> tuple[str | None, int]:
-        """Train for a segment. Return the status if the run has ended, and the number of steps done."""
+        """Train for a segment. Return the status if the run has ended, and the steps done."""
         with masked_errors(self._run.prepared.hidden):
             outcome = self._run.advance(segment.steps, segment.snapshot_at_end)
         return outcome.status if outcome is not None else None, self._run.loop.progress.step
 
 
 def preload(context: HostContext, assignment: Assignment, store_address: tuple[str, int]) -> None:
-    """Load what a member needs (torch, its late imports, the task), so that a standby host joins immediately."""
+    """Load torch, its late imports and the task, so that a standby host joins immediately."""
     import torch._dynamo
 
     import orchestrator.record.monitor
@@ -89,7 +90,7 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
     enter_working_dir(assignment.working_dir, config.parallel.nccl_debug, prepared.hidden)
     _store_clients(context, store_address)
     if uses_cuda(prepared):
-        # Creating the CUDA context takes a second. The settings for deterministic training follow later.
+        # Creating the CUDA context takes a second. Settings for determinism follow later.
         torch.zeros(1, device=_device(prepared)).add_(1).cpu()
     if prepared.task is None:
         # A task that fails to load raises its error when it is trained.
@@ -124,7 +125,7 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
         heartbeat = Heartbeat()
         with send_heartbeats(heartbeat, membership, _sender(context, heartbeat_store, request)):
             snapshots: Any = [(ray.get(header), ray.get(data)) for header, data in request.snapshots]
-            # The request outlives the join. Without its references the driver's memory can be freed.
+            # The request outlives the join; without its references the memory can be freed.
             request = replace(request, snapshots=())
             device = _device(prepared)
             if request.resumed and device.type == "cuda":
@@ -148,7 +149,8 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
 
 
 def _prepare(context: HostContext, assignment: Assignment, rank: int) -> PreparedRun:
-    """Prepare this process for a rank. The task of an earlier membership, with the data it has read, is used again."""
+    """Prepare this process for a rank. The task of an earlier membership, with the data it has
+    read, is used again."""
     task = context.cache.get("task")
     if task is not None and assignment.prepared.task is None:
         assignment = replace(assignment, prepared=replace(assignment.prepared, task=task))
@@ -165,9 +167,11 @@ def _device(prepared: PreparedRun) -> torch.device:
 
 
 def _store_clients(context: HostContext, store_address: tuple[str, int]) -> tuple[Any, Any]:
-    """Return two clients of the driver's store: one for the group, one for heartbeats, which must not wait for it.
+    """Return two clients of the driver's store: one for the group, one for heartbeats, which must
+    not wait for it.
 
-    They serve one membership after the other: opening one may take seconds where host names are slow to resolve."""
+    They serve one membership after the other: opening one may take seconds where host names are
+    slow to resolve."""
     from orchestrator.train.parts.stores import tcp_store
 
     for name in ("store", "heartbeat store"):
@@ -178,7 +182,9 @@ def _store_clients(context: HostContext, store_address: tuple[str, int]) -> tupl
 
 @contextmanager
 def _reusing_client(context: HostContext, factory: GroupFactory) -> Iterator[None]:
-    """Keep the store's client for the next membership, unless it is broken or a thread still connects through it."""
+    """Keep the store's client for the next membership, unless it is broken or still in use.
+
+    A thread that connects in vain may hold on to it."""
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
 """Expert parallel: Ray actors that each own a device and hold some of the experts.
 
-The hosts form their group themselves and train in segments of a few seconds; between segments the driver can act. When
-a host is lost, the others keep their processes: they leave the group, another host takes its rank, and all continue
-from snapshots of their state in memory.
+The hosts form their group themselves and train in segments of a few seconds; between segments the
+driver can act. When a host is lost, the others keep their processes: they leave the group, another
+host takes its rank, and all continue from snapshots of their state in memory.
 
-``ExpertParallelRun`` turns what it observes into events of the state machine in ``states`` and carries out the commands
-that it returns."""
+``ExpertParallelRun`` turns what it observes into events of the state machine in ``states`` and
+carries out the commands that it returns."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ class ExpertParallelRun:
             time.sleep(_PAUSE_SECONDS)
         if not isinstance(self._state, Starting):
             return
+        # A known error, such as a missing run folder, would repeat: no host is started again.
         if isinstance(pool.last_error, OrchestratorError):
             raise pool.last_error
         if pool.size - len(pool.excluded) < self._limits.num_hosts:
@@ -174,7 +175,7 @@ class ExpertParallelRun:
             case Running() if calls.main_result is not None and calls.main_result[0] is not None:
                 self._handle_end(*calls.main_result)
             case _ if calls.has_failed:
-                # Heartbeats that are read later were sent before, too: keep the times as they are now.
+                # The last heartbeats of lost hosts may still be read later: keep the times of now.
                 self._detected_at = time.time()
                 self._last_seen = self._group.heartbeats.last_seen()
                 self._handle(FailureSeen())
@@ -182,7 +183,9 @@ class ExpertParallelRun:
                 self._handle_results()
 
     def _handle_end(self, status: str, step: int) -> None:
-        """The main host has recorded the end of the run. The others may finish; a failure no longer matters."""
+        """Finish: the main host has recorded the end of the run.
+
+        The others may return too; a failure of theirs no longer matters."""
         if not self._group.calls.pending or self._group.calls.has_failed:
             self._recovery_log.stepped(step, time.time())
             self._handle(RunFinished(status))
@@ -222,11 +225,13 @@ class ExpertParallelRun:
             self._group.snapshots.clear()  # they may be the cause: restoring them failed
         seen_at = [self._last_seen.get(host_id, self._detected_at) for host_id in calls.lost]
         times = FailureTimes(max(seen_at, default=self._detected_at), self._detected_at)
+        # A host that died by itself is still in the pool, and must not count as ready.
         for host_id in calls.lost:
             self._pool.stop(host_id)
         self._proven_hosts = tuple(host for host in self._proven_hosts if host not in calls.lost)
         self._stopped_at = perf_counter()
         ready, starting = self._pool.poll()
+        # Replacements are started by a command that follows; they count as starting already.
         startable = self._pool.startable(calls.lost)
         hosts = HostStatus(calls.members, frozenset(calls.lost), ready, (*startable, *starting))
         self._error = calls.error_for_user(failure)
@@ -237,7 +242,8 @@ class ExpertParallelRun:
             self._record_failure(self._state.reason)
 
     def _exclude_unfit_hosts(self) -> None:
-        """Count newcomers that cannot join (no access to the data, say) as lost, so that proven hosts go on alone."""
+        """Count newcomers that cannot join (no access to the data, say) as lost, so that proven
+        hosts go on alone."""
         calls = self._group.calls
         for host_id, error in list(calls.errors.items()):
             failure = classify(error, calls.rank(host_id), noun="host")

@@ -26,8 +26,9 @@ class SegmentLengths:
     def next_length(self, now: float, steps_to_replay: int) -> int:
         """Return the length of the segment that begins now.
 
-        After a failure, the first segment has a single step, which ends the recovery time. The second one has the
-        other lost steps (``steps_to_replay``), after which the recovery is recorded."""
+        After a failure, the first segment has a single step, which ends the recovery time. The
+        second one has the other lost steps (``steps_to_replay``), after which the recovery is
+        recorded."""
         is_first = not self.begun
         elapsed_s = now - self._began_at
         self.begun = True

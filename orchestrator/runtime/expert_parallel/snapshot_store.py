@@ -1,8 +1,9 @@
 """Snapshots of the hosts' state, fetched while the hosts train.
 
-The driver owns the snapshots; their bytes stay in the memory of the node where they were taken. With several nodes, a
-host on another node keeps a backup. A snapshot set is complete when the snapshots of all hosts for a step are there and
-their backups are confirmed. Only then is the previous set dropped, so that there always is a complete one."""
+The driver owns the snapshots; their bytes stay in the memory of the node where they were taken.
+With several nodes, a host on another node keeps a backup. A snapshot set is complete when the
+snapshots of all hosts for a step are there and their backups are confirmed. Only then is the
+previous set dropped, so that there always is a complete one."""
 
 from __future__ import annotations
 
@@ -72,8 +73,8 @@ class SnapshotStore:
     def pending_calls(self, all_hosts: bool) -> list[Any]:
         """Return the calls to wait for.
 
-        Usually that of the main host is enough: the other hosts take their snapshots at the same step. Waking the
-        driver for each would take time from hosts on the same machine."""
+        Usually that of the main host is enough: the other hosts take their snapshots at the same
+        step. Waking the driver for each would take time from hosts on the same machine."""
         main = self._members[:1]
         return [header for header, fetch in self._fetches.items() if all_hosts or fetch.host_id in main]
 
@@ -84,7 +85,7 @@ class SnapshotStore:
         self._incoming = {}
         self.dead_hosts = set()
         self._dropped_steps = set()
-        # A call to an actor that lives on from the last group is still open: it returns the next snapshot.
+        # The call to a survivor of the last group is still open: it returns the next snapshot.
         fetched = {
             fetch.host_id for fetch in self._fetches.values() if fetch.actor is self._actor(fetch.host_id)
         }
@@ -122,8 +123,8 @@ class SnapshotStore:
                 continue
             if is_current:
                 self._fetch(fetch.host_id)
-            # A host may have put a snapshot before it left the last group. Its step may occur in this generation
-            # too, with other contents.
+            # A host may have put a snapshot before it left the last group. Its step may occur in
+            # this generation too, with other contents.
             if header.generation == self._generation:
                 self._add(header, fetch.host_id, (reference, fetch.data))
         self._update_complete()
@@ -137,13 +138,14 @@ class SnapshotStore:
         if elsewhere:
             # The backups are spread over the hosts of the other nodes.
             backup_host = elsewhere[header.rank % len(elsewhere)]
+            # With the generation: a step can occur in several, with other ranks and contents.
             key = header.generation, header.rank, header.step
             call = self._pool.actor(backup_host).store_backup.remote(key, *references, self.step)
             incoming.backup_hosts[header.rank] = backup_host
             incoming.backup_calls[header.rank] = call
 
     def _update_complete(self) -> None:
-        """Let the newest set that is complete replace all earlier ones, and drop sets that cannot become complete."""
+        """Let the newest complete set replace all earlier ones; drop sets that are lost."""
         for step in sorted(self._incoming, reverse=True):
             incoming = self._incoming[step]
             if len(incoming.references) == incoming.size and self._is_backed_up(incoming):
@@ -160,8 +162,9 @@ class SnapshotStore:
     def _is_backed_up(self, incoming: _SnapshotSet) -> bool:
         """Return whether no backup is under way any more.
 
-        A backup that failed because its host died or has no memory is forgone: the snapshot itself still exists, and
-        the set survives that one loss. A backup that failed because the snapshot is lost makes the set lost."""
+        A backup that failed because its host died or has no memory is forgone: the snapshot itself
+        still exists, and the set survives that one loss. A backup that failed because the snapshot
+        is lost makes the set lost."""
         for rank, call in list(incoming.backup_calls.items()):
             if not ray.wait([call], timeout=0)[0]:
                 return False
@@ -182,7 +185,9 @@ class SnapshotStore:
         return True
 
     def references(self) -> tuple[References, ...]:
-        """Return the newest complete set by rank, with backups for nodes that are gone; empty if one is lost."""
+        """Return the newest complete set, by rank; empty if a snapshot is lost.
+
+        Snapshots on a node that is gone come from their backups."""
         if self._complete is None:
             return ()
         step, complete = self._complete

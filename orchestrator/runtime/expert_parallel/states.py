@@ -1,8 +1,8 @@
 """The life of a run on expert hosts, as a pure state machine.
 
-States, events and commands are values; ``advance`` maps a state and an event to the next state and the commands to
-carry out. It knows neither Ray nor torch. ``run`` feeds it events and executes its commands; nothing else decides how
-a run goes on after a failure.
+States, events and commands are values; ``advance`` maps a state and an event to the next state and
+the commands to carry out. It knows neither Ray nor torch. ``run`` feeds it events and executes its
+commands; nothing else decides how a run goes on after a failure.
 
     Starting ──▶ Joining ──▶ Running ──▶ Closing ──▶ Ended
                   ▲  │        │        (Running repeats: one segment after the other;
@@ -69,7 +69,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A failure was seen: the members leave the group, until each has stopped, failed or is known to be lost."""
+    """A failure was seen: the members leave the group until each has stopped or is lost."""
 
     generation: int
     members: tuple[int, ...]
@@ -133,7 +133,7 @@ class AllJoined:
 
 @dataclass(frozen=True)
 class SegmentDone:
-    """All members have finished a segment, and the snapshot of its end is complete if one was asked for."""
+    """All members have finished a segment, and its snapshot is complete if it ends with one."""
 
     ready: tuple[int, ...] = ()
 
@@ -157,7 +157,7 @@ class FailureSeen:
 
 @dataclass(frozen=True)
 class GroupStopped:
-    """Every member has stopped, failed or is lost. ``step`` is the last step that any of them reached."""
+    """Every member has stopped, failed or is lost. ``step`` is the last one that any reached."""
 
     failures: tuple[Failure, ...]
     hosts: HostStatus
@@ -220,7 +220,9 @@ Transition = tuple[State, tuple[Command, ...]]
 
 
 def advance(state: State, event: Event, limits: RunLimits) -> Transition:
-    """Return the next state and the commands to carry out. An event that a state does not handle changes nothing."""
+    """Return the next state and the commands to carry out.
+
+    An event that a state does not handle changes nothing."""
     match state, event:
         case Starting(), HostsReady(ready=ready) if len(ready) >= limits.num_hosts:
             members = ready[: limits.num_hosts]
@@ -247,7 +249,7 @@ def advance(state: State, event: Event, limits: RunLimits) -> Transition:
 
 
 def _next_segment(state: Running, ready: tuple[int, ...], limits: RunLimits) -> Transition:
-    """Run the next segment, or let more hosts join. They join from a snapshot of the end of a segment."""
+    """Run the next segment, or let more hosts join from a snapshot of the end of this one."""
     num_missing = max(0, limits.num_hosts - len(state.members))
     newcomers = tuple(host for host in ready if host not in state.members)[:num_missing]
     if not newcomers or not limits.can_grow:
@@ -262,6 +264,7 @@ def _next_segment(state: Running, ready: tuple[int, ...], limits: RunLimits) -> 
 
 def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> Transition:
     failure = root_cause(stopped.failures)
+    # Before this failure is added to the history: a fault repeats if the last one was here too.
     repeated = state.history.faulty_step == stopped.step
     history = state.history.with_failure(failure, stopped.step)
     decision = decide_regroup(
@@ -274,6 +277,7 @@ def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> 
     )
     if isinstance(decision, GiveUp):
         return Ended(failure=failure, given_up=decision), ()
+    # Also if the others go on without the lost hosts: the group grows when they are ready.
     replacing = (ReplaceHosts(stopped.hosts.lost),) if stopped.hosts.lost else ()
     if isinstance(decision, Wait):
         waiting = WaitingForHosts(state.generation, stopped.hosts, history, failure, decision.reason)

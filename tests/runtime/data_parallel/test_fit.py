@@ -97,7 +97,8 @@ def test_a_restarted_deterministic_run_is_equal_to_the_bit(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_kills(shared_cluster: RayCluster, tmp_path: Path) -> None:
-    """Random workers of three are killed, one after the other: the run completes with the undisturbed losses."""
+    """Random workers of three are killed, one after the other: the run completes with the
+    undisturbed losses."""
     length = shlex.split("--max-steps 2000 --epochs 1000 --checkpoint-every 20 --workers 3 --deterministic")
     run_dir = tmp_path / "run"
     generator = random.Random(3)
@@ -239,7 +240,8 @@ def test_jobs_from_a_fresh_clone(job_cluster: RayCluster, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(job_cluster: RayCluster, tmp_path: Path) -> None:
-    """``ray job stop`` gives three seconds, enough for the workers to agree on a step and to save it."""
+    """``ray job stop`` gives three seconds, enough for the workers to agree on a step and to save
+    it."""
     run_dir = tmp_path / "run"
     root = Path(__file__).resolve().parents[3]
     entry = command(run_dir, "--epochs", "100000", "--workers", "2")

@@ -1,4 +1,5 @@
-"""Faults of every kind, at any moment, to any host: the run completes with the results of the undisturbed run."""
+"""Faults of every kind, at any moment, to any host: the run completes with the results of the
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def test_an_exception_that_repeats_ends_the_run_with_its_message(job: Job, tmp_p
 
 @pytest.mark.slow
 def test_out_of_memory_in_one_host(job: Job, calm: FinishedRun, tmp_path: Path) -> None:
-    """All hosts continue with half the micro-batch and the same global batch: results are equal up to rounding."""
+    """All hosts continue with half the micro-batch and the same global batch: results are equal up
+    to rounding."""
     run = run_with_faults(job, tmp_path / "run", FaultSchedule().fail("oom", 1, 33))
     assert run.exit_code == 0, run.output
     assert check_steps(run.events, STEPS) == []
@@ -169,7 +171,8 @@ def test_a_disk_that_is_full_once(job: Job, calm: FinishedRun, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full(job: Job, tmp_path: Path) -> None:
-    """Neither checkpoints nor events fit any more: the run goes on, or ends with a message. Nothing hangs or stays."""
+    """Neither checkpoints nor events fit any more: the run goes on, or ends with a message. Nothing
+    hangs or stays."""
     with small_disk(tmp_path / "disk", "1500k") as disk:
         run = run_with_faults(job, disk / "run", FaultSchedule(), timeout=300)
         assert run.leftovers == []

@@ -167,7 +167,8 @@ def test_a_step_that_lasts_several_readings_is_one(group: Group) -> None:
 
 
 def slowest_step_after(group: Group, phase: str, step: int) -> float:
-    """Let a host stay in a phase for a minute, sending heartbeats, and then make steps of a second each."""
+    """Let a host stay in a phase for a minute, sending heartbeats, and then make steps of a second
+    each."""
     second = 101.0
     group.send(2, "step" if step else "build", step, 0)
     group.read_at(second)

@@ -1,4 +1,5 @@
-"""The pool of hosts on a real Ray: hosts are reserved together, become ready, are restarted and excluded."""
+"""The pool of hosts on a real Ray: hosts are reserved together, become ready, are restarted and
+excluded."""
 
 from __future__ import annotations
 

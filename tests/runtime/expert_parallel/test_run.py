@@ -83,8 +83,8 @@ def test_the_gate_on_the_main_host(shared_cluster: RayCluster, tmp_path: Path, e
 def test_no_ray_call_is_made_inside_a_step(shared_cluster: RayCluster, tmp_path: Path) -> None:
     """Each host counts its calls into Ray from the first loss on.
 
-    Between segments the driver calls the host, not the host the driver: over 60 steps and their evaluation a host makes
-    no call to Ray, and neither puts objects into its store nor gets any."""
+    Between segments the driver calls the host, not the host the driver: over 60 steps and their
+    evaluation a host makes no call to Ray, and neither puts objects into its store nor gets any."""
     run_dir = tmp_path / "run"
     shutil.copy(counting_task.__file__, tmp_path / "counted.py")
     flags = [*HOSTS, "2", "--task", "counted:CountingDigits", "--max-steps", "60"]

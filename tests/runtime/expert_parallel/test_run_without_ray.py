@@ -134,7 +134,8 @@ def test_a_host_whose_device_failed_is_lost(make_run: MakeRun) -> None:
 
 
 def test_the_recovery_says_how_the_run_went_on(make_run: MakeRun) -> None:
-    """The failure is recorded once; if the awaited host does not come, the recovery has the other reason."""
+    """The failure is recorded once; if the awaited host does not come, the recovery has the other
+    reason."""
     run = make_run()
     run.begin_first_segment()
     run.finish("advance", RayActorError(), 1)
@@ -226,7 +227,9 @@ def test_a_deterministic_run_waits_for_a_late_host(
 
 
 def test_the_newest_checkpoint_is_the_one_on_disk(make_run: MakeRun) -> None:
-    """Snapshots older than it are not used. An event about a checkpoint proves nothing: it may be gone."""
+    """Snapshots older than it are not used.
+
+    An event about a checkpoint proves nothing: it may be gone."""
     run = make_run()
     log = EventLog(run.run_dir / "events.jsonl")
     log.write("checkpoint", step=500, path="checkpoints/step_00000500")

@@ -1,4 +1,5 @@
-"""The snapshot store with hosts of a real Ray that train nothing: snapshots outlive their hosts and nodes."""
+"""The snapshot store with hosts of a real Ray that train nothing: snapshots outlive their hosts and
+nodes."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def test_a_snapshot_of_an_earlier_generation_is_not_accepted(pool: IdlePool, new
     store.follow(1, (0, 2))
     pool.advance("put", new_step, 2)
     collect_until(store, lambda: new_step in store._incoming and len(store._fetches) == 2)
-    # The old snapshot of host 0 has arrived: only its next fetch is open. With the new one of host 2 it would make a
-    # complete set, if their generations were not compared.
+    # The old snapshot of host 0 has arrived: only its next fetch is open. With the new one of host
+    # 2 it would make a complete set, if their generations were not compared.
     collect_until(store, lambda: not ray.wait(list(store._fetches), timeout=0.2)[0])
     assert store.step == 1
     assert list(store._incoming[new_step].references) == [1], "only the new host's snapshot"
@@ -104,7 +105,8 @@ def test_a_snapshot_of_an_earlier_generation_is_not_accepted(pool: IdlePool, new
 
 
 def test_a_backup_replaces_a_snapshot_on_a_dead_node(pool: IdlePool) -> None:
-    """The node of host 1 does not answer: its snapshot comes from host 0, which keeps the backup in its memory."""
+    """The node of host 1 does not answer: its snapshot comes from host 0, which keeps the backup in
+    its memory."""
     pool.node_ids = (pool.node_ids[0], "a node that is gone")
     pool.start(0, 1)
     pool.join(0, 0, 1)

@@ -183,7 +183,8 @@ TestAnyRun.settings = settings(max_examples=150, stateful_step_count=25, deadlin
 @given(kinds=st.lists(st.sampled_from((*RETRYABLE, "error")), max_size=12), max_failures=st.integers(0, 5))
 @settings(max_examples=100, deadline=None)
 def test_repeated_failures_always_end_the_run(kinds: list[FailureKind], max_failures: int) -> None:
-    """A run that fails before each segment, with enough hosts, ends after the allowed number of failures."""
+    """A run that fails before each segment, with enough hosts, ends after the allowed number of
+    failures."""
     limits = RunLimits(3, max_failures)
     state, _ = advance(Starting(), HostsReady(MEMBERS), LIMITS)
     for step, kind in enumerate(kinds):
