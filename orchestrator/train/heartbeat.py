@@ -1,4 +1,4 @@
-"""The heartbeat of a host: a thread reports its phase and step several times a second, while the loop works."""
+"""The heartbeat of a host: a thread reports its phase and step several times a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Phase = Literal["build", "rest", "data", "first step", "step", "evaluate", "save
 
 
 class Heartbeat:
-    """The phase and the step of a host, set by its loop. ``num_changes`` grows with every sign of progress."""
+    """The phase and the step of a host, set by its loop.
+
+    ``num_changes`` grows with every sign of progress."""
 
     def __init__(self) -> None:
         self.phase: Phase = "build"
@@ -31,7 +33,9 @@ class Heartbeat:
         self.num_changes += 1
 
     def encode(self, membership: GroupMembership) -> str:
-        """Return the heartbeat as text for the driver. A completed wait for the peers is progress too."""
+        """Return the heartbeat as text for the driver.
+
+        A completed wait for the peers is progress too."""
         progress = self.num_changes + membership.completed_waits
         return json.dumps([self.phase, self.step, progress, membership.waiting])
 
@@ -50,7 +54,8 @@ def send_heartbeats(
             # Read before the heartbeat is made: the last one then shows the final phase.
             is_last = ended.is_set()
             try:
-                # The number makes each text a new one, so that the driver sees that the host is alive.
+                # The number makes each text a new one, so that the driver sees that the host is
+                # alive.
                 send(f"{number} {heartbeat.encode(membership)}")
             except Exception:
                 membership.leave()

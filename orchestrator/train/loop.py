@@ -1,7 +1,8 @@
 """The training loop: fetch, forward, backward, reduce, step, record.
 
-One loop serves every strategy. It knows neither Ray nor Tune; the code around it connects through ``LoopHooks``.
-Forward, backward, reduce and the optimizer's step are in ``step.Stepper``; the record is in ``step_recorder``."""
+One loop serves every strategy. It knows neither Ray nor Tune; the code around it connects
+through ``LoopHooks``. Forward, backward, reduce and the optimizer's step are in
+``step.Stepper``; the record is in ``step_recorder``."""
 
 from __future__ import annotations
 
@@ -62,9 +63,11 @@ class Loop:
     def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
         """Train for a segment of ``num_steps``. Return the outcome if the run has ended, else None.
 
-        Every exit writes the events of the steps done. The end of a run, unless it is a failure, leaves a checkpoint
-        of the last step. A segment leaves a snapshot of its last step if ``take_snapshot``."""
+        Every exit writes the events of the steps done. The end of a run, unless it is a failure,
+        leaves a checkpoint of the last step. A segment leaves a snapshot of its last step if
+        ``take_snapshot``."""
         if self._steps_in_progress is None:
+            # Not in the constructor: starting the observers takes time that belongs to no step.
             self._recorder.restart_window()
             self._steps_in_progress = self._steps()
         try:
@@ -90,14 +93,16 @@ class Loop:
 
     def close(self) -> None:
         """Drop the steps in progress, which hold the model. ``Training.close`` ends the parts."""
-        self._heartbeat.enter_phase("save")  # the checkpoint writer may still be at work
+        # The checkpoint writer may still be at work: the driver allows a save more time.
+        self._heartbeat.enter_phase("save")
         self._steps_in_progress = None
 
     def _steps(self) -> Generator[None, None, Outcome]:
         """Train step by step: yield after each step, return the outcome.
 
-        A generator keeps its place in the data between two calls of ``advance``. An expert host trains in segments,
-        and between segments the driver may move experts or change the number of hosts."""
+        A generator keeps its place in the data between two calls of ``advance``. An expert host
+        trains in segments, and between segments the driver may move experts or change the number
+        of hosts."""
         progress = self.progress
         outcome = self._outcome_at_start()
         if outcome is not None:
@@ -106,6 +111,7 @@ class Loop:
             epoch_began_s = perf_counter()
             self.memory.start_epoch()
             for batch in self._batches():
+                # --max-steps may end the run inside an epoch.
                 if progress.step >= self._cadence.total_steps:
                     self._evaluate()
                     return Outcome("completed", f"{self._cadence.total_steps} steps done")
@@ -115,6 +121,7 @@ class Loop:
                 if _is_due(self._cadence.checkpoint_every, progress.step):
                     self._save_checkpoint()
                 self._snapshot_if_due()
+                # Last, so that a stopped run is evaluated and saved like any other.
                 if stop:
                     return Outcome("stopped", "interrupted")
                 yield
@@ -125,7 +132,9 @@ class Loop:
         return Outcome("completed", f"{self._cadence.epochs} epochs done")
 
     def _batches(self) -> Iterator[StepBatch]:
-        """Fetch the batches of the current epoch. The wait for each counts as the data phase of its step."""
+        """Fetch the batches of the current epoch.
+
+        The wait for each counts as the data phase of its step."""
         batches = self._feed.steps(self.progress.epoch, self.progress.position)
         while True:
             self.stepper.clock.begin()
@@ -143,6 +152,7 @@ class Loop:
         phase = "first step" if progress.step == self._first_step else "step"
         self._heartbeat.enter_phase(phase, progress.step)
         lr = self.stepper.optimizer.learning_rate(progress.step)
+        # Forward, backward, reduce and update. The sums stay on the device.
         totals = self.stepper.run(batch, progress.step, self._stop_flag.requested())
         seconds = self.stepper.clock.end()
         progress.step += 1
@@ -194,9 +204,12 @@ class Loop:
             return None
         if progress.step >= self._cadence.total_steps or progress.epoch >= self._cadence.epochs:
             self._evaluate()
-            reason = f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on"
-            return Outcome("completed", reason)
-        # The checkpoint of an epoch is written before its evaluation: a run killed in between evaluates now.
+            return Outcome(
+                "completed",
+                f"nothing left to do at step {progress.step}: raise --epochs or --max-steps to go on",
+            )
+        # The checkpoint of an epoch is written before its evaluation: a run killed in between
+        # evaluates now.
         at_end_of_epoch = progress.position == 0 and self._cadence.evaluate_every == 0
         if (self._validation.is_current or at_end_of_epoch) and self._out_of_patience():
             return self._stopped_early()
@@ -223,7 +236,8 @@ class Loop:
         if is_best and (self._cadence.evaluate_every or self._cadence.checkpoint_every):
             self._save_checkpoint()
 
-    # Checkpoints on disk and snapshots in memory. Both flush first: the sums of the epoch are part of the state.
+    # Checkpoints on disk and snapshots in memory. Both flush first: the sums of the epoch are part
+    # of the state.
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint, unless this step is saved already."""

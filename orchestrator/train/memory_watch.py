@@ -27,17 +27,20 @@ class MemoryWatch:
     def run_peak(self) -> dict[str, int]:
         """Return this worker's peak memory over the run so far, evaluation included."""
         current = peak_memory(self._world.device)
-        self._run_peak = {name: max(value, self._run_peak.get(name, 0)) for name, value in current.items()}
+        for name, value in current.items():
+            self._run_peak[name] = max(value, self._run_peak.get(name, 0))
         return self._run_peak
 
     def epoch_peak(self) -> dict[str, int]:
-        """Return the peak memory of this epoch, of the worker that used most. All workers must call it."""
+        """Return the peak memory of this epoch, of the worker that used most.
+
+        All workers must call it."""
         local_peak = peak_memory(self._world.device)
         global_peak = self._world.all_reduce_max(list(local_peak.values()))
         return {name: int(value) for name, value in zip(local_peak, global_peak, strict=True)}
 
     def leak_warning(self) -> str | None:
-        """Return a warning if the memory in use has grown at the end of each of the last four epochs."""
+        """Return a warning if the memory in use has grown in each of the last four epochs."""
         self._bytes_after_epochs.append(allocated_now(self._world.device))
         last = self._bytes_after_epochs[-_LEAK_EPOCHS:]
         grows = all(later > earlier * _LEAK_GROWTH for earlier, later in pairwise(last))

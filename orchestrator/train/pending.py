@@ -1,4 +1,4 @@
-"""Steps whose figures are still on the device, and their transfer to the host: rarely, and several at once."""
+"""Steps whose figures are still on the device, and their transfer to the host, several at once."""
 
 from __future__ import annotations
 

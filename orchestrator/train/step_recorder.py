@@ -1,4 +1,4 @@
-"""Records the steps of a loop: step times, losses, phases, token exchange and expert load as events."""
+"""Records the steps of a loop as events: times, losses, phases, token exchange, expert load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from orchestrator.record.events import Event
 from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
 from orchestrator.train.training import Training
 
-_WARM_UP_STEPS = 3  # first steps of a process, slower than the rest: marked, and excluded from the throughput
+# The first steps of a process are slower than the rest: marked, and excluded from the throughput.
+_WARM_UP_STEPS = 3
 
 
 class StepRecorder:
     """Collects finished steps and writes their events, several at once.
 
-    Reading a figure makes the host wait for the device, so it is done rarely and for many steps together."""
+    Reading a figure makes the host wait for the device, so it is done rarely and for many steps
+    together."""
 
     def __init__(self, training: Training) -> None:
         self._stepper = training.stepper
@@ -34,11 +36,13 @@ class StepRecorder:
         self._window_began_s = 0.0
 
     def restart_window(self) -> None:
-        """Start the time of the next steps now: excludes an evaluation, a checkpoint or a snapshot."""
+        """Start the time of the next steps now, after an evaluation, a checkpoint or a snapshot."""
         self._window_began_s = perf_counter()
 
     def add(self, step: PendingStep) -> None:
-        """Add a finished step. Every ``log_every`` steps, and at the end of the warm-up, write the events."""
+        """Add a finished step.
+
+        Every ``log_every`` steps, and at the end of the warm-up, write the events."""
         self._pending.append(step)
         warmed_up = step.step - self._first_step == _WARM_UP_STEPS
         if warmed_up or len(self._pending) >= self._log_every:
@@ -47,8 +51,8 @@ class StepRecorder:
     def flush(self) -> None:
         """Fetch the figures of the collected steps from the device and write their events.
 
-        Raises ``TrainingFailed`` if the run has diverged: every save flushes first, so that a diverged state never
-        replaces a good checkpoint."""
+        Raises ``TrainingFailed`` if the run has diverged: every save flushes first, so that a
+        diverged state never replaces a good checkpoint."""
         if not self._pending:
             return
         steps = self._pending
@@ -57,7 +61,8 @@ class StepRecorder:
         # Figures of a group that was left meanwhile may be wrong: do not record them.
         self._stepper.world.membership.check()
         if self._stepper.world.device.type != "cpu":
-            # The host ran ahead of the device and has waited for it only now: single step times mean nothing.
+            # The host ran ahead of the device and has waited for it only now: single step times
+            # mean nothing.
             mean_s = (perf_counter() - self._window_began_s) / len(steps)
             steps = [replace(step, seconds=mean_s) for step in steps]
         events = [self._step_event(*pair) for pair in zip(steps, figures, strict=True)]
@@ -97,7 +102,8 @@ class StepRecorder:
         phases = self._stepper.clock.take()
         if not phases:
             return []
-        # The clock's total is of the host, which runs ahead of a GPU: the mean of the steps replaces it.
+        # The clock's total is of the host, which runs ahead of a GPU: the mean of the steps
+        # replaces it.
         total_s = sum(step.seconds for step in steps) / len(steps)
         return [self._event("phases", **{**phases, "total": total_s})]
 
@@ -109,7 +115,15 @@ class StepRecorder:
             return []
         sent_bytes, rows, seconds_of_all = torch.stack(stats).mean(0).tolist()
         seconds = seconds_of_all / self._stepper.world.size
-        return [self._event("exchange", steps=len(steps), bytes=sent_bytes, rows=rows, seconds=seconds)]
+        return [
+            self._event(
+                "exchange",
+                steps=len(steps),
+                bytes=sent_bytes,
+                rows=rows,
+                seconds=seconds,
+            )
+        ]
 
     def _load_events(self, steps: Sequence[PendingStep]) -> list[Event]:
         """Return the tokens per expert of each MoE layer, summed over the steps."""
@@ -129,8 +143,8 @@ class StepRecorder:
             loss = figure.loss / max(1.0, figure.count)
             if not math.isfinite(loss if fp16 else loss + figure.norm):
                 raise TrainingFailed(
-                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: the run has diverged. "
-                    "Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. "
+                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: "
+                    "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. "
                     "The diverged state was not saved"
                 )
         if self._stepper.precision.scale_underflowed():

@@ -50,7 +50,7 @@ class Training:
     """Only expert hosts take snapshots."""
 
     def close(self) -> None:
-        """End the threads and processes of the parts: checkpoint writer, data loaders, compiler log."""
+        """End the threads and processes: checkpoint writer, data loaders, compiler log."""
         self.checkpoints.close()
         self.feed.close()
         if self.evaluation is not None:

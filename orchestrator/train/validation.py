@@ -64,7 +64,9 @@ def _metric_value(values: Mapping[str, float], metric: str) -> float:
 
 
 def is_better(value: float, best: float | None, metric: str) -> bool:
-    """Whether a result beats the best so far. NaN and infinity are never better, and every number beats them."""
+    """Whether a result beats the best so far.
+
+    NaN and infinity are never better, and every number beats them."""
     if not math.isfinite(value):
         return False
     if best is None or not math.isfinite(best):

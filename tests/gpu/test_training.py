@@ -1,7 +1,10 @@
-"""What must hold on a GPU. Run there with ``make gpu``."""
+"""Training on a GPU: no synchronisation in a step, precision, memory, determinism.
+
+Run with ``make gpu``."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from orchestrator.config.settings import Config
 from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
+from orchestrator.train.data import Feed
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.world import World
+from orchestrator.train.step import Stepper
 from orchestrator.train.worker.build import build_feed
 from orchestrator.train.worker.build_model import build_parts, build_stepper
+from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.trainer import Trainer
 from tests.support.steppers import Events, assert_gradients_equal, gradients
@@ -43,7 +49,7 @@ MOE: dict[str, Any] = {
 }
 
 
-def assembled(**settings: Any) -> tuple[Any, Any, Any]:
+def build(**settings: Any) -> tuple[Stepper, Feed, PreparedRun]:
     config = Config.of(**settings)
     prepared = Trainer(config=config, quiet=True).prepare()
     world = World.single_process(prepared.plan.device.value)
@@ -53,46 +59,51 @@ def assembled(**settings: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_dense_step_does_not_synchronize(precision: str) -> None:
-    stepper, feed, _ = assembled(**DENSE, precision=precision, batch_size=16)
-    no_synchronization(stepper, feed)
+def test_a_dense_step_does_not_synchronise(precision: str) -> None:
+    stepper, feed, _ = build(**DENSE, precision=precision, batch_size=16)
+    assert_no_synchronisation(stepper, feed)
 
 
-def test_an_moe_step_in_bf16_does_not_synchronize() -> None:
-    stepper, feed, _ = assembled(**MOE, precision="bf16", batch_size=16)
-    no_synchronization(stepper, feed)
+def test_an_moe_step_in_bf16_does_not_synchronise() -> None:
+    stepper, feed, _ = build(**MOE, precision="bf16", batch_size=16)
+    assert_no_synchronisation(stepper, feed)
 
 
-def no_synchronization(stepper: Any, feed: Any) -> None:
-    steps = feed.steps(0)
+def assert_no_synchronisation(stepper: Stepper, feed: Feed) -> None:
+    """Torch raises where the host waits for the device. The first steps may wait."""
+    batches = feed.steps(0)
     for step in range(3):
-        stepper.run(next(steps), step)
+        stepper.run(next(batches), step)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(3, 8):
-            stepper.run(next(steps), step)
+            stepper.run(next(batches), step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "fp32"}, {"compile": "on"}]
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp32"},
+        {"compile": "on"},
+    ],
 )
 @pytest.mark.parametrize("task", ["digits", "text"])
 def test_training_learns(task: str, settings: dict[str, Any], tmp_path: Path) -> None:
     length = {"epochs": 10} if task == "digits" else {"max_steps": 60}
-    result = Trainer(
-        config=Config.of(task=task, run_dir=tmp_path / "run", **length, **settings), quiet=True
-    ).fit()
+    config = Config.of(task=task, run_dir=tmp_path / "run", **length, **settings)
+    result = Trainer(config=config, quiet=True).fit()
     events = read_events(tmp_path / "run" / "events.jsonl")
     losses = [event["loss"] for event in by_step(events)]
     assert result.status == "completed"
     assert losses[-1] < 0.7 * losses[0]
     assert of_kind(events, "start")[0]["device"].startswith("cuda")
-    assert [event["status"] for event in of_kind(events, "compile")] == (
-        ["compiled"] if "compile" in settings else []
-    )
+    compile_statuses = [event["status"] for event in of_kind(events, "compile")]
+    assert compile_statuses == (["compiled"] if "compile" in settings else [])
     if task == "digits":
         assert result.summary["validation"]["accuracy"] > 0.95
 
@@ -100,116 +111,119 @@ def test_training_learns(task: str, settings: dict[str, Any], tmp_path: Path) ->
 def test_low_precision_stays_near_fp32() -> None:
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
-        stepper, feed, _ = assembled(**MOE, precision=precision, tf32="off", batch_size=16)
-        totals = [stepper.run(micros, step) for step, micros in zip(range(20), feed.steps(0), strict=False)]
+        stepper, feed, _ = build(**MOE, precision=precision, tf32="off", batch_size=16)
+        batches = islice(feed.steps(0), 20)
+        totals = [stepper.run(batch, step) for step, batch in enumerate(batches)]
         losses[precision] = [float(t.loss) / t.count for t in totals]
     for precision in ("bf16", "fp16"):
         assert losses[precision] == pytest.approx(losses["fp32"], rel=2e-2)
 
 
-def test_recomputing_saves_memory_and_keeps_gradients() -> None:
-    found = {}
+def test_activation_checkpointing_saves_memory_and_keeps_gradients() -> None:
+    grads = {}
+    peak_bytes = {}
     for switch in ("off", "on"):
-        stepper, feed, _ = assembled(
+        stepper, feed, _ = build(
             **DENSE | {"layers": 12},
             precision="fp32",
             tf32="off",
             batch_size=64,
             activation_checkpointing=switch,
         )
-        steps = feed.steps(0)
-        stepper.run(next(steps), 0)
+        batches = feed.steps(0)
+        stepper.run(next(batches), 0)
         torch.cuda.synchronize()
         reset_peak(stepper.world.device)
-        stepper.run(next(steps), 1)
+        stepper.run(next(batches), 1)
         torch.cuda.synchronize()
-        found[switch] = gradients(stepper.strategy.model), peak_memory(stepper.world.device)["allocated"]
+        grads[switch] = gradients(stepper.strategy.model)
+        peak_bytes[switch] = peak_memory(stepper.world.device)["allocated"]
         del stepper
-    assert found["on"][1] < 0.6 * found["off"][1]
-    assert_gradients_equal(found["on"][0], found["off"][0], 2e-6, 1e-7)
+    assert peak_bytes["on"] < 0.6 * peak_bytes["off"]
+    assert_gradients_equal(grads["on"], grads["off"], 2e-6, 1e-7)
 
 
-def test_a_real_out_of_memory_is_survived() -> None:
-    """A guest takes the memory away at step 2: the step is done in halves, with the same loss."""
+def test_a_step_that_runs_out_of_memory_is_repeated_in_halves() -> None:
+    """Another tensor takes the memory at step 2: the step is done in halves, with the same loss."""
     torch.cuda.reset_peak_memory_stats()
-    plain, feed, _ = assembled(**DENSE, precision="fp32", batch_size=256)
-    expected = [
-        float(plain.run(micros, step).loss) for step, micros in zip(range(2), feed.steps(0), strict=False)
-    ]
-    needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del plain
+    undisturbed, feed, _ = build(**DENSE, precision="fp32", batch_size=256)
+    batches = islice(feed.steps(0), 2)
+    expected = [float(undisturbed.run(batch, step).loss) for step, batch in enumerate(batches)]
+    step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del undisturbed
     torch.cuda.empty_cache()
-    stepper, feed, _ = assembled(**DENSE, precision="fp32", batch_size=256)
-    steps = feed.steps(0)
-    first = float(stepper.run(next(steps), 0).loss)
+    stepper, feed, _ = build(**DENSE, precision="fp32", batch_size=256)
+    batches = feed.steps(0)
+    first = float(stepper.run(next(batches), 0).loss)
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    guest = torch.empty(
-        free - needed // 2, dtype=torch.uint8, device="cuda"
-    )  # half of what a whole step takes is left
-    second = float(stepper.run(next(steps), 1).loss)
+    free_bytes = torch.cuda.mem_get_info()[0]
+    # Leaves half of the memory that a whole step needs.
+    obstacle = torch.empty(free_bytes - step_bytes // 2, dtype=torch.uint8, device="cuda")
+    second = float(stepper.run(next(batches), 1).loss)
     assert stepper.max_pass_samples < 256
+    assert isinstance(stepper.emit, Events)
     assert stepper.emit.of("oom")[0]["step"] == 2
     assert [first, second] == pytest.approx(expected, rel=1e-5)
-    del guest
+    del obstacle
 
 
-def test_deterministic_mode_is_bitwise() -> None:
-    def run() -> list[float]:
-        stepper, feed, prepared = assembled(**MOE, precision="bf16", batch_size=16, deterministic=True)
+def test_deterministic_runs_are_equal_to_the_bit() -> None:
+    def train() -> list[float]:
+        stepper, feed, prepared = build(**MOE, precision="bf16", batch_size=16, deterministic=True)
         with torch_settings(prepared.resolved.config, prepared.plan, stepper.world.device):
-            return [float(stepper.run(m, s).loss) for s, m in zip(range(10), feed.steps(0), strict=False)]
+            batches = islice(feed.steps(0), 10)
+            return [float(stepper.run(batch, step).loss) for step, batch in enumerate(batches)]
 
-    assert run() == run()
+    assert train() == train()
 
 
-def test_data_that_is_read_sample_by_sample_is_pinned_and_moved() -> None:
-    class Samples:
-        def __len__(self) -> int:
-            return 64
+class SampleDataset:
+    """Data that is read sample by sample."""
 
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            return torch.full((4,), float(index)), index % 2
+    def __len__(self) -> int:
+        return 64
 
-    model = torch.nn.Linear(4, 2)
-    config = Config.of(epochs=2, batch_size=8, loader_workers=2, trackers=())
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)), index % 2
+
+
+def test_data_that_is_read_sample_by_sample_reaches_the_gpu() -> None:
     trainer = Trainer(
-        model,
-        data=Samples(),
-        loss=lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]),
-        config=config,
+        torch.nn.Linear(4, 2),
+        data=SampleDataset(),
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        config=Config.of(epochs=2, batch_size=8, loader_workers=2, trackers=()),
         quiet=True,
     )
     prepared = trainer.prepare()
     feed = build_feed(prepared.plan, prepared.task, World.single_process("cuda:0"), 0)
     assert prepared.plan.loader_workers.value == 2
-    seen = sorted(
-        int(v)
-        for step in feed.steps(0)
-        for micro in step.micro_batches
-        for v in micro.fetch()[0][:, 0].tolist()
-    )
-    assert seen == list(range(64))
+    seen: list[float] = []
+    for batch in feed.steps(0):
+        for micro_batch in batch.micro_batches:
+            inputs, _ = micro_batch.fetch()
+            assert inputs.device.type == "cuda"
+            seen += inputs[:, 0].tolist()
+    assert sorted(seen) == list(range(64))
 
 
-def test_load_task_on_gpu_traces_for_cuda() -> None:
+def test_the_facts_of_a_model_are_traced_for_the_gpu() -> None:
     prepared = Trainer(task=load_task(Config.of(**MOE)), config=Config.of(**MOE), quiet=True).prepare()
     assert prepared.facts.method.startswith("traced for cuda in bf16")
 
 
-def test_the_memory_of_copies_is_pinned_and_grows() -> None:
-    rooms, data = (
-        PinnedBuffers(torch.device("cuda", 0)),
-        torch.arange(10_000_000, device="cuda", dtype=torch.int32),
-    )
-    rooms.prepare(4096)
-    small = rooms.next_buffer(4096)
-    rooms.prepare(data.nbytes)
-    for room in (rooms.next_buffer(data.nbytes), rooms.next_buffer(data.nbytes)):
-        assert room.is_pinned()
-        place = room[: data.nbytes].view(torch.int32)
-        place.copy_(data, non_blocking=True)
+def test_buffers_of_snapshots_are_pinned_and_grow() -> None:
+    buffers = PinnedBuffers(torch.device("cuda", 0))
+    data = torch.arange(10_000_000, device="cuda", dtype=torch.int32)
+    buffers.prepare(4096)
+    small = buffers.next_buffer(4096)
+    buffers.prepare(data.nbytes)
+    for _ in range(2):
+        buffer = buffers.next_buffer(data.nbytes)
+        assert buffer.is_pinned()
+        view = buffer[: data.nbytes].view(torch.int32)
+        view.copy_(data, non_blocking=True)
         torch.cuda.synchronize()
-        assert torch.equal(place, data.cpu())
+        assert torch.equal(view, data.cpu())
     assert not small.is_pinned()
-    assert small.sum() == 0, "it can be read still"
+    assert small.sum() == 0, "a replaced buffer can still be read"

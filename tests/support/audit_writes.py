@@ -1,6 +1,7 @@
 """The paths that this process writes, creates, renames or removes, seen by an audit hook.
 
-Python cannot remove an audit hook: it is installed once and does nothing outside ``recorded_changes``."""
+Python cannot remove an audit hook: it is installed once and does nothing outside
+``recorded_changes``."""
 
 from __future__ import annotations
 

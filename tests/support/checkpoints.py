@@ -22,7 +22,7 @@ def small_contents(step: int) -> Contents:
 
 
 def damage(folder: Path, other: Path, generator: random.Random) -> tuple[str, str]:
-    """Damage one file of a checkpoint: flip a bit, truncate it, remove it, or take that of another checkpoint.
+    """Damage one file: flip a bit, truncate it, remove it, or take that of another checkpoint.
 
     Return the kind of damage and the name of the file."""
     kind = generator.choice(DAMAGE_KINDS)

@@ -1,12 +1,12 @@
-"""Runs a script in a process that dies at a chosen file-system operation, or finds the disk full there.
+"""Runs a script in a process that dies, or finds the disk full, at a chosen operation.
 
     series = CrashSeries(runner, "tests.support.save_scripts:save_with_writer", tmp_path, Path.mkdir)
     for crash in series.run(DiskFault("after", number) for number in series.operations()):
         ...  # crash.folder: what is on disk; crash.acknowledged: the steps that the script said are safe
 
-A script is a function of a folder and of ``acknowledge``, by which it says that a step is saved, or (None) that it could
-not be. It runs in a child forked from a process that has torch loaded and no threads, so that hundreds of crashes take
-seconds."""
+A script is a function of a folder and of ``acknowledge``, by which it says that a step is saved,
+or (None) that it could not be. It runs in a child forked from a process that has torch loaded
+and no threads, so that hundreds of crashes take seconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,12 @@ class CrashRunner:
         """Run a script in ``folder/disk``. With ``syncs`` its files are really synced."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {"script": script, "fault": asdict(fault), "folder": str(folder), "syncs": syncs}
+        request = {
+            "script": script,
+            "fault": asdict(fault),
+            "folder": str(folder),
+            "syncs": syncs,
+        }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         exit_code = self._process.stdout.readline().strip()
@@ -93,7 +98,7 @@ class CrashSeries:
         return crash
 
     def operations(self, after: int = 0) -> list[int]:
-        """Return the numbers of the script's operations that come after so many acknowledgements."""
+        """Return the numbers of the operations that come after so many acknowledgements."""
         num_acknowledged = 0
         acknowledged_before: list[int] = []
         for operation in self.run_undisturbed().trace:

@@ -1,4 +1,4 @@
-"""Scripts that save checkpoints, for ``tests/support/crash_injection.py``, and the steps that each must keep."""
+"""Scripts that save checkpoints, to be crashed, and the steps that each must keep."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def checkpoints(folder: Path) -> Path:
 
 
 def contents(step: int, number: int = 0) -> Contents:
-    """Return the contents of save ``number``: the same step may be saved again with other tensors."""
+    """Return the contents of save ``number``: a step may be saved again with other tensors."""
     generator = torch.Generator().manual_seed(step + number)
     tensors = {
         "model": {"w": torch.randn(5, 7, generator=generator)},
@@ -64,7 +64,11 @@ def save_number(state: Mapping[str, Any]) -> int:
 
 
 def _save(
-    store: CheckpointStore, step: int, best: int | None, acknowledge: Acknowledge, number: int = 1
+    store: CheckpointStore,
+    step: int,
+    best: int | None,
+    acknowledge: Acknowledge,
+    number: int = 1,
 ) -> None:
     try:
         store.save(step, contents(step, number))
@@ -77,7 +81,13 @@ def _save(
 
 # A new run whose best step changes, and which saves one step again
 
-SAVES: tuple[tuple[int, int | None], ...] = ((10, None), (20, 10), (30, 10), (30, 10), (40, 30))
+SAVES: tuple[tuple[int, int | None], ...] = (
+    (10, None),
+    (20, 10),
+    (30, 10),
+    (30, 10),
+    (40, 30),
+)
 """The step and the best step at each save."""
 
 
@@ -140,10 +150,16 @@ def _three_checkpoints(folder: Path) -> CheckpointStore:
 
 
 def _remains_of_killed_saves(folder: Path) -> None:
-    """Step 30 was being replaced. Step 20 was replaced, and its predecessor half removed. Others were half done."""
+    """Step 30 was being replaced.
+
+    Step 20 was replaced, and its predecessor half removed. Others were half done."""
     path = _three_checkpoints(folder).folder
     (path / "step_00000030").rename(path / ".replaced_step_00000030")
-    for name in (".replaced_step_00000020", ".writing_step_00000040", ".removing_step_00000010"):
+    for name in (
+        ".replaced_step_00000020",
+        ".writing_step_00000040",
+        ".removing_step_00000010",
+    ):
         shutil.copytree(path / "step_00000020", path / name)
         (path / name / "manifest.json").unlink()
 

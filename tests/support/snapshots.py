@@ -14,7 +14,11 @@ from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.snapshot_format import Bytes, HostSnapshots, SnapshotHeader
+from orchestrator.train.checkpoint.snapshot_format import (
+    Bytes,
+    HostSnapshots,
+    SnapshotHeader,
+)
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.stores import file_store

@@ -1,7 +1,7 @@
 """A disk that loses as much as POSIX allows: anything that was not synced, all of it or any part.
 
-The bytes of a file are safe once the file was synced. A name that appears, changes or goes is safe once its folder was
-synced."""
+The bytes of a file are safe once the file was synced. A name that appears, changes or goes is
+safe once its folder was synced."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class StrictDisk:
     def lose_power(self, into: Path, luck: float, generator: random.Random) -> None:
         """Write what is on disk after a loss of power.
 
-        ``luck`` is the part of the unsynced changes that survive: 0 none, 1 every name but the bytes of no file, and
-        in between any of them."""
+        ``luck`` is the part of the unsynced changes that survive: 0 none, 1 every name but the
+        bytes of no file, and in between any of them."""
         self._write(self.root, into, luck, generator)
 
     def _write(self, index: int, path: Path, luck: float, generator: random.Random) -> None:
@@ -123,7 +123,9 @@ def _surviving_names(node: _Node, luck: float, generator: random.Random) -> dict
 
 
 def _surviving_data(node: _Node, luck: float, generator: random.Random) -> bytes:
-    """Return the bytes of a file. Unsynced ones are those of before, none, zeros, or half of them."""
+    """Return the bytes of a file.
+
+    Unsynced ones are those of before, none, zeros, or half of them."""
     if node.data == node.safe_data:
         return node.data
     forms = [node.safe_data, b"", bytes(len(node.data)), node.data[: len(node.data) // 2]]

@@ -1,7 +1,8 @@
-"""A process's changes below a folder, operation by operation: counted, recorded, and killed or refused at a chosen one.
+"""A process's changes below a folder: counted, recorded, and killed or refused at a chosen one.
 
-Python's own operations are seen by replacements of ``os`` functions and ``open``; an audit hook ends the process if one
-slips by. Safetensors writes from Rust, so its operations are repeated here in Python."""
+Python's own operations are seen by replacements of ``os`` functions and ``open``; an audit hook
+ends the process if one slips by. Safetensors writes from Rust, so its operations are repeated
+here in Python."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ _REAL_OPEN = builtins.open
 class DiskFault:
     """What happens at operation number ``at``.
 
-    ``before`` and ``after`` kill the process there. ``full once`` refuses that operation for lack of space; ``full``
-    refuses all operations that need space from there on, until the script has reported the failure. ``none`` lets the
-    process run to its end."""
+    ``before`` and ``after`` kill the process there. ``full once`` refuses that operation for
+    lack of space; ``full`` refuses all operations that need space from there on, until the
+    script has reported the failure. ``none`` lets the process run to its end."""
 
     kind: str = "none"
     at: int = -1
@@ -159,7 +160,12 @@ class TracedDisk:
             self.perform(operation, lambda: self.real["mkdir"](path, mode, dir_fd=dir_fd))
 
     def rename(
-        self, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+        self,
+        source: Any,
+        target: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
     ) -> None:
         old = self.relative(source, src_dir_fd)
         new = self.relative(target, dst_dir_fd)
@@ -227,7 +233,7 @@ class TracedDisk:
         sys.addaudithook(self.exit_if_untraced)
 
     def exit_if_untraced(self, event: str, details: tuple[Any, ...]) -> None:
-        """End the process at a change that was not traced: the count would be wrong, and the test with it."""
+        """End the process at a change that was not traced: the count would be wrong."""
         opens_for_writing = (
             event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
         )

@@ -1,4 +1,4 @@
-"""The heartbeat of a host: sent while the loop works, once more at its end, and a reason to leave when it fails."""
+"""The heartbeat of a host: sent while the loop works, and once more at its end."""
 
 from __future__ import annotations
 

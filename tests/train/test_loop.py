@@ -30,7 +30,7 @@ class PhaseRecorder(Heartbeat):
 
 
 def test_segments_train_the_same_steps_as_one_run(tmp_path: Path) -> None:
-    """A segment continues inside the epoch where the one before ended, and leaves its events on disk."""
+    """A segment continues where the one before ended, and leaves its events on disk."""
     whole, losses = run_loop(tmp_path / "whole", max_steps=95)
     run_dir = tmp_path / "segments"
     run_dir.mkdir()
@@ -48,7 +48,9 @@ def test_segments_train_the_same_steps_as_one_run(tmp_path: Path) -> None:
     assert loop.progress.epoch_loss == whole.progress.epoch_loss
 
 
-def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     steps: list[int] = []
     hooks = LoopHooks(stop_requested=lambda: len(steps) >= 3, after_step=steps.append)
     run_loop(tmp_path, hooks=hooks)
@@ -61,7 +63,10 @@ def test_the_monitor_is_read_at_its_interval(tmp_path: Path) -> None:
     hooks = LoopHooks(monitor=lambda: {"reading": 1.5})
     run_loop(tmp_path, hooks=hooks, max_steps=7, gpu_log_interval=3, monitor_gpu=True)
     readings = of_kind(read_events(tmp_path / "events.jsonl"), "monitor")
-    assert [(event["step"], event["reading"]) for event in readings] == [(3, 1.5), (6, 1.5)]
+    assert [(event["step"], event["reading"]) for event in readings] == [
+        (3, 1.5),
+        (6, 1.5),
+    ]
 
 
 def test_the_heartbeat_follows_the_phases(tmp_path: Path) -> None:
@@ -100,7 +105,12 @@ class Diverging(Task):
 
 
 def test_a_diverged_run_is_recorded_and_not_saved(tmp_path: Path) -> None:
-    settings = {"experts": None, "expert_hidden_size": (), "batch_size": 4, "checkpoint_every": 2}
+    settings = {
+        "experts": None,
+        "expert_hidden_size": (),
+        "batch_size": 4,
+        "checkpoint_every": 2,
+    }
     log = EventLog(tmp_path / "events.jsonl")
     training = build_small_training(tmp_path, log, Diverging(step=4), **settings)
     with pytest.raises(TrainingFailed, match=r"step 4: loss inf.* diverged"):

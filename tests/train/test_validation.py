@@ -71,11 +71,12 @@ SETTINGS: dict[str, Any] = {
 def test_early_stopping_decides_the_same_after_a_restart(
     tmp_path: Path, checkpoint_every: int, killed_at: int
 ) -> None:
-    settings = SETTINGS | {"checkpoint_every": checkpoint_every}
-    whole, _ = run_loop(tmp_path / "whole", ScriptedValidation(LOSSES), **settings)
+    settings: dict[str, Any] = SETTINGS | {"checkpoint_every": checkpoint_every}
+    task = ScriptedValidation(LOSSES)
+    whole, _ = run_loop(tmp_path / "whole", task, **settings)
     assert whole.progress.step == 20
-    run_loop(tmp_path / "parts", ScriptedValidation(LOSSES), **settings | {"max_steps": killed_at})
-    resumed, _ = run_loop(tmp_path / "parts", ScriptedValidation(LOSSES), **settings | {"resume": "auto"})
+    run_loop(tmp_path / "parts", task, max_steps=killed_at, **settings)
+    resumed, _ = run_loop(tmp_path / "parts", task, resume="auto", **settings)
     assert resumed.progress.step == 20
     assert resumed.progress.best_step == 12
     assert resumed.progress.bad_evaluations == 2
@@ -86,8 +87,8 @@ def test_early_stopping_decides_the_same_after_a_restart(
 
 @pytest.mark.parametrize("evaluate_every", [0, 4])
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path, evaluate_every: int) -> None:
-    settings = SETTINGS | {"evaluate_every": evaluate_every}
+    settings: dict[str, Any] = SETTINGS | {"evaluate_every": evaluate_every}
     run_loop(tmp_path, ScriptedValidation(LOSSES), **settings)
     better_later = ScriptedValidation(LOSSES | {24: 1.0})
-    resumed, _ = run_loop(tmp_path, better_later, **settings | {"resume": "auto"})
+    resumed, _ = run_loop(tmp_path, better_later, resume="auto", **settings)
     assert resumed.progress.step == 20

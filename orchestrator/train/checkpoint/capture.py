@@ -12,10 +12,18 @@ from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.state import TrainState, model_tensors, optimizer_state, plain_state
+from orchestrator.train.checkpoint.state import (
+    OptimizerState,
+    TrainState,
+    model_tensors,
+    optimizer_state,
+    plain_state,
+)
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.fsdp import full_tensor, is_sharded, reshard_all
 
+Stacked = Mapping[str, list[str]]
+"""The names of the experts in each stacked parameter."""
 _Tensors = dict[str, dict[str, Tensor]]
 """Tensors by kind ("model", "optimizer") and name."""
 
@@ -27,9 +35,24 @@ def capture(state: TrainState, progress: Progress, world: World) -> Contents | N
     experts_on_hosts = is_expert_parallel(state.model)
     if not world.is_main and not is_sharded(state.model) and not experts_on_hosts:
         return None
+    # An evaluation may have left parameters gathered. The shards are the state.
     reshard_all(state.model)
     stacked = stacked_names(state.model)
     optimizer = optimizer_state(state, stacked)
+    tensors = _local_tensors(state, optimizer, stacked, world)
+    if experts_on_hosts:
+        _gather_experts(tensors, optimizer.values, stacked, world, progress.step)
+    if not world.is_main:
+        return None
+    plain = plain_state(state, optimizer, progress)
+    # Metrics alone have names that a user's code chose. Other names must stay, to be read again.
+    plain["progress"]["validation"] = mask_tree(progress.validation, secret_values())
+    return Contents(tensors, plain)
+
+
+def _local_tensors(state: TrainState, optimizer: OptimizerState, stacked: Stacked, world: World) -> _Tensors:
+    """Copy this worker's part of the state to host memory."""
+    experts_on_hosts = is_expert_parallel(state.model)
     keep = world.is_main or experts_on_hosts
 
     def select(named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -38,59 +61,62 @@ def capture(state: TrainState, progress: Progress, world: World) -> Contents | N
             return named
         return {name: tensor for name, tensor in named.items() if name in stacked}
 
-    tensors: _Tensors = {"model": _copy_to_host(select(model_tensors(state.model)), stacked, keep)}
-    tensors["optimizer"] = {}
+    model = _copy_to_host(select(model_tensors(state.model)), stacked, keep)
+    slots: dict[str, Tensor] = {}
     for slot, named in optimizer.slots.items():
-        copied = _copy_to_host(select(named), stacked, keep)
-        tensors["optimizer"] |= {f"{slot}/{name}": tensor for name, tensor in copied.items()}
-    if experts_on_hosts:
-        expert_names = {name for names in stacked.values() for name in names}
-        _gather_experts(tensors, optimizer.values, expert_names, world, progress.step)
-    if not world.is_main:
-        return None
-    plain = plain_state(state, optimizer, progress)
-    # Only metrics have names that a user's code may have chosen; the rest is read back by its names and stays.
-    plain["progress"]["validation"] = mask_tree(progress.validation, secret_values())
-    return Contents(tensors, plain)
+        for name, tensor in _copy_to_host(select(named), stacked, keep).items():
+            slots[f"{slot}/{name}"] = tensor
+    return {"model": model, "optimizer": slots}
 
 
-def _copy_to_host(
-    tensors: Mapping[str, Tensor], stacked: Mapping[str, list[str]], keep: bool
-) -> dict[str, Tensor]:
-    """Copy tensors to host memory, one entry per expert. One at a time: a sharded model is never whole on a device.
+def _copy_to_host(tensors: Mapping[str, Tensor], stacked: Stacked, keep: bool) -> dict[str, Tensor]:
+    """Copy tensors to host memory, one entry per expert.
 
-    Gathering a shard is a collective, so every worker takes part; only those that ``keep`` the result copy it."""
+    Gathering a shard is a collective, so every worker takes part; only those that ``keep`` the
+    result copy it. One tensor at a time: a sharded model is never whole on a device."""
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = full_tensor(tensor.detach())
         if keep:
-            by_expert = _split_by_expert(name, whole, stacked)
-            copies |= {key: part.to("cpu", copy=True).contiguous() for key, part in by_expert.items()}
+            for key, part in _split_by_expert(name, whole, stacked).items():
+                copies[key] = part.to("cpu", copy=True).contiguous()
     return copies
 
 
-def _split_by_expert(name: str, tensor: Tensor, stacked: Mapping[str, list[str]]) -> dict[str, Tensor]:
-    """Split a stacked tensor by expert. A scalar (Adam's step counter) becomes each expert's own."""
+def _split_by_expert(name: str, tensor: Tensor, stacked: Stacked) -> dict[str, Tensor]:
+    """Split a stacked tensor by expert.
+
+    A scalar (Adam's step counter) becomes each expert's own."""
     if name in stacked and tensor.ndim == 0:
         tensor = tensor.expand(len(stacked[name]))
     return split_experts({name: tensor}, stacked)
 
 
 def _gather_experts(
-    tensors: _Tensors, values: dict[str, Any], expert_names: set[str], world: World, step: int
+    tensors: _Tensors,
+    values: dict[str, Any],
+    stacked: Stacked,
+    world: World,
+    step: int,
 ) -> None:
     """Add the experts of all hosts to the main host's tensors and values, in place."""
-    local_tensors = {
-        f"model/{name}": tensor for name, tensor in tensors["model"].items() if name in expert_names
-    }
-    local_tensors |= {
-        f"optimizer/{key}": tensor
-        for key, tensor in tensors["optimizer"].items()
-        if key.partition("/")[2] in expert_names
-    }
-    local_values = {key: value for key, value in values.items() if key.partition("/")[2] in expert_names}
-    for host_tensors, host_values in world.gather_to_main(local_tensors, local_values, f"experts/{step}"):
+    expert_names = {name for names in stacked.values() for name in names}
+    local_tensors: dict[str, Tensor] = {}
+    for name, tensor in tensors["model"].items():
+        if name in expert_names:
+            local_tensors[f"model/{name}"] = tensor
+    for key, tensor in tensors["optimizer"].items():
+        if _name_of(key) in expert_names:
+            local_tensors[f"optimizer/{key}"] = tensor
+    local_values = {key: value for key, value in values.items() if _name_of(key) in expert_names}
+    hosts = world.gather_to_main(local_tensors, local_values, f"experts/{step}")
+    for host_tensors, host_values in hosts:
         for key, tensor in host_tensors.items():
             kind, _, name = key.partition("/")
             tensors[kind][name] = tensor
         values |= host_values
+
+
+def _name_of(key: str) -> str:
+    """Return the name in the key ``slot/name``."""
+    return key.partition("/")[2]

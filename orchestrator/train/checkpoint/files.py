@@ -1,4 +1,6 @@
-"""The files of one checkpoint: safetensors and JSON under a manifest of hashes. Nothing is ever unpickled.
+"""The files of one checkpoint: safetensors and JSON under a manifest of hashes.
+
+Nothing is ever unpickled.
 
 step_00000040/
     model.safetensors       parameters and buffers, by name and global expert id
@@ -62,16 +64,20 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> None:
     for stem, tensors in contents.tensors.items():
         save_file(dict(tensors), folder / f"{stem}{_TENSORS_SUFFIX}")
     _write_json(folder / _STATE, dict(contents.state))
+    # Hashed as read back from the file system, not as it was in memory.
     files = {path.name: _size_and_hash(path) for path in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, "step": step, "files": files}
     _write_json(folder / MANIFEST, manifest | {"digest": _digest(manifest)})
+    # The folder last: its names must not survive a loss of power without their bytes.
     for path in folder.iterdir():
         sync(path)
     sync(folder)
 
 
 def load(path: Path, without: Set[str] = frozenset()) -> Contents:
-    """Verify and read a checkpoint. Tensors named in ``without``, which the reader does not need, are left out.
+    """Verify and read a checkpoint.
+
+    Tensors named in ``without``, which the reader does not need, are left out.
 
     Raises ``CheckpointDamaged`` with the first defect."""
     files = verify(path)
@@ -101,7 +107,9 @@ def _read_tensors(path: Path, without: Set[str]) -> dict[str, Tensor]:
 
 
 def verify(path: Path) -> list[str]:
-    """Check every file against the manifest, and the manifest against itself. Return the names of the files."""
+    """Check every file against the manifest, and the manifest against itself.
+
+    Return the names of the files."""
     if not path.is_dir():
         raise UserError(f"there is no checkpoint at {path}")
     listed = _read_manifest(path)["files"]
@@ -135,16 +143,27 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             _FILE_NAME.fullmatch(name) and set(entry) == {"bytes", "sha256"}
             for name, entry in manifest["files"].items()
         )
-        # The bytes must be those that we would write, so that a flipped bit anywhere in the manifest shows.
+        # The bytes must be those that we would write, so that a flipped bit anywhere in the
+        # manifest shows.
         is_intact = (
             is_intact and data == _json_bytes(manifest) and manifest.get("digest") == _digest(manifest)
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({type(error).__name__})") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        reason = type(error).__name__
+        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None
     if not is_intact:
         raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
     if format_number != FORMAT:
         raise CheckpointDamaged(f"{path.name}: format {format_number}; this version reads format {FORMAT}")
+    # A checkpoint that was copied elsewhere may have any name; under a step's name it must be of
+    # it.
     match = _STEP_NAME.fullmatch(path.name)
     if match and int(match[1]) != step:
         raise CheckpointDamaged(f"{path.name}: the manifest is of step {step}")
@@ -166,7 +185,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _size_and_hash(path: Path, expected_bytes: int | None = None) -> dict[str, Any]:
-    """Return the size and the hash of a file. A file of another size than expected is not hashed."""
+    """Return the size and the hash of a file.
+
+    A file of another size than expected is not hashed."""
     with _open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         has_expected_size = expected_bytes is None or num_bytes == expected_bytes
@@ -175,9 +196,13 @@ def _size_and_hash(path: Path, expected_bytes: int | None = None) -> dict[str, A
 
 
 def _open_regular(path: Path) -> BufferedReader:
-    """Open a file of a checkpoint. A link leads elsewhere and a pipe or device has no end: both are refused."""
+    """Open a file of a checkpoint.
+
+    A link leads elsewhere and a pipe or device has no end: both are refused."""
     if path.is_symlink():
         raise OSError("it is a link")
+    # NOFOLLOW: the file may become a link meanwhile. NONBLOCK: to open a pipe would wait for a
+    # writer.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -1,7 +1,7 @@
 """Host memory for snapshots.
 
-A GPU copies fast only to pinned memory, and pinning stalls the GPU; most of that time goes into faulting in the pages.
-So a thread maps and touches the pages beforehand, while the steps go on."""
+A GPU copies fast only to pinned memory, and pinning stalls the GPU; most of that time goes into
+faulting in the pages. So a thread maps and touches the pages beforehand, while the steps go on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class PinnedBuffers:
         self._prepared_bytes = 0
 
     def prepare(self, num_bytes: int) -> None:
-        """Start to allocate both buffers in the background. On a CPU there is nothing to prepare."""
+        """Start to allocate both buffers in the background.
+
+        On a CPU there is nothing to prepare."""
         if self._device.type != "cuda" or num_bytes <= self._prepared_bytes:
             return
         self._wait_for_allocation()

@@ -17,8 +17,9 @@ OTHER_CHECKPOINT = "resume from another one, or give it to --init-from for its w
 class Progress:
     """How far a run has come.
 
-    ``step`` counts finished optimizer steps. The next one begins at sample ``position`` of ``epoch``'s order: a run
-    with another batch size can resume here and still see each sample once."""
+    ``step`` counts finished optimizer steps. The next one begins at sample ``position`` of
+    ``epoch``'s order: a run with another batch size can resume here and still see each sample
+    once."""
 
     step: int = 0
     epoch: int = 0
@@ -42,11 +43,15 @@ class Progress:
 
 
 def read_progress(state: Mapping[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's state. Raise ``UserError`` if no run can have written it."""
+    """Return the progress in a checkpoint's state.
+
+    Raise ``UserError`` if no run can have written it."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        progress = TypeAdapter(Progress).validate_json(json.dumps(state.get("progress")), strict=True)
+        # Through JSON: strict validation then accepts what JSON can hold, and nothing else.
+        text = json.dumps(state.get("progress"))
+        progress = TypeAdapter(Progress).validate_json(text, strict=True)
         has_unknown_fields = not set(state["progress"]) <= {f.name for f in fields(Progress)}
     except (ValidationError, TypeError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None

@@ -1,7 +1,8 @@
 """Restores the contents of a checkpoint into the live state of a run, by name.
 
-The hashes of a checkpoint prove that its bytes are as written, not that a run of this model wrote them. So every name,
-shape and type is checked, and a mismatch is the user's error with advice, not a traceback.
+The hashes of a checkpoint prove that its bytes are as written, not that a run of this model wrote
+them. So every name, shape and type is checked, and a mismatch is the user's error with advice, not
+a traceback.
 
 E: experts of one size"""
 
@@ -16,8 +17,17 @@ from torch import Tensor, nn
 from experts.expert_state import join_experts, remote_expert_names, stacked_names
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.progress import OTHER_CHECKPOINT, Progress, read_progress
-from orchestrator.train.checkpoint.state import TrainState, is_plain, model_tensors, restore_random_state
+from orchestrator.train.checkpoint.progress import (
+    OTHER_CHECKPOINT,
+    Progress,
+    read_progress,
+)
+from orchestrator.train.checkpoint.state import (
+    TrainState,
+    is_plain,
+    model_tensors,
+    restore_random_state,
+)
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
 _ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -26,18 +36,29 @@ _KNOWN_SLOTS: Mapping[type, Set[str]] = {
     torch.optim.Adam: _ADAM_SLOTS,
     torch.optim.SGD: frozenset({"momentum_buffer"}),
 }
-"""The slots of torch's usual optimizers: counters, and tensors like the parameter. Others cannot be checked."""
+"""The slots of torch's usual optimizers: counters, and tensors like the parameter.
+
+Others cannot be checked."""
 
 
 def restore(contents: Contents, state: TrainState) -> Progress:
-    """Restore a checkpoint. Return its progress. Raise ``UserError`` if no run of this model wrote it."""
+    """Restore a checkpoint.
+
+    Return its progress. Raise ``UserError`` if no run of this model wrote it."""
     progress = read_progress(contents.state)
     restore_model(contents, state.model)
     try:
         _restore_optimizer(contents, state)
         state.precision.load_state_dict(contents.state["precision"])
         restore_random_state(contents.state["random"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+    ) as error:
         raise UserError(
             "the checkpoint's state does not belong to a run of this model "
             f"({type(error).__name__}: {error}); {OTHER_CHECKPOINT}"
@@ -47,7 +68,9 @@ def restore(contents: Contents, state: TrainState) -> Progress:
 
 @torch.no_grad()
 def restore_model(contents: Contents, model: nn.Module) -> None:
-    """Restore the weights alone (``--init-from``). Every one must be there, and have the right shape."""
+    """Restore the weights alone (``--init-from``).
+
+    Every one must be there, and have the right shape."""
     if "model" not in contents.tensors:
         raise UserError("the checkpoint has no model.safetensors, and so no weights; give another one")
     saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
@@ -58,8 +81,9 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
             )
         if saved[name].shape != tensor.shape:
             saved_shape = tuple(saved[name].shape)
+            model_shape = tuple(tensor.shape)
             raise UserError(
-                f"{name} is {saved_shape} in the checkpoint and {tuple(tensor.shape)} in the model; "
+                f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model; "
                 "give the sizes it was trained with"
             )
         copy_into(tensor, saved[name])
@@ -92,11 +116,13 @@ def _restore_optimizer(contents: Contents, state: TrainState) -> None:
         )
     parameters = dict(state.model.named_parameters())
     remote_names = remote_expert_names(state.model)
-    for slot, name, tensor in _slot_tensors(contents.tensors["optimizer"], state.model, remote_names):
+    saved_tensors = contents.tensors["optimizer"]
+    for slot, name, tensor in _slot_tensors(saved_tensors, state.model, remote_names):
         _set_slot(state.optimizer, parameters[name], slot, tensor)
     for slot, name, value in _slot_values(saved["values"], state.model, remote_names):
         state.optimizer.state[parameters[name]][slot] = value
     _check_slots(state.optimizer, parameters)
+    # Only the learning rates: other settings are those of this start, which may have changed them.
     for group, settings in zip(state.optimizer.param_groups, saved["groups"], strict=True):
         group |= {key: value for key, value in settings.items() if key in ("lr", "initial_lr")}
 
@@ -104,7 +130,7 @@ def _restore_optimizer(contents: Contents, state: TrainState) -> None:
 def _slot_tensors(
     saved: Mapping[str, Tensor], model: nn.Module, remote_names: Set[str]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the slot, the parameter's name and the tensor of each saved tensor, experts of other hosts excluded."""
+    """Yield the slot, the parameter's name and the tensor of each saved tensor of this host."""
     slots: dict[str, dict[str, Tensor]] = {}
     for key, tensor in saved.items():
         slot, _, name = key.partition("/")
@@ -118,7 +144,7 @@ def _slot_tensors(
 def _slot_values(
     saved: Mapping[str, Any], model: nn.Module, remote_names: Set[str]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield the slot, the parameter's name and the value of each plain value, experts of other hosts excluded."""
+    """Yield the slot, the parameter's name and the value of each plain value of this host."""
     stack_of_expert = {
         expert_name: name for name, experts in stacked_names(model).items() for expert_name in experts
     }
@@ -131,9 +157,12 @@ def _slot_values(
 
 
 def _join_slot(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Stack one slot's tensors as the model does. A slot that has any trained expert must have all of them."""
+    """Stack one slot's tensors as the model does.
+
+    A slot that has any trained expert must have all of them."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     stacked = {name: experts for name, experts in stacked_names(model).items() if name in trained}
+    # A slot may belong to dense parameters alone.
     if not any(expert in tensors for experts in stacked.values() for expert in experts):
         stacked = {}
     joined = _join_experts(tensors, stacked, "the checkpoint's optimizer")
@@ -163,7 +192,9 @@ def _set_slot(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: s
 
 
 def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check the restored slots now: the first step would fail on them with an error that explains nothing."""
+    """Check the restored slots.
+
+    Without the check, the first step would fail with an error that explains nothing."""
     known = _KNOWN_SLOTS.get(type(optimizer))
     if known is None:
         return
@@ -176,6 +207,9 @@ def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
                 f"the optimizer keeps {', '.join(sorted(known))} of {name}, not {', '.join(sorted(slots))}"
             )
         for slot, value in slots.items():
-            expected = ((), value.dtype) if slot == "step" else (tuple(parameter.shape), parameter.dtype)
-            if (tuple(value.shape), value.dtype) != expected:
+            # A counter is a scalar of any type; a moment is like its parameter.
+            is_counter = slot == "step"
+            shape = () if is_counter else tuple(parameter.shape)
+            dtype = value.dtype if is_counter else parameter.dtype
+            if tuple(value.shape) != shape or value.dtype != dtype:
                 raise ValueError(f"{slot} of {name} is {value.dtype} of shape {tuple(value.shape)}")

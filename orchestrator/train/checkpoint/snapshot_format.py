@@ -1,7 +1,8 @@
 """The bytes of a snapshot, and the snapshots of all hosts merged into the contents of a checkpoint.
 
-A snapshot is one array of bytes: the tensors, each aligned, then a JSON text with their names and with the state that
-is not a tensor. The main host's snapshot holds the dense part; every host's holds its own experts."""
+A snapshot is one array of bytes: the tensors, each aligned, then a JSON text with their names
+and with the state that is not a tensor. The main host's snapshot holds the dense part; every
+host's holds its own experts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class SnapshotHeader:
-    """The origin of a snapshot: all that the driver needs to handle it. Its contents are described in the bytes."""
+    """The origin of a snapshot: all that the driver needs to handle it.
+
+    Its contents are described in the bytes."""
 
     generation: int
     """The generation of the host's process group."""
@@ -73,7 +76,9 @@ class _Form(NamedTuple):
 
 
 class SnapshotLayout:
-    """The place of each tensor in the bytes. It is computed once and used for every snapshot of the same tensors."""
+    """The place of each tensor in the bytes.
+
+    It is computed once and used for every snapshot of the same tensors."""
 
     def __init__(self, tensors: Sequence[LiveTensor]) -> None:
         self._forms = _forms(tensors)
@@ -99,11 +104,14 @@ class SnapshotLayout:
         return f'{{"tensors": {self._entries_json}, "state": {json.dumps(plain_state)}}}'.encode()
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return a view into the buffer for each tensor. The views of the two buffers in use are kept."""
+        """Return a view into the buffer for each tensor.
+
+        The views of the two buffers in use are kept."""
         address = buffer.data_ptr()
         if address not in self._views:
             forms = zip(self._offsets, self._forms, strict=True)
             self._views[address] = [_view(buffer, offset, form.shape, form.dtype) for offset, form in forms]
+            # A buffer that was replaced by a larger one is not used again: forget its views.
             self._views = dict(list(self._views.items())[-_NUM_BUFFERS:])
         return self._views[address]
 
@@ -117,7 +125,9 @@ def _view(buffer: Tensor, offset: int, shape: torch.Size, dtype: torch.dtype) ->
 
 
 def _entries(live: LiveTensor, offset: int) -> Iterator[TensorEntry]:
-    """Yield the entry of a tensor, or one per expert. A scalar (Adam's step counter) belongs to every expert."""
+    """Yield the entry of a tensor, or one per expert.
+
+    A scalar (Adam's step counter) belongs to every expert."""
     kind, name, tensor, experts = live
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
@@ -144,8 +154,9 @@ def read_snapshot(header: SnapshotHeader, data: Bytes) -> tuple[list[TensorEntry
 def merge_snapshots(snapshots: HostSnapshots, rank: int, without: Set[str]) -> Contents:
     """Return the snapshots of all hosts as the contents of a checkpoint, for the host of ``rank``.
 
-    Tensors named in ``without``, which that host does not need, are left out. The others share the memory of the
-    snapshots. The state of Python's generators is that of the same rank, where there was one."""
+    Tensors named in ``without``, which that host does not need, are left out. The others share
+    the memory of the snapshots. The state of Python's generators is that of the same rank, where
+    there was one."""
     states: dict[int, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     optimizer_values: dict[str, Any] = {}
@@ -168,7 +179,8 @@ def _tensor(entry: TensorEntry, data: Bytes) -> Tensor:
     if num_bytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
     with warnings.catch_warnings():
-        # Arrays in Ray's object store are read-only, and torch warns of it. Restoring only reads them.
+        # Arrays in Ray's object store are read-only, and torch warns of it. Restoring only reads
+        # them.
         warnings.simplefilter("ignore", UserWarning)
         flat = torch.from_numpy(data[entry.offset : entry.offset + num_bytes])
     return flat.view(dtype).view(entry.shape)

@@ -1,6 +1,7 @@
 """Snapshots of a host's state in memory, taken every few steps.
 
-The driver fetches them and keeps them on other nodes; after a failure a run resumes from them without the disk."""
+The driver fetches them and keeps them on other nodes; after a failure a run resumes from them
+without the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from experts.expert_state import stacked_names
 from experts.membership import GroupMembership
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.snapshot_format import LiveTensor, SnapshotHeader, SnapshotLayout
+from orchestrator.train.checkpoint.snapshot_format import (
+    LiveTensor,
+    SnapshotHeader,
+    SnapshotLayout,
+)
 from orchestrator.train.checkpoint.state import (
     OptimizerState,
     TrainState,
@@ -75,24 +80,32 @@ class Snapshots:
         if progress.step == self._last_step:
             return
         self._last_step = progress.step
-        # Before the state is collected: the older of the two buffers may still be on its way to the driver.
+        # Before the state is collected: the older of the two buffers may still be on its way to the
+        # driver.
         self._target.sink.wait_for_space(self._world.membership)
         tensors, description = self._collect(progress)
         end = self._layout.tensor_bytes
         num_bytes = end + len(description)
         buffer = self._target.buffers.next_buffer(num_bytes)
         _copy_tensors(self._layout.views(buffer), tensors)
+        # The text is written while the device still copies; the wait comes last.
         data = buffer.numpy()[:num_bytes]
         data[end:] = np.frombuffer(description, dtype=np.uint8)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         header = SnapshotHeader(
-            self._target.generation, progress.step, self._world.rank, self._world.size, end
+            self._target.generation,
+            progress.step,
+            self._world.rank,
+            self._world.size,
+            end,
         )
         self._target.sink.put(header, data)
 
     def _collect(self, progress: Progress) -> tuple[list[Tensor], bytes]:
-        """Return the tensors that this host copies, and the text that follows them. Updates the layout."""
+        """Return the tensors that this host copies, and the text that follows them.
+
+        Updates the layout."""
         stacked = stacked_names(self._state.model)
         optimizer = optimizer_state(self._state, stacked)
         live_tensors = self._live_tensors(optimizer, stacked)

@@ -1,4 +1,6 @@
-"""The live state of a run by name: tensors of the model and the optimizer, and plain values. Nothing is pickled."""
+"""The live state of a run by name: tensors of the model and the optimizer, and plain values.
+
+Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from orchestrator.train.parts.precision import Precision
 class TrainState:
     """The parts of a run that hold state.
 
-    The model is the task's own and never a wrapper of it, so the names of its parameters are the task's too."""
+    The model is the task's own and never a wrapper of it, so the names of its parameters are the
+    task's too."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -47,8 +50,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(state: TrainState, stacked: Mapping[str, list[str]]) -> OptimizerState:
-    """Return the optimizer's state by name. ``stacked`` maps a stacked parameter to the names of its experts."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+    """Return the optimizer's state by name.
+
+    ``stacked`` maps a stacked parameter to the names of its experts."""
+    # An optimizer keys its state by parameter; a checkpoint needs names.
+    named_parameters = state.model.named_parameters()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Any] = {}
     for parameter, slots in state.optimizer.state.items():
@@ -57,13 +64,19 @@ def optimizer_state(state: TrainState, stacked: Mapping[str, list[str]]) -> Opti
             if isinstance(value, Tensor):
                 tensors.setdefault(slot, {})[name] = value
             elif is_plain(value):
-                values |= {f"{slot}/{expert_name}": value for expert_name in stacked.get(name, [name])}
+                # Each expert gets a value of its own, as experts may move to different hosts.
+                for expert_name in stacked.get(name, [name]):
+                    values[f"{slot}/{expert_name}"] = value
             else:
                 raise UserError(
                     f"optimizer state {slot!r} is a {type(value).__name__}; "
                     "only tensors and plain values can be saved without pickle"
                 )
-    return OptimizerState(tensors, values, [_group_settings(group) for group in state.optimizer.param_groups])
+    return OptimizerState(
+        tensors,
+        values,
+        [_group_settings(group) for group in state.optimizer.param_groups],
+    )
 
 
 def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The checkpoints of a run: saved by one rename, retained, repaired after a crash, and found again.
 
-A folder named ``step_...`` is complete: it was written under another name, synced and renamed. Other names:
+A folder named ``step_...`` is complete: it was written under another name, synced and renamed.
+Other names:
 
     .writing_step_...    being written, or left by a killed save
     .replaced_step_...   an older checkpoint of a step that is being saved again
@@ -14,11 +15,26 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from orchestrator.errors import CheckpointDamaged
-from orchestrator.train.checkpoint.files import Contents, load, step_name, step_of, sync, write_checkpoint
+from orchestrator.train.checkpoint.files import (
+    Contents,
+    load,
+    step_name,
+    step_of,
+    sync,
+    write_checkpoint,
+)
 
 _REPLACED = ".replaced_"
+
+
+class LoadedCheckpoint(NamedTuple):
+    """A checkpoint whose every byte is as written."""
+
+    path: Path
+    contents: Contents
 
 
 @dataclass(frozen=True)
@@ -38,14 +54,16 @@ class CheckpointStore:
         self.keep = keep
         self._parents_synced = False
         if repair:
-            # On a read-only disk they stay as they are: ``newest_first`` finds them under either name.
+            # On a read-only disk they stay as they are: ``newest_first`` finds them under either
+            # name.
             with suppress(OSError):
                 self._repair()
 
     def _repair(self) -> None:
         """Complete saves over an existing step that were killed.
 
-        Killed between the two renames, the older checkpoint gets its name back. Killed later, it is removed."""
+        Killed between the two renames, the older checkpoint gets its name back. Killed later, it
+        is removed."""
         for path in self.folder.glob(f"{_REPLACED}step_*"):
             final = self.folder / path.name.removeprefix(_REPLACED)
             if not final.exists():
@@ -55,7 +73,9 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Write a checkpoint. When this returns, it survives the loss of the process and of power."""
+        """Write a checkpoint.
+
+        When this returns, it survives the loss of the process and of power."""
         self._make_folder()
         unfinished = self.folder / f".writing_{step_name(step)}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,7 +90,8 @@ class CheckpointStore:
     def _make_folder(self) -> None:
         """Create the folder, and sync the names of all folders above it.
 
-        They may be new too, and a folder whose name was not synced can be lost with everything in it."""
+        They may be new too, and a folder whose name was not synced can be lost with everything
+        in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._parents_synced:
             return
@@ -83,8 +104,8 @@ class CheckpointStore:
     def _publish(self, unfinished: Path, step: int) -> Path:
         """Give a complete checkpoint its final name.
 
-        A restarted run may save a step again. The older checkpoint is renamed first, and removed only when the new
-        one is safe: at any time one of the two is there."""
+        A restarted run may save a step again. The older checkpoint is renamed first, and removed
+        only when the new one is safe: at any time one of the two is there."""
         final = self.folder / step_name(step)
         replaced = self.folder / f"{_REPLACED}{step_name(step)}"
         replaces = final.exists()
@@ -102,7 +123,7 @@ class CheckpointStore:
         return final
 
     def retain(self, best_step: int | None) -> None:
-        """Remove all but the newest few and the best one, and the remains of killed saves and removals.
+        """Remove all but the newest few and the best one, and the remains of killed saves.
 
         What cannot be removed now is tried again after the next save."""
         checkpoints = self.newest_first()
@@ -112,9 +133,12 @@ class CheckpointStore:
             self._remove([path for step, path in checkpoints if step not in retained])
 
     def _remove(self, paths: list[Path]) -> None:
-        """Remove checkpoints. Each is renamed first: a kill in between leaves no half checkpoint under a good name.
+        """Remove checkpoints.
 
-        The renames are synced before any file goes: else a loss of power could restore a name without its files."""
+        Each is renamed first: a kill in between leaves no half checkpoint under a good name.
+
+        The renames are synced before any file goes: else a loss of power could restore a name
+        without its files."""
         for path in paths:
             os.rename(path, path.with_name(f".removing_{path.name.removeprefix(_REPLACED)}"))
         if paths:
@@ -130,7 +154,8 @@ class CheckpointStore:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints later than ``step``, which the run resumes from.
 
-        They are damaged, or of steps that the run will do again: none may outlive or outrank the new ones."""
+        They are damaged, or of steps that the run will do again: none may outlive or outrank the
+        new ones."""
         later = [(other, path) for other, path in self.newest_first() if other > step]
         for other, path in later:
             abandoned = self.folder / f"abandoned_{step_name(other)}"
@@ -156,12 +181,12 @@ class CheckpointStore:
                 checkpoints.append((step, self.folder / name))
         return sorted(checkpoints, reverse=True)
 
-    def newest_good(self) -> tuple[tuple[Path, Contents] | None, list[Skipped]]:
-        """Return the newest checkpoint whose every byte is as written, and the damaged ones that are newer."""
+    def newest_good(self) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
+        """Return the newest good checkpoint, and the damaged ones that are newer."""
         skipped: list[Skipped] = []
         for _, path in self.newest_first():
             try:
-                return (path, load(path)), skipped
+                return LoadedCheckpoint(path, load(path)), skipped
             except CheckpointDamaged as error:
                 skipped.append(Skipped(path, str(error)))
         return None, skipped

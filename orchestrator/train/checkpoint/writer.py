@@ -1,4 +1,6 @@
-"""Writes checkpoints in the background: the loop waits for a copy of the state in host memory, a thread writes it."""
+"""Writes checkpoints in the background.
+
+The loop waits only for a copy of the state in host memory; a thread writes it to disk."""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class _Write:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time. All workers call it at the same steps; the main one writes."""
+    """Writes the checkpoints of a run, one at a time.
+
+    All workers call it at the same steps; the main one writes."""
 
     def __init__(self, store: CheckpointStore, state: TrainState, world: World, log: Log) -> None:
         self._store = store
@@ -44,10 +48,13 @@ class CheckpointWriter:
         """The newest step that is known to be on disk."""
 
     def save(self, progress: Progress) -> None:
-        """Copy the state and start to write it. Waits while the checkpoint before is still being written."""
+        """Copy the state and start to write it.
+
+        Waits while the checkpoint before is still being written."""
         began_s = perf_counter()
         self._finish_write()
-        # The main worker may have waited for its disk, then copies for long: the others wait without a time limit.
+        # The main worker may have waited for its disk, then copies for long: the others wait
+        # without a time limit.
         self._wait_for_main()
         contents = capture(self._state, progress, self._world)
         self._wait_for_main()
@@ -76,9 +83,12 @@ class CheckpointWriter:
         return path
 
     def _finish_write(self) -> None:
-        """Wait for the write in progress and record it. A ``checkpoint`` event is a promise that it is on disk.
+        """Wait for the write in progress and record it.
 
-        A checkpoint that cannot be written (a full disk) is a warning: the older ones remain, and the next may fit."""
+        A ``checkpoint`` event is a promise that it is on disk.
+
+        A checkpoint that cannot be written (a full disk) is a warning: the older ones remain,
+        and the next may fit."""
         write = self._write
         self._write = None
         if write is None:

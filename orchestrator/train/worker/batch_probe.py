@@ -17,10 +17,20 @@ from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
 from orchestrator.train.data import Feed, MicroBatch, StepBatch, as_dataset
 from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.memory import free_cached, is_out_of_memory, peak_memory, reset_peak
+from orchestrator.train.parts.memory import (
+    free_cached,
+    is_out_of_memory,
+    peak_memory,
+    reset_peak,
+)
 from orchestrator.train.parts.timing import timed_seconds
 from orchestrator.train.parts.world import World
-from orchestrator.train.worker.batch_size import BatchProbe, BatchSizeResult, fastest_batch, largest_batch
+from orchestrator.train.worker.batch_size import (
+    BatchProbe,
+    BatchSizeResult,
+    fastest_batch,
+    largest_batch,
+)
 from orchestrator.train.worker.build_model import build_parts, build_stepper
 from orchestrator.train.worker.plan_file import earlier_global_batch
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -53,7 +63,12 @@ def with_measured_batch(prepared: PreparedRun, world: World, known: dict[str, An
         reason = result.reason
     measured = {"batch_size": batch_size} | earlier_global_batch(config, known)
     new_plan = plan(
-        config, prepared.inventory, prepared.facts, measured, prepared.cluster, prepared.in_cluster
+        config,
+        prepared.inventory,
+        prepared.facts,
+        measured,
+        prepared.cluster,
+        prepared.in_cluster,
     )
     return replace(prepared, plan=replace(new_plan, batch_size=Choice(batch_size, reason)))
 
@@ -62,10 +77,14 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     """Measure the batch size for this task on this device.
 
     Several workers probe at the same time, each on its own, and all go on from the worst result."""
-    max_samples = min(facts.samples // _MIN_STEPS_PER_EPOCH, config.batch.global_batch_size or facts.samples)
+    max_samples = min(
+        facts.samples // _MIN_STEPS_PER_EPOCH,
+        config.batch.global_batch_size or facts.samples,
+    )
     max_useful = max(1, max_samples // world.size)
     data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
+    # Probes use no collectives: a worker that runs out of memory would leave the others waiting.
     single = World.single_process(world.device)
 
     def probe_on_all(batch: int) -> BatchProbe:
@@ -78,7 +97,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
 
 
 def _worst(world: World, result: BatchProbe) -> BatchProbe:
-    """Return the worst result of all workers: most memory, least speed, and failed if it failed anywhere."""
+    """Return the worst result of all workers: most memory, least speed, failed if any failed."""
     failed, peak, slowness = world.all_reduce_max(
         [float(result.peak is None), result.peak or 0.0, -result.samples_per_second]
     )
@@ -102,6 +121,7 @@ def probe(config: Config, plan: Plan, task: Task, world: World, data: object, ba
 
 
 def _plan_with_batch(plan: Plan, batch: int) -> Plan:
+    # Not compiled: compiling takes far longer than the two steps of a probe.
     return replace(
         plan,
         batch_size=Choice(batch, "probe"),
@@ -113,7 +133,11 @@ def _plan_with_batch(plan: Plan, batch: int) -> Plan:
 def _samples_per_second(config: Config, plan: Plan, task: Task, world: World, data: object) -> float:
     batch_size = plan.batch_size.value
     stepper = build_stepper(
-        config, world, build_parts(config, plan, task, world), batch_size, _raise_out_of_memory
+        config,
+        world,
+        build_parts(config, plan, task, world),
+        batch_size,
+        _raise_out_of_memory,
     )
     batch = first_batch(data, world, batch_size)
     on_cpu = world.device.type == "cpu"
@@ -139,7 +163,14 @@ def first_batch(data: object, world: World, size: int) -> StepBatch:
     else:
         repeated = _Repeated(data, size)
         options = LoaderOptions()
-        feed = Feed(repeated, world, global_batch=size, micro_batch=size, seed=None, loader=options)
+        feed = Feed(
+            repeated,
+            world,
+            global_batch=size,
+            micro_batch=size,
+            seed=None,
+            loader=options,
+        )
         loaded = next(feed.steps(0)).micro_batches[0].fetch()
     return StepBatch([MicroBatch(size, lambda: loaded)], size, all_have_samples=True)
 

@@ -1,8 +1,8 @@
-"""The search behind ``--batch-size auto``: the largest batch that fits a GPU, or the fastest on a CPU.
+"""The search behind ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU.
 
-Peak memory is an affine function of the batch size: two probes give the line, a third checks the answer, and a fourth
-may correct it. Each probe runs two whole optimizer steps, because only the second has the optimizer's state in memory
-together with its activations."""
+Peak memory is an affine function of the batch size: two probes give the line, a third checks the
+answer, and a fourth may correct it. Each probe runs two whole optimizer steps, because only the
+second has the optimizer's state in memory together with its activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _NEAR_BEST = 0.97
 
 @dataclass(frozen=True)
 class BatchProbe:
-    """The result of two steps at a batch size. ``peak`` is in bytes, and None if they ran out of memory."""
+    """The result of two steps at a batch size.
+
+    ``peak`` is in bytes, and None if they ran out of memory."""
 
     batch: int
     peak: float | None
@@ -79,7 +81,7 @@ def _fits(probe: BatchProbe, limit: float) -> bool:
 
 
 def _next_batch(probes: list[BatchProbe], limit: float, max_useful: int) -> int | None:
-    """Return the batch to try next, or None if the largest good one is good enough, or nothing fits."""
+    """Return the batch to try next, or None if the search has ended."""
     good = [p for p in probes if _fits(p, limit)]
     smallest_failed = min((p.batch for p in probes if not _fits(p, limit)), default=None)
     if not good:
@@ -99,7 +101,8 @@ def _next_batch(probes: list[BatchProbe], limit: float, max_useful: int) -> int 
     if smallest_failed is not None:
         target = min(target, max(best + 1, int(smallest_failed * _BACK_OFF)))
     elif target <= best:
-        # Batches are whole numbers: among small ones a single sample counts, and only this probe may fail.
+        # Batches are whole numbers: among small ones a single sample counts, and only this probe
+        # may fail.
         target = hoped
     elif not is_last and target > _TRUSTED * best:
         # A long way for a short line: go half of it first.
@@ -110,7 +113,8 @@ def _next_batch(probes: list[BatchProbe], limit: float, max_useful: int) -> int 
 def _predict(good: list[BatchProbe], limit: float) -> float:
     """Return the batch at which the line through the two largest good probes meets the limit.
 
-    A single probe gives a line through the origin. It errs on the safe side: some memory is needed without a sample."""
+    A single probe gives a line through the origin. It errs on the safe side: some memory is
+    needed without a sample."""
     points = sorted(((p.batch, p.peak or 0.0) for p in good), reverse=True)[:2]
     high_batch, high_peak = points[0]
     low_batch, low_peak = points[1] if len(points) == 2 else (0, 0.0)
@@ -146,7 +150,9 @@ def _nothing_fits(smallest: int) -> str:
 def fastest_batch(
     probe: Callable[[int], BatchProbe], start: int, max_useful: int, limit: float
 ) -> BatchSizeResult:
-    """Double the batch as long as samples per second grow. Choose the smallest that is nearly as fast as the best."""
+    """Double the batch as long as samples per second grow.
+
+    Choose the smallest that is nearly as fast as the best."""
     probes: list[BatchProbe] = []
     good: list[BatchProbe] = []
     batch = max(1, min(start, max_useful))

@@ -1,4 +1,4 @@
-"""Builds the training of one worker from a config, a plan and a task, and restores the state it starts from."""
+"""Builds the training of one worker and restores the state it starts from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
+from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
@@ -24,7 +25,11 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
 from orchestrator.train.worker.prepared_run import PreparedRun
-from orchestrator.train.worker.resume import ResumeFrom, restore_checkpoint, restore_snapshots
+from orchestrator.train.worker.resume import (
+    ResumeFrom,
+    restore_checkpoint,
+    restore_snapshots,
+)
 
 _DEBUG_EVALUATION_BATCHES = 2
 
@@ -47,20 +52,20 @@ def build_training(
 ) -> Training:
     """Build the model, the data and the optimizer, and restore the state that the run starts from.
 
-    ``host_of`` is the rank of each layer's experts, ``snapshots`` the target of this host's snapshots."""
-    config, plan, task = worker.prepared.resolved.config, worker.prepared.plan, worker.prepared.task
-    world, log = worker.world, worker.log
+    ``host_of`` is the rank of each layer's experts, ``snapshots`` the target of this host's
+    snapshots."""
+    config = worker.prepared.resolved.config
+    plan = worker.prepared.plan
+    task = worker.prepared.task
+    world = worker.world
+    log = worker.log
     parts = build_parts(config, plan, task, world, log.write, host_of)
-    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
     feed = build_feed(plan, task, world, config.run.seed)
     evaluation = build_evaluation(config, plan, task, world, parts)
+    store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_python_and_numpy(mix(config.run.seed, "run"))
-    if resume is not None and resume.snapshots:
-        progress = restore_snapshots(resume.snapshots, parts.state, world, log)
-    else:
-        restarted = resume is not None
-        progress = restore_checkpoint(config, parts.state, store, world, log, restarted)
+    progress = _restore(worker, parts.state, store, resume)
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total_steps = _last_step(config, plan, feed, progress)
@@ -68,9 +73,8 @@ def build_training(
         message = f"the run now ends at step {total_steps}; the schedule follows"
         log.write("warning", kind="schedule", message=message)
         parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
-    # In lockstep all workers do passes of the same size, the mean; else each worker its own largest.
+    # In lockstep all workers do passes of the same size, the mean; else each its own largest.
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
-    snapshot_every = config.checkpoint.snapshot_every
     return Training(
         stepper=build_stepper(config, world, parts, micro_batch, log.write),
         feed=feed,
@@ -79,8 +83,30 @@ def build_training(
         log=log,
         checkpoints=CheckpointWriter(store, parts.state, world, log),
         evaluation=evaluation,
-        snapshots=Snapshots(snapshot_every, parts.state, world, snapshots) if snapshots else None,
+        snapshots=_build_snapshots(config, parts.state, world, snapshots),
     )
+
+
+def _restore(
+    worker: WorkerContext,
+    state: TrainState,
+    store: CheckpointStore,
+    resume: ResumeFrom | None,
+) -> Progress:
+    """Restore the state that the run starts from. Return its progress."""
+    if resume is not None and resume.snapshots:
+        return restore_snapshots(resume.snapshots, state, worker.world, worker.log)
+    config = worker.prepared.resolved.config
+    restarted = resume is not None
+    return restore_checkpoint(config, state, store, worker.world, worker.log, restarted)
+
+
+def _build_snapshots(
+    config: Config, state: TrainState, world: World, target: SnapshotTarget | None
+) -> Snapshots | None:
+    if target is None:
+        return None
+    return Snapshots(config.checkpoint.snapshot_every, state, world, target)
 
 
 def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
@@ -149,7 +175,8 @@ def _build_cadence(config: Config, plan: Plan, total_steps: int) -> Cadence:
 def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int:
     """Return the step at which the run ends.
 
-    A resumed run counts from its progress: with another batch size than before, it does not end where the plan says."""
+    A resumed run counts from its progress: with another batch size than before, it does not end
+    where the plan says."""
     if progress.step == 0 or config.run.debug:
         return plan.total_steps.value
     steps_in_epoch = -(-(feed.num_samples - progress.position) // feed.global_batch)

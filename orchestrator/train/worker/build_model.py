@@ -1,4 +1,4 @@
-"""Builds the model of a task on its device, with its strategy, optimizer, precision and compilation as planned."""
+"""Builds the model of a task: strategy, optimizer, precision and compilation as planned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.loading import seed_python_and_numpy
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
+from orchestrator.train.parts.optim import (
+    ScheduledOptimizer,
+    build_adamw,
+    warmup_schedule,
+)
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
@@ -61,7 +65,9 @@ def build_parts(
     emit: Emit = lambda *_, **__: None,
     host_of: Sequence[Sequence[int]] | None = None,
 ) -> ModelParts:
-    """Build a task's model and the parts that train it. ``host_of`` is the rank of each layer's experts."""
+    """Build a task's model and the parts that train it.
+
+    ``host_of`` is the rank of each layer's experts."""
     if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
         raise UserError(
             "--compile and --activation-checkpointing on do not go together on expert hosts; "
@@ -82,7 +88,9 @@ def build_parts(
         strategy = _build_ddp(config, task, world, model, emit)
     for _, layer in moe_layers(model):
         # Where the plan does not ask for the loop kernel, each bank chooses by its sizes.
-        layer.bank.kernel = "loop" if plan.expert_kernel.value == "loop" else config.device.expert_kernel
+        layer.bank.kernel = config.device.expert_kernel
+        if plan.expert_kernel.value == "loop":
+            layer.bank.kernel = "loop"
     if plan.activation_checkpointing.value:
         recompute_blocks(model, None if plan.compile.value else strategy.context)
     compiled = None
@@ -102,8 +110,9 @@ def build_model(
 ) -> nn.Module:
     """Build a task's model: whole, or with the experts of this host alone.
 
-    A task with ``initialise`` never allocates the experts of other hosts: the model is built without memory, the
-    experts that live elsewhere are removed, the others are allocated, and ``initialise`` fills them."""
+    A task with ``initialise`` never allocates the experts of other hosts: the model is built
+    without memory, the experts that live elsewhere are removed, the others are allocated, and
+    ``initialise`` fills them."""
     seed_python_and_numpy(mix(config.run.seed, "build"))
     torch.manual_seed(mix(config.run.seed, "build"))
     initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
@@ -140,7 +149,8 @@ def _build_expert_parallel(
 
 def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:
     # Each worker keeps a shard of its own copy, so the copies must be equal before they are cut.
-    world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
+    tensors = [*model.parameters(), *persistent_buffers(model)]
+    world.broadcast([tensor.detach() for tensor in tensors])
     keep_parameters = plan.sharding.value == "zero2"
     shard_model(model, world, keep_parameters=keep_parameters, offload=config.parallel.cpu_offload)
     return FSDPStrategy(model, task, world)
@@ -163,7 +173,9 @@ def _build_ddp(config: Config, task: Task, world: World, model: nn.Module, emit:
 
 
 def _move_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move a model to its device. A tensor that stays behind is no parameter or buffer: the task's mistake."""
+    """Move a model to its device.
+
+    A tensor that stays behind is no parameter or buffer: the task's mistake."""
     model.to(device)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != device.type:
@@ -179,12 +191,13 @@ def _broadcast_buffers(config: Config, model: nn.Module) -> list[Tensor]:
         return []
     if config.parallel.broadcast_buffers == "on":
         return persistent_buffers(model)
-    # Only running statistics differ between workers after a forward pass, unless the norms are synchronised.
+    # Only running statistics differ between workers after a forward pass, unless the norms are
+    # synchronised.
     return [] if config.parallel.sync_batchnorm else running_statistics(model)
 
 
 def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:
-    """Build the task's own optimizer and schedule if it has them, else AdamW and the configured schedule."""
+    """Build the task's own optimizer and schedule, else AdamW and the configured schedule."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if is_expert_parallel(model) and not trained:
         # All trained parameters live on other hosts, and an optimizer refuses an empty list.

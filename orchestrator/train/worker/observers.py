@@ -1,4 +1,4 @@
-"""Observers of a run in this process: event log, trackers, machine monitor, and the signals that stop it."""
+"""Observers of a run in this process: event log, trackers, monitor, and stop signals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[Ev
 
     secrets = secret_values()
     settings = mask_tree(to_json(config), secrets)
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, settings, on_warning=warn)
+    trackers = TrackerThread(
+        config.watch.trackers,
+        run_dir,
+        run_dir.name,
+        settings,
+        on_warning=warn,
+    )
     log = EventLog(run_dir / "events.jsonl", [screen, trackers], secrets)
     try:
         yield log
@@ -49,8 +55,8 @@ def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[Ev
 def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yield a function that returns the newest reading of the machine.
 
-    The monitor warns from its own thread, and the log belongs to the loop's thread: warnings are queued, and written
-    when a reading is taken."""
+    The monitor warns from its own thread, and the log belongs to the loop's thread: warnings are
+    queued, and written when a reading is taken."""
     # The plan's inventory may be of another node.
     hardware = prepared.inventory if world.size == 1 else inventory()
     gpus = hardware.gpus if world.device.type == "cuda" else ()
@@ -70,9 +76,10 @@ def monitor_readings(prepared: PreparedRun, world: World, log: Log) -> Iterator[
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether SIGINT or SIGTERM has asked the run to stop after the current step.
+    """Yield a function that says whether SIGINT or SIGTERM has asked the run to stop.
 
-    A second SIGINT stops at once. Only the main thread may handle signals; in another thread they stay as they are."""
+    A second SIGINT stops at once. Only the main thread may handle signals; in another thread
+    they stay as they are."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield requested.is_set
@@ -83,9 +90,10 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         requested.set()
 
-    earlier_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier_sigint = signal.signal(signal.SIGINT, handle)
+    earlier_sigterm = signal.signal(signal.SIGTERM, handle)
     try:
         yield requested.is_set
     finally:
-        for number, handler in earlier_handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, earlier_sigint)
+        signal.signal(signal.SIGTERM, earlier_sigterm)

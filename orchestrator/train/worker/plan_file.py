@@ -1,10 +1,9 @@
-"""The plan of a run in its folder: written at each start, and read by a later one that continues the run."""
+"""The plan of a run in its folder: written at each start, read by a later start."""
 
 from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,22 @@ from orchestrator.redaction import mask_tree
 from orchestrator.train.worker.prepared_run import PreparedRun, plan_json
 
 _MAX_COUNT = 2**48  # more samples or tokens than a run can have counted
+_DAMAGE_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""Errors that a missing or damaged plan may raise."""
 
 
 def write_config_and_plan(prepared: PreparedRun, run_dir: Path, measured: dict[str, Any]) -> None:
-    """Write ``config.yaml`` and ``plan.json`` without secrets. ``measured`` is what only the workers could find."""
+    """Write ``config.yaml`` and ``plan.json`` without secrets.
+
+    ``measured`` is what only the workers could find."""
     secrets = prepared.hidden
     write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
     content = mask_tree(plan_json(prepared) | {"measured": measured}, secrets, keys=False)
@@ -29,36 +40,51 @@ def write_config_and_plan(prepared: PreparedRun, run_dir: Path, measured: dict[s
 def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
     """Return what an earlier start of this run chose or measured, and a later one keeps.
 
-    The keys are ``batch_size``, ``global_batch_size``, ``device_speeds``, the ``placement`` of experts with the
-    request and the hosts it was made for, and ``asked``: the batch settings of that start. Empty if there is no plan,
-    or if it is damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        saved = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
-        sizes = {name: int(saved["choices"][name]["value"]) for name in ("batch_size", "global_batch_size")}
-        measured = saved.get("measured", {})
-        speeds = {str(name): float(speed) for name, speed in measured.get("device_speeds", {}).items()}
-        if not all(1 <= size < _MAX_COUNT for size in sizes.values()):
-            return {}
-        if not all(0 < speed < math.inf for speed in speeds.values()):
-            return {}
-        placement_keys = ("placement", "placement_asked", "placement_hosts")
-        placement = {name: measured.get(name) for name in placement_keys}
-        settings = [entry for entry in saved["settings"] if entry["name"].startswith("batch.")]
-        asked = {entry["name"]: entry["value"] for entry in settings}
-        return sizes | {"device_speeds": speeds, "asked": asked} | placement
-    return {}
+    The keys are ``batch_size``, ``global_batch_size``, ``device_speeds``, the ``placement`` of
+    experts with the request and the hosts it was made for, and ``asked``: the batch settings of
+    that start. Empty if there is no plan, or if it is damaged."""
+    try:
+        return _values_to_keep(json.loads((run_dir / "plan.json").read_text(encoding="utf-8")))
+    except _DAMAGE_ERRORS:
+        return {}
+
+
+def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
+    choices = saved["choices"]
+    batch_size = int(choices["batch_size"]["value"])
+    global_batch_size = int(choices["global_batch_size"]["value"])
+    measured = saved.get("measured", {})
+    speeds: dict[str, float] = {}
+    for name, speed in measured.get("device_speeds", {}).items():
+        speeds[str(name)] = float(speed)
+    # The file may have been edited: numbers that no run could have chosen are not used.
+    if not (1 <= batch_size < _MAX_COUNT and 1 <= global_batch_size < _MAX_COUNT):
+        return {}
+    if not all(0 < speed < math.inf for speed in speeds.values()):
+        return {}
+    batch_settings = [entry for entry in saved["settings"] if entry["name"].startswith("batch.")]
+    return {
+        "batch_size": batch_size,
+        "global_batch_size": global_batch_size,
+        "device_speeds": speeds,
+        "asked": {entry["name"]: entry["value"] for entry in batch_settings},
+        "placement": measured.get("placement"),
+        "placement_asked": measured.get("placement_asked"),
+        "placement_hosts": measured.get("placement_hosts"),
+    }
 
 
 def read_last_expert_loads(run_dir: Path) -> list[list[float]] | None:
-    """Return the tokens per layer and expert that an earlier start of this run recorded last, if any."""
+    """Return the tokens per layer and expert that an earlier start recorded last, if any."""
     events = of_kind(last_events(run_dir / "events.jsonl"), "load")
     if not events:
         return None
-    with suppress(ValueError, TypeError, KeyError, OverflowError):
+    try:
         loads = [[float(count) for count in layer] for layer in events[-1]["loads"]]
-        is_plausible = all(0 <= count < _MAX_COUNT for layer in loads for count in layer)
-        return loads if loads and is_plausible else None
-    return None
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
+    is_plausible = all(0 <= count < _MAX_COUNT for layer in loads for count in layer)
+    return loads if loads and is_plausible else None
 
 
 def earlier_global_batch(config: Config, earlier_plan: dict[str, Any]) -> dict[str, int]:
@@ -66,6 +92,7 @@ def earlier_global_batch(config: Config, earlier_plan: dict[str, Any]) -> dict[s
 
     So the global batch stays the same on another number of workers."""
     asked = {f"batch.{name}": value for name, value in to_json(config)["batch"].items()}
-    if "global_batch_size" not in earlier_plan or earlier_plan.get("asked") != asked or config.run.debug:
+    has_same_settings = earlier_plan.get("asked") == asked
+    if "global_batch_size" not in earlier_plan or not has_same_settings or config.run.debug:
         return {}
     return {"global_batch_size": earlier_plan["global_batch_size"]}

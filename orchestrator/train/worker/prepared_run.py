@@ -1,4 +1,4 @@
-"""A run before it starts: settings, hardware, facts about the model and the plan; and how it is shown to the user."""
+"""A run before it starts: settings, hardware, model and plan; and its start-up banner."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class PreparedRun:
     """Secrets of the driver's environment, which a worker's node may not have in its own."""
 
     def with_secrets(self) -> PreparedRun:
-        """Return the run as it is sent to workers: with the driver's secrets that its own settings contain.
+        """Return the run as it is sent to workers, with the secrets that its own settings contain.
 
         Workers receive those values anyway, and have to mask them; other secrets stay here."""
         return replace(self, secrets=secrets_in(plan_json(self), secret_values()))
 
     @property
     def hidden(self) -> Secrets:
-        """The secrets to mask in all output of the run: the driver's, and those of this process's environment."""
+        """The secrets to mask in all output: the driver's, and those of this process."""
         return longest_first(self.secrets, secret_values())
 
 
@@ -66,14 +66,17 @@ def plan_json(prepared: PreparedRun) -> dict[str, Any]:
 
 
 def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
-    """Return the rows of the start-up banner: task, data, processes, device, precision, batch, steps, folder."""
+    """Return the rows of the start-up banner."""
     plan = prepared.plan
     facts = prepared.facts
     experts = f", {facts.experts} experts in {facts.moe_layers} layers" if facts.experts else ""
     task = f"{prepared.resolved.config.task} ({count_text(facts.parameters)} parameters{experts})"
     return [
         ("task", task),
-        ("data", f"{facts.samples} training and {facts.validation_samples} validation samples"),
+        (
+            "data",
+            f"{facts.samples} training and {facts.validation_samples} validation samples",
+        ),
         ("processes", _processes_text(plan)),
         ("device", f"{plan.device.value}: {plan.device.reason}"),
         ("precision", f"{plan.precision.value}: {plan.precision.reason}"),
@@ -96,7 +99,9 @@ def _batch_text(plan: Plan) -> str:
     accumulation = plan.accumulation_steps.value
     workers = plan.data_ranks
     global_batch = plan.global_batch_size.value
-    # A global batch that does not divide is split as evenly as possible, into smaller micro-batches.
+    # A global batch that does not divide is split as evenly as possible, into smaller micro-
+    # batches.
     relation = "=" if micro_batch * accumulation * workers == global_batch else "at most, for"
-    product = f"{micro_batch} × {accumulation} accumulation × {workers} worker{'s' * (workers > 1)}"
+    plural = "s" if workers > 1 else ""
+    product = f"{micro_batch} × {accumulation} accumulation × {workers} worker{plural}"
     return f"{product} {relation} {global_batch}"

@@ -1,4 +1,4 @@
-"""One worker's part of a run: the plan completed by measurements, the training built, and the loop run in segments."""
+"""One worker's part of a run: completes the plan, builds the training, and runs the loop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_worker(
 
 
 class WorkerRun:
-    """One worker's part of a run, in segments of steps: from the plan to the end, or until it is aborted."""
+    """One worker's part of a run in segments of steps, to the end or until it is aborted."""
 
     loop: Loop
 
@@ -103,8 +103,8 @@ class WorkerRun:
     def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
         """Train for a segment of ``num_steps``. Return the outcome if the run has ended, else None.
 
-        A segment leaves a snapshot of its last step if ``take_snapshot``. A failure is raised and not recorded: the
-        driver may recover from it."""
+        A segment leaves a snapshot of its last step if ``take_snapshot``. A failure is raised
+        and not recorded: the driver may recover from it."""
         loop = self.loop
         outcome = loop.advance(num_steps, take_snapshot)
         if outcome is None:
@@ -135,11 +135,12 @@ class WorkerRun:
         )
         # From it the driver learns when the workers of a restarted run had formed their group.
         build_seconds = time.time() - opened_at
-        self.log.write("start", **_start_fields(self.prepared, training), build_seconds=build_seconds)
+        start_fields = _start_fields(self.prepared, training)
+        self.log.write("start", **start_fields, build_seconds=build_seconds)
         if placement is not None:
             step = training.progress.step
             self.log.write("placement", step=step, **placement.event(self.prepared.facts))
-        # The stack closes in reverse order: the loop, its observers, then the parts that it trains with.
+        # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
         stack.callback(training.close)
         self.loop = Loop(training, self._start_observers(stack))
         stack.callback(self.loop.close)
@@ -148,7 +149,8 @@ class WorkerRun:
     def _complete_plan(self) -> PlacementDecision | None:
         """Complete the plan with what only the workers can measure, and write it to the run folder.
 
-        Sets ``prepared`` (batch size) and ``world`` (shares of the batch). Returns the placement of the experts."""
+        Sets ``prepared`` (batch size) and ``world`` (shares of the batch). Returns the placement
+        of the experts."""
         config = self.prepared.resolved.config
         known: dict[str, Any] = {}
         if config.checkpoint.resume == "auto" or self._resume is not None:
@@ -160,6 +162,7 @@ class WorkerRun:
         placement_fields = placement.saved_fields(config.parallel.placement) if placement else {}
         known |= placement_fields
         if prepared.plan.data_ranks < self.world.size:
+            # With --gate primary the main host has the whole batch, and there is nothing to share.
             self.world = self.world.with_data_on_main()
             device_speeds: dict[str, float] = {}
         else:
@@ -174,30 +177,36 @@ class WorkerRun:
     def _decide_placement(self, prepared: PreparedRun, known: dict[str, Any]) -> PlacementDecision | None:
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
             return None
-        last_loads = read_last_expert_loads(self.run_dir) if self.world.is_main and known else None
+        # A new run has no record yet: an old one in the same folder is not its own.
+        last_loads = None
+        if self.world.is_main and known:
+            last_loads = read_last_expert_loads(self.run_dir)
         loads = self.world.broadcast_value("loads", last_loads) or []
         config = prepared.resolved.config
         return decide_placement(config, prepared.plan, prepared.facts, self.world, known, loads)
 
     def _start_observers(self, stack: ExitStack) -> LoopHooks:
-        """Start the monitor and the profiler. The profiler must not start before the model is built."""
-        config = self.prepared.resolved.config
-        monitor = None
-        after_step: list[Callable[[int], None]] = []
-        if config.watch.monitor_gpu and self.world.is_main:
+        """Start the monitor and the profiler.
+
+        The profiler must not start before the model is built."""
+        hooks = LoopHooks(
+            stop_requested=self._supervision.stop_requested,
+            heartbeat=self._supervision.heartbeat,
+        )
+        watch = self.prepared.resolved.config.watch
+        if watch.monitor_gpu and self.world.is_main:
             monitor = stack.enter_context(monitor_readings(self.prepared, self.world, self.log))
-        if config.watch.profile and self.world.is_main:
-            after_step.append(stack.enter_context(profiling(self.run_dir, self.world.device)))
-
-        def call_all(step: int) -> None:
-            for call in after_step:
-                call(step)
-
-        return LoopHooks(self._supervision.stop_requested, call_all, monitor, self._supervision.heartbeat)
+            hooks = replace(hooks, monitor=monitor)
+        if watch.profile and self.world.is_main:
+            after_step = stack.enter_context(profiling(self.run_dir, self.world.device))
+            hooks = replace(hooks, after_step=after_step)
+        return hooks
 
 
 def _with_halved_batch(prepared: PreparedRun, halvings: int) -> PreparedRun:
-    """Return the run with smaller micro-batches, as a worker ran out of memory. The global batch stays the same."""
+    """Return the run with smaller micro-batches, as a worker ran out of memory.
+
+    The global batch stays the same."""
     if not halvings:
         return prepared
     size = max(1, -(-prepared.plan.batch_size.value // 2**halvings))
@@ -253,7 +262,13 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
             step=last_step,
             final=True,
         )
-        event_log.write("end", status="failed", reason=first_line(message), steps=last_step, seconds=seconds)
+        event_log.write(
+            "end",
+            status="failed",
+            reason=first_line(message),
+            steps=last_step,
+            seconds=seconds,
+        )
         event_log.close()
         write_summary(run_dir)
         draw_report(run_dir)

@@ -20,11 +20,14 @@ _MAX_RUNS_PER_SECOND = 100
 
 
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
-    """Create the folder of the run and return it. A folder that holds a run is continued only on request."""
+    """Create the folder of the run and return it.
+
+    A folder that holds a run is continued only on request."""
     run_dir = config.run.run_dir or _choose_folder(config, name, results)
     check_unused(config, run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell: a network drive or a full quota shows only at a write.
         probe = run_dir / ".writable"
         probe.touch()
         probe.unlink()
@@ -47,7 +50,7 @@ def find_run_to_resume(config: Config, name: str | None, results: Path) -> Path 
 
 
 def _choose_folder(config: Config, name: str | None, results: Path) -> Path:
-    """Return the named folder, the newest run of this task if it is to be resumed, or a new one with a time stamp."""
+    """Return the named folder, the newest run of this task to resume, or a new one."""
     if name:
         return results / name
     task = task_name(config)
@@ -136,8 +139,12 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         if units_per_second != samples_per_second:
             speed += f" ({units_per_second:,.0f} {summary['unit']}/s)"
         parts.append(speed)
-    return [f"{summary['status']}: {', '.join(parts)}", f"report: {run_dir / 'report.html'}"]
+    return [
+        f"{summary['status']}: {', '.join(parts)}",
+        f"report: {run_dir / 'report.html'}",
+    ]
 
 
 def _values_text(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {float(value):.4f}" for name, value in values.items() if name != "step")
+    metrics = {name: float(value) for name, value in values.items() if name != "step"}
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -51,7 +51,8 @@ def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator
 def preserved_random_state() -> Iterator[None]:
     """Restore the caller's random generators after the run.
 
-    A run seeds them: without this, a notebook that trains twice would draw the same numbers after each run."""
+    A run seeds them: without this, a notebook that trains twice would draw the same numbers
+    after each run."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []

@@ -1,6 +1,7 @@
 """Saves that are killed at every operation on the disk, that lose power, or that fill the disk.
 
-No acknowledged checkpoint is lost, nothing half-written passes for a checkpoint, and the next save works."""
+No acknowledged checkpoint is lost, nothing half-written passes for a checkpoint, and the next
+save works."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from safetensors.torch import save_file
 from orchestrator.train.checkpoint.files import load, step_name, verify
 from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.crash_injection import Crash, CrashRunner, CrashSeries
-from tests.support.save_scripts import KEEP, SCRIPTS, SaveScript, checkpoints, contents, save_number
+from tests.support.save_scripts import (
+    KEEP,
+    SCRIPTS,
+    SaveScript,
+    checkpoints,
+    contents,
+    save_number,
+)
 from tests.support.strict_disk import StrictDisk
 from tests.support.traced_disk import DiskFault, Operation, TracedDisk
 
@@ -50,7 +58,7 @@ def promised_steps(script: SaveScript, num_acknowledged: int) -> tuple[frozenset
 
 
 def possible_numbers(script: SaveScript, num_acknowledged: int, step: int) -> set[int]:
-    """Return the saves that a step may be of: the last acknowledged one, or the one that was in progress.
+    """Return the saves that a step may be of: the last acknowledged, or the one in progress.
 
     A checkpoint from before the script has number 0."""
     acknowledged = [number for saved, number in script.saves[:num_acknowledged] if saved == step]
@@ -66,9 +74,9 @@ def check(folder: Path, script: SaveScript, num_acknowledged: int) -> None:
     path = checkpoints(folder)
     before, after = promised_steps(script, num_acknowledged)
     # Workers other than the main one look without repairing.
-    found_unrepaired, skipped_unrepaired = CheckpointStore(path, repair=False).newest_good()
+    unrepaired, skipped_unrepaired = CheckpointStore(path, repair=False).newest_good()
     store = CheckpointStore(path, keep=KEEP)
-    found, skipped = store.newest_good()
+    newest, skipped = store.newest_good()
     assert not skipped_unrepaired + skipped, "half a checkpoint under a good name"
     present = dict(store.newest_first())
     for step, checkpoint in present.items():
@@ -79,11 +87,11 @@ def check(folder: Path, script: SaveScript, num_acknowledged: int) -> None:
     has_all = before <= set(present) or after <= set(present)
     assert has_all, f"present: {sorted(present)}; promised: {sorted(before)} or {sorted(after)}"
     if before:
-        assert found is not None
-        assert found_unrepaired is not None
-        newest = found[1].state["progress"]["step"]
-        assert newest == found_unrepaired[1].state["progress"]["step"] == max(present)
-        assert min(max(before), max(after)) <= newest <= max(*before, *after)
+        assert newest is not None
+        assert unrepaired is not None
+        newest_step = newest.contents.state["progress"]["step"]
+        assert newest_step == unrepaired.contents.state["progress"]["step"] == max(present)
+        assert min(max(before), max(after)) <= newest_step <= max(*before, *after)
     check_next_save(store, script)
 
 
@@ -95,9 +103,9 @@ def check_next_save(store: CheckpointStore, script: SaveScript) -> None:
     store.retain(script.best)
     names = {path.name for path in store.folder.iterdir() if not path.name.startswith("abandoned_")}
     assert names == {step_name(step) for step in retained}
-    found, skipped = store.newest_good()
-    assert found is not None
-    assert (found[0].name, skipped) == (step_name(NEXT_STEP), [])
+    newest, skipped = store.newest_good()
+    assert newest is not None
+    assert (newest.path.name, skipped) == (step_name(NEXT_STEP), [])
 
 
 def check_killed(crash: Crash, script: SaveScript) -> None:
@@ -139,14 +147,19 @@ def test_a_strict_disk_loses_what_was_not_synced(tmp_path: Path) -> None:
     disk.lose_power(tmp_path / "names", 1.0, random.Random(0))
     assert sorted(path.name for path in (tmp_path / "none" / "a").iterdir()) == ["x", "y"]
     assert (tmp_path / "none" / "a" / "y").read_bytes() == b""
-    assert sorted(path.name for path in (tmp_path / "names" / "a").iterdir()) == ["y", "z"]
+    assert sorted(path.name for path in (tmp_path / "names" / "a").iterdir()) == [
+        "y",
+        "z",
+    ]
 
 
 # Killed
 
 
 def test_killed_after_each_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
-    """A step that is saved again, and one whose retention removes two others. The slow test has all of them."""
+    """A step that is saved again, and one whose retention removes two others.
+
+    The slow test has all of them."""
     series = series_of(runner, tmp_path, "save_with_writer")
     operations = series.operations(after=3)
     assert len(operations) > 40
@@ -192,7 +205,11 @@ def check_power_losses(series: CrashSeries, script: SaveScript, luck: tuple[floa
 
 @pytest.mark.parametrize(("name", "luck"), [("save_with_store", LUCK[1:3]), ("resume_and_save", LUCK[:3])])
 def test_power_lost_after_each_operation(
-    runner: CrashRunner, tmp_path: Path, no_syncs: None, name: str, luck: tuple[float, ...]
+    runner: CrashRunner,
+    tmp_path: Path,
+    no_syncs: None,
+    name: str,
+    luck: tuple[float, ...],
 ) -> None:
     assert check_power_losses(series_of(runner, tmp_path, name), BY_NAME[name], luck) > 50
 
@@ -207,7 +224,9 @@ def test_power_lost_with_any_luck(runner: CrashRunner, tmp_path: Path, no_syncs:
 
 
 def check_full_disk(crash: Crash, script: SaveScript) -> None:
-    """Check that the newest steps and the best are there and good. The script itself went on to its end."""
+    """Check that the newest steps and the best are there and good.
+
+    The script itself went on to its end."""
     path = checkpoints(crash.folder)
     _, skipped = CheckpointStore(path, repair=False).newest_good()
     assert not skipped
@@ -234,7 +253,11 @@ def check_full_disks(series: CrashSeries, script: SaveScript, kinds: list[str]) 
 
 
 def test_disk_full_at_each_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
-    check_full_disks(series_of(runner, tmp_path, "resume_and_save"), BY_NAME["resume_and_save"], ["full"])
+    check_full_disks(
+        series_of(runner, tmp_path, "resume_and_save"),
+        BY_NAME["resume_and_save"],
+        ["full"],
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The buffers of snapshots on a GPU: allocated once, by a thread, before the first snapshot is due."""
+"""The buffers of snapshots: on a GPU allocated once, by a thread, before the first is due."""
 
 from __future__ import annotations
 
@@ -52,14 +52,18 @@ def test_a_thread_allocates_both_buffers_once(allocations: list[tuple[int, str]]
     assert allocations[0][0] > TENSOR_BYTES
 
 
-def test_nothing_is_allocated_where_no_snapshot_is_due(allocations: list[tuple[int, str]]) -> None:
+def test_nothing_is_allocated_where_no_snapshot_is_due(
+    allocations: list[tuple[int, str]],
+) -> None:
     buffers = PinnedBuffers(GPU)
     make_snapshots(0, buffers).prepare()
     assert buffers._allocation is None
     assert allocations == []
 
 
-def test_a_cpu_allocates_when_a_buffer_is_needed(allocations: list[tuple[int, str]]) -> None:
+def test_a_cpu_allocates_when_a_buffer_is_needed(
+    allocations: list[tuple[int, str]],
+) -> None:
     buffers = PinnedBuffers(CPU)
     buffers.prepare(100)
     assert buffers._allocation is None

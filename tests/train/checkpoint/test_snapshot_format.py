@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots, read_snapshot
+from orchestrator.train.checkpoint.snapshot_format import (
+    HostSnapshots,
+    merge_snapshots,
+    read_snapshot,
+)
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -32,13 +36,17 @@ from tests.support.tiny_model import Tiny
 NONE_ON_LAST_HOST = ((0, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1))
 
 
-def test_merged_snapshots_are_the_checkpoint(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_merged_snapshots_are_the_checkpoint(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     snapshots, contents = three_hosts
     assert_same_contents(merge_snapshots(snapshots, 0, set()), contents)
     assert_same_contents(merge_snapshots(list(reversed(snapshots)), 0, set()), contents)
 
 
-def test_a_snapshot_names_its_host_and_its_tensors(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_a_snapshot_names_its_host_and_its_tensors(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     snapshots, _ = three_hosts
     headers = [header for header, _ in snapshots]
     origins = [(header.generation, header.step, header.rank, header.size) for header in headers]
@@ -52,7 +60,9 @@ def test_a_snapshot_names_its_host_and_its_tensors(three_hosts: tuple[HostSnapsh
     assert all(entry.offset % 64 == 0 for entry in dense)
 
 
-def test_names_that_a_host_does_not_need_are_left_out(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_names_that_a_host_does_not_need_are_left_out(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     snapshots, contents = three_hosts
     not_needed = {name for name in contents.tensors["model"] if ".bank.3." in name}
     merged = merge_snapshots(snapshots, 1, not_needed)
@@ -62,7 +72,9 @@ def test_names_that_a_host_does_not_need_are_left_out(three_hosts: tuple[HostSna
     assert missing == {f"{slot}/{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in not_needed}
 
 
-def test_each_rank_gets_its_own_random_state(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_each_rank_gets_its_own_random_state(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     snapshots, _ = three_hosts
     states = [merge_snapshots(snapshots, rank, set()).state["random"] for rank in range(4)]
     assert states[:3] == [read_snapshot(*snapshot)[1]["random"] for snapshot in snapshots]

@@ -23,7 +23,14 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from tests.support.ranks import run_ranks
-from tests.support.snapshots import CPU, PROGRESS, TASK, assert_same_contents, seed_generators, state_of
+from tests.support.snapshots import (
+    CPU,
+    PROGRESS,
+    TASK,
+    assert_same_contents,
+    seed_generators,
+    state_of,
+)
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 
@@ -41,7 +48,9 @@ def draw_numbers() -> tuple[float, float, list[float]]:
     return random.gauss(0, 1), random.random(), np.random.randn(2).tolist()
 
 
-def test_a_host_draws_the_random_numbers_of_its_rank(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_a_host_draws_the_random_numbers_of_its_rank(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     python_state = random.getstate()
     numpy_state = np.random.get_state(legacy=True)
     try:
@@ -54,7 +63,9 @@ def test_a_host_draws_the_random_numbers_of_its_rank(three_hosts: tuple[HostSnap
         np.random.set_state(numpy_state)
 
 
-def test_one_process_resumes_from_three_hosts(three_hosts: tuple[HostSnapshots, Contents]) -> None:
+def test_one_process_resumes_from_three_hosts(
+    three_hosts: tuple[HostSnapshots, Contents],
+) -> None:
     snapshots, contents = three_hosts
     state = untrained_state()
     merged = merge_snapshots(snapshots, 0, remote_expert_names(state.model))
@@ -79,7 +90,10 @@ def resume_on_host(
     "host_of",
     [
         pytest.param(((1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 1, 0)), id="two hosts"),
-        pytest.param(((2, 0, 0, 1, 2, 1, 0), (0, 1, 1, 2, 1, 2, 0)), id="three hosts, another placement"),
+        pytest.param(
+            ((2, 0, 0, 1, 2, 1, 0), (0, 1, 1, 2, 1, 2, 0)),
+            id="three hosts, another placement",
+        ),
         pytest.param(((3, 0, 0, 1, 0, 1, 2), (0, 3, 1, 0, 3, 1, 0)), id="four hosts"),
         pytest.param(((1,) * 7, (1,) * 7), id="all experts on the last host"),
     ],

@@ -16,7 +16,11 @@ from experts.membership import GroupLeft, GroupMembership
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import merge_snapshots, read_snapshot
-from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotSink, SnapshotTarget
+from orchestrator.train.checkpoint.snapshots import (
+    Snapshots,
+    SnapshotSink,
+    SnapshotTarget,
+)
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import open_store
@@ -90,8 +94,9 @@ def test_a_snapshot_keeps_the_state_of_its_step(state: TrainState) -> None:
 
 
 def test_a_snapshot_that_is_being_fetched_is_not_overwritten(state: TrainState) -> None:
-    """Two buffers: while the first snapshot is fetched, the second is taken. The third waits until the second is
-    being fetched, because the first has arrived by then."""
+    """Two buffers: while the first snapshot is fetched, the second is taken.
+
+    The third waits until the second is being fetched, because the first has arrived by then."""
     outbox = AddressRecorder()
     snapshots = make_snapshots(1, state, outbox)
     in_flight: HostSnapshot | None = None
@@ -158,8 +163,18 @@ def test_the_layout_is_computed_once_per_buffer(state: TrainState, monkeypatch: 
         fill_weights(state.model, float(step))
         snapshots.take(Progress(step=step))
     assert len(offsets) == 2 * 2, "weight and bias, in two buffers"
-    assert [weight_in(snapshot) for snapshot in sink.snapshots] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [weight_in(snapshot) for snapshot in sink.snapshots] == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+    ]
     state.model.weight = nn.Parameter(torch.full((20, 80), 7.0))
     snapshots.take(Progress(step=7))
-    assert merge_snapshots(sink.snapshots[6:], 0, set()).tensors["model"]["weight"].shape == (20, 80)
+    assert merge_snapshots(sink.snapshots[6:], 0, set()).tensors["model"]["weight"].shape == (
+        20,
+        80,
+    )
     assert weight_in(sink.snapshots[6]) == 7.0

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: complete or absent, retained by age and result, and the newest good one found."""
+"""The checkpoints of a run: complete or absent, retained by age and result, found when good."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def test_a_saved_checkpoint_is_loaded_again(store: CheckpointStore) -> None:
-    found, skipped = store.newest_good()
-    assert found is not None
-    path, loaded = found
+    newest, skipped = store.newest_good()
+    assert newest is not None
+    path, loaded = newest
     assert path.name == "step_00000030"
     assert not skipped
     assert torch.equal(loaded.tensors["model"]["w"], small_contents(30).tensors["model"]["w"])
@@ -56,19 +56,19 @@ def test_a_hundred_random_corruptions_are_all_detected(store: CheckpointStore, t
         shutil.copytree(intact, store.folder)
         kind, file = damage(store.folder / "step_00000030", store.folder / "step_00000020", generator)
         kinds.add(kind)
-        found, skipped = store.newest_good()
+        newest, skipped = store.newest_good()
         skipped_names = [entry.path.name for entry in skipped]
         assert skipped_names == ["step_00000030"], f"case {number}: {kind} of {file} not detected"
-        assert found is not None
-        assert found[0].name == "step_00000020"
+        assert newest is not None
+        assert newest.path.name == "step_00000020"
     assert kinds == set(DAMAGE_KINDS)
 
 
 def test_no_good_checkpoint_gives_none_and_the_reasons(store: CheckpointStore) -> None:
     for _, path in store.newest_first():
         (path / "state.json").unlink()
-    found, skipped = store.newest_good()
-    assert found is None
+    newest, skipped = store.newest_good()
+    assert newest is None
     assert len(skipped) == 3
     assert "state.json" in skipped[0].reason
 
@@ -77,21 +77,23 @@ def test_an_unreadable_file_is_damage_not_an_error(store: CheckpointStore) -> No
     file = store.folder / "step_00000030" / "state.json"
     file.unlink()
     file.symlink_to("nowhere")
-    found, skipped = store.newest_good()
-    assert found is not None
-    assert found[0].name == "step_00000020"
+    newest, skipped = store.newest_good()
+    assert newest is not None
+    assert newest.path.name == "step_00000020"
     assert "cannot be read" in skipped[0].reason
 
 
-def test_later_checkpoints_do_not_outrank_those_of_a_resumed_run(store: CheckpointStore) -> None:
+def test_later_checkpoints_do_not_outrank_those_of_a_resumed_run(
+    store: CheckpointStore,
+) -> None:
     for _, path in store.newest_first():
         (path / "state.json").unlink()
     store.set_aside_after(0)
     store.save(5, small_contents(5))
     store.retain(None)
-    found, skipped = store.newest_good()
-    assert found is not None
-    assert found[0].name == "step_00000005"
+    newest, skipped = store.newest_good()
+    assert newest is not None
+    assert newest.path.name == "step_00000005"
     assert not skipped
     assert len(list(store.folder.glob("abandoned_step_*"))) == 3
 
@@ -125,9 +127,9 @@ def test_killed_after_each_file_system_operation(tmp_path: Path, monkeypatch: py
             store.save(step, small_contents(step))
         finished = _save_until_killed(store, limit, monkeypatch)
         restarted = CheckpointStore(folder, keep=2)
-        found, skipped = restarted.newest_good()
-        assert found is not None
-        assert found[0].name == "step_00000030", f"lost after {limit} operations"
+        newest, skipped = restarted.newest_good()
+        assert newest is not None
+        assert newest.path.name == "step_00000030", f"lost after {limit} operations"
         assert not skipped, skipped
         verify(folder / "step_00000020")
         restarted.save(40, small_contents(40))

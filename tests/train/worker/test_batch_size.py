@@ -1,6 +1,7 @@
 """The search for a batch size on simulated devices.
 
-Their memory has a base, a slope, blocks and fragments; their throughput saturates, falls or varies."""
+Their memory has a base, a slope, blocks and fragments; their throughput saturates, falls or
+varies."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ PLENTY = 10**9
 class Device:
     """A device on which a batch needs base + slope × batch bytes, rounded up to whole blocks.
 
-    The activations take up to ``fragments`` more, which differs by batch size but is the same at each try. Hidden
-    fragments count against the capacity but not in the peak: an allocator reserves more than it hands out."""
+    The activations take up to ``fragments`` more, which differs by batch size but is the same at
+    each try. Hidden fragments count against the capacity but not in the peak: an allocator
+    reserves more than it hands out."""
 
     capacity: float
     base: float
@@ -94,14 +96,14 @@ def search(device: Device, factor: float, max_useful: int = PLENTY) -> BatchSize
     return largest_batch(device.probe, device.capacity, estimate, max_useful)
 
 
-def check(device: Device, found: BatchSizeResult, max_useful: int = PLENTY) -> None:
+def check(device: Device, result: BatchSizeResult, max_useful: int = PLENTY) -> None:
     """Check what holds for any estimate."""
     assert len(device.tried) <= MAX_PROBES == 4
-    assert [p.batch for p in found.probes] == device.tried
-    assert device.fits(found.batch_size)
-    assert found.batch_size in device.tried
+    assert [p.batch for p in result.probes] == device.tried
+    assert device.fits(result.batch_size)
+    assert result.batch_size in device.tried
     assert max(device.tried) <= max_useful
-    assert f"{len(device.tried)} probes, {device.failures} out of memory" in found.reason
+    assert f"{len(device.tried)} probes, {device.failures} out of memory" in result.reason
 
 
 @settings(max_examples=500, deadline=None)
@@ -109,10 +111,10 @@ def check(device: Device, found: BatchSizeResult, max_useful: int = PLENTY) -> N
 def test_an_estimate_within_a_factor_of_two_finds_the_largest(device: Device, factor: float):
     if not device.largest():
         return
-    found = search(device, factor)
-    check(device, found)
+    result = search(device, factor)
+    check(device, result)
     assert device.failures <= 1
-    assert found.batch_size >= 0.95 * device.largest()
+    assert result.batch_size >= 0.95 * device.largest()
 
 
 @settings(max_examples=500, deadline=None)
@@ -120,9 +122,9 @@ def test_an_estimate_within_a_factor_of_two_finds_the_largest(device: Device, fa
 def test_an_estimate_off_by_ten_still_gives_an_answer_in_four_probes(device: Device, factor: float):
     if not device.largest():
         return
-    found = search(device, factor)
-    check(device, found)
-    assert found.batch_size >= 0.3 * device.largest()
+    result = search(device, factor)
+    check(device, result)
+    assert result.batch_size >= 0.3 * device.largest()
 
 
 def test_estimates_off_by_ten_mostly_find_the_largest_too():
@@ -148,10 +150,10 @@ def test_estimates_off_by_ten_mostly_find_the_largest_too():
 def test_no_batch_beyond_the_largest_useful_one_is_tried(device: Device, max_useful: int, factor: float):
     if not device.largest(max_useful):
         return
-    found = search(device, factor, max_useful)
-    check(device, found, max_useful)
-    assert found.batch_size >= 0.95 * device.largest(max_useful)
-    assert ("the largest useful batch" in found.reason) == (found.batch_size == max_useful)
+    result = search(device, factor, max_useful)
+    check(device, result, max_useful)
+    assert result.batch_size >= 0.95 * device.largest(max_useful)
+    assert ("the largest useful batch" in result.reason) == (result.batch_size == max_useful)
 
 
 @pytest.mark.parametrize("largest", range(1, 41))
@@ -159,28 +161,28 @@ def test_no_batch_beyond_the_largest_useful_one_is_tried(device: Device, max_use
 def test_small_batches_on_a_device_without_fragments(largest: int, estimate: int):
     device = Device(GIB + largest * 64 * MIB + 32 * MIB, GIB, 64 * MIB)
     assert device.largest() == largest
-    found = largest_batch(device.probe, device.capacity, estimate, PLENTY)
-    check(device, found)
+    result = largest_batch(device.probe, device.capacity, estimate, PLENTY)
+    check(device, result)
     if largest / 2 <= estimate <= 2 * largest:
-        assert found.batch_size >= 0.95 * largest
+        assert result.batch_size >= 0.95 * largest
         assert device.failures <= 1
 
 
 def test_an_exact_estimate_without_fragments_needs_three_probes_and_none_fails():
     device = Device(80 * GIB, 8 * GIB, 72 * GIB / 1000.5)
-    found = largest_batch(device.probe, device.capacity, 1000, PLENTY)
+    result = largest_batch(device.probe, device.capacity, 1000, PLENTY)
     assert (device.failures, len(device.tried)) == (0, 3)
-    assert found.batch_size >= 980
+    assert result.batch_size >= 980
 
 
 def test_a_peak_over_the_limit_is_a_failure_even_if_the_device_has_more():
     """Another process may use a part of the device."""
     device = Device(80 * GIB, 8 * GIB, 0.1 * GIB)
-    found = largest_batch(device.probe, 40.0 * GIB, 700, PLENTY)
-    peak = next(p.peak for p in found.probes if p.batch == found.batch_size)
+    result = largest_batch(device.probe, 40.0 * GIB, 700, PLENTY)
+    peak = next(p.peak for p in result.probes if p.batch == result.batch_size)
     assert peak is not None
     assert peak <= 40 * GIB
-    assert found.batch_size >= 0.95 * 320
+    assert result.batch_size >= 0.95 * 320
 
 
 def test_without_a_limit_the_largest_useful_batch_is_chosen():
@@ -209,7 +211,7 @@ def test_an_estimate_far_too_high_ends_with_advice():
 def simulated_cpu(
     speed: Callable[[int], float], capacity: int = PLENTY
 ) -> tuple[Callable[[int], BatchProbe], list[int]]:
-    """Return a probe of a device with this throughput, and the list of batches that it was asked for."""
+    """Return a probe of a device with this throughput, and the list of probed batches."""
     tried: list[int] = []
 
     def probe(batch: int) -> BatchProbe:
@@ -239,18 +241,23 @@ CURVES: dict[str, Callable[[int], float]] = {
 def test_the_choice_is_the_smallest_batch_near_the_best_speed(name: str, start: int, max_useful: int):
     speed = CURVES[name]
     probe, tried = simulated_cpu(speed)
-    found = fastest_batch(probe, start, max_useful, math.inf)
+    result = fastest_batch(probe, start, max_useful, math.inf)
     best = max(speed(batch) for batch in tried)
     assert max(tried) <= max_useful
-    assert speed(found.batch_size) >= 0.97 * best
-    assert [batch for batch in tried if batch < found.batch_size and speed(batch) >= 0.97 * best] == []
+    assert speed(result.batch_size) >= 0.97 * best
+    assert [batch for batch in tried if batch < result.batch_size and speed(batch) >= 0.97 * best] == []
     assert len(tried) <= 2 + math.log2(max_useful)
-    assert all(f"{batch}: " in found.reason for batch in tried)
+    assert all(f"{batch}: " in result.reason for batch in tried)
 
 
 @pytest.mark.parametrize(
     ("name", "least", "largest"),
-    [("saturates early", 64, 512), ("flat", 8, 8), ("falls", 8, 8), ("linear", 8192, 8192)],
+    [
+        ("saturates early", 64, 512),
+        ("flat", 8, 8),
+        ("falls", 8, 8),
+        ("linear", 8192, 8192),
+    ],
 )
 def test_doubling_goes_on_as_long_as_it_pays(name: str, least: int, largest: int):
     probe, _ = simulated_cpu(CURVES[name])
@@ -287,6 +294,6 @@ def test_no_fitting_batch_is_an_error():
 )
 def test_noisy_measurements_still_end_the_search(noise: list[float], half: int, max_useful: int):
     probe, tried = simulated_cpu(lambda batch: 1000 * batch / (batch + half) * noise[batch.bit_length()])
-    found = fastest_batch(probe, 8, max_useful, math.inf)
-    assert found.batch_size in tried
+    result = fastest_batch(probe, 8, max_useful, math.inf)
+    assert result.batch_size in tried
     assert len(tried) <= 2 + math.log2(max(1, max_useful))

@@ -1,4 +1,4 @@
-"""The point that a run starts from: damaged checkpoints, other runs, other sizes, other optimizers, weights alone."""
+"""The point that a run starts from: its own or another checkpoint, or given weights."""
 
 from __future__ import annotations
 
@@ -103,14 +103,23 @@ def test_other_sizes_are_refused_with_advice(tmp_path: Path, settings: dict[str,
 
 def test_checkpoints_are_keyed_by_expert(tmp_path: Path) -> None:
     run_loop(tmp_path / "run", max_steps=2)
-    found, _ = CheckpointStore(tmp_path / "run" / "checkpoints").newest_good()
-    assert found is not None
-    _, contents = found
+    newest, _ = CheckpointStore(tmp_path / "run" / "checkpoints").newest_good()
+    assert newest is not None
+    contents = newest.contents
     model_names = set(contents.tensors["model"])
     optimizer_names = set(contents.tensors["optimizer"])
     bank = "blocks.0.ffn.bank"
-    assert {f"{bank}.0.up", f"{bank}.1.down", f"{bank}.2.up", "blocks.0.ffn.load_E"} <= model_names
-    assert {f"exp_avg/{bank}.1.up", f"step/{bank}.1.up", "exp_avg_sq/stem.weight"} <= optimizer_names
+    assert {
+        f"{bank}.0.up",
+        f"{bank}.1.down",
+        f"{bank}.2.up",
+        "blocks.0.ffn.load_E",
+    } <= model_names
+    assert {
+        f"exp_avg/{bank}.1.up",
+        f"step/{bank}.1.up",
+        "exp_avg_sq/stem.weight",
+    } <= optimizer_names
     wrapped = [name for name in model_names if "module." in name or "_orig_mod" in name]
     assert wrapped == []
 

@@ -1,4 +1,4 @@
-"""Whole runs on several workers, real processes over gloo: saved on some, resumed on others, stopped by one."""
+"""Whole runs on several workers, as real processes over gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ SMALL: dict[str, Any] = {
 
 
 def config_of(run_dir: Path, workers: int, **settings: Any) -> Config:
-    parallel = {"run_dir": run_dir, "parallel_strategy": "data_parallel", "workers": workers}
+    parallel = {
+        "run_dir": run_dir,
+        "parallel_strategy": "data_parallel",
+        "workers": workers,
+    }
     return Config.of(**SMALL | parallel | settings)
 
 
@@ -50,7 +54,9 @@ def run_rank(
     stop_at: int | None = None,
     resume_from: ResumeFrom | None = None,
 ) -> str:
-    """Run one worker. The last rank requests to stop at step ``stop_at``. Return the status of the run."""
+    """Run one worker.
+
+    The last rank requests to stop at step ``stop_at``. Return the status of the run."""
     prepared = Trainer(config=config, quiet=True).prepare()
     run_dir = config.run.run_dir
     assert run_dir is not None
@@ -78,7 +84,9 @@ def train(
     resume_from: ResumeFrom | None = None,
     **settings: Any,
 ) -> list[Event]:
-    """Train on so many workers, as real processes; a single worker is this process. Return all events."""
+    """Train on so many workers, as real processes; a single worker is this process.
+
+    Return all events."""
     config = config_of(run_dir, workers, **settings)
     if workers == 1:
         run_dir.mkdir(exist_ok=True)
@@ -120,11 +128,17 @@ def test_a_run_on_several_workers_equals_one_on_a_single_worker(
     assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert actual["metrics"]["accuracy"] == pytest.approx(expected["metrics"]["accuracy"], abs=0.003)
     start = of_kind(events, "start")[0]
-    assert (start["strategy"], start["workers"], start["global_batch_size"]) == ("data_parallel", workers, 50)
+    assert (start["strategy"], start["workers"], start["global_batch_size"]) == (
+        "data_parallel",
+        workers,
+        50,
+    )
     assert [event["samples"] for event in by_step(events)] == [50] * 24
 
 
-def test_a_run_saved_on_three_workers_resumes_in_shards_on_two_and_then_on_one(tmp_path: Path) -> None:
+def test_a_run_saved_on_three_workers_resumes_in_shards_on_two_and_then_on_one(
+    tmp_path: Path,
+) -> None:
     """DDP on three, ZeRO-3 on two, then one process: the losses are those of an undisturbed run."""
     run_dir = tmp_path / "run"
     schedule: dict[str, Any] = {"schedule": "constant"}
@@ -147,7 +161,9 @@ def test_a_sharded_run_writes_the_same_checkpoint(tmp_path: Path) -> None:
             torch.testing.assert_close(sharded.tensors[kind][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_the_global_batch_stays_when_the_number_of_workers_changes(tmp_path: Path) -> None:
+def test_the_global_batch_stays_when_the_number_of_workers_changes(
+    tmp_path: Path,
+) -> None:
     """The plan chose it at the first start; the resumed run keeps it."""
     unset = {"global_batch_size": None}
     train(tmp_path / "run", 2, max_steps=4, **unset)
@@ -175,8 +191,10 @@ def test_a_checkpoint_event_means_that_it_is_on_disk(tmp_path: Path) -> None:
         assert (tmp_path / "run" / event["path"] / "manifest.json").exists()
 
 
-def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(tmp_path: Path) -> None:
-    """The driver computes the cost of the recovery from these fields; the worker writes no ``recovery`` event."""
+def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(
+    tmp_path: Path,
+) -> None:
+    """The driver computes the cost of a recovery from these fields and writes the event."""
     train(tmp_path / "run", 2, max_steps=6, checkpoint_every=2)
     events = train(tmp_path / "run", 2, resume_from=ResumeFrom(), max_steps=9, resume="auto")
     assert of_kind(events, "recovery") == []
@@ -188,7 +206,9 @@ def test_a_restarted_worker_reports_where_it_resumed_and_how_long_that_took(tmp_
     assert first_step["time"] >= start["time"]
 
 
-def test_a_restart_without_a_checkpoint_starts_where_the_user_asked(tmp_path: Path) -> None:
+def test_a_restart_without_a_checkpoint_starts_where_the_user_asked(
+    tmp_path: Path,
+) -> None:
     """A worker lost in the first epoch does not make the run forget the weights of --init-from."""
     train(tmp_path / "first", 1, max_steps=6)
     settings = {
@@ -224,7 +244,11 @@ def test_a_lost_worker_is_an_error_of_the_others_not_a_hang(tmp_path: Path) -> N
 
 
 def test_workers_agree_on_an_automatic_batch_size(tmp_path: Path) -> None:
-    automatic = {"batch_size": "auto", "global_batch_size": None, "accumulation_steps": None}
+    automatic = {
+        "batch_size": "auto",
+        "global_batch_size": None,
+        "accumulation_steps": None,
+    }
     train(tmp_path / "run", 2, max_steps=2, **automatic)
     choices = read_plan(tmp_path / "run")["choices"]
     assert "throughput" in choices["batch_size"]["reason"]
