@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's 1,797 small ones, or MNIST where ``--data-dir`` holds its IDX files."""
+"""Handwritten digits: scikit-learn's 1,797 small ones, or MNIST if ``--data-dir`` holds its IDX files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.nets import Classifier, Shape, classification_loss
 from orchestrator.tasks.task import Loss, Task, TensorData
 
-_VALIDATION_SHARE = 5  # every fifth of the small digits is kept for validation
+_VALIDATION_SHARE = 5  # one small digit in five is for validation
+_IDX_BYTES = 8  # type code of unsigned bytes in an IDX header
 
 
 class Digits(Task):
@@ -29,9 +30,8 @@ class Digits(Task):
         self.config = config
         size = 96 if config.data.data_dir else 64  # MNIST has thirty times the samples
         self.shape = Shape.of(config.model, config.moe, width=size, layers=2, experts=8, hidden=size, top_k=2)
-        self._train, self._validation = (
-            _mnist(config.data.data_dir) if config.data.data_dir else _small_digits()
-        )
+        data = _load_mnist(config.data.data_dir) if config.data.data_dir else _load_small_digits()
+        self._train, self._validation = data
 
     def build_model(self) -> nn.Module:
         model = Classifier(self._train.tensors[0].shape[1], 10, self.shape)
@@ -53,23 +53,26 @@ class Digits(Task):
         return classification_loss(model, logits, labels, routings, self.config.moe)
 
 
-def _small_digits() -> tuple[TensorData, TensorData]:
-    table = torch.from_numpy(_digits_table())
-    images, labels = table[:, :-1].float() / 8 - 1, table[:, -1].long()
-    order = torch.randperm(
-        len(labels), generator=torch.Generator().manual_seed(0)
-    )  # one split for every seed
-    held = len(labels) // _VALIDATION_SHARE
-    return TensorData(images[order[held:]], labels[order[held:]]), TensorData(
-        images[order[:held]], labels[order[:held]]
-    )
+def _load_small_digits() -> tuple[TensorData, TensorData]:
+    """Return scikit-learn's digits for training and for validation; the split is the same for every seed."""
+    table = torch.from_numpy(_read_digits_table())
+    images = table[:, :-1].float() / 8 - 1
+    labels = table[:, -1].long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    num_validation = len(labels) // _VALIDATION_SHARE
+    validation = order[:num_validation]
+    train = order[num_validation:]
+    return TensorData(images[train], labels[train]), TensorData(images[validation], labels[validation])
 
 
-def _digits_table() -> np.ndarray:
-    """Scikit-learn's digits, a row each: 64 pixels of 0 to 16 and the label. Read from its data file, because importing
-    the package takes longer than training on them."""
+def _read_digits_table() -> np.ndarray:
+    """Return scikit-learn's digits, one per row: 64 pixels of 0 to 16, and the label.
+
+    They are read from its data file, because importing the package takes longer than training on them.
+    """
     spec = importlib.util.find_spec("sklearn")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
+    folders = (spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
         path = Path(folder, "datasets", "data", "digits.csv.gz")
         if path.is_file():
             return np.loadtxt(gzip.open(path, "rt"), delimiter=",", dtype=np.float32)
@@ -79,23 +82,23 @@ def _digits_table() -> np.ndarray:
     return np.column_stack([loaded.data, loaded.target]).astype(np.float32)
 
 
-def _mnist(folder: Path) -> tuple[TensorData, TensorData]:
-    pairs = [
-        (_idx(folder, f"{part}-images-idx3-ubyte"), _idx(folder, f"{part}-labels-idx1-ubyte"))
-        for part in ("train", "t10k")
-    ]
-    train, test = [
-        TensorData(images.flatten(1).float() / 127.5 - 1, labels.long()) for images, labels in pairs
-    ]
-    return train, test
+def _load_mnist(folder: Path) -> tuple[TensorData, TensorData]:
+    return _load_mnist_part(folder, "train"), _load_mnist_part(folder, "t10k")
 
 
-def _idx(folder: Path, name: str) -> Tensor:
-    """One IDX file, plain or gzipped. The header says how many bytes must follow; they are counted."""
+def _load_mnist_part(folder: Path, part: str) -> TensorData:
+    images = _read_idx(folder, f"{part}-images-idx3-ubyte")
+    labels = _read_idx(folder, f"{part}-labels-idx1-ubyte")
+    return TensorData(images.flatten(1).float() / 127.5 - 1, labels.long())
+
+
+def _read_idx(folder: Path, name: str) -> Tensor:
+    """Read one IDX file, plain or gzipped, and check its length against its header."""
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
     if path is None:
         raise UserError(
-            f"--data-dir {folder} has no {name} or {name}.gz; the digits task needs MNIST's four IDX files there"
+            f"--data-dir {folder} has no {name} or {name}.gz; "
+            "the digits task needs MNIST's four IDX files there"
         )
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -104,8 +107,9 @@ def _idx(folder: Path, name: str) -> Tensor:
     except (OSError, EOFError, zlib.error, struct.error) as error:
         raise UserError(f"cannot read {path}: {error}; download the file again") from None
     expected = 4 + 4 * dims + int(torch.tensor(sizes).prod())
-    if zero or kind != 8 or len(data) != expected:
+    if zero or kind != _IDX_BYTES or len(data) != expected:
         raise UserError(
-            f"{path} is no IDX file of bytes, or cut short: {len(data)} bytes found, {expected} needed; download it again"
+            f"{path} is no IDX file of bytes, or cut short: {len(data)} bytes found, {expected} needed; "
+            "download it again"
         )
     return torch.frombuffer(bytearray(data[4 + 4 * dims :]), dtype=torch.uint8).view(sizes)

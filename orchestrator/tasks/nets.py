@@ -1,6 +1,8 @@
-"""Models of the built-in tasks: a residual MLP classifier and a decoder-only transformer, each with MoE or dense blocks.
+"""Models of the built-in tasks: a residual MLP classifier and a decoder-only transformer, with MoE or dense
+blocks.
 
-Their forward returns the logits and the routings of their MoE layers; nothing is stored on a module."""
+Their forward returns the logits and the routings of the MoE layers; modules store nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,19 @@ from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 
+_MAX_ACCURACY_CLASSES = 64  # over a larger vocabulary, accuracy in training costs a pass over all logits
+
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a built-in model, every one decided."""
+    """Sizes of a built-in model, all decided."""
 
     width: int
     layers: int
-    sizes: tuple[int, ...]
+    expert_sizes: tuple[int, ...]
     top_k: int
     moe: MoeSettings
-    """What its layers are besides these sizes."""
+    """Further settings of the MoE layers."""
 
     @classmethod
     def of(
@@ -41,22 +45,30 @@ class Shape:
         hidden: int,
         top_k: int,
     ) -> Shape:
-        """The settings, and the task's own default for each that was left open. A single hidden size is every expert's."""
+        """Return the settings, with the task's defaults for those left open.
+
+        A single hidden size is the size of every expert.
+        """
         experts = experts if moe.experts is None else moe.experts
-        given = moe.expert_hidden_size or (hidden,)
-        if moe.experts is None and len(given) > 1:
-            experts = len(given)
-        if len(given) not in (1, experts):
+        sizes = moe.expert_hidden_size or (hidden,)
+        if moe.experts is None and len(sizes) > 1:
+            experts = len(sizes)
+        if len(sizes) not in (1, experts):
             raise UserError(
-                f"--expert-hidden-size has {len(given)} sizes for {experts} experts; give one size, or one per expert"
+                f"--expert-hidden-size has {len(sizes)} sizes for {experts} experts; "
+                "give one size, or one per expert"
             )
         if moe.top_k is not None and moe.top_k > experts > 0:
             raise UserError(
-                f"--top-k {moe.top_k} needs at least as many experts; there are {experts}: lower it or raise --experts"
+                f"--top-k {moe.top_k} needs at least as many experts; there are {experts}: "
+                "lower it or raise --experts"
             )
-        sizes = given * experts if len(given) == 1 else given
         return cls(
-            model.width or width, model.layers or layers, sizes, moe.top_k or min(top_k, max(1, experts)), moe
+            width=model.width or width,
+            layers=model.layers or layers,
+            expert_sizes=sizes * experts if len(sizes) == 1 else sizes,
+            top_k=moe.top_k or min(top_k, max(1, experts)),
+            moe=moe,
         )
 
 
@@ -72,13 +84,13 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x))), None
 
 
-def feed_forward(shape: Shape) -> MoELayer | FeedForward:
-    if not shape.sizes:
+def build_feed_forward(shape: Shape) -> MoELayer | FeedForward:
+    if not shape.expert_sizes:
         return FeedForward(shape.width, 4 * shape.width)
     moe = shape.moe
     return MoELayer(
         shape.width,
-        shape.sizes,
+        shape.expert_sizes,
         shape.top_k,
         kind=moe.expert_kind,
         scores=moe.gate_scores,
@@ -94,7 +106,7 @@ class ResidualBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.width)
-        self.ffn = feed_forward(shape)
+        self.ffn = build_feed_forward(shape)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         y, routing = self.ffn(self.norm(x))
@@ -117,6 +129,8 @@ class Classifier(nn.Module):
 
 
 class Attention(nn.Module):
+    """Causal self-attention with heads of 64 or 32, or a single one."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = next(heads for heads in (width // 64, width // 32, 1) if heads and width % heads == 0)
@@ -125,7 +139,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
@@ -152,12 +167,13 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Routing]]:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(place))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(positions))
         return F.linear(self.norm(x), self.embedding.weight), routings
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]:
+    """Run blocks in order; return the output and the routings of those with MoE layers."""
     routings: list[Routing] = []
     for block in blocks:
         x, routing = block(x)
@@ -169,17 +185,24 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]
 def classification_loss(
     model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], moe: MoeSettings
 ) -> Loss:
-    """Cross-entropy over the last dimension, and in training the gates' own losses, each a sum over the targets."""
-    flat, count = logits.flatten(0, -2), targets.numel()
+    """Return cross-entropy over the last dimension and, in training, the gates' own losses.
+
+    Each is a sum over the targets.
+    """
+    flat = logits.flatten(0, -2)
+    count = targets.numel()
+    loads = tuple(routing.counts_E for routing in routings)
     cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
     metrics: dict[str, Tensor] = {}
-    if not model.training or flat.shape[-1] <= 64:  # over a large vocabulary it costs a pass over all logits
+    if not model.training or flat.shape[-1] <= _MAX_ACCURACY_CLASSES:
         metrics["accuracy"] = (flat.argmax(-1) == targets.flatten()).sum()
     if not model.training or not routings:
-        return Loss(cross_entropy, count, metrics, tuple(r.counts_E for r in routings))
-    balance = sum((r.balance for r in routings), start=torch.zeros_like(cross_entropy)) * (
-        moe.balance_loss / len(routings)
-    )
-    z = sum((r.z for r in routings), start=torch.zeros_like(cross_entropy)) * (moe.z_loss / len(routings))
-    metrics |= {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
-    return Loss(cross_entropy + balance + z, count, metrics, tuple(r.counts_E for r in routings))
+        return Loss(cross_entropy, count, metrics, loads)
+    zero = torch.zeros_like(cross_entropy)
+    balance = sum((routing.balance for routing in routings), start=zero)
+    balance = balance * (moe.balance_loss / len(routings))
+    z = sum((routing.z for routing in routings), start=zero)
+    z = z * (moe.z_loss / len(routings))
+    metrics["cross_entropy"] = cross_entropy.detach()
+    metrics["balance_loss"] = balance.detach()
+    return Loss(cross_entropy + balance + z, count, metrics, loads)

@@ -1,4 +1,4 @@
-"""Text, byte by byte: Python's own manual, or any file through ``--data-dir``."""
+"""Text, byte by byte: Python's own manual, or any file given by ``--data-dir``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.nets import Decoder, Shape, classification_loss
 from orchestrator.tasks.task import Loss, Task, WindowData
 
-_VALIDATION_SHARE = 10  # the last tenth of the text
+_VALIDATION_SHARE = 10  # the last tenth of the text is for validation
 
 
 class Text(Task):
-    """A small decoder-only transformer with MoE blocks, predicting the next byte."""
+    """A small decoder-only transformer with MoE blocks that predicts the next byte."""
 
     unit = "tokens"
 
@@ -27,10 +27,10 @@ class Text(Task):
         self.shape = Shape.of(config.model, config.moe, width=128, layers=2, experts=8, hidden=128, top_k=2)
         self.units_per_sample = config.model.context_length or 128
         tokens = torch.frombuffer(bytearray(read_text(config.data.data_dir)), dtype=torch.uint8)
-        held = len(tokens) // _VALIDATION_SHARE
+        num_train = len(tokens) - len(tokens) // _VALIDATION_SHARE
         try:
-            self._train = WindowData(tokens[: len(tokens) - held], self.units_per_sample)
-            self._validation = WindowData(tokens[len(tokens) - held :], self.units_per_sample)
+            self._train = WindowData(tokens[:num_train], self.units_per_sample)
+            self._validation = WindowData(tokens[num_train:], self.units_per_sample)
         except ValueError as error:
             raise UserError(f"too little text: {error}") from None
 
@@ -54,7 +54,7 @@ class Text(Task):
 
 
 def read_text(source: Path | None) -> bytes:
-    """The bytes to learn: a file, the .txt files of a folder in the order of their names, or the manual."""
+    """Return the bytes to learn: of a file, of the .txt files of a folder by name, or of Python's manual."""
     if source is None:
         from pydoc_data.topics import topics
 

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 from experts.model import mix
 from orchestrator.errors import UserError
-from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, TensorData
+from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
 from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions
 from orchestrator.train.parts.world import World

@@ -10,8 +10,8 @@ import torch
 
 from experts.context import StepContext
 from orchestrator.errors import OrchestratorError, ResourceError
-from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss
+from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss
 from orchestrator.train.batches import check_batch_device, slice_batch
 from orchestrator.train.data import Feed, MicroBatch

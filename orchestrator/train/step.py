@@ -21,8 +21,8 @@ from experts.balance import moe_layers, update_balance
 from experts.context import StepContext
 from experts.model import mix
 from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
-from orchestrator.tasks.load import raised_in_user_code, user_code
 from orchestrator.tasks.task import Loss
+from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device, slice_batch
 from orchestrator.train.data import MicroBatch, StepBatch

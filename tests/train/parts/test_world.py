@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from experts.group import GroupFactory
@@ -39,6 +41,26 @@ def joined_world(rank: int, size: int, store_path: str, recoverable: bool) -> It
 
 
 both_worlds = pytest.mark.parametrize("recoverable", [False, True], ids=["process_group", "recoverable"])
+
+
+# --- shares of a batch
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_a_batch_is_split_evenly_and_completely(count: int, size: int) -> None:
+    parts = World(0, size, CPU).split_batch(count)
+    lengths = [part.stop - part.start for part in parts]
+    assert sum(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 200), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6))
+def test_a_batch_is_split_in_proportion_to_shares(count: int, shares: list[float]) -> None:
+    world = World(0, len(shares), CPU).with_shares(shares)
+    lengths = [part.stop - part.start for part in world.split_batch(count)]
+    assert sum(lengths) == count
+    for length, share in zip(lengths, shares, strict=True):
+        assert abs(length - count * share / sum(shares)) <= 1.0 + 1e-9
 
 
 # --- tensors to the main worker

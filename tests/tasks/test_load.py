@@ -1,0 +1,102 @@
+"""Tests of loading tasks by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import TaskFailed, UserError
+from orchestrator.tasks.digits import Digits
+from orchestrator.tasks.load import load_task, loads_by_name
+
+TASKS = """
+from orchestrator.tasks.task import Task
+
+
+class WithConfig:
+    def __init__(self, config):
+        self.config = config
+
+    def build_model(self): ...
+    def train_data(self): ...
+    def loss(self, model, batch): ...
+
+
+class WithoutConfig(WithConfig):
+    def __init__(self, width=3):
+        self.width = width
+
+
+class Unfinished(Task):
+    def build_model(self): ...
+
+
+class Failing(WithConfig):
+    def __init__(self):
+        raise ZeroDivisionError("my own mistake")
+
+
+made = WithoutConfig(5)
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a module of the user's tasks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_tasks.py").write_text(TASKS)
+    yield tmp_path
+    for name in ("my_tasks", "my_script", "my_imports"):
+        sys.modules.pop(name, None)
+
+
+def test_a_built_in_task_is_loaded_by_its_name() -> None:
+    assert isinstance(load_task(Config.of(task="digits")), Digits)
+
+
+def test_a_users_class_gets_the_config_if_it_takes_one(user_folder: Path) -> None:
+    config = Config.of(task="my_tasks:WithConfig")
+    assert load_task(config).config is config  # pyright: ignore[reportAttributeAccessIssue]
+    assert load_task(Config.of(task="my_tasks:WithoutConfig")).width == 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_task_may_be_an_object(user_folder: Path) -> None:
+    assert load_task(Config.of(task="my_tasks:made")).width == 5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("digit", r"unknown task 'digit' \(did you mean 'digits'\?\); built in are digits, text, synthetic"),
+        ("my_tasks.py:WithConfig", "write package.module:Name"),
+        ("my/tasks:WithConfig", "write package.module:Name"),
+        ("nowhere.at.all:Mine", "there is no module 'nowhere'"),
+        ("my_tasks:WithConfi", r"has no 'WithConfi' \(did you mean 'WithConfig'\?\)"),
+        ("my_tasks:Unfinished", "lacks train_data, loss; a task needs build_model, train_data, loss"),
+    ],
+)
+def test_a_wrong_name_is_explained(name: str, message: str, user_folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_task(Config.of(task=name))
+
+
+def test_errors_of_the_users_module_are_shown_as_such(user_folder: Path) -> None:
+    with pytest.raises(TaskFailed, match="my own mistake\n  while making the task Failing"):
+        load_task(Config.of(task="my_tasks:Failing"))
+    (user_folder / "my_script.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(TaskFailed, match="SystemExit: 3\n  while importing my_script"):
+        load_task(Config.of(task="my_script:Mine"))
+    (user_folder / "my_imports.py").write_text("import a_package_that_is_not_installed\n")
+    with pytest.raises(TaskFailed, match="No module named 'a_package_that_is_not_installed'"):
+        load_task(Config.of(task="my_imports:Mine"))
+
+
+def test_a_task_object_cannot_be_loaded_by_name() -> None:
+    assert loads_by_name("digits")
+    assert loads_by_name("package.module:Name")
+    assert not loads_by_name("python:Name")

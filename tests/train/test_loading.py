@@ -1,0 +1,84 @@
+"""Tests of loading sample by sample: the same batches in any process, and no effect on the training process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.errors import TaskFailed
+from orchestrator.train.data import Feed
+from orchestrator.train.loading import LoaderOptions
+from orchestrator.train.parts.world import World
+
+
+class Augmented:
+    """Samples with randomness from Python, numpy and torch."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+def make_feed(data: Any, micro_batch: int = 4, loader_workers: int = 0) -> Feed:
+    return Feed(
+        data,
+        World.single_process(),
+        global_batch=6,
+        micro_batch=micro_batch,
+        seed=1,
+        loader=LoaderOptions(loader_workers=loader_workers),
+    )
+
+
+def read_two_epochs(loader_workers: int, position: int) -> list[Any]:
+    """Return the batches of two epochs, each from a sample on."""
+    feed = make_feed(Augmented(), loader_workers=loader_workers)
+    steps = [step for epoch in (0, 1) for step in feed.steps(epoch, position)]
+    return [micro_batch.fetch() for step in steps for micro_batch in step.micro_batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_same_in_any_process_and_from_any_step(workers: int) -> None:
+    expected = read_two_epochs(0, 0)
+    batches = read_two_epochs(workers, 0)
+    assert [batch[0].tolist() for batch in batches] == [batch[0].tolist() for batch in expected]
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(batches, expected, strict=True))
+    per_epoch = len(expected) // 2
+    late = read_two_epochs(workers, 12)
+    assert torch.equal(late[0][1], expected[4][1])
+    assert len(late) == 2 * (per_epoch - 4)
+    assert not torch.equal(expected[0][1], expected[per_epoch][1]), "each epoch has its own randomness"
+
+
+def test_an_error_of_the_data_set_is_the_users() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError("image 7 is gone")
+
+    with pytest.raises(TaskFailed, match="image 7 is gone"):
+        next(make_feed(Broken()).steps(0))
+
+
+def test_loading_preserves_the_random_state_of_the_training_process() -> None:
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    next(make_feed(Augmented()).steps(0))
+    assert random.random() == expected
+
+
+def test_closing_a_feed_ends_its_processes() -> None:
+    others = {child.pid for child in multiprocessing.active_children()}
+    feed = make_feed(Augmented(), micro_batch=6, loader_workers=2)
+    next(feed.steps(0))
+    loaders = {child.pid for child in multiprocessing.active_children()} - others
+    assert len(loaders) == 2
+    feed.close()
+    assert not {child.pid for child in multiprocessing.active_children()} & loaders
