@@ -26,8 +26,8 @@ from benchmarks.costmodel_table import Row, reference_table, table, verdict
 from benchmarks.scaling_table import scaling
 from benchmarks.support import benchmark_parser, header, publish
 from orchestrator.measure import calibrate
-from orchestrator.measure.host_overhead import yardstick
-from orchestrator.measure.step_trace import TraceOptions, trace_step
+from orchestrator.measure.host_overhead import make_yardstick
+from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import DeviceCosts, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
@@ -55,7 +55,7 @@ class TracedCase:
         hosts = case.workers if case.strategy == "expert_parallel" else 1
         is_fused = not on_gpu or precision == "bf16"
         options = TraceOptions(on_gpu, precision, is_fused, hosts, chosen.exchange_chunks.value)
-        return cls(case, trace_step(task, case.batch, options), chosen)
+        return cls(case, trace_micro_batch(task, case.batch, options), chosen)
 
     def predict(self, calibration: Calibration, imbalance: float = 1.0, drift: float = 1.0) -> StepPrediction:
         machine, crowding = calibration.machine_for(self.case.workers)
@@ -100,7 +100,7 @@ def _compare_on_cpu(cases: list[Case], calibration: Calibration) -> Iterator[Row
 def _compare_on_gpu(cases: list[Case], calibration: Calibration) -> Iterator[Row]:
     """Read the host's yardstick between the cases: a case's drift is the mean before and after it."""
     profile = calibration.profile(1)
-    read_yardstick = yardstick(profile.device, inventory(), torch.device("cuda", 0))
+    read_yardstick = make_yardstick(profile.device, inventory(), torch.device("cuda", 0))
     before = read_yardstick()
     for case in cases:
         traced = TracedCase.of(case, on_gpu=True)

@@ -79,11 +79,11 @@ def make_tracer(
     task: Task, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool = False
 ) -> Tracer:
     """Return a function that traces a micro-batch of the task; each combination is traced once."""
-    from orchestrator.measure.step_trace import TraceOptions, trace_step
+    from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
 
     @cache
     def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
-        return trace_step(task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute))
+        return trace_micro_batch(task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute))
 
     return trace
 

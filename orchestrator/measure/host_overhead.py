@@ -1,9 +1,11 @@
-"""What the host needs for a step, apart from arithmetic: found from whole training steps, small ones of the same blocks that real models
-are made of, with their autocast, autograd and optimizer.
+"""The host's overhead per operation, fitted to whole training steps of small reference models.
 
-On a GPU what is timed is how long the host takes to hand a step over, whatever the device then does with it. So these steps may have as
-many rows and features as real ones, for which torch and its libraries take other kernels than for few. On a CPU, where nothing is handed
-over, they are so small that the overhead is nearly all they take."""
+The references are made of the same blocks as real models, with autocast, autograd and optimizer.
+On a GPU the host's time to submit a step is measured, whatever the device then does with it. So
+these steps may have as many rows and features as real ones, for which torch and its libraries
+choose other kernels than for few. On a CPU, where nothing is submitted, they are so small that
+overhead is nearly all of their time.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ import torch
 from torch import nn
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.fit import not_negative
+from orchestrator.measure.fit import fit_nonnegative
 from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.op_times import updating
-from orchestrator.measure.step_trace import TraceOptions, trace_step
-from orchestrator.measure.timed_steps import StepRunner, build_steps, step_seconds, submit_seconds
+from orchestrator.measure.op_times import make_update
+from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.timed_steps import (
+    StepRunner,
+    Summary,
+    build_step_runner,
+    step_seconds,
+    submit_seconds,
+)
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine
@@ -35,13 +43,17 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 
-_STEPS, _TURNS, _READ = 12, 4, 16
-_FEW, _MANY = 8, 72  # parameters of the two updates that are compared
+_STEPS = 12
+_ROUNDS = 4
+_YARDSTICK_STEPS = 16
+# Parameters of the two updates whose difference is the cost of a parameter.
+_FEW_PARAMETERS = 8
+_MANY_PARAMETERS = 72
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A reference: blocks of a kind, dense or with experts, and in which arithmetic."""
+    """A reference: blocks of one kind, dense or with experts, in one precision."""
 
     kind: Literal["classifier", "decoder"]
     experts: int
@@ -53,25 +65,31 @@ class ReferenceModel:
         return f"{self.kind}, {self.layers} layers, {self.experts} experts, {self.precision}"
 
     def config(self, on_gpu: bool) -> tuple[Config, int]:
-        """Its settings and its samples."""
+        """Return the settings and the number of samples in a step."""
         width, context, batch = (384, 128, 32) if on_gpu else (16, 4, 2)
         if self.kind == "classifier":
-            context, batch = 0, batch * max(1, context if on_gpu else 1)
-        sizes: dict[str, Any] = {
+            # As many rows as the decoder has tokens.
+            batch *= context if on_gpu else 1
+            context = 0
+        settings: dict[str, Any] = {
             "width": width,
             "context_length": context,
             "samples": max(64, batch),
             "layers": self.layers,
         }
         if self.experts:
-            sizes["expert_hidden_size"] = width
-        where = "single_gpu" if on_gpu else "cpu"
-        return Config.of(
-            task="synthetic", experts=self.experts, precision=self.precision, gpu_mode=where, **sizes
-        ), batch
+            settings["expert_hidden_size"] = width
+        config = Config.of(
+            task="synthetic",
+            experts=self.experts,
+            precision=self.precision,
+            gpu_mode="single_gpu" if on_gpu else "cpu",
+            **settings,
+        )
+        return config, batch
 
 
-FORMS = (
+REFERENCE_MODELS = (
     ReferenceModel("classifier", 0, 1),
     ReferenceModel("classifier", 0, 6),
     ReferenceModel("classifier", 4, 1),
@@ -80,68 +98,96 @@ FORMS = (
     ReferenceModel("decoder", 0, 5),
     ReferenceModel("decoder", 4, 3),
 )
-IN_BF16 = (*FORMS, ReferenceModel("decoder", 4, 1))
-YARDSTICK = ReferenceModel("decoder", 0, 2), ReferenceModel("decoder", 4, 2)
+_BF16_MODELS = (*REFERENCE_MODELS, ReferenceModel("decoder", 4, 1))
+_YARDSTICK_MODELS = (ReferenceModel("decoder", 0, 2), ReferenceModel("decoder", 4, 2))
 
 
-def forms_for(made: DeviceCosts) -> tuple[ReferenceModel, ...]:
-    """On a GPU in the arithmetic that it is used in, and without experts in fp32 too: the same blocks without autocast's copies."""
-    if _arithmetic(made) == "fp32":
-        return FORMS
-    return (
-        *(replace(form, precision="bf16") for form in IN_BF16),
-        *(form for form in FORMS if not form.experts),
-    )
+def reference_models(costs: DeviceCosts) -> tuple[ReferenceModel, ...]:
+    """Return the references of a device.
+
+    A GPU runs them in the precision that it is used in, and the dense ones in fp32 too: the same
+    blocks without the copies of autocast.
+    """
+    if _precision(costs) == "fp32":
+        return REFERENCE_MODELS
+    in_bf16 = [replace(model, precision="bf16") for model in _BF16_MODELS]
+    dense = [model for model in REFERENCE_MODELS if not model.experts]
+    return (*in_bf16, *dense)
 
 
-def _arithmetic(made: DeviceCosts) -> PrecisionName:
-    return "bf16" if made.asynchronous and "bf16" in made.products else "fp32"
+def _precision(costs: DeviceCosts) -> PrecisionName:
+    return "bf16" if costs.asynchronous and "bf16" in costs.products else "fp32"
 
 
 def with_overhead(
-    made: DeviceCosts, found: Inventory, device: torch.device, timer: Timer, most: int | None = None
+    costs: DeviceCosts,
+    inventory: Inventory,
+    device: torch.device,
+    timer: Timer,
+    max_references: int | None = None,
 ) -> tuple[DeviceCosts, tuple[Reference, ...]]:
-    """The device with the seconds of its host: for each operation, kernel launched from Python, sort, view and parameter, and for a step
-    as such. Beside it the reference steps that say so, of which ``most`` are taken."""
-    forms = forms_for(made)[:most]
-    chosen = [_chosen(form, found, device) for form in forms]
-    works = [_traced(*pair, made) for pair in zip(forms, chosen, strict=True)]
-    measured = _measured(chosen)
+    """Return the costs with those of the host, and the reference steps that show them.
+
+    The host has a cost for each operation, kernel launched from Python, sort, view and parameter,
+    and for a step.
+    """
+    models = reference_models(costs)[:max_references]
+    steps = [ReferenceStep.of(model, inventory, device) for model in models]
+    traced = [_trace(model, step, costs) for model, step in zip(models, steps, strict=True)]
+    measured = _median_seconds(steps)
     tensor_s = parameter_seconds(timer)
-    explained = [0.0 if made.asynchronous else predict(work, Machine(made)).step_seconds for work in works]
-    left = [
-        max(0.0, s - known - tensor_s * work.tensors)
-        for s, known, work in zip(measured, explained, works, strict=True)
+    # On a CPU a part of the time is computation, which the other costs explain.
+    computed = [0.0 if costs.asynchronous else predict(ops, Machine(costs)).step_seconds for ops in traced]
+    unexplained = [
+        max(0.0, seconds - known - tensor_s * ops.tensors)
+        for seconds, known, ops in zip(measured, computed, traced, strict=True)
     ]
-    operation, launch, sort, view, step = host_figures(works, left)
+    operation_s, launch_s, sort_s, view_s, step_s = fit_host_costs(traced, unexplained)
     fitted = replace(
-        made, operation_s=operation, launch_s=launch, sort_s=sort, view_s=view, tensor_s=tensor_s, step_s=step
+        costs,
+        operation_s=operation_s,
+        launch_s=launch_s,
+        sort_s=sort_s,
+        view_s=view_s,
+        tensor_s=tensor_s,
+        step_s=step_s,
     )
-    return fitted, tuple(
-        _reference(*entry, fitted) for entry in zip(forms, works, measured, explained, strict=True)
-    )
+    references = [
+        _reference(model.name, ops, seconds, known, fitted)
+        for model, ops, seconds, known in zip(models, traced, measured, computed, strict=True)
+    ]
+    return fitted, tuple(references)
 
 
-def host_figures(works: Sequence[MicroBatchOps], seconds: Sequence[float]) -> list[float]:
-    """Of an operation, a launch, a sort, a view and a step: those that explain what the host takes for these works."""
-    rows = np.array([[work.operations, work.launches, work.sorts, work.views, 1.0] for work in works])
-    return not_negative(rows, np.array(seconds))
+def fit_host_costs(traced: Sequence[MicroBatchOps], seconds: Sequence[float]) -> list[float]:
+    """Return the host's seconds for an operation, a launch, a sort, a view and a step that explain
+    these times."""
+    rows = np.array([[ops.operations, ops.launches, ops.sorts, ops.views, 1.0] for ops in traced])
+    return fit_nonnegative(rows, np.array(seconds))
 
 
-def yardstick(made: DeviceCosts, found: Inventory, device: torch.device) -> Callable[[], tuple[float, ...]]:
-    """Times the host of a GPU by two steps, one dense and one with experts, built anew each time. Read at the calibration and again
-    later it says how much slower the host has become: hosts are shared, and not equally fast from one minute to the next."""
-    chosen = [_chosen(replace(form, precision=_arithmetic(made)), found, device) for form in YARDSTICK]
+def make_yardstick(
+    costs: DeviceCosts, inventory: Inventory, device: torch.device
+) -> Callable[[], tuple[float, ...]]:
+    """Return a function that times a GPU's host by two steps, one dense and one with experts,
+    built each time.
 
-    def read() -> tuple[float, ...]:
-        return tuple(entry.seconds(entry.built(), _READ) for entry in chosen)
+    Called during the calibration and again later, it shows how much slower the host has become:
+    hosts are shared, and their speed varies from one minute to the next.
+    """
+    precision = _precision(costs)
+    models = [replace(model, precision=precision) for model in _YARDSTICK_MODELS]
+    steps = [ReferenceStep.of(model, inventory, device) for model in models]
 
-    return read
+    def measure() -> tuple[float, ...]:
+        return tuple(step.median_seconds(step.build(), _YARDSTICK_STEPS) for step in steps)
+
+    return measure
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """A reference step: how it is built and timed, as a run would."""
+    """A step of a reference model, built and timed as in a run."""
 
     config: Config
     plan: Plan
@@ -149,61 +195,67 @@ class ReferenceStep:
     batch: int
     device: torch.device
 
-    def built(self) -> StepRunner:
+    @classmethod
+    def of(cls, model: ReferenceModel, inventory: Inventory, device: torch.device) -> ReferenceStep:
+        config, batch = model.config(device.type == "cuda")
+        task = load_task(config)
+        facts = model_facts(task, str(device), model.precision)
+        return cls(config, plan(config, inventory, facts), task, batch, device)
+
+    def build(self) -> StepRunner:
+        world = World.single_process(self.device)
         with torch_settings(self.config, self.plan, self.device):
-            return build_steps(
-                self.config, self.plan, self.task, World.single_process(self.device), self.batch
-            )
+            return build_step_runner(self.config, self.plan, self.task, world, self.batch)
 
-    def seconds(self, run: StepRunner, steps: int) -> float:
-        """Of the host of a GPU, or of a CPU: the median."""
-        timed: Callable[..., list[float]] = submit_seconds if self.device.type == "cuda" else step_seconds
+    def median_seconds(self, runner: StepRunner, steps: int) -> float:
+        """Return the median seconds of the host of a GPU, or of a CPU."""
+        time_steps = submit_seconds if self.device.type == "cuda" else step_seconds
         with torch_settings(self.config, self.plan, self.device):
-            return statistics.median(timed(run, steps, device=self.device))
+            return Summary.of(time_steps(runner, steps, device=self.device)).median
 
 
-def _chosen(form: ReferenceModel, found: Inventory, device: torch.device) -> ReferenceStep:
-    config, batch = form.config(device.type == "cuda")
-    task = load_task(config)
-    return ReferenceStep(
-        config, plan(config, found, model_facts(task, str(device), form.precision)), task, batch, device
+def _trace(model: ReferenceModel, step: ReferenceStep, costs: DeviceCosts) -> MicroBatchOps:
+    fused = costs.grouped is not None and len(costs.grouped.sizes) > 1
+    grouped = costs.grouped is None or (fused and model.precision == "bf16")
+    return trace_micro_batch(
+        step.task, step.batch, TraceOptions(costs.asynchronous, model.precision, grouped)
     )
 
 
-def _traced(form: ReferenceModel, chosen: ReferenceStep, made: DeviceCosts) -> MicroBatchOps:
-    grouped = made.grouped is None or (len(made.grouped.sizes) > 1 and form.precision == "bf16")
-    return trace_step(chosen.task, chosen.batch, TraceOptions(made.asynchronous, form.precision, grouped))
-
-
-def _measured(chosen: list[ReferenceStep]) -> list[float]:
-    """Of each its median. They are taken in turn, several times: a host is not equally fast from one second to the next."""
-    runs = [entry.built() for entry in chosen]
-    turns = [
-        [entry.seconds(run, _STEPS) for entry, run in zip(chosen, runs, strict=True)] for _ in range(_TURNS)
+def _median_seconds(steps: list[ReferenceStep]) -> list[float]:
+    """Return the median of each step over several rounds: the speed of a host varies from second
+    to second."""
+    runners = [step.build() for step in steps]
+    rounds = [
+        [step.median_seconds(runner, _STEPS) for step, runner in zip(steps, runners, strict=True)]
+        for _ in range(_ROUNDS)
     ]
-    return [statistics.median(times) for times in zip(*turns, strict=True)]
+    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def parameter_seconds(timer: Timer) -> float:
-    """What each further parameter costs the host in an update, however small it is."""
-    few, many = (
-        timer.host(updating([nn.Parameter(torch.randn(16, device=timer.device)) for _ in range(count)]))
-        for count in (_FEW, _MANY)
-    )
-    return max(0.0, many - few) / (_MANY - _FEW)
+    """Return the host's seconds for one more parameter in an update, however small it is."""
+
+    def update_seconds(num_parameters: int) -> float:
+        parameters = [nn.Parameter(torch.randn(16, device=timer.device)) for _ in range(num_parameters)]
+        return timer.host_seconds(make_update(parameters))
+
+    few = update_seconds(_FEW_PARAMETERS)
+    many = update_seconds(_MANY_PARAMETERS)
+    return max(0.0, many - few) / (_MANY_PARAMETERS - _FEW_PARAMETERS)
 
 
 def _reference(
-    form: ReferenceModel, work: MicroBatchOps, measured: float, explained: float, fitted: DeviceCosts
+    name: str, ops: MicroBatchOps, measured_s: float, computed_s: float, fitted: DeviceCosts
 ) -> Reference:
-    host = predict(replace(work, parameters=0), Machine(fitted)).host_seconds
+    host_s = predict(replace(ops, parameters=0), Machine(fitted)).host_seconds
     return Reference(
-        form.name,
-        measured,
-        explained + host,
-        work.operations,
-        work.launches,
-        work.sorts,
-        work.views,
-        work.tensors,
+        name=name,
+        measured_s=measured_s,
+        fitted_s=computed_s + host_s,
+        operations=ops.operations,
+        launches=ops.launches,
+        sorts=ops.sorts,
+        views=ops.views,
+        tensors=ops.tensors,
     )

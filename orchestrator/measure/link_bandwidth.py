@@ -1,51 +1,63 @@
-"""What workers carry to each other, measured: sums and exchanges of several sizes, as latency and bandwidth."""
+"""Latency and bandwidth of the links between workers, measured with all-reduces and all-to-alls of
+several sizes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts.group import Group
-from orchestrator.measure.fit import fitted_link
+from orchestrator.measure.fit import fit_link
 from orchestrator.plan.cost.machine import Interconnect, LinkKind
+from orchestrator.train.parts.timing import synchronize, timed_seconds
 from orchestrator.train.parts.world import World
 
-_MESSAGES = (2**10, 2**14, 2**17, 2**20, 2**23)
+_MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23)
+_LARGE_BYTES = 2**20
+_SMALL_REPEATS = 40
+_LARGE_REPEATS = 12
+_WARM_UP = 4
 
 
 def measured_links(world: World, kind: LinkKind) -> Interconnect:
-    """Called by all workers at once. An exchange counts by the bytes that leave a device: of a tensor for two, half."""
+    """Return the links between the workers; all of them must call it.
+
+    The size of an all-to-all counts the bytes that leave a device: for two workers, half of the
+    tensor.
+    """
     group = Group(world.rank, world.size, world.process_group)
 
-    def swap(tensor: Tensor) -> None:
+    def all_reduce(tensor: Tensor) -> None:
+        world.all_reduce(tensor)
+
+    def all_to_all(tensor: Tensor) -> None:
         group.all_to_all(torch.empty_like(tensor), tensor, [], []).wait()
 
-    sums = {size: _message_seconds(world, lambda t: world.all_reduce(t), size) for size in _MESSAGES}
-    swaps = {size: _message_seconds(world, swap, size * world.size // (world.size - 1)) for size in _MESSAGES}
-    return Interconnect(fitted_link(kind, sums), fitted_link(kind, swaps))
+    sums = {size: _message_seconds(world, all_reduce, size) for size in _MESSAGE_BYTES}
+    exchanges = {
+        size: _message_seconds(world, all_to_all, size * world.size // (world.size - 1))
+        for size in _MESSAGE_BYTES
+    }
+    return Interconnect(fit_link(kind, sums), fit_link(kind, exchanges))
 
 
-def _message_seconds(world: World, send: Callable[[Tensor], Any], size: int) -> float:
-    """The mean, over messages and workers, with something to compute before each: in a step nobody waits at the door, and on a
-    CPU the thread that carries a message must first get hold of a core."""
-    tensor, square = torch.zeros(size // 4, device=world.device), torch.randn(192, 192, device=world.device)
+def _message_seconds(world: World, send: Callable[[Tensor], Any], size_bytes: int) -> float:
+    """Return the mean over messages and workers, with some computation before each message.
+
+    In a step no worker waits for the message to come, and on a CPU the thread that carries a
+    message first needs a core.
+    """
+    tensor = torch.zeros(size_bytes // 4, device=world.device)
+    square = torch.randn(192, 192, device=world.device)
     seconds = []
-    for _ in range(40 if size < 2**20 else 12):
+    for _ in range(_SMALL_REPEATS if size_bytes < _LARGE_BYTES else _LARGE_REPEATS):
         for _ in range(4):
             square = (square @ square).clamp(-1, 1)
-        _wait(world.device)
-        begun = perf_counter()
-        send(tensor)
-        _wait(world.device)
-        seconds.append(perf_counter() - begun)
-    return statistics.mean(row[0] for row in world.gather([statistics.mean(seconds[4:])]))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(world.device)
+        seconds.append(timed_seconds(lambda: send(tensor), world.device))
+    own_mean = statistics.mean(seconds[_WARM_UP:])
+    return statistics.mean(row[0] for row in world.gather([own_mean]))

@@ -1,4 +1,5 @@
-"""Writes down every operation that torch is asked for: what it is, how large, and what memory is alive meanwhile."""
+"""Records the operations that torch runs: their kind, their size, and the memory that is alive
+meanwhile."""
 
 from __future__ import annotations
 
@@ -24,52 +25,54 @@ from orchestrator.plan.cost.ops import (
     ProductOp,
 )
 
-_BLOCK = 512  # bytes that allocators round up to
+_ALLOCATION_BYTES = 512  # allocators round up to multiples
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # where their first factor stands
-_KINDS: dict[str, MoveKind] = {
-    **dict.fromkeys(["gelu", "silu", "silu_backward", "exp", "sigmoid", "tanh", "pow", "erf"], "heavy"),
-    **dict.fromkeys(["native_layer_norm", "_softmax", "_softmax_backward_data"], "norm"),
-    **dict.fromkeys(
-        ["native_layer_norm_backward", "native_batch_norm_backward", "_fused_rms_norm_backward"],
-        "norm_backward",
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "logits": 0}  # with the index of the first factor
+_OPERATIONS_OF_KIND: dict[MoveKind, tuple[str, ...]] = {
+    "heavy": ("gelu", "silu", "silu_backward", "exp", "sigmoid", "tanh", "pow", "erf"),
+    "gelu_backward": ("gelu_backward",),
+    "norm": (
+        "native_layer_norm",
+        "native_batch_norm",
+        "_fused_rms_norm",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "logsumexp",
     ),
-    **dict.fromkeys(["_log_softmax", "_log_softmax_backward_data", "logsumexp"], "norm"),
-    **dict.fromkeys(["native_batch_norm", "_fused_rms_norm"], "norm"),
-    **dict.fromkeys(
-        [
-            "index_select",
-            "index_add_",
-            "index_add",
-            "embedding",
-            "embedding_dense_backward",
-            "gather",
-            "index",
-        ],
-        "rows",
+    "norm_backward": (
+        "native_layer_norm_backward",
+        "native_batch_norm_backward",
+        "_fused_rms_norm_backward",
     ),
-    **dict.fromkeys(
-        [
-            "scatter_",
-            "scatter",
-            "scatter_add_",
-            "index_copy_",
-            "index_put_",
-            "index_put",
-            "copy_rows",
-            "sum_rows",
-        ],
-        "rows",
+    "rows": (
+        "index_select",
+        "index_add_",
+        "index_add",
+        "embedding",
+        "embedding_dense_backward",
+        "gather",
+        "index",
+        "scatter_",
+        "scatter",
+        "scatter_add_",
+        "index_copy_",
+        "index_put_",
+        "index_put",
+        "copy_rows",
+        "sum_rows",
+        "nll_loss_forward",
+        "nll_loss_backward",
     ),
-    **dict.fromkeys(["nll_loss_forward", "nll_loss_backward"], "rows"),
-    **dict.fromkeys(
-        ["sort", "topk", "argmax", "nonzero_static", "cumsum", "choose", "choose_backward"], "sort"
-    ),
-    **dict.fromkeys(["sum", "mean", "amax", "norm"], "reduce"),
-    "gelu_backward": "gelu_backward",
+    "sort": ("sort", "topk", "argmax", "nonzero_static", "cumsum", "choose", "choose_backward"),
+    "reduce": ("sum", "mean", "amax", "norm"),
 }
-_FEW_INDICES = 3072  # up to which torch sums gradients of an embedding in one kernel, without sorting them
-_OURS = "experts"  # the operators that are written in Python
+_KINDS: dict[str, MoveKind] = {name: kind for kind, names in _OPERATIONS_OF_KIND.items() for name in names}
+_MAX_UNSORTED_INDICES = (
+    3072  # up to which torch sums gradients of an embedding in one kernel, without sorting
+)
+_OWN_NAMESPACE = "experts"  # of the operators that this project launches from Python
 _FREE = {
     "empty",
     "new_empty",
@@ -82,111 +85,121 @@ _FREE = {
 }
 
 
-class Recorder(TorchDispatchMode):
-    """Collects the work of what runs inside it."""
+class OpRecorder(TorchDispatchMode):
+    """Collects the operations that run inside it."""
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
         self._on_gpu = on_gpu
-        self._seen: Counter[Any] = Counter()
-        self._operations = self._views = self._launches = self._sorts = 0
+        self._counts: Counter[Any] = Counter()
+        self._operations = 0
+        self._views = 0
+        self._launches = 0
+        self._sorts = 0
         self._before_wait: MicroBatchOps | None = None
-        self._alive = self._peak = 0.0
-        self._known: set[int] = set()
+        self._alive_bytes = 0.0
+        self._peak_bytes = 0.0
+        self._known_storages: set[int] = set()
 
-    def knows(self, tensors: Sequence[Tensor]) -> None:
-        """These are not new: their memory is counted elsewhere."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+    def ignore_memory_of(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count the memory of these tensors: it is counted as parameters."""
+        self._known_storages |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        space, _, name = func._schema.name.partition("::")
-        if space == "prim":  # a question about a tensor
-            return made
-        if name in _FREE or _only_looks(func):
+        output = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "prim":  # a question about a tensor, such as its device
+            return output
+        if name in _FREE or _returns_view(func):
             self._views += 1
         else:
-            self._launches += space == _OURS
-            self._operations += space != _OURS
+            own = namespace == _OWN_NAMESPACE
+            self._launches += own
+            self._operations += not own
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._sorts += self._on_gpu and _sorts(name, inputs)
-            self._write(name, inputs, results)
+            self._record(name, inputs, results)
         for tensor in results:
-            self._watch(tensor)
-        return made
+            self._track_memory(tensor)
+        return output
 
-    def _write(self, name: str, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _record(self, name: str, inputs: list[Tensor], results: list[Tensor]) -> None:
         if name in _PRODUCTS:
-            self._seen[_product(*inputs[_PRODUCTS[name] : _PRODUCTS[name] + 2])] += 1
+            first = _PRODUCTS[name]
+            self._counts[_product_op(*inputs[first : first + 2])] += 1
         elif name.startswith("_scaled_dot_product"):
-            self._seen[_attention(inputs, "backward" in name)] += 1
+            self._counts[_attention_op(inputs, "backward" in name)] += 1
         else:
-            moved = sum(_read(tensor) for tensor in inputs) + sum(_read(tensor) for tensor in results)
-            self._seen[MoveOp(_KINDS.get(name, "plain"), moved)] += 1
+            moved_bytes = sum(_touched_bytes(tensor) for tensor in (*inputs, *results))
+            self._counts[MoveOp(_KINDS.get(name, "plain"), moved_bytes)] += 1
 
-    def _watch(self, tensor: Tensor) -> None:
+    def _track_memory(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
+        if storage._cdata in self._known_storages:
             return
-        self._known.add(storage._cdata)
-        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
-        self._alive += size
-        self._peak = max(self._peak, self._alive)
-        weakref.finalize(storage, self._freed, storage._cdata, size)
+        self._known_storages.add(storage._cdata)
+        size = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
+        self._alive_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
+        weakref.finalize(storage, self._forget_storage, storage._cdata, size)
 
-    def _freed(self, address: int, size: float) -> None:
-        self._known.discard(address)
-        self._alive -= size
+    def _forget_storage(self, address: int, size: float) -> None:
+        self._known_storages.discard(address)
+        self._alive_bytes -= size
 
-    def experts(
+    def record_expert_product(
         self, rows: int, experts: int, sizes: tuple[int, int], layout: ProductLayout, dtype: torch.dtype
     ) -> None:
-        """A product of rows with the matrices of their experts, or, ``tn``, the gradient of these."""
-        each, (inner, outer) = max(1, round(rows / experts)), sizes
-        m, k, n = (inner, each, outer) if layout == "tn" else (each, inner, outer)
+        """Record a product of rows with the matrices of their experts or, ``tn``, the gradient of
+        these matrices."""
+        inner, outer = sizes
+        rows_per_expert = max(1, round(rows / experts))
+        m, k, n = (inner, rows_per_expert, outer) if layout == "tn" else (rows_per_expert, inner, outer)
         self._launches += experts > 1
         self._operations += experts == 1
-        self._seen[ProductOp(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
+        self._counts[ProductOp(m, k, n, layout, experts, _PRECISIONS[dtype], of_experts=True)] += 1
 
-    def move(self, kind: MoveKind, size: int) -> None:
+    def record_move(self, kind: MoveKind, size_bytes: int) -> None:
         self._operations += 1
-        self._seen[MoveOp(kind, size)] += 1
+        self._counts[MoveOp(kind, size_bytes)] += 1
 
-    def count(self, operations: int) -> None:
-        """Operations too small to be worth more than their number."""
-        self._operations += operations
+    def record_small_operations(self, count: int) -> None:
+        """Record operations whose only cost is their overhead."""
+        self._operations += count
 
-    def wait(self) -> None:
-        """The host reads a figure from the device, which it must wait for."""
+    def record_wait(self) -> None:
+        """Record that the host waits to read a value of the device."""
         self._operations += 1
-        self._before_wait = self._work_so_far()
+        self._before_wait = self._ops_so_far()
 
-    def message(self, kind: MessageKind, size: int) -> None:
-        self._seen[MessageOp(kind, size)] += 1
+    def record_message(self, message: MessageKind, size_bytes: int) -> None:
+        self._counts[MessageOp(message, size_bytes)] += 1
 
-    def work(self, samples: int, parameters: int, expert_parameters: int, tensors: int) -> MicroBatchOps:
-        found = self._work_so_far()
+    def recorded_ops(
+        self, samples: int, parameters: int, expert_parameters: int, tensors: int
+    ) -> MicroBatchOps:
+        """Return all recorded operations, with these facts of the model."""
         return replace(
-            found,
+            self._ops_so_far(),
             samples=samples,
             parameters=parameters,
             expert_parameters=expert_parameters,
             tensors=tensors,
-            peak_bytes=self._peak,
+            peak_bytes=self._peak_bytes,
             before_wait=self._before_wait,
         )
 
-    def _work_so_far(self) -> MicroBatchOps:
-        seen: list[Any] = [replace(entry, times=times) for entry, times in self._seen.items()]
+    def _ops_so_far(self) -> MicroBatchOps:
+        ops: list[Any] = [replace(op, times=times) for op, times in self._counts.items()]
         return MicroBatchOps(
             samples=0,
-            products=tuple(entry for entry in seen if isinstance(entry, ProductOp)),
-            attentions=tuple(entry for entry in seen if isinstance(entry, AttentionOp)),
-            moves=tuple(entry for entry in seen if isinstance(entry, MoveOp)),
-            messages=tuple(entry for entry in seen if isinstance(entry, MessageOp)),
+            products=tuple(op for op in ops if isinstance(op, ProductOp)),
+            attentions=tuple(op for op in ops if isinstance(op, AttentionOp)),
+            moves=tuple(op for op in ops if isinstance(op, MoveOp)),
+            messages=tuple(op for op in ops if isinstance(op, MessageOp)),
             operations=self._operations,
             launches=self._launches,
             sorts=self._sorts,
@@ -194,35 +207,46 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def _only_looks(func: Any) -> bool:
-    """Whether an operation returns its input's memory, unchanged."""
-    returns = [entry.alias_info for entry in func._schema.returns]
-    return bool(returns) and all(info is not None and not info.is_write for info in returns)
+def _returns_view(func: Any) -> bool:
+    """Return whether an operation returns the memory of its input, unchanged."""
+    alias_infos = [entry.alias_info for entry in func._schema.returns]
+    return bool(alias_infos) and all(info is not None and not info.is_write for info in alias_infos)
 
 
 def _sorts(name: str, inputs: list[Tensor]) -> bool:
-    return name == "sort" or (name == "embedding_dense_backward" and inputs[1].numel() > _FEW_INDICES)
+    """Return whether a GPU sorts for this operation."""
+    if name == "embedding_dense_backward":
+        return inputs[1].numel() > _MAX_UNSORTED_INDICES
+    return name == "sort"
 
 
-def _product(a: Tensor, b: Tensor) -> ProductOp:
-    transposed = [x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1 for x in (a, b)]
-    layout: ProductLayout = "tn" if transposed[0] else "nt" if transposed[1] else "nn"
-    batch = a.shape[0] if a.ndim == 3 else 1
+def _product_op(a: Tensor, b: Tensor) -> ProductOp:
+    layout: ProductLayout = "nn"
+    if _is_transposed(a):
+        layout = "tn"
+    elif _is_transposed(b):
+        layout = "nt"
     return ProductOp(
-        a.shape[-2],
-        a.shape[-1],
-        b.shape[-1] if b.shape[-2] == a.shape[-1] else b.shape[-2],
-        layout,
-        batch,
-        _PRECISIONS[a.dtype],
+        m=a.shape[-2],
+        k=a.shape[-1],
+        n=b.shape[-1] if b.shape[-2] == a.shape[-1] else b.shape[-2],
+        layout=layout,
+        batch=a.shape[0] if a.ndim == 3 else 1,
+        precision=_PRECISIONS[a.dtype],
     )
 
 
-def _attention(inputs: list[Tensor], backward: bool) -> AttentionOp:
-    batch, heads, length, width = inputs[0].shape
-    return AttentionOp(batch * heads, length, width, backward, _PRECISIONS[inputs[0].dtype])
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.stride(-2) == 1 and matrix.shape[-1] > 1 and matrix.shape[-2] > 1
 
 
-def _read(tensor: Tensor) -> int:
-    """Bytes that are touched: of an expanded tensor only those that are there."""
+def _attention_op(inputs: list[Tensor], backward: bool) -> AttentionOp:
+    query = inputs[0]
+    batch, heads, length, width = query.shape
+    return AttentionOp(batch * heads, length, width, backward, _PRECISIONS[query.dtype])
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes that an operation touches: an expanded tensor has fewer than its shape
+    says."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,10 +1,15 @@
-"""What a device can do, measured operation by operation: products by size, bytes moved, attention, the optimizer's update."""
+"""Device seconds of single operations by size: products, memory traffic, attention, the
+optimizer's update.
+
+Shape suffixes of products: M rows, K inner size, N columns.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,28 +21,33 @@ from torch.nn import functional as F
 from orchestrator.measure.timer import Timer
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
 from orchestrator.plan.cost.ops import MOVES, MoveKind, ProductLayout
-from orchestrator.train.parts.optim import scale_and_clip, norm_of_gradients
+from orchestrator.train.parts.optim import norm_of_gradients, scale_and_clip
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAYOUTS: tuple[ProductLayout, ...] = ("nn", "nt", "tn")
+_HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class MeasuredSizes:
-    """What is measured: sizes of products, bytes of other operations, tokens of attention."""
+    """The sizes at which operations are measured."""
 
     m: tuple[int, ...]
     k: tuple[int, ...]
     n: tuple[int, ...]
     largest_flops: float
-    """Of one product; what is larger is reckoned from it."""
+    """FLOP of the largest measured product; larger ones are extrapolated."""
     moved: tuple[int, ...]
+    """Bytes that other operations move."""
     lengths: tuple[int, ...]
+    """Tokens of attention."""
     updated: tuple[int, ...]
+    """Bytes of updated parameters."""
     seconds: float
-    """For one figure, each time."""
+    """Time of one measurement."""
     passes: int
-    """All of it is done so often, and of each figure the best taken: what disturbs one pass is over by the next."""
+    """Repeats of all measurements; the best counts, because a disturbance of one pass is over by
+    the next."""
 
 
 ON_CPU = MeasuredSizes(
@@ -62,114 +72,148 @@ ON_GPU = MeasuredSizes(
     seconds=0.002,
     passes=1,
 )
-TINY = MeasuredSizes((8, 32), (16, 64), (16, 64), 1e8, (2**12, 2**16), (16, 32), (2**12, 2**14), 0.0005, 1)
+TINY = MeasuredSizes(
+    m=(8, 32),
+    k=(16, 64),
+    n=(16, 64),
+    largest_flops=1e8,
+    moved=(2**12, 2**16),
+    lengths=(16, 32),
+    updated=(2**12, 2**14),
+    seconds=0.0005,
+    passes=1,
+)
 
 
-def product_grids(timer: Timer, sizes: MeasuredSizes, precision: str) -> dict[str, PiecewiseGrid]:
-    """Products of all sizes, with either factor transposed or none."""
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    """Compute fp32 products with tf32, or without it for every other precision."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        return {layout: _grid(timer, sizes, _DTYPES[precision], layout) for layout in _LAYOUTS}
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _grid(timer: Timer, sizes: MeasuredSizes, dtype: torch.dtype, layout: ProductLayout) -> PiecewiseGrid:
-    found: dict[tuple[int, ...], float] = {}
-    for m, k, n in list(product(sizes.m, sizes.k, sizes.n)) * sizes.passes:
+def product_grids(timer: Timer, sizes: MeasuredSizes, precision: str) -> dict[str, PiecewiseGrid]:
+    """Measure products of all sizes, by layout."""
+    with _matmul_precision(precision):
+        return {layout: _product_grid(timer, sizes, _DTYPES[precision], layout) for layout in _LAYOUTS}
+
+
+def _product_grid(
+    timer: Timer, sizes: MeasuredSizes, dtype: torch.dtype, layout: ProductLayout
+) -> PiecewiseGrid:
+    shapes = list(product(sizes.m, sizes.k, sizes.n))
+    measured: dict[tuple[int, ...], float] = {}
+    for m, k, n in shapes * sizes.passes:
         if 2.0 * m * k * n <= sizes.largest_flops:
             seconds = product_seconds(timer, (m, k, n), layout, dtype)
-            found[m, k, n] = min(seconds, found.get((m, k, n), math.inf))
-    axes = tuple(tuple(map(float, axis)) for axis in (sizes.m, sizes.k, sizes.n))
+            measured[m, k, n] = min(seconds, measured.get((m, k, n), math.inf))
     return PiecewiseGrid(
-        *axes, tuple(_reckoned(found, sizes, point) for point in product(sizes.m, sizes.k, sizes.n))
-    )  # pyright: ignore
+        m=_as_floats(sizes.m),
+        k=_as_floats(sizes.k),
+        n=_as_floats(sizes.n),
+        seconds=tuple(_measured_or_extrapolated(measured, sizes, shape) for shape in shapes),
+    )
+
+
+def _as_floats(sizes: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, sizes))
 
 
 def unaligned_factors(timer: Timer, precision: str) -> dict[str, float]:
-    """How many times as long a product takes whose rows begin at odd places, as those of a vocabulary of 50,257 do: by layout, with
-    the odd size where such a model has it."""
-    sizes: dict[ProductLayout, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    """Return the slowdown of products whose rows begin at odd addresses, by layout.
+
+    A vocabulary of 50,257 has such rows. The odd size is where such a model has it.
+    """
+    shapes: dict[ProductLayout, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
         "nt": ((4096, 1024, 4096), (4096, 1024, 4097)),
         "nn": ((4096, 4096, 1024), (4096, 4097, 1024)),
         "tn": ((4096, 4096, 1024), (4097, 4096, 1024)),
     }
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    found: dict[str, float] = {}
-    for layout, shapes in sizes.items():
-        even, odd = (product_seconds(timer, shape, layout, _DTYPES[precision]) for shape in shapes)
-        found[layout] = max(1.0, odd / even)
-    torch.set_float32_matmul_precision(before)
-    return found
+    factors: dict[str, float] = {}
+    with _matmul_precision(precision):
+        for layout, (even_shape, odd_shape) in shapes.items():
+            even = product_seconds(timer, even_shape, layout, _DTYPES[precision])
+            odd = product_seconds(timer, odd_shape, layout, _DTYPES[precision])
+            factors[layout] = max(1.0, odd / even)
+    return factors
 
 
 def product_seconds(
     timer: Timer, shape: tuple[int, int, int], layout: ProductLayout, dtype: torch.dtype
 ) -> float:
-    """One product; with the second factor transposed, as linear layers have it, a bias is added."""
+    """Time one product. Layout ``nt`` adds a bias, as linear layers do."""
     m, k, n = shape
+    bias_N = torch.zeros(n, device=timer.device, dtype=dtype)
 
-    def make() -> tuple[Tensor, Tensor]:
-        a = timer.take((k, m) if layout == "tn" else (m, k), dtype)
-        b = timer.take((n, k) if layout == "nt" else (k, n), dtype)
-        return a.t() if layout == "tn" else a, b.t() if layout == "nt" else b
+    def make_operands() -> tuple[Tensor, Tensor]:
+        if layout == "tn":
+            return timer.random_tensor((k, m), dtype).t(), timer.random_tensor((k, n), dtype)
+        a_MK = timer.random_tensor((m, k), dtype)
+        if layout == "nt":
+            return a_MK, timer.random_tensor((n, k), dtype).t()
+        return a_MK, timer.random_tensor((k, n), dtype)
 
-    bias = torch.zeros(n, device=timer.device, dtype=dtype)
-    return timer.in_turn(make, (lambda a, b: torch.addmm(bias, a, b)) if layout == "nt" else torch.mm)
+    def add_product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+        return torch.addmm(bias_N, a_MK, b_KN)
+
+    return timer.time_with(make_operands, add_product if layout == "nt" else torch.mm)
 
 
-def _reckoned(found: Mapping[tuple[int, ...], float], sizes: MeasuredSizes, point: tuple[int, ...]) -> float:
-    """What was measured, or for a product that was too large, in proportion to the next smaller ones."""
-    if point in found:
-        return found[point]
+def _measured_or_extrapolated(
+    measured: Mapping[tuple[int, ...], float], sizes: MeasuredSizes, shape: tuple[int, ...]
+) -> float:
+    """Return the measured seconds; for a product that is too large, extrapolate from the next
+    smaller ones."""
+    if shape in measured:
+        return measured[shape]
     guesses = []
-    for place, axis in enumerate((sizes.m, sizes.k, sizes.n)):
-        index = axis.index(point[place])
+    for axis, axis_sizes in enumerate((sizes.m, sizes.k, sizes.n)):
+        index = axis_sizes.index(shape[axis])
         if index:
-            smaller = (*point[:place], axis[index - 1], *point[place + 1 :])
-            guesses.append(_reckoned(found, sizes, smaller) * axis[index] / axis[index - 1])
+            smaller = (*shape[:axis], axis_sizes[index - 1], *shape[axis + 1 :])
+            seconds = _measured_or_extrapolated(measured, sizes, smaller)
+            guesses.append(seconds * axis_sizes[index] / axis_sizes[index - 1])
     return statistics.mean(guesses)
 
 
 def move_curves(
     timer: Timer, sizes: MeasuredSizes, dtype: torch.dtype = torch.float32
 ) -> dict[str, PiecewiseCurve]:
-    """Seconds by bytes read and written, for each kind of operation that is no product."""
+    """Measure the seconds of each kind of memory-bound operation by the bytes that it reads and
+    writes."""
+    keys = list(product(MOVES, sizes.moved))
     passes = [
-        {(k, s): _move(timer, k, s, dtype) for k in MOVES for s in sizes.moved} for _ in range(sizes.passes)
+        {(kind, size): _move_seconds(timer, kind, size, dtype) for kind, size in keys}
+        for _ in range(sizes.passes)
     ]
-    return {
-        kind: _curve(sizes.moved, [min(one[kind, size] for one in passes) for size in sizes.moved])
-        for kind in MOVES
-    }
+    best = {key: min(one_pass[key] for one_pass in passes) for key in keys}
+    return {kind: _rising_curve(sizes.moved, [best[kind, size] for size in sizes.moved]) for kind in MOVES}
 
 
-def _curve(sizes: Sequence[float], values: Sequence[float]) -> PiecewiseCurve:
-    """Larger ones take at least as long: what noise says against it is left out."""
-    return PiecewiseCurve(
-        tuple(map(float, sizes)), tuple(max(values[: place + 1]) for place in range(len(values)))
-    )
+def _rising_curve(sizes: Sequence[float], values: Sequence[float]) -> PiecewiseCurve:
+    """Return a curve on which larger sizes take at least as long; noise that says otherwise is
+    dropped."""
+    rising = tuple(max(values[: index + 1]) for index in range(len(values)))
+    return PiecewiseCurve(_as_floats(sizes), rising)
 
 
-def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
+def _move_seconds(timer: Timer, kind: MoveKind, size_bytes: int, dtype: torch.dtype) -> float:
+    device = timer.device
     if kind == "sort":
-        keys = torch.randint(8, (max(2, size // 18),), device=timer.device).to(
-            torch.uint8
-        )  # in: a byte each; out: it and a place
+        # A key of one byte is read; the key and its index are written.
+        keys = torch.randint(8, (max(2, size_bytes // 18),), device=device).to(torch.uint8)
         return timer(lambda: keys.sort(stable=True))
-    width = _width(size, timer.device)
+    width = _row_width(size_bytes, device)
     arrays = {"plain": 3, "gelu_backward": 3, "norm_backward": 3, "reduce": 1}.get(kind, 2)
-    shape = max(1, size // (arrays * width * dtype.itemsize)), width
-    weight, order = (
-        torch.ones(width, device=timer.device, dtype=dtype),
-        torch.randperm(shape[0], device=timer.device),
-    )
-    mean, deviation = (
-        torch.zeros(shape[0], 1, device=timer.device),
-        torch.ones(shape[0], 1, device=timer.device),
-    )
+    rows = max(1, size_bytes // (arrays * width * dtype.itemsize))
+    weight = torch.ones(width, device=device, dtype=dtype)
+    order = torch.randperm(rows, device=device)
+    mean = torch.zeros(rows, 1, device=device)
+    deviation = torch.ones(rows, 1, device=device)
     compute: dict[str, Callable[[Tensor, Tensor], Any]] = {
         "plain": lambda x, y: x + y,
         "heavy": lambda x, _: F.gelu(x),
@@ -181,58 +225,69 @@ def _move(timer: Timer, kind: MoveKind, size: int, dtype: torch.dtype) -> float:
         "rows": lambda x, _: x.index_select(0, order),
         "reduce": lambda x, _: x.sum(0),
     }
-    return timer.in_turn(lambda: (timer.take(shape, dtype), timer.take(shape, dtype)), compute[kind])
+
+    def make_operands() -> tuple[Tensor, Tensor]:
+        return timer.random_tensor((rows, width), dtype), timer.random_tensor((rows, width), dtype)
+
+    return timer.time_with(make_operands, compute[kind])
 
 
-def _width(size: int, device: torch.device) -> int:
-    """Of rows: as wide as those of models that move so much. A GPU's norms of narrow ones are several times slower."""
-    if device.type == "cuda" and size >= 2**21:
+def _row_width(size_bytes: int, device: torch.device) -> int:
+    """Return the width of rows in models that move so much: a GPU's norms of narrow rows are
+    several times slower."""
+    if device.type == "cuda" and size_bytes >= 2**21:
         return 1024
-    return 256 if size >= 2**16 else 32
+    return 256 if size_bytes >= 2**16 else 32
 
 
 def attention_curves(
     timer: Timer, sizes: MeasuredSizes, precisions: Sequence[str]
 ) -> dict[str, PiecewiseCurve]:
-    """Seconds of a head of 64 features by its FLOP, forward and backward, where many are computed at once."""
+    """Measure the seconds of a head of 64 features by its FLOP, forward and backward, of many
+    computed at once."""
     curves: dict[str, PiecewiseCurve] = {}
     for precision in precisions:
         passes = [
-            [_attention(timer, length, _DTYPES[precision]) for length in sizes.lengths]
+            [_attention_seconds(timer, length, _DTYPES[precision]) for length in sizes.lengths]
             for _ in range(sizes.passes)
         ]
-        found = [[min(values) for values in zip(*pairs, strict=True)] for pairs in zip(*passes, strict=True)]
-        for place, (direction, products) in enumerate((("forward", 2), ("backward", 5))):
-            flops = [products * length**2 * 64 for length in sizes.lengths]
-            curves[f"{precision} {direction}"] = _curve(flops, [pair[place] for pair in found])
+        by_length = list(zip(*passes, strict=True))
+        for index, (direction, products) in enumerate((("forward", 2), ("backward", 5))):
+            flops = [products * length**2 * _HEAD_WIDTH for length in sizes.lengths]
+            best = [min(seconds[index] for seconds in repeats) for repeats in by_length]
+            curves[f"{precision} {direction}"] = _rising_curve(flops, best)
     return curves
 
 
-def _attention(timer: Timer, length: int, dtype: torch.dtype) -> tuple[float, float]:
+def _attention_seconds(timer: Timer, length: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the seconds of one head, forward and backward."""
     heads = 16 if timer.device.type == "cpu" else 128
-    q, k, v = (timer.take((heads // 8, 8, length, 64), dtype).detach().requires_grad_() for _ in range(3))
+    shape = (heads // 8, 8, length, _HEAD_WIDTH)
+    q, k, v = (timer.random_tensor(shape, dtype).detach().requires_grad_() for _ in range(3))
     with torch.no_grad():
         forward = timer(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    gradient = torch.randn_like(made)
-    backward = timer(lambda: torch.autograd.grad(made, (q, k, v), gradient, retain_graph=True))
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gradient = torch.randn_like(output)
+    backward = timer(lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True))
     return forward / heads, backward / heads
 
 
 def update_curve(timer: Timer, sizes: MeasuredSizes) -> PiecewiseCurve:
-    """Norm, clipping and AdamW over parameters of so many bytes."""
+    """Measure norm, clipping and AdamW by the bytes of the parameters."""
     passes = [
-        [timer(updating(_four(size, timer.device))) for size in sizes.updated] for _ in range(sizes.passes)
+        [timer(make_update(_four_parameters(size, timer.device))) for size in sizes.updated]
+        for _ in range(sizes.passes)
     ]
-    return _curve(sizes.updated, [min(values) for values in zip(*passes, strict=True)])
+    return _rising_curve(sizes.updated, [min(seconds) for seconds in zip(*passes, strict=True)])
 
 
-def _four(size: int, device: torch.device) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(max(1, size // 16), device=device)) for _ in range(4)]
+def _four_parameters(size_bytes: int, device: torch.device) -> list[nn.Parameter]:
+    elements = max(1, size_bytes // 16)
+    return [nn.Parameter(torch.randn(elements, device=device)) for _ in range(4)]
 
 
-def updating(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    """An update of these, as a step ends with it."""
+def make_update(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Return a function that updates the parameters as at the end of a step."""
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -246,28 +301,42 @@ def updating(parameters: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def group_seconds(timer: Timer) -> float:
-    """What each further product of a group takes beyond its arithmetic, where torch computes them one after another: half of
-    that between groups of 2 and of 10 small ones, in the three forms that a step has."""
-    found = []
-    for experts in (2, 10):
-        x, g = (torch.randn(8 * experts, 16, device=timer.device) for _ in range(2))
-        weights = torch.randn(experts, 16, 16, device=timer.device)
-        ends = torch.arange(1, experts + 1, device=timer.device, dtype=torch.int32) * 8
-        forms = [(x, weights), (g, weights.transpose(1, 2)), (x.t(), g)]
-        found.append(
-            sum(timer(lambda a=a, b=b, ends=ends: F.grouped_mm(a, b, offs=ends)) for a, b in forms)
-            / len(forms)
-        )
-    return max(0.0, found[1] - found[0]) / 8
+    """Return the overhead of one more product in a group that torch computes one after another.
+
+    It is the difference between groups of 10 and of 2 small products, in the three forms of a
+    step.
+    """
+    few = _small_group_seconds(timer, 2)
+    many = _small_group_seconds(timer, 10)
+    return max(0.0, many - few) / 8
+
+
+def _small_group_seconds(timer: Timer, experts: int) -> float:
+    """Return the mean seconds of a group in its forward form and its two backward forms."""
+    rows, gradients = (torch.randn(8 * experts, 16, device=timer.device) for _ in range(2))
+    weights = torch.randn(experts, 16, 16, device=timer.device)
+    ends = _group_ends(experts, 8, timer.device)
+    forms = [(rows, weights), (gradients, weights.transpose(1, 2)), (rows.t(), gradients)]
+    return sum(timer(lambda a=a, b=b: F.grouped_mm(a, b, offs=ends)) for a, b in forms) / len(forms)
 
 
 def grouped_curve(timer: Timer, dtype: torch.dtype = torch.bfloat16) -> PiecewiseCurve:
-    """Grouped products of 8 experts against one product of all their rows: how many times as long, by rows per expert."""
-    width, experts, values = 1024, 8, []
-    for rows in (32, 128, 512, 2048):
+    """Measure grouped products of 8 experts as a multiple of one product of all rows, by rows per
+    expert."""
+    width = 1024
+    experts = 8
+    rows_per_expert = (32, 128, 512, 2048)
+    slowdowns = []
+    for rows in rows_per_expert:
         x = torch.randn(rows * experts, width, device=timer.device).to(dtype)
         weights = torch.randn(experts, width, width, device=timer.device).to(dtype)
-        ends = torch.arange(1, experts + 1, device=timer.device, dtype=torch.int32) * rows
-        together = timer(lambda x=x, weights=weights, ends=ends: F.grouped_mm(x, weights, offs=ends))
-        values.append(together / timer(lambda x=x, weights=weights: x @ weights[0]))
-    return PiecewiseCurve((32.0, 128.0, 512.0, 2048.0), tuple(values))
+        ends = _group_ends(experts, rows, timer.device)
+        grouped = timer(lambda x=x, weights=weights, ends=ends: F.grouped_mm(x, weights, offs=ends))
+        one_product = timer(lambda x=x, weights=weights: x @ weights[0])
+        slowdowns.append(grouped / one_product)
+    return PiecewiseCurve(_as_floats(rows_per_expert), tuple(slowdowns))
+
+
+def _group_ends(experts: int, rows_per_expert: int, device: torch.device) -> Tensor:
+    """Return the row after the last of each expert, as ``grouped_mm`` takes them."""
+    return torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows_per_expert

@@ -1,8 +1,10 @@
-"""How long a GPU takes for whole steps, against the sum of what their operations take by themselves.
+"""The slowdown of a GPU within whole steps, against the sum of its operations timed alone.
 
-Alone, an operation finds a cool device with nothing before it. Within a step the device is as hot and as slow as its power allows,
-there are pauses between kernels, and kernels that no trace tells of. One factor for all of that is found from steps that are large
-enough for the host to be far ahead."""
+An operation alone finds a cool device with nothing queued before it. Within a step the device is
+as hot and as slow as its power limit allows, there are pauses between kernels, and there are
+kernels that no trace shows. One factor covers all of that. It is measured with steps so large that
+the host is far ahead of the device.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.step_trace import TraceOptions, trace_step
-from orchestrator.measure.timed_steps import build_steps, step_seconds
+from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.timed_steps import Summary, build_step_runner, step_seconds
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
@@ -27,12 +29,13 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import PrecisionName
 
-_STEPS, _WARM_UP = 24, 8
+_STEPS = 24
+_WARM_UP = 8  # more than elsewhere: the device must heat up
 
 
 @dataclass(frozen=True)
 class LargeModel:
-    """A dense decoder of many tokens a step."""
+    """A dense decoder with many tokens in a step."""
 
     width: int
     context: int
@@ -46,71 +49,79 @@ class LargeModel:
         return f"large decoder, width {self.width}, {self.layers} layers, {self.precision}"
 
     def config(self) -> tuple[Config, int]:
-        """Its settings and its samples."""
+        """Return the settings and the number of samples in a step."""
         batch = self.tokens // self.context
-        sizes = {
-            "width": self.width,
-            "context_length": self.context,
-            "layers": self.layers,
-            "vocabulary": self.vocabulary,
-        }
-        return Config.of(
+        config = Config.of(
             task="synthetic",
             experts=0,
             samples=batch,
             precision=self.precision,
             gpu_mode="single_gpu",
-            **sizes,
-        ), batch
+            width=self.width,
+            context_length=self.context,
+            layers=self.layers,
+            vocabulary=self.vocabulary,
+        )
+        return config, batch
 
 
-LARGE = (LargeModel(1280, 512, "bf16"), LargeModel(896, 256, "fp32"))
+LARGE_MODELS = (LargeModel(1280, 512, "bf16"), LargeModel(896, 256, "fp32"))
 
 
 @dataclass(frozen=True)
 class LargeStep:
-    """A large step: what it does, what was predicted of it, and what it took."""
+    """A large step: its operations, its prediction, and its measured seconds."""
 
     name: str
-    work: MicroBatchOps
+    ops: MicroBatchOps
     predicted: StepPrediction
     measured_s: float
 
     @property
-    def tells(self) -> bool:
-        """Whether it was the device that took so long."""
+    def is_device_bound(self) -> bool:
+        """Whether the device, and not the host, set the time."""
         return self.predicted.parts["overhead"] == 0.0
 
 
 def with_sustained(
-    made: DeviceCosts, found: Inventory, device: torch.device
+    costs: DeviceCosts, inventory: Inventory, device: torch.device
 ) -> tuple[DeviceCosts, tuple[Reference, ...]]:
-    """The device with its factor, and the steps that say so. Of a device whose host is known already."""
-    seen = [_seen(large, made, found, device) for large in LARGE if large.precision in made.products]
-    factor = sustained([entry for entry in seen if entry.tells])
-    return replace(made, sustained=factor), tuple(_reference(entry, factor) for entry in seen)
+    """Return the costs with the slowdown, and the steps that show it. The costs of the host must
+    be known."""
+    models = [model for model in LARGE_MODELS if model.precision in costs.products]
+    steps = [_measure(model, costs, inventory, device) for model in models]
+    slowdown = sustained_slowdown([step for step in steps if step.is_device_bound])
+    return replace(costs, sustained=slowdown), tuple(_reference(step, slowdown) for step in steps)
 
 
-def sustained(seen: list[LargeStep]) -> float:
-    """The mean of how many times as long the steps took; 1 where none tells."""
-    ratios = [entry.measured_s / entry.predicted.step_seconds for entry in seen]
+def sustained_slowdown(steps: list[LargeStep]) -> float:
+    """Return the geometric mean of measured over predicted time; 1 without steps."""
+    ratios = [step.measured_s / step.predicted.step_seconds for step in steps]
     return math.exp(statistics.mean(map(math.log, ratios))) if ratios else 1.0
 
 
-def _seen(large: LargeModel, made: DeviceCosts, found: Inventory, device: torch.device) -> LargeStep:
-    config, batch = large.config()
+def _measure(model: LargeModel, costs: DeviceCosts, inventory: Inventory, device: torch.device) -> LargeStep:
+    config, batch = model.config()
     task = load_task(config)
-    chosen = plan(config, found, model_facts(task, str(device), large.precision))
-    work = trace_step(task, batch, TraceOptions(True, large.precision, False))
-    predicted = predict(work, Machine(made), Parallelism(tf32=chosen.tf32.value))
+    chosen = plan(config, inventory, model_facts(task, str(device), model.precision))
+    ops = trace_micro_batch(task, batch, TraceOptions(on_gpu=True, precision=model.precision, grouped=False))
+    predicted = predict(ops, Machine(costs), Parallelism(tf32=chosen.tf32.value))
     with torch_settings(config, chosen, device):
-        run = build_steps(config, chosen, task, World.single_process(device), batch)
-        return LargeStep(
-            large.name, work, predicted, statistics.median(step_seconds(run, _STEPS, _WARM_UP, device))
-        )
+        runner = build_step_runner(config, chosen, task, World.single_process(device), batch)
+        seconds = step_seconds(runner, _STEPS, _WARM_UP, device)
+    return LargeStep(model.name, ops, predicted, Summary.of(seconds).median)
 
 
-def _reference(entry: LargeStep, factor: float) -> Reference:
-    work, times = entry.work, factor if entry.tells else 1.0
-    counts = work.operations, work.launches, work.sorts, work.views, work.tensors
-    return Reference(entry.name, entry.measured_s, times * entry.predicted.step_seconds, *counts)
+def _reference(step: LargeStep, slowdown: float) -> Reference:
+    ops = step.ops
+    applied = slowdown if step.is_device_bound else 1.0
+    return Reference(
+        name=step.name,
+        measured_s=step.measured_s,
+        fitted_s=applied * step.predicted.step_seconds,
+        operations=ops.operations,
+        launches=ops.launches,
+        sorts=ops.sorts,
+        views=ops.views,
+        tensors=ops.tensors,
+    )

@@ -1,10 +1,16 @@
-"""Whole training steps on a batch that stays on the device, timed: what predictions are held against."""
+"""Timed training steps: the one definition of warm-up, blocks of steps, median and spread.
+
+Every time ends when the device has finished (``train/parts/timing``). Benches, calibration and
+trials build on the functions below.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,52 +20,57 @@ from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
 from orchestrator.train.data import Feed, MicroBatch, StepBatch
 from orchestrator.train.loading import LoaderOptions
+from orchestrator.train.parts.clock import PhaseClock
+from orchestrator.train.parts.timing import synchronize, timed_seconds
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
+from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_parts, build_stepper
+
+WARM_UP_STEPS = 4
+"""First steps are slower than the rest: caches are cold, the allocator grows, a compiler runs."""
+_GPU_BLOCK_STEPS = 4  # in a run the host is ahead of a GPU, so steps are not timed one by one
 
 
 @dataclass(frozen=True)
-from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.timing import synchronize, timed_seconds
 class StepRunner:
-    """Does step number n when called."""
-from orchestrator.train.totals import Totals
+    """Runs step number n when called, always on the same batch, which stays on the device."""
 
     stepper: Stepper
-    portion: StepBatch
+    batch: StepBatch
 
     @property
     def model(self) -> nn.Module:
         return self.stepper.strategy.model
 
-    def __call__(self, step: int) -> None:
-        self.stepper.run(self.portion, step)
+    def __call__(self, step: int) -> Totals:
+        return self.stepper.run(self.batch, step)
 
 
-def build_steps(
+def build_step_runner(
     config: Config,
-    chosen: Plan,
+    plan: Plan,
     task: Task,
     world: World,
     micro_batch: int,
     host_of: Sequence[Sequence[int]] | None = None,
 ) -> StepRunner:
-    """Steps of as many micro-batches as the plan accumulates; ``micro_batch`` is per worker."""
-    parts = build_parts(config, chosen, task, world, host_of=host_of)
-    together = micro_batch * world.data_ranks * chosen.accumulation_steps.value
+    """Build a runner of the plan's accumulation steps; ``micro_batch`` is per worker."""
+    parts = build_parts(config, plan, task, world, host_of=host_of)
     feed = Feed(
         task.train_data(),
         world,
-        global_batch=together,
+        global_batch=micro_batch * world.data_ranks * plan.accumulation_steps.value,
         micro_batch=micro_batch,
         seed=0,
         loader=LoaderOptions(),
     )
-    return StepRunner(
-        build_stepper(config, world, parts, micro_batch, lambda *_, **__: None), _kept(next(feed.steps(0)))
-    )
+    stepper = build_stepper(config, world, parts, micro_batch, ignore_events)
+    return StepRunner(stepper, _on_device(next(feed.steps(0))))
 
+
+def ignore_events(*_: Any, **__: Any) -> None:
+    """Drop the events of a stepper whose run is not recorded."""
 
 
 def _on_device(batch: StepBatch) -> StepBatch:
@@ -70,38 +81,113 @@ def _on_device(batch: StepBatch) -> StepBatch:
         loaded.append(
             MicroBatch(micro.num_samples, lambda values=values: values, micro.first_sample, micro.num_dummies)
         )
-    return StepBatch(micros, portion.global_samples, portion.all_have_samples)
+    return StepBatch(loaded, batch.global_samples, batch.all_have_samples)
 
 
-def submit_seconds(
-    run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None
-) -> list[float]:
-    """Seconds after which the host has handed each step to a GPU that was idle: not those that the GPU then takes."""
-    seconds = []
-    for step in range(warm_up + steps):
-        torch.cuda.synchronize(device)
-        begun = perf_counter()
-        run(step)
-        seconds.append(perf_counter() - begun)
-    torch.cuda.synchronize(device)
-    return seconds[warm_up:]
+@dataclass(frozen=True)
+class Summary:
+    """The median of several times, and their spread: half the distance between the quartiles."""
+
+    median: float
+    spread: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Summary:
+        if len(seconds) < 2:
+            return cls(statistics.median(seconds), 0.0)
+        lower, _, upper = statistics.quantiles(seconds, n=4)
+        return cls(statistics.median(seconds), (upper - lower) / 2)
+
+
+def block_seconds(run: Callable[[int], Any], steps: Sequence[int], device: torch.device | None) -> float:
+    """Run consecutive steps on an idle device; return the seconds until it has finished all of
+    them."""
+
+    def run_all() -> None:
+        for step in steps:
+            run(step)
+
+    return timed_seconds(run_all, device)
 
 
 def step_seconds(
-    run: Callable[[int], None], steps: int, warm_up: int = 4, device: torch.device | None = None
+    run: Callable[[int], Any],
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+    device: torch.device | None = None,
 ) -> list[float]:
-    """Seconds of each step after some that warm up. On a GPU, where the host runs ahead, four are timed together."""
+    """Return the seconds per step after a warm-up. On a GPU each value is the mean of a block of
+    steps."""
     on_gpu = device is not None and device.type == "cuda"
-    for step in range(warm_up):
+    block_steps = _GPU_BLOCK_STEPS if on_gpu else 1
+    block_seconds(run, range(warm_up), device)
+    blocks = [range(first, first + block_steps) for first in range(warm_up, warm_up + steps, block_steps)]
+    return [block_seconds(run, block, device) / block_steps for block in blocks]
+
+
+def submit_seconds(
+    run: Callable[[int], Any],
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+    device: torch.device | None = None,
+) -> list[float]:
+    """Return the seconds until the host has submitted each step to an idle GPU, without the GPU's
+    own time."""
+    seconds = []
+    for step in range(warm_up + steps):
+        synchronize(device)
+        start = perf_counter()
         run(step)
-    seconds, together = [], 4 if on_gpu else 1
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    for begin in range(warm_up, warm_up + steps, together):
-        begun = perf_counter()
-        for step in range(begin, begin + together):
-            run(step)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds.append((perf_counter() - begun) / together)
-    return seconds
+        seconds.append(perf_counter() - start)
+    synchronize(device)
+    return seconds[warm_up:]
+
+
+def phase_seconds(
+    runner: StepRunner, steps: int, device: torch.device, warm_up: int = WARM_UP_STEPS
+) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of each phase and of the ``total``, by step after a warm-up, and the last
+    loss.
+
+    The device is synchronised at the end of each phase: exact phases, at the cost of a slower
+    step.
+    """
+    clock = _SynchronizedClock(device)
+    runner.stepper.clock = clock
+    loss = 0.0
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            clock.seconds.clear()
+        clock.begin()
+        totals = runner(step)
+        clock.end()
+        loss = float(totals.loss) / float(totals.count)
+    return clock.seconds, loss
+
+
+class _SynchronizedClock(PhaseClock):
+    """A phase clock that waits for the device at each mark and keeps the seconds of every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.seconds: dict[str, list[float]] = {}
+        self._step: dict[str, float] = {}
+
+    def begin(self) -> None:
+        synchronize(self._device)
+        self._step = {}
+        super().begin()
+
+    def mark(self, phase: str) -> None:
+        synchronize(self._device)
+        now = perf_counter()
+        self._step[phase] = self._step.get(phase, 0.0) + now - self._last_mark
+        self._last_mark = now
+
+    def end(self) -> float:
+        synchronize(self._device)
+        total = super().end()
+        for phase, seconds in (self._step | {"total": total}).items():
+            self.seconds.setdefault(phase, []).append(seconds)
+        return total

@@ -1,4 +1,5 @@
-"""Times single operations: on a CPU by the clock, on a GPU by the device's own, with operands that are seldom in a cache."""
+"""Times of single operations: wall-clock time on a CPU, device time on a GPU, with operands that
+are rarely cached."""
 
 from __future__ import annotations
 
@@ -6,91 +7,113 @@ import math
 import statistics
 from collections.abc import Callable
 from itertools import cycle
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_POOL_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}
-_MOST_SETS = 12
-_PAUSE_CYCLES, _CYCLES_PER_S = (
-    300_000,
-    2e9,
-)  # a pause of the GPU, in which the host hands it all that is timed
-_HANDED_OVER = 40
+from orchestrator.train.parts.timing import synchronize, timed_seconds
+
+_POOL_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}  # larger than caches
+_MAX_OPERAND_SETS = 12
+_ALIGNMENT = 64  # elements
+_SHORTEST_S = 1e-7
+
+# The GPU pauses while the host submits all calls, so that it never waits for the host between
+# them.
+_PAUSE_CYCLES = 300_000
+_CYCLES_PER_S = 2e9
+
+_HOST_CALLS = 40
 
 
 class Timer:
-    """Seconds of a call: on a GPU those of the device, which has all calls before it begins with the first."""
+    """Seconds of a call. On a GPU these are seconds of the device, which has all calls queued when
+    it begins."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device, self._seconds = device, seconds
+        """``seconds`` is the time to spend on one measurement."""
+        self.device = device
+        self._seconds = seconds
         self._pools: dict[torch.dtype, Tensor] = {}
-        self._place = 0
+        self._next_element = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random numbers of this shape, each time from another place of a pool that is larger than caches are: what a step
-        computes with was seldom used just before. Not zeros, which a GPU is faster with."""
-        count, whole = math.prod(shape), _POOL_BYTES[self.device.type] // dtype.itemsize
-        if count > whole:
+    def random_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return random numbers from a new place of a pool that is larger than the caches.
+
+        The operands of a step were rarely used just before. They are not zeros, with which a GPU
+        is faster.
+        """
+        count = math.prod(shape)
+        pool_size = _POOL_BYTES[self.device.type] // dtype.itemsize
+        if count > pool_size:
             return torch.randn(shape, device=self.device).to(dtype)
         if dtype not in self._pools:
-            self._pools[dtype] = torch.randn(whole, device=self.device).to(dtype)
-        begin = 0 if self._place + count > whole else self._place
-        self._place = -(-(begin + count) // 64) * 64
-        return self._pools[dtype][begin : begin + count].view(shape)
+            self._pools[dtype] = torch.randn(pool_size, device=self.device).to(dtype)
+        first = 0 if self._next_element + count > pool_size else self._next_element
+        self._next_element = -(-(first + count) // _ALIGNMENT) * _ALIGNMENT
+        return self._pools[dtype][first : first + count].view(shape)
 
-    def in_turn(self, make: Callable[[], tuple[Tensor, ...]], compute: Callable[..., Any]) -> float:
-        """Seconds of ``compute`` over several sets of what ``make`` makes."""
-        sets = [make()]
-        size = sum(tensor.nbytes for tensor in sets[0])
-        sets += [make() for _ in range(min(_MOST_SETS, _POOL_BYTES[self.device.type] // max(1, size)) - 1)]
-        turn = cycle(sets)
-        return self(lambda: compute(*next(turn)))
+    def time_with(
+        self, make_operands: Callable[[], tuple[Tensor, ...]], compute: Callable[..., Any]
+    ) -> float:
+        """Return the seconds of ``compute`` over several sets of operands in turn."""
+        sets = [make_operands()]
+        set_bytes = sum(tensor.nbytes for tensor in sets[0])
+        num_sets = min(_MAX_OPERAND_SETS, _POOL_BYTES[self.device.type] // max(1, set_bytes))
+        sets += [make_operands() for _ in range(num_sets - 1)]
+        next_set = cycle(sets)
+        return self(lambda: compute(*next(next_set)))
 
     def __call__(self, call: Callable[[], Any]) -> float:
-        return self._on_gpu(call) if self.device.type == "cuda" else self._on_cpu(call)
+        return self._gpu_seconds(call) if self.device.type == "cuda" else self._cpu_seconds(call)
 
-    def _on_cpu(self, call: Callable[[], Any]) -> float:
+    def _cpu_seconds(self, call: Callable[[], Any]) -> float:
         call()
-        once = _lasted(call, 1)
-        times = max(1, min(200, int(self._seconds / 5 / max(once, 1e-7))))
-        rounds = 5 if times > 1 else max(1, min(4, int(self._seconds / max(once, 1e-7))))
-        return statistics.median(
-            [*(_lasted(call, times) for _ in range(rounds)), *([once] if times == 1 else [])]
-        )
+        once = _seconds_per_call(call, 1)
+        calls = max(1, min(200, int(self._seconds / 5 / max(once, _SHORTEST_S))))
+        if calls > 1:
+            return statistics.median(_seconds_per_call(call, calls) for _ in range(5))
+        # A long call: the first one counts too.
+        rounds = max(1, min(4, int(self._seconds / max(once, _SHORTEST_S))))
+        return statistics.median([*(_seconds_per_call(call, 1) for _ in range(rounds)), once])
 
-    def _on_gpu(self, call: Callable[[], Any]) -> float:
+    def _gpu_seconds(self, call: Callable[[], Any]) -> float:
         call()
-        torch.cuda.synchronize(self.device)
-        issuing = _lasted(call, 1)
-        torch.cuda.synchronize(self.device)
-        once = self._queued(call, 1, issuing)
-        return self._queued(call, max(2, min(30, int(self._seconds / max(once, 1e-7)))), issuing)
+        synchronize(self.device)
+        submit_s = _seconds_per_call(call, 1)
+        synchronize(self.device)
+        once = self._queued_seconds(call, 1, submit_s)
+        calls = max(2, min(30, int(self._seconds / max(once, _SHORTEST_S))))
+        return self._queued_seconds(call, calls, submit_s)
 
-    def _queued(self, call: Callable[[], Any], times: int, issuing: float) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(_PAUSE_CYCLES + 2 * _CYCLES_PER_S * issuing * times))
+    def _queued_seconds(self, call: Callable[[], Any], calls: int, submit_s: float) -> float:
+        """Return the device seconds per call, with the calls queued behind a pause of the
+        device."""
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(_PAUSE_CYCLES + 2 * _CYCLES_PER_S * submit_s * calls))
         begin.record()
-        for _ in range(times):
+        for _ in range(calls):
             call()
         end.record()
-        torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end) / 1000 / times
+        synchronize(self.device)
+        return begin.elapsed_time(end) / 1000 / calls
 
-    def host(self, call: Callable[[], Any]) -> float:
-        """Seconds until a call returns, whether or not a GPU has then done what it was asked for."""
+    def host_seconds(self, call: Callable[[], Any]) -> float:
+        """Return the seconds until a call returns, whether or not a GPU has then finished it."""
         seconds = []
-        for _ in range(_HANDED_OVER):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(_lasted(call, 1))
-        return statistics.median(seconds[_HANDED_OVER // 4 :])
+        for _ in range(_HOST_CALLS):
+            synchronize(self.device)
+            seconds.append(_seconds_per_call(call, 1))
+        return statistics.median(seconds[_HOST_CALLS // 4 :])
 
 
-def _lasted(call: Callable[[], Any], times: int) -> float:
-    begun = perf_counter()
-    for _ in range(times):
-        call()
-    return (perf_counter() - begun) / times
+def _seconds_per_call(call: Callable[[], Any], calls: int) -> float:
+    """Return the seconds until the host has made the calls, divided by their number."""
+
+    def call_all() -> None:
+        for _ in range(calls):
+            call()
+
+    return timed_seconds(call_all, None) / calls

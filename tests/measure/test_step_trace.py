@@ -1,8 +1,7 @@
-"""What is traced, against numbers reckoned by hand."""
+"""Traced micro-batches, against numbers computed by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from experts.kernels import fused
 from orchestrator.config.settings import Config
-from orchestrator.measure.step_trace import TraceOptions, even_rows, trace_step
+from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData
+
+ON_GPU = TraceOptions(on_gpu=True, precision="bf16")
+ONE_BY_ONE = TraceOptions(grouped=False)
+SMALL_MOE: dict[str, Any] = {"task": "digits", "width": 32, "experts": 4, "expert_hidden_size": 24}
 
 
 class Linears(Task):
@@ -30,39 +34,42 @@ class Linears(Task):
         return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def traced(setting: TraceOptions | None = None, batch: int = 8, **settings: Any) -> MicroBatchOps:
-    return trace_step(load_task(Config.of(**settings)), batch, setting)
+def traced(options: TraceOptions | None = None, batch: int = 8, **settings: Any) -> MicroBatchOps:
+    return trace_micro_batch(load_task(Config.of(**settings)), batch, options)
 
 
-def shapes(work: MicroBatchOps, of_experts: bool = False) -> dict[tuple[int, int, int, str], int]:
-    return {(p.m, p.k, p.n, p.layout): p.times * p.batch for p in work.products if p.of_experts == of_experts}
+def product_shapes(ops: MicroBatchOps, of_experts: bool = False) -> dict[tuple[int, int, int, str], int]:
+    products = [product for product in ops.products if product.of_experts == of_experts]
+    return {(p.m, p.k, p.n, p.layout): p.times * p.batch for p in products}
 
 
-def test_linear_layers_by_hand() -> None:
+def moved_bytes(ops: MicroBatchOps) -> int:
+    return sum(move.bytes * move.times for move in ops.moves)
+
+
+def test_linear_layers_have_three_products_each() -> None:
     """Forward x·Wᵀ, backward g·W (not for the input) and gᵀ·x."""
-    work = trace_step(Linears(), 8)
-    assert shapes(work) == {
+    ops = trace_micro_batch(Linears(), 8)
+    assert product_shapes(ops) == {
         (8, 12, 20, "nt"): 1,
         (8, 20, 6, "nt"): 1,
         (8, 6, 20, "nn"): 1,
         (6, 8, 20, "tn"): 1,
         (20, 8, 12, "tn"): 1,
     }
-    assert work.flops == 2 * 8 * (2 * 12 * 20 + 3 * 20 * 6)
-    assert (work.parameters, work.tensors, work.expert_parameters) == (12 * 20 + 20 + 20 * 6 + 6, 4, 0)
+    assert ops.flops == 2 * 8 * (2 * 12 * 20 + 3 * 20 * 6)
+    assert (ops.parameters, ops.tensors, ops.expert_parameters) == (12 * 20 + 20 + 20 * 6 + 6, 4, 0)
 
 
-def test_memory_of_linear_layers_by_hand() -> None:
-    """At least the gradients of all weights; at most all that was ever made."""
-    work = trace_step(Linears(), 8)
-    made = sum(move.bytes * move.times for move in work.moves)
-    assert 4 * work.parameters <= work.peak_bytes <= made + 100 * 512 + 4 * work.parameters
+def test_the_peak_lies_between_the_gradients_and_all_tensors() -> None:
+    ops = trace_micro_batch(Linears(), 8)
+    assert 4 * ops.parameters <= ops.peak_bytes <= moved_bytes(ops) + 100 * 512 + 4 * ops.parameters
 
 
-def test_an_moe_layer_by_hand() -> None:
-    """Each of 4 experts has a quarter of 16 × 2 rows; SwiGLU's first product is twice as wide. Three products each."""
-    work = traced(batch=16, task="digits", width=32, layers=1, experts=4, expert_hidden_size=24, top_k=2)
-    assert shapes(work, of_experts=True) == {
+def test_an_moe_layer_has_two_products_per_expert_three_times() -> None:
+    """Each of 4 experts has a quarter of 16 × 2 rows; SwiGLU's first product is twice as wide."""
+    ops = traced(batch=16, layers=1, top_k=2, **SMALL_MOE)
+    assert product_shapes(ops, of_experts=True) == {
         (8, 32, 48, "nn"): 4,
         (8, 24, 32, "nn"): 4,
         (8, 32, 24, "nt"): 4,
@@ -70,71 +77,72 @@ def test_an_moe_layer_by_hand() -> None:
         (8, 48, 32, "nt"): 4,
         (32, 8, 48, "tn"): 4,
     }
-    assert sum(p.flops for p in work.products if p.of_experts) == 3 * 2 * 32 * (32 * 48 + 24 * 32)
+    assert sum(p.flops for p in ops.products if p.of_experts) == 3 * 2 * 32 * (32 * 48 + 24 * 32)
 
 
-def test_experts_one_after_another_are_more_operations_of_the_same_arithmetic() -> None:
-    settings = {"task": "digits", "width": 32, "layers": 1, "experts": 4, "expert_hidden_size": 24}
-    together, apart = (traced(TraceOptions(grouped=grouped), 16, **settings) for grouped in (True, False))
-    assert apart.flops == together.flops
-    assert apart.operations > together.operations
-    assert shapes(apart, of_experts=True) == shapes(together, of_experts=True)
+def test_experts_one_after_another_have_more_operations_and_the_same_arithmetic() -> None:
+    grouped = traced(TraceOptions(), 16, layers=1, **SMALL_MOE)
+    one_by_one = traced(ONE_BY_ONE, 16, layers=1, **SMALL_MOE)
+    assert one_by_one.flops == grouped.flops
+    assert one_by_one.operations > grouped.operations
+    assert product_shapes(one_by_one, of_experts=True) == product_shapes(grouped, of_experts=True)
 
 
-def test_what_goes_through_python_of_ours() -> None:
-    """A layer on a GPU: eight fused kernels, and six products of all experts. On a CPU only these, in groups."""
+def test_fused_kernels_and_grouped_products_are_launched_from_python() -> None:
+    """A layer on a GPU has eight fused kernels and six grouped products; on a CPU only the
+    products."""
     settings: dict[str, Any] = {"task": "text", "width": 64, "layers": 3}
-    assert traced(TraceOptions(True, "bf16"), 4, **settings).launches == 3 * (8 + 6)
+    assert traced(ON_GPU, 4, **settings).launches == 3 * (8 + 6)
     assert traced(TraceOptions(), 4, **settings).launches == 3 * 6
-    assert traced(TraceOptions(grouped=False), 4, **settings).launches == 0
-    assert traced(TraceOptions(True, "bf16"), 4, **settings, experts=0).launches == 0
+    assert traced(ONE_BY_ONE, 4, **settings).launches == 0
+    assert traced(ON_GPU, 4, **settings, experts=0).launches == 0
 
 
-def test_what_a_gpu_sorts_for() -> None:
-    """The rows of each MoE layer, and the gradients of an embedding where there are many tokens; on CPUs none are told apart."""
+def test_a_gpu_sorts_for_each_moe_layer_and_for_embeddings_of_many_tokens() -> None:
+    """On CPUs sorts are not counted separately."""
     settings: dict[str, Any] = {"task": "synthetic", "width": 16, "layers": 3, "context_length": 64}
-    assert traced(TraceOptions(True, "bf16"), 64, **settings).sorts == 3 + 1
-    assert traced(TraceOptions(True, "bf16"), 8, **settings).sorts == 3
-    assert traced(TraceOptions(True, "bf16"), 64, **settings, experts=0).sorts == 1
+    assert traced(ON_GPU, 64, **settings).sorts == 3 + 1
+    assert traced(ON_GPU, 8, **settings).sorts == 3
+    assert traced(ON_GPU, 64, **settings, experts=0).sorts == 1
     assert traced(TraceOptions(), 64, **settings).sorts == 0
 
 
-def test_norms_and_their_derivatives_are_told_apart() -> None:
-    work = traced(batch=8, task="digits", width=32, layers=2, experts=0)
-    count = {
-        kind: sum(move.times for move in work.moves if move.kind == kind)
-        for kind in ("norm", "norm_backward")
-    }
-    assert count == {"norm": 3 + 2, "norm_backward": 3}  # and a softmax, there and back
+def test_norms_and_their_derivatives_are_different_kinds() -> None:
+    ops = traced(batch=8, task="digits", width=32, layers=2, experts=0)
+    norms = sum(move.times for move in ops.moves if move.kind == "norm")
+    derivatives = sum(move.times for move in ops.moves if move.kind == "norm_backward")
+    assert norms == 3 + 2  # three layer norms, and a softmax forward and backward
+    assert derivatives == 3
 
 
 @pytest.mark.parametrize(
-    ("setting", "more", "waits"),
+    ("options", "changes", "waits"),
     [
         (TraceOptions(), {}, False),
-        (TraceOptions(grouped=False), {}, True),
+        (ONE_BY_ONE, {}, True),
         (TraceOptions(hosts=2), {}, True),
         (TraceOptions(), {"capacity_factor": 1.5}, True),
         (TraceOptions(), {"expert_hidden_size": (16, 16, 24, 24)}, True),
-        (TraceOptions(grouped=False), {"experts": 0}, False),
+        (ONE_BY_ONE, {"experts": 0}, False),
     ],
 )
-def test_where_the_host_waits_for_the_device(
-    setting: TraceOptions, more: dict[str, Any], waits: bool
-) -> None:
-    """The last time in the last layer's forward pass: the backward pass is not before it."""
-    settings = {"task": "digits", "width": 32, "layers": 2, "experts": 4, "expert_hidden_size": 24}
-    work = traced(setting, 16, **(settings | more))
-    assert (work.before_wait is not None) == waits
-    if work.before_wait is not None:
-        assert 0 < work.before_wait.operations < 0.7 * work.operations
-        assert {entry.layout for entry in work.before_wait.products} <= {"nt", "nn"}
+def test_the_host_waits_for_row_counts(options: TraceOptions, changes: dict[str, Any], waits: bool) -> None:
+    """It waits for the last time in the last layer's forward pass, before the backward pass."""
+    ops = traced(options, 16, **(SMALL_MOE | {"layers": 2} | changes))
+    assert (ops.before_wait is not None) == waits
+    if ops.before_wait is not None:
+        assert 0 < ops.before_wait.operations < 0.7 * ops.operations
+        assert {product.layout for product in ops.before_wait.products} <= {"nt", "nn"}
 
 
-def test_a_transformer_by_hand() -> None:
-    """Per layer qkv, out and two of the feed-forward block, three times each; attention; the output layer."""
-    tokens, width, layers, vocabulary = 4 * 32, 64, 2, 100
-    work = traced(
+def test_the_arithmetic_of_a_transformer() -> None:
+    """Per layer qkv, out and two products of the feed-forward block, three times each; attention;
+    the output layer."""
+    tokens = 4 * 32
+    width = 64
+    layers = 2
+    vocabulary = 100
+    ops = traced(
         batch=4,
         task="synthetic",
         experts=0,
@@ -144,64 +152,31 @@ def test_a_transformer_by_hand() -> None:
         vocabulary=vocabulary,
         samples=8,
     )
-    dense = 3 * 2 * tokens * (layers * 12 * width * width + width * vocabulary)
-    assert sum(p.flops for p in work.products) == dense
-    assert sum(a.flops for a in work.attentions) == layers * 7 * 4 * 32**2 * width
-    assert {(a.heads, a.length, a.width, a.backward) for a in work.attentions} == {
-        (4, 32, 64, False),
-        (4, 32, 64, True),
-    }
+    product_flops = 3 * 2 * tokens * (layers * 12 * width * width + width * vocabulary)
+    assert sum(p.flops for p in ops.products) == product_flops
+    assert sum(a.flops for a in ops.attentions) == layers * 7 * 4 * 32**2 * width
+    attentions = {(a.heads, a.length, a.width, a.backward) for a in ops.attentions}
+    assert attentions == {(4, 32, 64, False), (4, 32, 64, True)}
 
 
-def test_work_grows_with_the_batch() -> None:
-    small, large = (traced(batch=batch, task="digits") for batch in (16, 64))
+def test_arithmetic_and_memory_grow_with_the_batch() -> None:
+    small = traced(batch=16, task="digits")
+    large = traced(batch=64, task="digits")
     assert large.flops == 4 * small.flops
     assert large.operations == small.operations
     assert large.peak_bytes > small.peak_bytes
 
 
-def test_on_a_gpu_low_precision_and_fused_kernels() -> None:
+def test_a_gpu_has_low_precision_and_fused_kernels() -> None:
     settings: dict[str, Any] = {"task": "text", "width": 64, "layers": 1}
-    on_cpu, on_gpu = (
-        traced(setting, 4, **settings) for setting in (TraceOptions(), TraceOptions(True, "bf16"))
-    )
+    on_cpu = traced(TraceOptions(), 4, **settings)
+    on_gpu = traced(ON_GPU, 4, **settings)
     assert {p.precision for p in on_gpu.products if p.of_experts} == {"bf16"}
-    assert sum(m.bytes * m.times for m in on_gpu.moves) < sum(m.bytes * m.times for m in on_cpu.moves)
+    assert moved_bytes(on_gpu) < moved_bytes(on_cpu)
     assert on_gpu.flops == on_cpu.flops
 
 
-def test_what_travels_between_hosts() -> None:
-    """Counts once and rows four times for each layer; a row out is a token's features with ids and weights of two experts."""
-    work = traced(
-        TraceOptions(hosts=2), 16, task="digits", width=32, layers=3, experts=4, expert_hidden_size=24
-    )
-    assert sum(m.times for m in work.messages if m.kind == "counts") == 3
-    assert sum(m.times for m in work.messages if m.kind == "rows") == 4 * 3
-    sent, _ = even_rows(16, 4, 2, 2, 1)
-    away = sent[1][0]
-    assert {m.bytes for m in work.messages if m.kind == "rows"} == {
-        away * (32 * 4 + 8 + 8),
-        away * 32 * 4,
-        away * (32 * 4 + 8),
-    }
-    whole = traced(batch=16, task="digits", width=32, layers=3, experts=4, expert_hidden_size=24)
-    assert work.expert_parameters == 3 * 2 * (32 * 48 + 24 * 32)
-    assert whole.parameters - work.parameters == work.expert_parameters
-    assert whole.expert_parameters == 0
-
-
-def test_evenly_spread_tokens() -> None:
-    """Of 12 tokens with 2 of 4 experts, 10 want either host of two (all but one pair in six); 12 pairs each. In chunks alike."""
-    sent, received = even_rows(12, 4, 2, 2, 1)
-    assert sent == [[10, 12], [10, 12]]
-    assert received == [[10, 12], [10, 12]]
-    parts, _ = even_rows(12, 4, 2, 2, 2)
-    assert parts == [[5, 6, 5, 6], [5, 6, 5, 6]]
-    nobody, _ = even_rows(8, 2, 1, 3, 1)
-    assert nobody[2] == [0, 0]
-
-
-def test_recomputing_is_more_arithmetic_and_less_memory() -> None:
+def test_recomputation_has_more_arithmetic_and_less_memory() -> None:
     settings: dict[str, Any] = {
         "task": "synthetic",
         "experts": 0,
@@ -210,22 +185,22 @@ def test_recomputing_is_more_arithmetic_and_less_memory() -> None:
         "context_length": 64,
         "samples": 16,
     }
-    kept, again = (traced(TraceOptions(recompute=recompute), 8, **settings) for recompute in (False, True))
-    assert kept.flops < again.flops < 1.4 * kept.flops
-    assert again.peak_bytes < 0.8 * kept.peak_bytes
+    saved = traced(TraceOptions(recompute=False), 8, **settings)
+    recomputed = traced(TraceOptions(recompute=True), 8, **settings)
+    assert saved.flops < recomputed.flops < 1.4 * saved.flops
+    assert recomputed.peak_bytes < 0.8 * saved.peak_bytes
 
 
-def test_tracing_leaves_nothing_behind() -> None:
-    from experts.kernels import fused
+def test_recomputation_over_several_hosts_exchanges_tokens_once() -> None:
+    """The recomputed pass replays the row counts of the first pass."""
+    saved = traced(TraceOptions(hosts=2), 16, layers=3, **SMALL_MOE)
+    recomputed = traced(TraceOptions(hosts=2, recompute=True), 16, layers=3, **SMALL_MOE)
+    assert recomputed.flops > saved.flops
+    assert recomputed.messages == saved.messages
 
+
+def test_tracing_restores_the_process() -> None:
     before = fused.available
-    first = traced(TraceOptions(True, "bf16"), 4, task="digits")
+    first = traced(ON_GPU, 4, task="digits")
     assert fused.available is before
-    assert replace(traced(TraceOptions(True, "bf16"), 4, task="digits")) == first
-
-
-@pytest.mark.parametrize("hosts", [3, 8, 16])
-def test_more_hosts_than_divide_the_experts(hosts: int) -> None:
-    work = traced(TraceOptions(hosts=hosts), 16, task="digits", experts=8)
-    held = -(-8 // hosts)
-    assert {p.batch for p in work.products if p.of_experts} == {held}
+    assert traced(ON_GPU, 4, task="digits") == first

@@ -1,4 +1,4 @@
-"""A trial's measurement: the rate and its interval, and what the steps of several workers agree on."""
+"""Trials: the throughput and its interval, and the steps that several workers agree on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import t as student
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import TrainingFailed
 from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.trial import TimedBlock, TrialLimits, TrialResult, _student, open_trial, rate_of
+from orchestrator.measure.trial import TimedBlock, TrialLimits, TrialResult, open_trial, rate_of
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.stores import file_store
@@ -24,109 +23,117 @@ from tests.support.ranks import run_ranks
 TINY: dict[str, Any] = {"width": 8, "expert_hidden_size": (8,), "experts": 2, "layers": 1, "batch_size": 16}
 
 
-def measured(
+def run_trial(
     limits: TrialLimits,
     world: World | None = None,
     task: Digits | None = None,
     parts: int = 1,
     **settings: Any,
 ) -> list[TrialResult]:
+    """Run a trial to its end in this many parts; return the result after each."""
     config = Config.of(**TINY, **settings)
-    prepared = Trainer(config=config).prepare()
-    made, facts = task or Digits(config), model_facts(Digits(config), "cpu", "fp32")
-    with open_trial(config, prepared.plan, facts, made, world or World.single_process(), limits) as measuring:
-        found = [measuring.advance(1 / parts)]
-        while not found[-1].done:
-            found.append(measuring.advance(1 / parts))
-    return found
+    plan = Trainer(config=config).prepare().plan
+    facts = model_facts(Digits(config), "cpu", "fp32")
+    world = world or World.single_process()
+    with open_trial(config, plan, facts, task or Digits(config), world, limits) as trial:
+        results = [trial.advance(1 / parts)]
+        while not results[-1].done:
+            results.append(trial.advance(1 / parts))
+    return results
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 5, 9, 40])
-def test_the_quantile(degrees: int) -> None:
-    assert _student(degrees) == pytest.approx(student.ppf(0.975, degrees), rel=2e-3)
+def test_the_interval_of_two_blocks_uses_students_t() -> None:
+    """The 97.5% quantile with one degree of freedom is 12.706."""
+    rate, interval = rate_of([TimedBlock(1.0, 1, 90), TimedBlock(1.0, 1, 110)])
+    assert rate == 100
+    deviation = (200 / 1) ** 0.5
+    assert interval == pytest.approx(12.7062 * deviation / 2**0.5 / 100, rel=1e-5)
 
 
-def test_the_interval_holds_what_it_promises() -> None:
-    """The true rate lies in the interval about 95 times of 100, short last batches and all."""
-    chance, inside = random.Random(0), 0
+def test_the_interval_contains_the_true_rate_in_95_of_100_cases() -> None:
+    """Short last batches included."""
+    generator = random.Random(0)
+    contained = 0
     for _ in range(400):
-        samples = [64 if chance.random() < 0.8 else 20 for _ in range(12)]
-        blocks = [TimedBlock(n / 100 * chance.gauss(1, 0.1), 1, n) for n in samples]
+        samples = [64 if generator.random() < 0.8 else 20 for _ in range(12)]
+        blocks = [TimedBlock(count / 100 * generator.gauss(1, 0.1), 1, count) for count in samples]
         rate, interval = rate_of(blocks)
-        inside += abs(rate - 100) <= interval * rate
-    assert 0.90 < inside / 400 < 0.99
+        contained += abs(rate - 100) <= interval * rate
+    assert 0.90 < contained / 400 < 0.99
     assert rate_of([TimedBlock(2.0, 4, 100)]) == (50.0, float("inf"))
     assert rate_of([TimedBlock(1.0, 1, 10)] * 5) == (10.0, 0.0)
 
 
-def test_a_measurement_ends_when_it_knows_enough_or_has_no_more_time() -> None:
-    (found,) = measured(TrialLimits(0.3))
-    assert found.done
-    assert found.samples_per_second == pytest.approx(
-        16 / found.step_seconds, rel=1e-6
-    )  # short last batches are left out
-    assert set(found.phases) == {"data", "forward", "backward", "optimizer"}
-    assert sum(found.phases.values()) == pytest.approx(found.step_seconds, rel=0.5)
-    assert found.validation_loss is None
-    assert found.peak_memory_bytes > 2**20
+def test_a_trial_ends_when_it_is_precise_or_out_of_time() -> None:
+    (result,) = run_trial(TrialLimits(0.3))
+    assert result.done
+    # Short last batches are skipped.
+    assert result.samples_per_second == pytest.approx(16 / result.step_seconds, rel=1e-6)
+    assert set(result.phases) == {"data", "forward", "backward", "optimizer"}
+    assert sum(result.phases.values()) == pytest.approx(result.step_seconds, rel=0.5)
+    assert result.validation_loss is None
+    assert result.peak_memory_bytes > 2**20
 
 
-def test_in_slices_and_to_the_step_with_a_validation_loss() -> None:
-    found = measured(TrialLimits(1.0, steps=40), parts=4)
-    assert [one.done for one in found] == [False, False, False, True]
-    losses = [one.validation_loss for one in found]
-    assert losses == sorted(losses, reverse=True)  # pyright: ignore[reportArgumentType] -- it learns
-    assert found[-1].steps == 36  # 40 without the four that warm up
+def test_a_trial_of_given_steps_pauses_and_evaluates() -> None:
+    results = run_trial(TrialLimits(1.0, steps=40), parts=4)
+    assert [result.done for result in results] == [False, False, False, True]
+    losses = [result.validation_loss or 0.0 for result in results]
+    assert losses == sorted(losses, reverse=True), "the model learns"
+    assert results[-1].steps == 36  # 40 without the warm-up
+
+
+def test_a_trial_of_few_steps_runs_no_more() -> None:
+    (result,) = run_trial(TrialLimits(1.0, steps=2))
+    assert (result.done, result.steps) == (True, 1)  # the other step is the warm-up
 
 
 class Diverging(Digits):
     def loss(self, model: torch.nn.Module, batch: object) -> Loss:
-        found = super().loss(model, batch)
-        return Loss(found.sum * float("nan"), found.count, found.metrics, found.loads)
+        loss = super().loss(model, batch)
+        return Loss(loss.sum * float("nan"), loss.count, loss.metrics, loss.loads)
 
 
-def test_a_run_that_diverges_is_not_measured() -> None:
+def test_a_diverging_run_has_no_throughput() -> None:
     with pytest.raises(TrainingFailed, match="the loss is nan"):
-        measured(TrialLimits(0.1), task=Diverging(Config.of(**TINY)))
+        run_trial(TrialLimits(0.1), task=Diverging(Config.of(**TINY)))
 
 
-def test_a_trial_of_few_steps_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = measured(TrialLimits(1.0, steps=2))
-    assert (found.done, found.steps) == (True, 1)  # the other one warmed up
+def test_a_model_that_does_not_compile_is_not_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_compile = torch.compile
+    logger = logging.getLogger("torch._dynamo.guards.__recompiles")
+    num_handlers = len(logger.handlers)
 
+    def broken_backend(*_: object) -> None:
+        raise RuntimeError("this backend does not work")
 
-def test_what_does_not_compile_is_not_measured_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = torch.compile
-    handlers = len(logging.getLogger("torch._dynamo.guards.__recompiles").handlers)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no such luck")
-
-    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, backend=broken))
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real_compile(call, backend=broken_backend))
     with pytest.raises(TrainingFailed, match="does not compile"):
-        measured(TrialLimits(0.1), compile="on")
-    assert len(logging.getLogger("torch._dynamo.guards.__recompiles").handlers) == handlers
+        run_trial(TrialLimits(0.1), compile="on")
+    assert len(logger.handlers) == num_handlers
 
 
-class Large(Digits):
+class TooLarge(Digits):
     def loss(self, model: torch.nn.Module, batch: object) -> Loss:
-        raise torch.OutOfMemoryError("no room")
+        raise torch.OutOfMemoryError("too large")
 
 
-def test_out_of_memory_is_not_survived_in_halves() -> None:
+def test_a_trial_that_runs_out_of_memory_is_not_measured_in_halves() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="micro-batch of 16"):
-        measured(TrialLimits(0.1), task=Large(Config.of(**TINY)))
+        run_trial(TrialLimits(0.1), task=TooLarge(Config.of(**TINY)))
 
 
-def _measured_as(rank: int, size: int, path: str, strategy: str) -> tuple[float, int, list[str]]:
-    with process_group_world(file_store(path, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
-        (found,) = measured(TrialLimits(0.2), world, parallel_strategy=strategy, workers=size, gpu_mode="cpu")
-    return found.samples_per_second, found.steps, sorted(found.phases)
+def _run_rank(rank: int, size: int, path: str, strategy: str) -> tuple[float, int, list[str]]:
+    store = file_store(path, size)
+    with process_group_world(store, rank, size, torch.device("cpu"), "gloo", 60) as world:
+        settings = {"parallel_strategy": strategy, "workers": size, "gpu_mode": "cpu"}
+        (result,) = run_trial(TrialLimits(0.2), world, **settings)
+    return result.samples_per_second, result.steps, sorted(result.phases)
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "expert_parallel"])
 def test_workers_measure_the_same_steps(strategy: str) -> None:
-    (first, steps, phases), second = run_ranks(_measured_as, 2, strategy)
-    assert second[1:] == (steps, phases)
-    assert second[0] == pytest.approx(first, rel=0.3)
+    (first_rate, steps, phases), (second_rate, *second) = run_ranks(_run_rank, 2, strategy)
+    assert second == [steps, phases]
+    assert second_rate == pytest.approx(first_rate, rel=0.3)
     assert "communication" in phases

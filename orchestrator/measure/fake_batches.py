@@ -1,0 +1,62 @@
+"""First batches of a task, and the same as fake tensors, which have shapes but no data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from orchestrator.errors import UserError
+from orchestrator.tasks.task import Gatherable
+from orchestrator.train.batches import to_device
+from orchestrator.train.data import Feed
+from orchestrator.train.loading import LoaderOptions
+from orchestrator.train.parts.world import World
+
+
+@contextmanager
+def fake_tensor_mode() -> Iterator[FakeTensorMode]:
+    """Create fake tensors inside, without torch's log of operations that cannot be traced."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = before
+
+
+def first_samples(data: Any, count: int) -> Any:
+    """Return the first samples as a batch; short data is repeated."""
+    if len(data) == 0:
+        raise UserError("the training data is empty; at least one sample is needed")
+    if isinstance(data, Gatherable):
+        return data.gather(torch.arange(count) % len(data))
+    feed = Feed(
+        data,
+        World.single_process(),
+        global_batch=count,
+        micro_batch=count,
+        seed=None,
+        loader=LoaderOptions(),
+    )
+    return next(feed.steps(0)).micro_batches[0].fetch()
+
+
+def to_fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors replaced by fake ones."""
+    if isinstance(batch, Tensor):
+        return mode.from_tensor(batch).to(device)
+    if isinstance(batch, dict):
+        return {key: to_fake(mode, value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        values = [to_fake(mode, value, device) for value in batch]
+        is_named_tuple = hasattr(batch, "_fields")
+        return type(batch)(*values) if is_named_tuple else type(batch)(values)
+    return to_device(batch, device, pin=False)

@@ -1,0 +1,183 @@
+"""Experts of a traced model: products and messages are recorded as if tokens were spread evenly
+over the experts.
+
+Shape suffixes: R rows, D width, H hidden size, E experts of a size class, K inner and N outer size
+of a product; in ``counts_NC``, N hosts and C counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import comb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from experts.balance import moe_layers
+from experts.bank import ExpertBank, SizeClass
+from experts.context import MoEContext
+from experts.exchange import Exchange, LocalExchange, Meter, PendingRows
+from experts.kernels.grouped import grouped_works
+from experts.kernels.loop import activate, row_counts
+from experts.layer import MoELayer
+from experts.model import attach, place
+from orchestrator.measure.op_recorder import OpRecorder
+
+_CPU = torch.device("cpu")
+_OFFSET_OPERATIONS = 8  # small operations of a grouped product: sums and checks of its offsets
+_COUNT_BYTES = 8
+_COUNT_ALIGNMENT = 64  # counts
+
+
+def divide_experts(model: nn.Module, hosts: int, chunks: int, recorder: OpRecorder) -> MoEContext:
+    """Leave the experts of the first of several hosts to the model; record its messages to the
+    others."""
+    layers = [layer for _, layer in moe_layers(model)]
+    if hosts == 1 or not layers:
+        context = MoEContext(LocalExchange())
+    else:
+        host_of = [[expert % hosts for expert in range(len(layer.load_E))] for layer in layers]
+        place(model, host_of, 0)
+        context = _EvenlySpreadContext(_RecordingExchange(hosts, recorder), chunks)
+        for layer in layers:
+            layer.register_forward_pre_hook(context.enter)
+    attach(model, context)
+    return context
+
+
+def record_experts(model: nn.Module, grouped: bool, recorder: OpRecorder) -> None:
+    """Replace the computation of the model's experts by records of their products."""
+    for _, layer in moe_layers(model):
+        layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder)  # pyright: ignore[reportAttributeAccessIssue]
+        if layer.capacity is not None:  # the host reads how many rows are left
+            layer.register_forward_pre_hook(lambda *_: recorder.record_wait())
+
+
+class _RecordingExchange:
+    """An exchange with hosts that do not exist: messages are recorded instead of sent."""
+
+    rank = 0
+
+    def __init__(self, size: int, recorder: OpRecorder) -> None:
+        self.size = size
+        self.recorder = recorder
+
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+        self.recorder.record_wait()
+        num_counts = counts_NC.shape[1] + len(header) + 1
+        aligned = -(-num_counts // _COUNT_ALIGNMENT) * _COUNT_ALIGNMENT
+        self.recorder.record_message("counts", _COUNT_BYTES * (self.size - 1) * aligned)
+        return []  # fake tensors have no counts; see _EvenlySpreadContext
+
+    def all_to_all_rows(
+        self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> PendingRows:
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        remote_rows = len(rows) - send_counts[0]
+        self.recorder.record_message("rows", remote_rows * rows.stride(0) * rows.itemsize)
+        return PendingRows(received, None, Meter())
+
+
+class _EvenlySpreadContext(MoEContext):
+    """A context whose row counts are those of evenly spread tokens: fake tensors have no values to
+    count."""
+
+    def __init__(self, exchange: Exchange, chunks: int) -> None:
+        super().__init__(exchange, chunks)
+        self._even_counts: tuple[list[list[int]], list[list[int]]] = ([], [])
+
+    def enter(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(layer, MoELayer)
+        tokens = arguments[0].numel() // arguments[0].shape[-1]
+        self._even_counts = even_rows(
+            tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.num_chunks
+        )
+
+    def replayed(self, compute: Callable[[], Any]) -> Any:
+        # Inside ``super``, so that a recomputed pass replays the even counts too.
+        def compute_or_even() -> Any:
+            try:
+                return compute()
+            except DataDependentOutputException:
+                return self._even_counts
+
+        return super().replayed(compute_or_even)
+
+
+def even_rows(
+    tokens: int, experts: int, top_k: int, hosts: int, chunks: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the counts that the first host sends to each host, and receives from each, by chunk.
+
+    Each chunk has a count of rows and a count of (token, expert) pairs. Tokens choose all experts
+    with the same probability, and a token is sent once to a host that has any of its experts.
+    """
+    experts_of_host = [len(range(host, experts, hosts)) for host in range(hosts)]
+    chunk_sizes = [tokens * (chunk + 1) // chunks - tokens * chunk // chunks for chunk in range(chunks)]
+    sent = []
+    for local_experts in experts_of_host:
+        probability = 1 - comb(experts - local_experts, top_k) / comb(experts, top_k)
+        counts = []
+        for size in chunk_sizes:
+            counts.append(round(size * probability))
+            counts.append(round(size * top_k * local_experts / experts))
+        sent.append(counts)
+    return sent, [sent[0]] * hosts
+
+
+def _record_bank(
+    bank: ExpertBank,
+    grouped: bool,
+    recorder: OpRecorder,
+    group: SizeClass,
+    rows_RD: Tensor,
+    counts_E: Tensor,
+    weights_R: Tensor,
+) -> Tensor:
+    """Record the products of a bank, with the rows split evenly over its experts. Takes the place
+    of its ``_compute``."""
+    dtype = rows_RD.dtype
+    up_EDH = bank.get_parameter(f"up_{group.hidden}").to(dtype)
+    down_EHD = bank.get_parameter(f"down_{group.hidden}").to(dtype)
+    fused = grouped and grouped_works(_CPU, dtype, bank.width, group.hidden)
+    if (
+        not fused or len(bank.classes) > 1
+    ):  # the host must know the rows of each expert, or of each size class
+        recorder.record_wait()
+    if fused:
+        recorder.record_small_operations(_OFFSET_OPERATIONS)
+        hidden_RH: Any = _ExpertProduct.apply(rows_RD, up_EDH, recorder)
+        output: Any = _ExpertProduct.apply(activate(hidden_RH, weights_R, bank.kind), down_EHD, recorder)
+        return output
+    sizes = row_counts(counts_E, rows_RD.shape[0])
+    outputs: list[Any] = []
+    for rows, up, down, weights in zip(
+        rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
+    ):
+        hidden: Any = _ExpertProduct.apply(rows, up[None], recorder)
+        outputs.append(_ExpertProduct.apply(activate(hidden, weights, bank.kind), down[None], recorder))
+    return torch.cat(outputs)
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """Rows times the matrices of their experts: one product forward, two backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RK: Tensor, weights_EKN: Tensor, recorder: OpRecorder) -> Tensor:
+        ctx.save_for_backward(rows_RK, weights_EKN)
+        ctx.recorder = recorder
+        experts, inner, outer = weights_EKN.shape
+        recorder.record_expert_product(rows_RK.shape[0], experts, (inner, outer), "nn", rows_RK.dtype)
+        return rows_RK.new_empty(rows_RK.shape[0], outer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ARG004
+        rows_RK, weights_EKN = ctx.saved_tensors
+        experts, inner, outer = weights_EKN.shape
+        record = ctx.recorder.record_expert_product
+        record(rows_RK.shape[0], experts, (outer, inner), "nt", rows_RK.dtype)
+        record(rows_RK.shape[0], experts, (inner, outer), "tn", rows_RK.dtype)
+        return torch.empty_like(rows_RK), torch.empty_like(weights_EKN), None

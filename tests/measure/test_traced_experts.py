@@ -1,0 +1,65 @@
+"""Messages and products of divided experts, with tokens spread evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.traced_experts import even_rows
+from orchestrator.plan.cost.ops import MicroBatchOps
+from orchestrator.tasks.load import load_task
+
+SMALL_MOE: dict[str, Any] = {
+    "task": "digits",
+    "width": 32,
+    "layers": 3,
+    "experts": 4,
+    "expert_hidden_size": 24,
+}
+
+
+def traced(hosts: int, **settings: Any) -> MicroBatchOps:
+    return trace_micro_batch(load_task(Config.of(**settings)), 16, TraceOptions(hosts=hosts))
+
+
+def test_a_layer_exchanges_counts_once_and_rows_four_times() -> None:
+    """A row out is a token's features with the ids and weights of two experts."""
+    ops = traced(2, **SMALL_MOE)
+    assert sum(message.times for message in ops.messages if message.kind == "counts") == 3
+    assert sum(message.times for message in ops.messages if message.kind == "rows") == 4 * 3
+    sent, _ = even_rows(16, 4, 2, 2, 1)
+    remote_rows = sent[1][0]
+    assert {message.bytes for message in ops.messages if message.kind == "rows"} == {
+        remote_rows * (32 * 4 + 8 + 8),
+        remote_rows * 32 * 4,
+        remote_rows * (32 * 4 + 8),
+    }
+
+
+def test_the_first_host_holds_its_own_experts() -> None:
+    one_host = traced(1, **SMALL_MOE)
+    two_hosts = traced(2, **SMALL_MOE)
+    assert two_hosts.expert_parameters == 3 * 2 * (32 * 48 + 24 * 32)
+    assert one_host.parameters - two_hosts.parameters == two_hosts.expert_parameters
+    assert one_host.expert_parameters == 0
+
+
+@pytest.mark.parametrize("hosts", [3, 8, 16])
+def test_the_first_host_holds_the_most_experts_if_they_do_not_divide(hosts: int) -> None:
+    ops = traced(hosts, task="digits", experts=8)
+    assert {product.batch for product in ops.products if product.of_experts} == {-(-8 // hosts)}
+
+
+def test_tokens_are_sent_once_to_each_host_that_has_their_experts() -> None:
+    """Of 12 tokens with 2 of 4 experts, 10 go to either of two hosts (all but one pair in six); 12
+    pairs each."""
+    sent, received = even_rows(12, 4, 2, 2, 1)
+    assert sent == [[10, 12], [10, 12]]
+    assert received == [[10, 12], [10, 12]]
+    in_chunks, _ = even_rows(12, 4, 2, 2, 2)
+    assert in_chunks == [[5, 6, 5, 6], [5, 6, 5, 6]]
+    fewer_experts_than_hosts, _ = even_rows(8, 2, 1, 3, 1)
+    assert fewer_experts_than_hosts[2] == [0, 0]
