@@ -25,9 +25,10 @@ from benchmarks.costmodel_steps import ATTEMPTS, QUIET, choose_plan, measure_her
 from benchmarks.costmodel_table import Row, reference_table, table, verdict
 from benchmarks.scaling_table import scaling
 from benchmarks.support import benchmark_parser, header, publish
-from orchestrator.measure import calibrate
-from orchestrator.measure.host_overhead import make_yardstick
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.calibration.calibrate import calibrate
+from orchestrator.measure.calibration.device_costs import CalibrationScope
+from orchestrator.measure.calibration.host_overhead import make_yardstick
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import FILE, Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import DeviceCosts, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
@@ -133,9 +134,9 @@ def quiet_calibration(on_gpu: bool) -> Calibration:
         hardware = replace(hardware, gpus=())
     best: Calibration | None = None
     for _ in range(1 if on_gpu else ATTEMPTS):
-        result = calibrate.calibrate(
+        result = calibrate(
             hardware,
-            calibrate.CalibrationScope.of(hardware),
+            CalibrationScope.of(hardware),
             lambda text: print(f"calibrating: {text}", flush=True),
         )
         if best is None or result.others < best.others:

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.costmodel_cases import Case
 from experts.balance import moe_layers
 from orchestrator.config.settings import Config
-from orchestrator.measure.calibrate import others_seconds, share_of_others
-from orchestrator.measure.model_facts import model_facts
+from orchestrator.measure.calibration.calibrate import others_seconds, share_of_others
 from orchestrator.measure.timed_steps import StepRunner, build_step_runner, step_seconds, submit_seconds
+from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import inventory
 from orchestrator.plan.planning import Plan, plan

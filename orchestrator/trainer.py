@@ -132,7 +132,7 @@ class Trainer:
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
     def _prepare(self, hardware: Inventory, cluster: Cluster | None, task: Task | None = None) -> PreparedRun:
-        from orchestrator.measure.model_facts import model_facts
+        from orchestrator.measure.tracing.model_facts import model_facts
         from orchestrator.tasks.load import load_task
         from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
         from orchestrator.train.worker.prepared_run import PreparedRun

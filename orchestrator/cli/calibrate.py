@@ -26,7 +26,8 @@ _MAX_OTHER_LOAD = 0.05
 
 def calibrate_machine(path: Path | None, as_json: bool) -> int:
     """Measure this machine for the cost model, and write the measurements to a file."""
-    from orchestrator.measure.calibrate import CalibrationScope, calibrate
+    from orchestrator.measure.calibration.calibrate import calibrate
+    from orchestrator.measure.calibration.device_costs import CalibrationScope
 
     target = path or results_folder() / FILE
     machine = inventory()

@@ -79,7 +79,7 @@ def make_tracer(
     task: Task, on_gpu: bool, precision: PrecisionName, grouped: bool, recompute: bool = False
 ) -> Tracer:
     """Return a function that traces a micro-batch of the task; each combination is traced once."""
-    from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+    from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 
     @cache
     def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:

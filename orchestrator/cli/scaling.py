@@ -115,7 +115,7 @@ def cluster_rows(
 def _cluster_job(
     config: Config, spec: ClusterSpec, calibration: Path | None
 ) -> tuple[ScalingJob, Machine, str]:
-    from orchestrator.measure.step_trace import experts_of
+    from orchestrator.measure.tracing.step_trace import experts_of
     from orchestrator.tasks.load import load_task
 
     task = load_task(config)

@@ -7,16 +7,16 @@ interval. It leaves nothing behind, neither on disk nor in the process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
 import torch
-from scipy.special import stdtrit
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import TrainingFailed
+from orchestrator.measure.throughput import TimedBlock, rate_of
 from orchestrator.measure.timed_steps import WARM_UP_STEPS, block_seconds
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
@@ -34,8 +34,6 @@ from orchestrator.train.worker.torch_settings import preserved_random_state, tor
 TARGET_INTERVAL = 0.03  # half the width of the confidence interval, as a share of the throughput
 _BLOCK_S = 0.2  # of steps that are timed together: the clock and the synchronisation cost nothing next to it
 _MIN_BLOCKS = 8
-_MAX_BLOCKS = 16
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,6 @@ class TrialResult:
     phases: dict[str, float]
     train_loss: float
     validation_loss: float | None = None
-
-
-@dataclass(frozen=True)
-class TimedBlock:
-    """Consecutive steps that were timed together."""
-
-    seconds: float
-    steps: int
-    samples: int
 
 
 @contextmanager
@@ -272,32 +261,3 @@ class ThroughputTrial:
         if not math.isfinite(loss):
             raise TrainingFailed(f"step {self._step}: the validation loss is {loss}: the run has diverged")
         return loss
-
-
-def rate_of(blocks: Sequence[TimedBlock]) -> tuple[float, float]:
-    """Return samples per second, and half the width of their confidence interval as a share of
-    them.
-
-    The rate is a ratio of two sums, because the last step of an epoch may have fewer samples. Of
-    many blocks, neighbours are joined: a disturbance lasts longer than one block, and an interval
-    from correlated blocks would be too narrow.
-    """
-    while len(blocks) > _MAX_BLOCKS:
-        blocks = [_joined(blocks[first : first + 2]) for first in range(0, len(blocks), 2)]
-    seconds = sum(block.seconds for block in blocks)
-    samples = sum(block.samples for block in blocks)
-    number = len(blocks)
-    rate = samples / seconds
-    if number < 2:
-        return rate, math.inf
-    variance = sum((block.samples - rate * block.seconds) ** 2 for block in blocks) / (number - 1)
-    quantile = float(stdtrit(number - 1, (1 + _CONFIDENCE) / 2))  # of Student's t
-    return rate, quantile * math.sqrt(variance / number) / (seconds / number) / rate
-
-
-def _joined(blocks: Sequence[TimedBlock]) -> TimedBlock:
-    return TimedBlock(
-        seconds=sum(block.seconds for block in blocks),
-        steps=sum(block.steps for block in blocks),
-        samples=sum(block.samples for block in blocks),
-    )

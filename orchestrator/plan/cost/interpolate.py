@@ -94,6 +94,10 @@ class PiecewiseGrid:
         return factor * math.exp(log_seconds)
 
 
+def as_floats(sizes: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, sizes))
+
+
 def _locate(sizes: Sequence[float], size: float) -> tuple[int, float | None]:
     """Return the index of the size below, and the fraction of the way to the next; None past the
     last."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from orchestrator.measure.host_overhead import (
+from orchestrator.measure.calibration.host_overhead import (
     REFERENCE_MODELS,
     ReferenceModel,
     ReferenceStep,
@@ -15,8 +15,8 @@ from orchestrator.measure.host_overhead import (
     make_yardstick,
     reference_models,
 )
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.measure.timed_steps import StepRunner
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.interpolate import PiecewiseCurve
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.measure.fit import fit_link, fit_nonnegative
+from orchestrator.measure.calibration.fit import fit_link, fit_nonnegative
 
 
 def test_a_link_is_recovered_from_its_times() -> None:

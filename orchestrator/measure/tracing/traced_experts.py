@@ -24,7 +24,7 @@ from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import activate, row_counts
 from experts.layer import MoELayer
 from experts.model import attach, place
-from orchestrator.measure.op_recorder import OpRecorder
+from orchestrator.measure.tracing.op_recorder import OpRecorder
 
 _CPU = torch.device("cpu")
 _OFFSET_OPERATIONS = 8  # small operations of a grouped product: sums and checks of its offsets

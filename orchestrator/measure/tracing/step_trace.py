@@ -15,10 +15,10 @@ from torch import nn
 
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from orchestrator.measure.fake_batches import fake_tensor_mode, first_samples, to_fake
-from orchestrator.measure.gpu_emulation import emulated_gpu
-from orchestrator.measure.op_recorder import OpRecorder
-from orchestrator.measure.traced_experts import divide_experts, record_experts
+from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
+from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.traced_experts import divide_experts, record_experts
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from experts.kernels import fused
-from orchestrator.measure.op_recorder import OpRecorder
+from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.types import PrecisionName
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.group import Group
-from orchestrator.measure.fit import fit_link
+from orchestrator.measure.calibration.fit import fit_link
 from orchestrator.plan.cost.machine import Interconnect, LinkKind
 from orchestrator.train.parts.timing import synchronize, timed_seconds
 from orchestrator.train.parts.world import World

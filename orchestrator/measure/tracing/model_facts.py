@@ -19,10 +19,10 @@ from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.layer import MoELayer
 from orchestrator.errors import OrchestratorError
-from orchestrator.measure.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.plan.estimate import ModelFacts
-from orchestrator.tasks.load import user_code
 from orchestrator.tasks.task import Gatherable, Task
+from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.data import as_dataset

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from orchestrator.measure import sustained_load
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
-from orchestrator.measure.sustained_load import (
+from orchestrator.measure.calibration import sustained_load
+from orchestrator.measure.calibration.sustained_load import (
     LARGE_MODELS,
     LargeModel,
     LargeStep,
     sustained_slowdown,
     with_sustained,
 )
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.machine import Machine, Parallelism
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps, MoveOp, ProductOp

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
-from orchestrator.measure.traced_experts import even_rows
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.tracing.traced_experts import even_rows
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from orchestrator.measure.op_times import TINY, product_grids
-from orchestrator.measure.timer import Timer
+from orchestrator.measure.calibration.measured_sizes import TINY
+from orchestrator.measure.calibration.product_times import product_grids
+from orchestrator.measure.calibration.timer import Timer
 
 
 def test_larger_products_take_longer() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from experts.kernels import fused
 from orchestrator.config.settings import Config
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
 from orchestrator.tasks.task import Task, TensorData

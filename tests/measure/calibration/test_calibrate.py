@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.calibrate import CalibrationScope, calibrate
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.calibration.calibrate import calibrate
+from orchestrator.measure.calibration.device_costs import CalibrationScope
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import Calibration, read_calibration, write_calibration
 from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import predict

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.fit import fit_nonnegative
-from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.op_times import make_update
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.measure.calibration.fit import fit_nonnegative
+from orchestrator.measure.calibration.op_times import make_update
+from orchestrator.measure.calibration.timer import Timer
 from orchestrator.measure.timed_steps import (
     StepRunner,
     Summary,
@@ -30,7 +29,8 @@ from orchestrator.measure.timed_steps import (
     step_seconds,
     submit_seconds,
 )
-from orchestrator.measure.timer import Timer
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine
 from orchestrator.plan.cost.model import predict

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.measure.model_facts import model_facts
-from orchestrator.measure.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.measure.timed_steps import Summary, build_step_runner, step_seconds
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
 from orchestrator.plan.cost.calibration import Reference
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import StepPrediction, predict
