@@ -1,4 +1,4 @@
-"""Predictions on the screen: the line of ``plan``, the table of ``plan --cluster``, the file of ``bench --calibrate``."""
+"""Tests of predictions on the screen: the step time of ``plan``, and the table of ``plan --cluster``."""
 
 from __future__ import annotations
 
@@ -14,34 +14,23 @@ from orchestrator.plan.cost.machine import Interconnect, Link
 from orchestrator.plan.inventory.hardware import inventory
 from tests.support.cost_machines import device
 
-SMALL = [
-    "--task",
-    "digits",
-    "--width",
-    "16",
-    "--layers",
-    "1",
-    "--experts",
-    "4",
-    "--batch-size",
-    "8",
-    "--gpu-mode",
-    "cpu",
-]
+SMALL = (
+    "--task", "digits", "--width", "16", "--layers", "1", "--experts", "4", "--batch-size", "8", "--gpu-mode", "cpu",
+)  # fmt: skip
 
 
-def calibration(machine: str | None = None) -> Calibration:
-    found = inventory()
+def make_calibration(machine: str | None = None) -> Calibration:
+    hardware = inventory()
     links = Interconnect(*[Link("shared memory", 1e-3, 1e9)] * 2)
     profiles = (
-        Profile(1, found.cores, device(asynchronous=False)),
+        Profile(1, hardware.cores, device(asynchronous=False)),
         Profile(2, 1, device(asynchronous=False), links),
     )
     return Calibration(
         VERSION,
         "2026-11-15T00:00:00",
-        machine or f"{found.cpu_name}, {found.cores} cores",
-        found.cores,
+        machine or f"{hardware.cpu_name}, {hardware.cores} cores",
+        hardware.cores,
         1.0,
         0.0,
         profiles,
@@ -49,11 +38,11 @@ def calibration(machine: str | None = None) -> Calibration:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_plan_says_how_to_get_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_calibration_plan_says_how_to_get_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL]) == 0
     assert "orchestrator bench --calibrate" in " ".join(capsys.readouterr().out.split())
 
@@ -61,68 +50,68 @@ def test_plan_says_how_to_get_a_prediction(capsys: pytest.CaptureFixture[str]) -
 def test_plan_predicts_from_the_calibration_of_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_calibration(calibration(), tmp_path / "results" / "calibration.json")
+    write_calibration(make_calibration(), tmp_path / "results" / "calibration.json")
     assert main(["plan", *SMALL]) == 0
     assert "limited by" in capsys.readouterr().out
     assert main(["plan", *SMALL, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["predicted"]
-    assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
-    assert found["samples"] == 8
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert predicted["step_seconds"] == pytest.approx(sum(predicted["parts"].values()))
+    assert predicted["samples"] == 8
 
 
 def test_a_calibration_of_another_machine_is_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_calibration(calibration("another CPU, 64 cores"), tmp_path / "other.json")
+    write_calibration(make_calibration("another CPU, 64 cores"), tmp_path / "other.json")
     assert main(["plan", *SMALL, "--calibration", "other.json"]) == 0
     assert "not predicted" in capsys.readouterr().out
 
 
-def test_a_damaged_calibration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_calibration_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text("{")
     assert main(["plan", *SMALL, "--calibration", "bad.json"]) == 2
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_the_table_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scaling_table_has_a_row_for_each_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {(row["kind"], row["strategy"], row["devices"]) for row in found["rows"]} == {
+    table = json.loads(capsys.readouterr().out)
+    assert {(row["kind"], row["strategy"], row["devices"]) for row in table["rows"]} == {
         (kind, strategy if devices > 1 else "single", devices)
         for kind in ("weak", "strong")
         for strategy in ("data_parallel", "expert_parallel")
         for devices in (1, 2, 4)
     }
-    assert all(row["fits"] and 0 < row["efficiency"] < 2 for row in found["rows"])
+    assert all(row["fits"] and 0 < row["efficiency"] < 2 for row in table["rows"])
     assert main(["plan", *SMALL, "--cluster", "gpus=2,gpu=h200"]) == 0
     shown = capsys.readouterr().out
     assert "weak scaling" in shown
     assert "host overhead" in shown
 
 
-def test_the_table_says_what_it_assumes_and_where_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--workers", "3", "--cluster", "nodes=2,gpus=4,gpu=l4", "--json"]) == 0
-    told = "; ".join(json.loads(capsys.readouterr().out)["notes"])
-    assert "expert parallel has at most 4 devices: there are as many experts" in told
-    assert "a network of 100 Gbit/s per node is assumed" in told
-    assert "--workers 3 is not used" in told
+    notes = "; ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "expert parallel has at most 4 devices: there are as many experts" in notes
+    assert "a network of 100 Gbit/s per node is assumed" in notes
+    assert "--workers 3 is not used" in notes
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
 
 
-def test_a_wrong_cluster_is_a_mistake_in_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--cluster", "gpu=h2000"]) == 2
     assert "did you mean 'h200'" in capsys.readouterr().err
     assert main(["plan", *SMALL, "--cluster", "gpu=h200,gpus=2,gpus=4"]) == 2
     assert "gpus is given twice, as 2 and as 4" in capsys.readouterr().err
 
 
-def test_a_calibration_of_the_gpu_goes_before_its_data_sheet(tmp_path: Path) -> None:
+def test_a_calibration_of_the_gpu_is_preferred_to_its_data_sheet(tmp_path: Path) -> None:
     from orchestrator.config.settings import Config
     from orchestrator.plan.cost.scaling import parse_cluster
 
     path = tmp_path / "h200.json"
-    write_calibration(calibration("NVIDIA H200"), path)
+    write_calibration(make_calibration("NVIDIA H200"), path)
     config = Config.of(task="digits", width=16, layers=1, experts=0, batch_size=8, precision="fp32")
     measured, known = (
         scaling.cluster_rows(config, parse_cluster(f"gpu={gpu}"), path) for gpu in ("h200", "h100")

@@ -1,4 +1,4 @@
-"""The table of old spellings: every answer names a setting that exists and a value that it takes."""
+"""Tests of the aliases: every answer names a setting that exists and a value that it takes."""
 
 from __future__ import annotations
 
@@ -15,58 +15,69 @@ from orchestrator.config.reader import read_file
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.errors import UserError
 
-GIVEN = (
-    None, "true", "no", "2", "8", "0.5", "bfloat16", "fp8", "cpu", "wandb", "inductor", "all", "0,2", "cuda:1", "nccl", "ddp", "dp",
-    "fsdp", "deepspeed_stage_2", "full_shard", "data_parallel", "distributed", "NO", "MULTI_GPU",
-)  # fmt: skip
+VALUES = (
+    None,
+    *["true", "no", "2", "8", "0.5", "bfloat16", "fp8", "cpu", "wandb", "inductor", "all", "0,2"],
+    *[
+        "cuda:1",
+        "nccl",
+        "ddp",
+        "dp",
+        "fsdp",
+        "deepspeed_stage_2",
+        "full_shard",
+        "data_parallel",
+        "distributed",
+        "NO",
+        "MULTI_GPU",
+    ],
+)
+"""Values that people give to foreign names."""
 
 
-def every() -> list[tuple[str, Alias]]:
-    """Every old name with its answer, and with those that it has for certain values."""
-    found = [(old, spelling) for old, spelling in ALIASES.items()]
-    return found + [(old, other) for old, spelling in found for other in spelling.by_value.values()]
+def all_aliases() -> list[tuple[str, Alias]]:
+    """Return every foreign name with its alias, and with the aliases of single values."""
+    by_name = [(name, alias) for name, alias in ALIASES.items()]
+    return by_name + [(name, other) for name, alias in by_name for other in alias.by_value.values()]
 
 
-def test_every_target_is_a_setting_of_ours():
+def test_every_alias_names_a_setting_of_ours():
     assert [
-        old for old, spelling in every() if spelling.name is not None and spelling.name not in flat_names()
+        name for name, alias in all_aliases() if alias.name is not None and alias.name not in flat_names()
     ] == []
 
 
-def test_a_value_that_belongs_elsewhere_is_known_there_by_its_lower_case():
+def test_values_of_other_settings_are_listed_in_lower_case():
     wrong = [
-        (old, value)
-        for old, spelling in ALIASES.items()
-        for value in spelling.by_value
-        if value != value.lower()
+        (name, value) for name, alias in ALIASES.items() for value in alias.by_value if value != value.lower()
     ]
     assert wrong == []
 
 
-def test_no_answer_says_that_there_is_but_one_device():
-    answers = [advice(old, value, flag) or "" for old in ALIASES for value in GIVEN for flag in (True, False)]
+def test_no_answer_says_that_there_is_one_device():
+    answers = [
+        advice(name, value, flag) or "" for name in ALIASES for value in VALUES for flag in (True, False)
+    ]
     assert [text for text in answers if "one device" in text] == []
 
 
-def test_no_old_spelling_is_a_setting_of_ours():
+def test_no_alias_is_a_setting_of_ours():
     assert ALIASES.keys().isdisjoint(flat_names())
 
 
-def test_old_spellings_are_kept_in_the_form_they_are_looked_up_in():
-    assert [old for old in ALIASES if old != old.lower().replace("-", "_")] == []
+def test_aliases_are_listed_in_the_form_of_the_lookup():
+    assert [name for name in ALIASES if name != name.lower().replace("-", "_")] == []
 
 
-def test_a_name_without_a_target_says_what_to_do():
+def test_an_alias_without_a_setting_says_what_to_do():
     assert [
-        old
-        for old, spelling in ALIASES.items()
-        if spelling.name is None and "leave it out" not in spelling.note
+        name for name, alias in ALIASES.items() if alias.name is None and "leave it out" not in alias.note
     ] == []
 
 
-# --- the names of features.md, row L7: what was given, our flag, our line of YAML and its section
+# --- documented names: the name and value given, our flag, our line of YAML and its section
 
-L7 = [
+DOCUMENTED = [
     ("mixed_precision", "no", "--precision fp32", "precision: fp32", "device"),
     ("mixed_precision", "fp16", "--precision fp16", "precision: fp16", "device"),
     ("mixed_precision", "bf16", "--precision bf16", "precision: bf16", "device"),
@@ -100,63 +111,63 @@ L7 = [
 ]
 
 
-@pytest.mark.parametrize(("old", "value", "flag", "line", "section"), L7)
-def test_the_names_of_the_documents_are_answered(
-    tmp_path: Path, old: str, value: str, flag: str, line: str, section: str
+@pytest.mark.parametrize(("name", "value", "flag", "line", "section"), DOCUMENTED)
+def test_the_documented_names_are_answered(
+    tmp_path: Path, name: str, value: str, flag: str, line: str, section: str
 ):
-    for spelled in (f"--{old}", f"--{old.replace('_', '-')}"):
-        for argv in ([spelled, value], [f"{spelled}={value}"]):
+    for flag_name in (f"--{name}", f"--{name.replace('_', '-')}"):
+        for argv in ([flag_name, value], [f"{flag_name}={value}"]):
             with pytest.raises(UserError) as caught:
                 check_flags(argv, ())
-            assert str(caught.value).startswith(f"unknown flag {spelled}; write {flag}")
+            assert str(caught.value).startswith(f"unknown flag {flag_name}; write {flag}")
     path = tmp_path / "cfg.yaml"
-    for text, number in ((f"{old}: {value}\n", 1), (f"run:\n  {old}: {value}\n", 2)):
+    for text, number in ((f"{name}: {value}\n", 1), (f"run:\n  {name}: {value}\n", 2)):
         path.write_text(text)
         with pytest.raises(UserError) as caught:
             read_file(path)
         assert str(caught.value).startswith(
-            f"cfg.yaml:{number}: unknown setting {old!r}; write {line} under {section}:"
+            f"cfg.yaml:{number}: unknown setting {name!r}; write {line} under {section}:"
         )
 
 
 @pytest.mark.parametrize(
-    "old", ["master_port", "rdzv_endpoint", "rdzv_backend", "node_rank", "local_rank", "init_method"]
+    "name", ["master_port", "rdzv_endpoint", "rdzv_backend", "node_rank", "local_rank", "init_method"]
 )
-def test_what_launchers_need_and_ray_does_not_is_left_out(old: str):
+def test_settings_of_launchers_are_left_out(name: str):
     with pytest.raises(
-        UserError, match=f"^unknown flag --{old}; Ray finds the workers and numbers them: leave it out$"
+        UserError, match=f"^unknown flag --{name}; Ray finds the workers and numbers them: leave it out$"
     ):
-        check_flags([f"--{old}", "29500"], ())
+        check_flags([f"--{name}", "29500"], ())
 
 
-@pytest.mark.parametrize("old", ["nnodes", "num_nodes", "num_machines"])
-def test_the_number_of_nodes_is_rays_matter(old: str):
+@pytest.mark.parametrize("name", ["nnodes", "num_nodes", "num_machines"])
+def test_the_number_of_nodes_is_left_to_ray(name: str):
     assert "leave it out; --workers is the number of devices on all of them" in (
-        advice(old, "2", flag=True) or ""
+        advice(name, "2", flag=True) or ""
     )
 
 
 @pytest.mark.parametrize(
-    ("old", "value"),
+    ("name", "value"),
     [("training_mode", "data_parallel"), ("strategy", "dp"), ("enable_data_parallel", "true")],
 )
-def test_the_old_data_parallel_is_told_of_one_process_per_gpu(old: str, value: str):
-    assert advice(old, value, flag=True) == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
+def test_nn_data_parallel_is_answered_with_one_process_per_gpu(name: str, value: str):
+    assert advice(name, value, flag=True) == f"write --parallel-strategy data_parallel ({ONE_PROCESS})"
 
 
 # --- every answer can be followed
 
 
 def advised(flag: bool) -> list[str]:
-    """Every distinct answer of the table to what people give, without its note."""
-    answers = {advice(old, value, flag) or "" for old in ALIASES for value in GIVEN}
+    """Return every distinct answer to the values above, without its note."""
+    answers = {advice(name, value, flag) or "" for name in ALIASES for value in VALUES}
     written = {
         re.sub(r" \(.*\)$", "", text.removeprefix("write ")) for text in answers if text.startswith("write ")
     }
     return sorted(text for text in written if "…" not in text and "|" not in text)
 
 
-# a number we made up may be out of range or of another kind than the one before; name, place and type must be right
+# A made-up number may be out of range; name, section and type must be right.
 OUT_OF_RANGE = re.compile("it must|use letters")
 
 
@@ -167,8 +178,8 @@ def test_every_advised_flag_is_accepted(capsys: pytest.CaptureFixture[str]):
         try:
             read_flags(TrainOptions, shlex.split(text), "orchestrator train")
         except SystemExit:
-            told = capsys.readouterr()
-            assert OUT_OF_RANGE.search(told.out + told.err), text
+            output = capsys.readouterr()
+            assert OUT_OF_RANGE.search(output.out + output.err), text
 
 
 @pytest.mark.parametrize("text", advised(flag=False))
@@ -186,7 +197,7 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize(
-    ("old", "value", "flag", "line"),
+    ("name", "value", "flag", "line"),
     [
         ("mixed_precision", None, "--precision auto", "precision: auto"),
         ("mixed_precision", "fp8", "--precision auto|fp32|bf16|fp16", "precision: auto|fp32|bf16|fp16"),
@@ -283,22 +294,22 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
         ("lr", "3e-4", "--learning-rate 3e-4", "learning_rate: 3e-4"),
     ],
 )
-def test_values_are_translated(old: str, value: str | None, flag: str, line: str):
-    assert advice(old, value, flag=True) == f"write {flag}"
+def test_values_are_translated(name: str, value: str | None, flag: str, line: str):
+    assert advice(name, value, flag=True) == f"write {flag}"
     section = flat_names()[line.partition(":")[0]]
-    assert advice(old, value, flag=False) == f"write {line} under {section}:"
+    assert advice(name, value, flag=False) == f"write {line} under {section}:"
 
 
 @pytest.mark.parametrize(
-    "old", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"]
+    "name", ["ep_size", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree"]
 )
-def test_a_degree_of_expert_parallel_is_a_strategy_and_a_number_of_hosts(old: str):
-    assert advice(old, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
+def test_an_expert_parallel_size_is_a_strategy_and_a_number_of_hosts(name: str):
+    assert advice(name, "4", flag=True) == "write --parallel-strategy expert_parallel --workers 4"
     assert (
-        advice(old, "4", flag=False)
+        advice(name, "4", flag=False)
         == "write parallel_strategy: expert_parallel and workers: 4 under parallel:"
     )
-    assert advice(old, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
+    assert advice(name, "1", flag=True) == "leave it out: that is the default of parallel_strategy"
 
 
 def test_a_number_of_shared_experts_is_no_size():
@@ -323,17 +334,17 @@ def test_a_number_of_shared_experts_is_no_size():
         ("amp: off", "precision: fp32"),
     ],
 )
-def test_yamls_truth_values_are_understood(tmp_path: Path, text: str, name: str):
+def test_truth_values_of_yaml_are_understood(tmp_path: Path, text: str, name: str):
     (tmp_path / "cfg.yaml").write_text(text)
     with pytest.raises(UserError, match=f"write {name} under device:$"):
         read_file(tmp_path / "cfg.yaml")
 
 
-def test_a_name_nobody_uses_is_not_answered():
+def test_an_unknown_name_has_no_answer():
     assert advice("epochs", "3", flag=True) is None
     assert advice("flux_capacitor", None, flag=False) is None
 
 
-def test_following_the_answer_gives_what_was_meant(tmp_path: Path):
+def test_following_an_answer_gives_the_intended_config(tmp_path: Path):
     (tmp_path / "cfg.yaml").write_text("device:\n  precision: fp32\nbatch:\n  accumulation_steps: 4\n")
     assert read_file(tmp_path / "cfg.yaml").config == Config.of(precision="fp32", accumulation_steps=4)
