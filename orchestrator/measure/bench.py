@@ -37,6 +37,7 @@ def measure(config: Config, plan: Plan, task: Task, iterations: int) -> BenchRes
     """Time whole training steps on one batch that stays on the device."""
     world = World.single_process(plan.device.value)
     batch_size = plan.batch_size.value
+    # The memory of an earlier precision must not count.
     free_cached(world.device)
     reset_peak(world.device)
     with torch_settings(config, plan, world.device):

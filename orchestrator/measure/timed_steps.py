@@ -120,7 +120,7 @@ def step_seconds(
     steps."""
     on_gpu = device is not None and device.type == "cuda"
     block_steps = _GPU_BLOCK_STEPS if on_gpu else 1
-    block_seconds(run, range(warm_up), device)
+    block_seconds(run, range(warm_up), device)  # ends with an idle device, as each block must begin
     blocks = [range(first, first + block_steps) for first in range(warm_up, warm_up + steps, block_steps)]
     return [block_seconds(run, block, device) / block_steps for block in blocks]
 

@@ -139,6 +139,7 @@ def _step_samples(
     if settings.global_batch_size and not config.run.debug:
         samples = settings.global_batch_size
         fixed_by = f"set by --global-batch-size {settings.global_batch_size}"
+    # Before --debug: a resumed run keeps the global batch of its earlier steps.
     elif "global_batch_size" in known:
         samples = known["global_batch_size"]
         fixed_by = "the run was started with it"
@@ -183,6 +184,7 @@ def _batch_size(
     setting = config.batch.batch_size
     accumulation = config.batch.accumulation_steps
     if "batch_size" in known:
+        # The global batch follows a measured batch, unless something fixes it.
         most = step.share if step.fixed_by else budget.facts.samples
         return Choice(min(known["batch_size"], most), "measured (--batch-size auto)")
     if config.run.debug:
@@ -223,7 +225,8 @@ def _estimated_batch(budget: _MemoryBudget, share: int, recompute: bool) -> Choi
     fitting = max(1, budget.largest(share, recompute))
     divisors = (parts for parts in range(1, share + 1) if share % parts == 0)
     size = next(share // parts for parts in divisors if share // parts <= fitting)
-    if 2 * size <= fitting:  # equal micro-batches would be less than half of what fits: cut unevenly
+    if 2 * size <= fitting:
+        # Equal micro-batches would use less than half of the memory: nearly equal ones are better.
         size = -(-share // -(-share // fitting))
     needed = budget.needed(size, recompute)
     usable = bytes_text(budget.limit_bytes)

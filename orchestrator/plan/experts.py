@@ -72,6 +72,7 @@ def _why_not_expert_parallel(
         total = bytes_text(replica.total)
         return f"a copy on every worker fits, without a token exchange: one sample needs {total} of the usable {usable}"
     divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
+    # The plan may shard instead, on GPUs and unless --sharding forbids it.
     alternative = replica
     if on_gpu and config.parallel.sharding == "auto":
         alternative = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "zero3"))

@@ -147,6 +147,7 @@ def plan(
     if strategy.value == "single":
         setup = _single_process(config, inventory, strategy)
     else:
+        # All further choices see only the GPUs of --devices; a joined cluster assigns its own.
         if not joined:
             inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
         setup = _worker_group(config, inventory, facts, strategy, cluster or Cluster.of(inventory))
@@ -184,6 +185,7 @@ def _worker_group(
     on_gpu = device.value != "cpu"
     workers_on_node = cluster.workers_on_node(count, uses_gpus(config, cluster))
     limit_bytes = usable_bytes(config, inventory, device.value, workers_on_node)
+    # The strategy depends on the memory of a worker, which depends on the devices.
     strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu)
     backend = choose_backend(config, on_gpu, count)
     if strategy.value == "expert_parallel":
@@ -221,6 +223,7 @@ def _complete_plan(
     loaders = choose_loader_workers(config, facts, device, threads)
     precision = choose_precision(config, inventory, device)
     unused = why_unused(strategy, facts)
+    # Under a primary gate the tokens of one data rank are spread over all hosts.
     tokens_per_host = batch * model_sharding.data_ranks * facts.units_per_sample // count
     model_is_divided = strategy == "expert_parallel" or setup.sharding.value != "none"
     return Plan(

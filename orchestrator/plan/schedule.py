@@ -40,6 +40,7 @@ def choose_prefetch(config: Config, inventory: Inventory, loaders: int, workers_
         return Choice(2, "not used: there are no loader processes")
     if not config.run.auto:
         return Choice(2, NO_AUTO)
+    # The prefetched batches of all workers on a node share its RAM.
     plenty = inventory.ram_free > 8 * GIB * loaders * workers_on_node
     reason = f"batches per loader process; {bytes_text(inventory.ram_free)} of RAM is free"
     return Choice(4 if plenty else 2, reason)

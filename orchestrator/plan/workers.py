@@ -134,6 +134,7 @@ def _given_workers(
     flags = f"--workers {workers}" + (f" with --spares {spares}" if spares else "")
     lower = "Lower --workers" + (" or --spares" if spares else "")
     needed = workers + spares
+    # A local cluster declares as many CPU slots as the run needs, so only memory limits it.
     if not on_gpu and not cluster.joined:
         _check_ram(needed, flags, lower, inventory)
         return Choice(workers, f"{reason}, on CPUs")
@@ -255,6 +256,7 @@ def _least_sharding(
         zero2 = Rejected("zero2", "costs speed, and memory is not short")
         zero3 = Rejected("zero3", "costs speed, and gathers the parameters in every pass")
         return Choice("none", reason, (zero2, zero3))
+    # From least to most sharding: the first form that fits is the fastest.
     fitting: list[ShardingForm] = [form for form in forms if needed[form].fits]
     chosen: ShardingForm = fitting[0] if fitting else "zero3"
     rejected = tuple(Rejected(form, _why_not(form, chosen, needed[form])) for form in forms if form != chosen)

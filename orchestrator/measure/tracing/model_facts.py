@@ -46,7 +46,10 @@ class ForwardTrace:
 
 @dataclass(frozen=True)
 class _TracedModel:
-    """A model with its forward passes over a small batch and over one of twice the size."""
+    """A model with its forward passes over a small batch and over one of twice the size.
+
+    Their difference is the cost per sample; the remainder does not depend on the batch.
+    """
 
     model: nn.Module
     small: ForwardTrace

@@ -147,6 +147,7 @@ class OpRecorder(TorchDispatchMode):
         weakref.finalize(storage, self._forget_storage, storage._cdata, size)
 
     def _forget_storage(self, address: int, size: float) -> None:
+        # A later storage may have the same address.
         self._known_storages.discard(address)
         self._alive_bytes -= size
 

@@ -34,6 +34,7 @@ def probe_collective(backend: str, size: int = 2, timeout_s: float = 90.0) -> st
         except subprocess.TimeoutExpired:
             return f"no answer within {timeout_s:g} s"
         finally:
+            # On every path: a rank that waits for a failed peer does not end by itself.
             for process in ranks:
                 process.kill()
                 process.wait()

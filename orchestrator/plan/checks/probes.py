@@ -179,7 +179,7 @@ def check_disk(folder: Path, least: int = MIN_DISK_BYTES) -> CheckResult:
         with tempfile.NamedTemporaryFile(dir=parent, prefix=".orchestrator-check-") as file:
             file.write(payload)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # otherwise the page cache hides a broken disk
             intact = Path(file.name).read_bytes() == payload
     except OSError as error:
         fix = "choose a folder with write permission with --run-dir"

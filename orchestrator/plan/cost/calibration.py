@@ -103,6 +103,7 @@ def read_calibration(path: Path) -> Calibration:
 
 def parse_calibration(text: str, name: str) -> Calibration:
     try:
+        # The version first: a file of another version would fail validation at a confusing place.
         data: Any = json.loads(text)
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
@@ -114,5 +115,5 @@ def parse_calibration(text: str, name: str) -> Calibration:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "its top"
         raise UserError(f"the calibration {name} is damaged at {location}: {first['msg']}; {AGAIN}") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise UserError(f"the calibration {name} is damaged: {error}; {AGAIN}") from None
