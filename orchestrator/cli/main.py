@@ -91,8 +91,10 @@ def _run_verb(arguments: list[str]) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether stdout is a pipe whose reader has closed it, as ``| head`` does. Other broken
-    pipes are bugs."""
+    """Whether stdout is a pipe whose reader has closed it, as ``| head`` does.
+
+    Other broken pipes are bugs.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))

@@ -125,8 +125,10 @@ def _model_text(prepared: PreparedRun) -> str:
 
 
 def _hosts_table(placement: PredictedPlacement) -> Table:
-    """Return a table of the experts that each host would hold. Layers with the same placement
-    share a column."""
+    """Return a table of the experts that each host would hold.
+
+    Layers with the same placement share a column.
+    """
     from orchestrator.cli.tables import make_table
     from orchestrator.report.run.host_load import ids_text
 

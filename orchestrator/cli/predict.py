@@ -83,7 +83,9 @@ def make_tracer(
 
     @cache
     def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
-        return trace_micro_batch(task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute))
+        return trace_micro_batch(
+            task, samples, TraceOptions(on_gpu, precision, grouped, hosts, chunks, recompute)
+        )
 
     return trace
 

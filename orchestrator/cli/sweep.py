@@ -23,9 +23,11 @@ from orchestrator.sweeps import check_new
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Compare settings in short trials, and write tables of how they scale. An interrupted sweep
-    continues with --resume FOLDER (its own folder; auto takes the newest), without the other
-    flags: its settings are in the ledger, and finished trials count."""
+    """Compare settings in short trials, and write tables of how they scale.
+
+    An interrupted sweep continues with --resume FOLDER (its own folder; auto takes the newest),
+    without the other flags: its settings are in the ledger, and finished trials count.
+    """
 
     settings: Config
     config: Path | None = None

@@ -29,8 +29,10 @@ def safe_content(text: str) -> Any:
 
 
 def compose(loader: yaml.SafeLoader) -> yaml.Node | None:
-    """Return the node of the text's one document. YAMLError for long texts, and for aliases that
-    expand to too much."""
+    """Return the node of the text's one document.
+
+    YAMLError for long texts, and for aliases that expand to too much.
+    """
     if len(loader.buffer) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it is longer than {MAX_CHARACTERS:,} characters")
     node = loader.get_single_node()

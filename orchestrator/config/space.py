@@ -86,8 +86,10 @@ class Space:
         return {name: domain.text() for name, domain in self.domains.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the domains as JSON values, for the ledger. ``space_parser.space_from_json``
-        reads them back."""
+        """Return the domains as JSON values, for the ledger.
+
+        ``space_parser.space_from_json`` reads them back.
+        """
         return {
             name: asdict(domain)
             if isinstance(domain, Range)

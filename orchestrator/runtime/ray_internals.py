@@ -62,8 +62,10 @@ def reload_auth_mode() -> None:
 
 
 def forget_auth_token() -> None:
-    """Drop the token that Ray has cached. Without this, Ray does not see a token written after
-    its first look."""
+    """Drop the token that Ray has cached.
+
+    Without this, Ray does not see a token written after its first look.
+    """
     from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
     AuthenticationTokenLoader.instance().reset_cache()
@@ -94,8 +96,10 @@ def check_head_alive(channel: Any, timeout_s: float) -> None:
 
 
 def load_tls_certificates() -> tuple[bytes, bytes, bytes]:
-    """Return the certificate chain, key and root that Ray's RAY_TLS_* variables name. Ray keeps
-    the reader private."""
+    """Return the certificate chain, key and root that Ray's RAY_TLS_* variables name.
+
+    Ray keeps the reader private.
+    """
     from ray._common.tls_utils import load_certs_from_env
 
     return load_certs_from_env()
@@ -125,8 +129,10 @@ def autoscaler_limits() -> Mapping[str, float]:
 
 
 def logs_folder() -> Path | None:
-    """Return the folder of Ray's own logs on this node; None outside a node. The public API does
-    not name it."""
+    """Return the folder of Ray's own logs on this node; None outside a node.
+
+    The public API does not name it.
+    """
     from ray._private.worker import global_worker
 
     return Path(global_worker.node.get_logs_dir_path()) if global_worker.node else None
@@ -151,8 +157,10 @@ def placement_groups_of_job(job_id: str) -> set[bytes]:
 
 
 def remove_placement_group_by_id(group_id: bytes) -> None:
-    """Remove a placement group that another process created. The public function wants the
-    object, not the id."""
+    """Remove a placement group that another process created.
+
+    The public function wants the object, not the id.
+    """
     from ray._raylet import PlacementGroupID
 
     remove_placement_group(PlacementGroup(PlacementGroupID(group_id)))
@@ -216,8 +224,10 @@ def send_prestart_request(address: str, request: Any, timeout_s: float) -> None:
 
 
 def train_context() -> Any:
-    """Return a Ray Train worker's context: rank and world size. The public ``ray.train`` imports
-    all of Tune first."""
+    """Return a Ray Train worker's context: rank and world size.
+
+    The public ``ray.train`` imports all of Tune first.
+    """
     from ray.train.v2._internal.execution.context import get_train_context
 
     return get_train_context()

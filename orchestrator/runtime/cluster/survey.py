@@ -45,8 +45,10 @@ def _node(node: RayNode, known: Inventory | None) -> Node:
 
 
 def _request_inventories(nodes: list[RayNode]) -> dict[str, Inventory]:
-    """Return the inventories of other nodes, by node id, from a short task on each. Nodes that
-    do not answer are left out."""
+    """Return the inventories of other nodes, by node id, from a short task on each.
+
+    Nodes that do not answer are left out.
+    """
     if not nodes:
         return {}
     task = ray.remote(num_cpus=0, max_retries=0)(inventory)

@@ -161,8 +161,10 @@ class _WorkerGroup:
         return self._wait([actor.advance.remote(part) for actor in self._actors])[0]
 
     def close(self) -> None:
-        """Let the workers release the trial's resources. A failure here is not the trial's: the
-        next gets new workers."""
+        """Let the workers release the trial's resources.
+
+        A failure here is not the trial's: the next gets new workers.
+        """
         try:
             self._wait([actor.close.remote() for actor in self._actors])
         except TrialFailure:
@@ -175,8 +177,10 @@ class _WorkerGroup:
         self._actors = []
 
     def _wait(self, calls: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return the results of all calls. Raises TrialFailure if one fails, or if none ends
-        within the timeout."""
+        """Return the results of all calls.
+
+        Raises TrialFailure if one fails, or if none ends within the timeout.
+        """
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, timeout=timeout_s)

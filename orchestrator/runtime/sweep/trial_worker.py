@@ -73,8 +73,10 @@ class _TrialWorker:
 def run_trial_worker(
     setup: TrialSetup, point: Point, address: tuple[str, int], rank: int, size: int
 ) -> Iterator[_TrialWorker]:
-    """Prepare one worker of the trial of a point, and release it at the end. ``address`` is the
-    rendezvous."""
+    """Prepare one worker of the trial of a point, and release it at the end.
+
+    ``address`` is the rendezvous.
+    """
     from orchestrator.runtime.bootstrap import masked_errors
 
     with masked_errors(setup.hidden), _open_worker(setup, point, address, rank, size) as worker:
@@ -104,7 +106,7 @@ def _open_worker(
 
 def _plan_trial(setup: TrialSetup, config: Config, task: Any) -> tuple[Plan, ModelFacts]:
     """Return the plan that ``train`` would make, with the cores of a trial's worker."""
-    from orchestrator.measure.model_facts import model_facts
+    from orchestrator.measure.tracing.model_facts import model_facts
     from orchestrator.plan.compute import choose_precision
     from orchestrator.plan.device import choose_worker_device
     from orchestrator.plan.planning import plan

@@ -38,8 +38,10 @@ def search(space: Space, rates: Mapping[str, float], first: Point, seed: int, tr
 
 
 def test_half_of_the_trials_find_the_best_point_of_a_measured_grid() -> None:
-    """From the plan's own choice there, which is the second best. Random search finds it in half
-    of the searches."""
+    """From the plan's own choice there, which is the second best.
+
+    Random search finds it in half of the searches.
+    """
     rates = {point_key(point): rate for point, rate in zip(H200_SPACE.grid(), H200_RATES, strict=True)}
     planned = BEST | {"accumulation_steps": 1}
     searches = [search(H200_SPACE, rates, planned, seed, trials=8) for seed in range(10)]
