@@ -9,7 +9,7 @@ forked from this one, with torch and pytest loaded already, runs ``pytest -x`` t
 killed when a test fails or when the tests take too long; it survives when they all pass. Survivors
 are printed with their file, line and diff.
 
-A mutant that no test can kill, because the program behaves the same, is listed with its reason in
+A mutant that no test can kill on a CPU (the program behaves the same, or needs a GPU) is listed in
 ``equivalent.yaml``. It is not run, and not counted in the score: killed / (killed + survived).
 """
 

@@ -18,15 +18,18 @@ TARGETS = (
     "experts/exchange.py",
     "experts/transfer.py",
     "experts/balance.py",
-    "experts/placement.py",
+    "experts/placement*.py",
     "orchestrator/train/step.py",
     "orchestrator/train/totals.py",
     "orchestrator/train/data.py",
+    "orchestrator/train/batches.py",
     "orchestrator/train/parts/optim.py",
     "orchestrator/train/parts/precision.py",
     "orchestrator/train/parts/clock.py",
     "orchestrator/train/strategies/*.py",
     "orchestrator/train/checkpoint/state.py",
+    "orchestrator/train/checkpoint/capture.py",
+    "orchestrator/train/checkpoint/restore.py",
     "orchestrator/plan/batching.py",
     "orchestrator/plan/estimate.py",
     "orchestrator/plan/schedule.py",
@@ -37,42 +40,43 @@ TARGETS = (
     "orchestrator/runtime/expert_parallel/states.py",
 )
 
-_SILENT_ROWS = "tests/train/test_silent_rows.py"
-_SILENT_GRADIENTS = "tests/train/test_silent_gradients.py"
-_SILENT_BALANCE = "tests/train/test_silent_balance.py"
-_SILENT_FAILURES = "tests/train/test_silent_failures.py"
+_SILENT_ROWS = "test_silent_rows.py"
+_SILENT_GRADIENTS = "test_silent_gradients.py"
+_SILENT_BALANCE = "test_silent_balance.py"
+_SILENT_FAILURES = "test_silent_failures.py"
 
 MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "experts/gate.py": ("tests/experts/test_layer.py", _SILENT_BALANCE),
-    "experts/dispatch.py": ("tests/experts/test_layer.py", "tests/experts/test_token_exchange.py"),
-    "experts/bank.py": ("tests/experts/test_layer.py", "tests/experts/kernels/test_kernels.py"),
-    "experts/layer.py": ("tests/experts/test_token_exchange.py", _SILENT_ROWS),
+    "experts/gate.py": ("experts/test_layer.py", _SILENT_BALANCE),
+    "experts/dispatch.py": ("experts/test_layer.py", "experts/test_token_exchange.py"),
+    "experts/bank.py": ("experts/test_layer.py", "kernels/test_kernels.py"),
+    "experts/layer.py": ("experts/test_token_exchange.py", _SILENT_ROWS),
     "experts/token_exchange.py": (_SILENT_ROWS,),
-    "experts/exchange.py": ("tests/experts/test_layer_on_hosts.py",),
-    "experts/transfer.py": ("tests/experts/test_exchange.py", "tests/experts/test_layer_on_hosts.py"),
-    "experts/balance.py": ("tests/experts/test_gate.py", _SILENT_BALANCE),
+    "experts/exchange.py": ("test_layer_on_hosts.py",),
+    "experts/transfer.py": ("experts/test_exchange.py", "test_layer_on_hosts.py"),
+    "experts/balance.py": ("test_gate.py", _SILENT_BALANCE),
+    "experts/placement_problem.py": ("experts/test_placement.py", "test_placement_search.py"),
     "orchestrator/train/step.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
-    "orchestrator/train/totals.py": ("tests/train/test_step.py", _SILENT_FAILURES, _SILENT_GRADIENTS),
-    "orchestrator/train/parts/optim.py": ("tests/train/test_step.py", _SILENT_GRADIENTS),
-    "orchestrator/train/parts/precision.py": ("tests/train/test_step.py",),
-    "orchestrator/train/parts/clock.py": ("tests/train/test_step.py", "tests/train/test_loop.py"),
-    "orchestrator/train/strategies/base.py": ("tests/train/strategies/test_ddp.py", _SILENT_GRADIENTS),
-    "orchestrator/train/strategies/buckets.py": ("tests/train/strategies/test_ddp.py",),
-    "orchestrator/train/strategies/buffers.py": ("tests/train/strategies/test_ddp.py",),
+    "orchestrator/train/totals.py": ("test_step.py", _SILENT_FAILURES, _SILENT_GRADIENTS),
+    "orchestrator/train/parts/optim.py": ("test_step.py", _SILENT_GRADIENTS),
+    "orchestrator/train/parts/precision.py": ("test_step.py",),
+    "orchestrator/train/parts/clock.py": ("test_step.py", "test_loop.py"),
+    "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
+    "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),
+    "orchestrator/train/strategies/buffers.py": ("strategies/test_ddp.py",),
     "orchestrator/train/strategies/ddp.py": (_SILENT_GRADIENTS,),
     "orchestrator/train/strategies/expert_parallel.py": (_SILENT_GRADIENTS,),
-    "orchestrator/train/strategies/placement_file.py": ("tests/train/strategies/test_placement.py",),
-    "orchestrator/train/strategies/shares.py": ("tests/train/worker/test_run.py",),
-    "orchestrator/train/checkpoint/state.py": ("tests/train/checkpoint/test_snapshots.py",),
-    "orchestrator/plan/schedule.py": ("tests/plan/test_planning.py",),
-    "orchestrator/plan/cost/calibration.py": ("tests/measure/test_calibrate.py",),
-    "orchestrator/plan/cost/devices.py": ("tests/plan/cost/test_scaling.py",),
-    "orchestrator/plan/cost/interpolate.py": ("tests/plan/cost/test_model.py",),
-    "orchestrator/plan/cost/ops.py": ("tests/plan/cost/test_model.py", "tests/measure/test_step_trace.py"),
-    "orchestrator/runtime/expert_parallel/states.py": (
-        "tests/runtime/expert_parallel/test_run_without_ray.py",
-    ),
+    "orchestrator/train/strategies/placement_file.py": ("strategies/test_placement.py",),
+    "orchestrator/train/checkpoint/state.py": ("test_snapshots.py", "test_snapshot_resume.py"),
+    "orchestrator/train/checkpoint/capture.py": ("test_snapshots.py", "test_snapshot_resume.py"),
+    "orchestrator/train/checkpoint/restore.py": ("test_snapshots.py", "test_snapshot_resume.py"),
+    "orchestrator/plan/schedule.py": ("test_planning.py",),
+    "orchestrator/plan/cost/devices.py": ("cost/test_scaling.py",),
+    "orchestrator/plan/cost/interpolate.py": ("cost/test_model.py",),
+    "orchestrator/plan/cost/machine.py": ("cost/test_model.py", "test_traffic.py"),
+    "orchestrator/plan/cost/ops.py": ("cost/test_model.py", "test_step_trace.py"),
+    "orchestrator/runtime/expert_parallel/states.py": ("test_run_without_ray.py",),
 }
+"""More tests of a module, by the end of their paths: each names one file below ``tests/``."""
 
 
 def target_files(root: Path, patterns: Iterable[str]) -> list[str]:
@@ -90,7 +94,16 @@ def mirrored_tests(root: Path, target: str) -> list[str]:
     mirror = [folder / f"test_{path.stem}.py", *sorted(folder.glob(f"test_{path.stem}_*.py"))]
     own = [file for file in mirror if file.exists() and not _mirrors_another(root, path, file)]
     names = [file.relative_to(root).as_posix() for file in own]
-    return [*names, *MORE_TESTS.get(target, ())]
+    more = [_find_test(root, end) for end in MORE_TESTS.get(target, ())]
+    return list(dict.fromkeys([*names, *more]))
+
+
+def _find_test(root: Path, end: str) -> str:
+    """Return the one test file whose path ends so."""
+    found = sorted((root / "tests").rglob(end))
+    if len(found) != 1:
+        raise ValueError(f"{end} in tests/mutation/targets.py names {len(found)} files; it must name one")
+    return found[0].relative_to(root).as_posix()
 
 
 def _mirrors_another(root: Path, target: Path, test: Path) -> bool:

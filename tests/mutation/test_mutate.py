@@ -93,7 +93,6 @@ def test_every_target_exists_and_has_tests() -> None:
         for target in target_files(ROOT, [pattern]):
             tests = mirrored_tests(ROOT, target)
             assert tests, f"{target} has no tests: name them in tests/mutation/targets.py"
-            assert all((ROOT / test).is_file() for test in tests), tests
         assert target_files(ROOT, [pattern]), f"no module matches {pattern}"
 
 

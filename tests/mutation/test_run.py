@@ -23,7 +23,7 @@ def wait(done: bool) -> bool:
         pass
     return done
 '''
-TESTS = """from experts.balance import clip, wait
+TESTS = """from experts.clip import clip, wait
 
 
 def test_clip() -> None:
@@ -42,8 +42,8 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "tests/experts").mkdir(parents=True)
     for package in ("experts", "tests", "tests/experts"):
         (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "experts/balance.py").write_text(MODULE, encoding="utf-8")
-    (tmp_path / "tests/experts/test_balance.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "experts/clip.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "tests/experts/test_clip.py").write_text(TESTS, encoding="utf-8")
     shutil.copytree(Path(__file__).parent, tmp_path / "tests/mutation")
     (tmp_path / "tests/mutation/equivalent.yaml").write_text("", encoding="utf-8")
     return tmp_path
@@ -61,36 +61,36 @@ def test_survivors_are_listed_and_the_source_stays_as_it_was(repository: Path) -
     """
     done = run(repository, "--jobs", "2", "--time-limit", "8", "--fail-under", "90", "experts/*.py")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "survived: experts/balance.py:6 (comparison)" in done.stdout
+    assert "survived: experts/clip.py:6 (comparison)" in done.stdout
     assert "+    return top if value >= top else value" in done.stdout
-    assert "experts/balance.py: 3 of 4 killed (1 by the time limit)" in done.stdout
-    assert (repository / "experts/balance.py").read_text(encoding="utf-8") == MODULE
+    assert "experts/clip.py: 3 of 4 killed (1 by the time limit)" in done.stdout
+    assert (repository / "experts/clip.py").read_text(encoding="utf-8") == MODULE
 
 
 def test_equivalent_mutants_are_not_run(repository: Path) -> None:
     (repository / "tests/mutation/equivalent.yaml").write_text(
-        "- file: experts/balance.py\n"
+        "- file: experts/clip.py\n"
         "  removed: return top if value > top else value\n"
         "  added: return top if value >= top else value\n"
         "  reason: both sides are equal there\n",
         encoding="utf-8",
     )
-    done = run(repository, "--list", "experts/balance.py")
+    done = run(repository, "--list", "experts/clip.py")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
     assert ">=" not in done.stdout
 
 
 def test_tests_that_fail_without_a_change_are_refused(repository: Path) -> None:
-    (repository / "tests/experts/test_balance.py").write_text(
+    (repository / "tests/experts/test_clip.py").write_text(
         "def test_it():\n    assert False\n", encoding="utf-8"
     )
-    done = run(repository, "--count", "1", "experts/balance.py")
+    done = run(repository, "--count", "1", "experts/clip.py")
     assert done.returncode == 1
-    assert "experts/balance.py: its tests fail without any change" in done.stderr
+    assert "experts/clip.py: its tests fail without any change" in done.stderr
 
 
 def test_a_sample_depends_on_the_seed_alone(repository: Path) -> None:
-    first = run(repository, "--list", "--count", "2", "--seed", "3").stdout
-    assert first == run(repository, "--list", "--count", "2", "--seed", "3").stdout
+    first = run(repository, "--list", "--count", "2", "--seed", "3", "experts/clip.py").stdout
+    assert first == run(repository, "--list", "--count", "2", "--seed", "3", "experts/clip.py").stdout
     assert len(first.splitlines()) == 2
