@@ -77,9 +77,8 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> None:
 def load(path: Path, without: Set[str] = frozenset()) -> Contents:
     """Verify and read a checkpoint.
 
-    Tensors named in ``without``, which the reader does not need, are left out.
-
-    Raises ``CheckpointDamaged`` with the first defect."""
+    Tensors named in ``without``, which the reader does not need, are left out. Raises
+    ``CheckpointDamaged`` with the first defect."""
     files = verify(path)
     try:
         tensors = {

@@ -135,9 +135,8 @@ class CheckpointStore:
     def _remove(self, paths: list[Path]) -> None:
         """Remove checkpoints.
 
-        Each is renamed first: a kill in between leaves no half checkpoint under a good name.
-
-        The renames are synced before any file goes: else a loss of power could restore a name
+        Each is renamed first: a kill in between leaves no half checkpoint under a good name. The
+        renames are synced before any file goes: else a loss of power could restore a name
         without its files."""
         for path in paths:
             os.rename(path, path.with_name(f".removing_{path.name.removeprefix(_REPLACED)}"))

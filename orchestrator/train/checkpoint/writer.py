@@ -85,10 +85,8 @@ class CheckpointWriter:
     def _finish_write(self) -> None:
         """Wait for the write in progress and record it.
 
-        A ``checkpoint`` event is a promise that it is on disk.
-
-        A checkpoint that cannot be written (a full disk) is a warning: the older ones remain,
-        and the next may fit."""
+        A ``checkpoint`` event is a promise that it is on disk. A checkpoint that cannot be
+        written (a full disk) is a warning: the older ones remain, and the next may fit."""
         write = self._write
         self._write = None
         if write is None:

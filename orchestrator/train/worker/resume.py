@@ -23,9 +23,8 @@ from orchestrator.train.parts.world import World
 class ResumeFrom:
     """The point that a worker of a restarted run resumes from.
 
-    A run that starts for the first time has none.
-
-    Without snapshots the worker loads the run's newest good checkpoint."""
+    A run that starts for the first time has none. Without snapshots the worker loads the run's
+    newest good checkpoint."""
 
     snapshots: HostSnapshots = ()
     """The state of all hosts, as the driver kept it in memory."""
@@ -61,9 +60,7 @@ def restore_checkpoint(
     log: Log,
     restarted: bool = False,
 ) -> Progress:
-    """Restore what ``--resume`` or ``--init-from`` asks for.
-
-    Return the progress that the run starts with.
+    """Restore what ``--resume`` or ``--init-from`` asks for. Return the progress to start with.
 
     A run that was ``restarted`` after a failure resumes from its own newest checkpoint. As long
     as it has none, it starts again where the user asked it to start."""
