@@ -128,6 +128,26 @@ def test_files_and_make_targets_that_are_named_exist(path: Path) -> None:
     assert mentioned <= targets
 
 
+def test_the_map_of_packages_names_every_package_and_existing_files() -> None:
+    """The table of docs/development.md lists the packages, those below the last one as ``… name/``."""
+    text = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    table = text.split("## Packages")[1].split("## Import rules")[0]
+    mapped = set()
+    parent = ""
+    for first, files in re.findall(r"^\| `([^`]+)`.* \| (.*) \|$", table, flags=re.MULTILINE):
+        folder = first.removeprefix("… ").removesuffix("/")
+        if first.startswith("… "):
+            folder = f"{parent}/{folder}"
+        elif first.endswith("/"):
+            parent = folder
+        mapped.add(folder)
+        for name in re.findall(r"`([\w/.]+)`", files):
+            home = ROOT / folder if first.endswith("/") else ROOT / "orchestrator"
+            assert (home / name).is_file(), f"{folder}: {name}"
+    packages = {path.parent for path in (ROOT / "orchestrator").glob("*/__init__.py")}
+    assert {package.relative_to(ROOT).as_posix() for package in packages} <= mapped
+
+
 def test_blocks_that_do_not_run_are_counted() -> None:
     counted = Counter(block.page for block in BLOCKS if block.language == "bash" and not block.runs)
     assert counted == NOT_RUN
