@@ -146,7 +146,7 @@ def on_gpu(arguments: argparse.Namespace) -> str:
 
     from experts.actor_host import ExpertHost
 
-    # room for the snapshot that is written, the newest one, and the one before it
+    # space for the snapshot that is written, the newest one, and the one before it
     store_bytes = round(3.5e9 * arguments.gigabytes) + 2**28
     ray.init(address="local", include_dashboard=False, object_store_memory=store_bytes, log_to_driver=False)
     host = ExpertHost.options(num_gpus=1 if ray.cluster_resources().get("GPU") else 0).remote()  # pyright: ignore
