@@ -1,5 +1,5 @@
-"""Faults planted in the code under test: small runs on two hosts and in one process, and checks that must fail
-when a fault is planted."""
+"""Faults planted in the code under test: small runs on two hosts and in one process, and checks that must
+fail when a fault is planted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class TrainingCase:
     recompute: bool = False
 
     def stepper(self, world: World) -> tuple[Stepper, Feed]:
-        """Build the run's stepper. One process computes the global batch at once, and recomputes nothing."""
+        """Build the run's stepper.
+
+        One process computes the global batch at once, and recomputes nothing.
+        """
         single = world.size == 1
         host_of = [[expert % HOSTS for expert in range(len(sizes))] for sizes in self.task.sizes]
         return make_stepper(

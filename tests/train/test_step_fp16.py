@@ -1,4 +1,5 @@
-"""Tests of steps in fp16, on CPUs: the norm is that of fp32, and an overflow on one worker is an overflow on all."""
+"""Tests of steps in fp16, on CPUs: the norm is that of fp32, and an overflow on one worker is an overflow
+on all."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
+from orchestrator.train.checkpoint.capture import capture
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
@@ -81,6 +86,23 @@ def test_an_overflow_halves_the_scale_and_skips_the_update(kind: str) -> None:
     assert [step.good_steps for step in steps] == [1, 0, 1]
     assert [step.moved for step in steps] == [True, False, True]
     assert [step.finite for step in steps] == [True, False, True]
+
+
+def test_a_checkpoint_keeps_the_scale_and_the_count_of_good_steps() -> None:
+    stepper, feed = make_stepper(TASK, 8, 16, precision="fp16")
+    run_with_overflow(stepper, feed, overflow="dense")
+    contents = capture(state_of(stepper), Progress(3), World.single_process())
+    assert contents is not None
+    resumed, _ = make_stepper(TASK, 8, 16, precision="fp16")
+    restore(contents, state_of(resumed))
+    assert resumed.precision.state_dict() == {"scale": INITIAL_SCALE / 2, "good_steps": 1.0}
+    batch = next(feed.steps(5))
+    assert mean_loss(resumed.run(batch, 3)) == mean_loss(stepper.run(batch, 3))
+    assert resumed.precision.state_dict() == stepper.precision.state_dict()
+
+
+def state_of(stepper: Stepper) -> TrainState:
+    return TrainState(stepper.strategy.model, stepper.optimizer.inner, stepper.precision)
 
 
 # --- several workers
@@ -158,7 +180,8 @@ def make_fp16_stepper(world: World, strategy: str) -> tuple[Stepper, Any]:
 def test_an_overflow_on_one_worker_lowers_the_scale_on_all(
     strategy: str, overflow: str, on_rank: int
 ) -> None:
-    """All workers skip the same update and keep one scale; otherwise their weights would drift apart in silence."""
+    """All workers skip the same update and keep one scale; otherwise their weights would drift apart in
+    silence."""
     for steps in run_ranks(overflow_on_rank, 2, strategy, overflow, on_rank):
         assert [step.finite for step in steps] == [True, False, True]
         assert [step.scale for step in steps] == [INITIAL_SCALE, INITIAL_SCALE / 2, INITIAL_SCALE / 2]

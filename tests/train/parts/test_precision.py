@@ -1,4 +1,5 @@
-"""Tests of the loss scale of fp16: it follows overflows, and survives a restart with its count of good steps."""
+"""Tests of the loss scale of fp16: it follows overflows, and survives a restart with its count of good
+steps."""
 
 from __future__ import annotations
 

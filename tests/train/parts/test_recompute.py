@@ -1,4 +1,5 @@
-"""Tests of activation checkpointing of MoE blocks: gradients are the same, and no token is routed or sent twice."""
+"""Tests of activation checkpointing of MoE blocks: gradients are the same, and no token is routed or sent
+twice."""
 
 from __future__ import annotations
 
@@ -176,7 +177,10 @@ def test_experts_are_chosen_once() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_recomputed_pass_keeps_the_first_choice_of_experts(cached: bool) -> None:
-    """Another choice would send experts rows that they never saw. It happens without the cache: so this test can fail."""
+    """Another choice would send experts rows that they never saw.
+
+    It happens without the cache: so this test can fail.
+    """
     model = make_recomputed_model(MoEContext() if cached else None)
     logits, routings = model(make_batch())
     for _, layer in moe_layers(model):

@@ -1,5 +1,5 @@
-"""World's exchanges besides plain collectives, over real processes: gathers to the main worker, values that some workers
-know, waits for the main worker; and leaving the group in the middle of each."""
+"""World's exchanges besides plain collectives, over real processes: gathers to the main worker, values that
+some workers know, waits for the main worker; and leaving the group in the middle of each."""
 
 from __future__ import annotations
 
@@ -111,6 +111,50 @@ def test_the_main_worker_gathers_tensors_and_values_by_rank(recoverable: bool, p
 
 def test_a_single_process_gathers_nothing() -> None:
     assert World.single_process().gather_to_main({"x": torch.ones(1)}, 1, "x") == []
+
+
+# --- collectives
+
+
+def run_collectives(rank: int, size: int, store: str, recoverable: bool) -> dict[str, Any]:
+    with joined_world(rank, size, store, recoverable) as world:
+        return {
+            "max": world.all_reduce_max([rank, -rank]),
+            "gather": world.gather([float(rank), 5.0]),
+            "sum": world.all_reduce(torch.tensor([1.0, float(rank)])).tolist(),
+        }
+
+
+@both_worlds
+def test_collectives_combine_the_values_of_all_ranks(recoverable: bool) -> None:
+    expected = {"max": [2.0, 0.0], "gather": [[0.0, 5.0], [1.0, 5.0], [2.0, 5.0]], "sum": [3.0, 3.0]}
+    assert run_ranks(run_collectives, 3, recoverable) == [expected] * 3
+
+
+def broadcast_expanded(rank: int, size: int, store: str) -> list[float]:
+    with joined_world(rank, size, store, recoverable=False) as world:
+        memory = torch.tensor([5.0, float(rank), float(rank), float(rank)])
+        transposed = torch.full((2, 3), float(rank)).T
+        world.broadcast([memory[:1].expand(3), memory[3:], transposed])
+        return [*memory.tolist(), float(transposed.sum())]
+
+
+def test_broadcasting_an_expanded_tensor_writes_nothing_else() -> None:
+    assert run_ranks(broadcast_expanded, 2) == [[5.0, 0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 1.0, 0.0, 0.0]]
+
+
+def wait_for_slow_main(rank: int, size: int, store: str) -> float:
+    """The main worker takes longer than the timeout of a collective."""
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 3) as world:
+        start = time.monotonic()
+        if rank == 0:
+            time.sleep(5)
+        world.wait_for_main("late")
+        return time.monotonic() - start
+
+
+def test_the_others_wait_for_the_main_worker_past_the_timeout() -> None:
+    assert min(run_ranks(wait_for_slow_main, 2)) > 4.5
 
 
 # --- values that some workers know

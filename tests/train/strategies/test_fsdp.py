@@ -1,0 +1,34 @@
+"""Tests of sharded data parallel: the same run on several workers and in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.tasks.digits import Digits
+from tests.support.steppers import DoubleDigits, DoubleText
+from tests.support.worker_runs import (
+    CONFIG,
+    WorkerCase,
+    assert_workers_equal_one_process,
+    assert_workers_follow_one_process_in_fp32,
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        WorkerCase(DoubleDigits, 2, 16, 64, sharding="zero2"),
+        WorkerCase(DoubleDigits, 3, 7, 50, samples=101, sharding="zero3"),
+        WorkerCase(DoubleText, 2, 4, 16, sharding="zero3", steps=6),
+        WorkerCase(DoubleDigits, 4, 2, 8, samples=15, sharding="zero3"),  # a last batch of 7 over four
+    ],
+    ids=str,
+)
+def test_sharded_workers_are_exact_in_fp64(case: WorkerCase) -> None:
+    assert_workers_equal_one_process(case)
+
+
+def test_sharded_workers_are_exact_in_fp32() -> None:
+    config = CONFIG.but(balance_loss=0.01)
+    case = WorkerCase(Digits, 2, 8, 64, sharding="zero3", steps=50, config=config)
+    assert_workers_follow_one_process_in_fp32(case)
