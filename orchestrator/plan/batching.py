@@ -119,12 +119,14 @@ def _starting(gpu_memory: int | None) -> tuple[Choice[str], int]:
     device and step."""
     if gpu_memory is None:
         batch, accumulation = _CPU_START
-        return Choice(f"{batch} × {accumulation}", "starting value for a CPU"), batch * accumulation
+        return Choice(
+            f"{batch} × {accumulation}", "CPUs start from this batch × accumulation"
+        ), batch * accumulation
     lowest_gb, batch, accumulation = next(row for row in MEMORY_CLASSES if gpu_memory >= row[0] * _GB)
     if lowest_gb:
-        reason = f"starting value for GPUs of {lowest_gb} GB and more"
+        reason = f"GPUs of {lowest_gb} GB and more start from this batch × accumulation"
     else:
-        reason = "starting value for GPUs below 6 GB"
+        reason = "GPUs below 6 GB start from this batch × accumulation"
     return Choice(f"{batch} × {accumulation}", reason), batch * accumulation
 
 
@@ -237,7 +239,7 @@ def _estimated_batch(budget: _MemoryBudget, share: int, recompute: bool) -> Choi
         return Choice(size, reason)
     reason = f"it needs {bytes_text(needed.total)} of the usable {usable}, by the estimate"
     if size == share:
-        return Choice(size, f"all {share} samples in one micro-batch: {reason}")
+        return Choice(size, f"one micro-batch holds all {share} samples: {reason}")
     twice = min(share, size * 2)
     too_much = bytes_text(budget.needed(twice, recompute).total)
     return Choice(size, reason, (Rejected(str(twice), f"would need {too_much}"),))
@@ -250,7 +252,7 @@ def _accumulation(config: Config, batch: int, global_batch: int, workers: int) -
     if micro_batches == 1:
         reason = "one micro-batch holds all samples"
     else:
-        reason = f"{global_batch} samples in micro-batches of {size}"
+        reason = f"{global_batch} samples take {micro_batches} micro-batches of {size}"
     setting = config.batch.accumulation_steps
     if setting == micro_batches:
         reason = f"set by --accumulation-steps {setting}"
@@ -267,27 +269,29 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamp
     accumulation = config.batch.accumulation_steps
     if accumulation:
         samples = batch * accumulation * workers
-        reason = f"batch {batch} × accumulation {accumulation}{times_workers}"
+        reason = f"it is batch {batch} × accumulation {accumulation}{times_workers}"
         return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
     if config.batch.batch_size == "auto":
         samples = batch * workers
-        reason = f"one measured batch{times_workers}"
+        reason = f"it is one measured batch{times_workers}"
         return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
     over_workers = f", over {workers} workers" if workers > 1 else ""
-    return Choice(step.samples, f"samples per optimizer step{over_workers}")
+    return Choice(step.samples, f"an optimizer step has this many samples{over_workers}")
 
 
 def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> Choice[int]:
     if config.batch.eval_batch_size is not None:
         return Choice(config.batch.eval_batch_size, "set by --eval-batch-size")
     if config.run.debug or not config.run.auto:
-        return Choice(batch, "same as in training")
+        return Choice(batch, "it is the training batch")
     if not facts.validation_samples:
         return Choice(1, "not used: there are no validation samples")
     share = -(-facts.validation_samples // workers)
     twice = 2 * batch
     if share > twice:
-        return Choice(twice, "twice the training batch: evaluation saves no activations for a backward pass")
+        return Choice(
+            twice, "it is twice the training batch: evaluation saves no activations for a backward pass"
+        )
     among = f", a worker's share of {facts.validation_samples}" if workers > 1 else ""
-    reason = f"all validation samples in one batch{among}: without a backward pass twice {batch} would fit"
+    reason = f"one batch holds all validation samples{among}: without a backward pass twice {batch} would fit"
     return Choice(share, reason)

@@ -61,7 +61,7 @@ def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[boo
     if switch is not None:
         return switch
     if config.run.deterministic:
-        return Choice(False, "off in deterministic mode")
+        return Choice(False, "deterministic mode turns it off")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
     if gpu_of(inventory, device).capability < _TF32_CAPABILITY:
@@ -87,7 +87,7 @@ def choose_compile(
     if gpu.capability < _COMPILE_CAPABILITY:
         return Choice(False, f"there is no compiler for compute capability {gpu.capability[0]}")
     if config.run.deterministic:
-        return Choice(False, "off in deterministic mode: compiled code sums in another order")
+        return Choice(False, "deterministic mode turns it off: compiled code sums in another order")
     if model_is_divided:
         return Choice(
             False, "the run would end if a part of the divided model did not compile; try --compile"
@@ -119,7 +119,7 @@ def choose_cudnn_benchmark(config: Config, device: str) -> Choice[bool]:
     if switch is not None:
         return switch
     if config.run.deterministic:
-        return Choice(False, "off in deterministic mode")
+        return Choice(False, "deterministic mode turns it off")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
     return Choice(True, "all batches have the same shape")

@@ -33,7 +33,7 @@ def choose_device(config: Config, inventory: Inventory) -> Choice[str]:
     else:
         # Whole GiB: a few MiB of a desktop must not decide between two idle GPUs.
         best = max(gpus, key=lambda gpu: (gpu.memory_free // GIB, -gpu.index))
-        reason = "the only GPU" if len(gpus) == 1 else "the GPU with the most free memory"
+        reason = "it is the only GPU" if len(gpus) == 1 else "it is the GPU with the most free memory"
     rejected = ()
     if len(gpus) > 1:
         rejected = (Rejected(f"the other {len(gpus) - 1} GPUs", "one process trains on one device"),)
@@ -57,7 +57,7 @@ def choose_worker_device(config: Config, inventory: Inventory, declared_gpus: in
     smallest = min(gpus, key=lambda gpu: gpu.memory_total)
     mixed = "" if inventory.same_model else "; planned for the smallest of them"
     return Choice(
-        "cuda", f"one GPU for each worker: {smallest.name}, {bytes_text(smallest.memory_total)}{mixed}"
+        "cuda", f"each worker has a GPU: {smallest.name}, {bytes_text(smallest.memory_total)}{mixed}"
     )
 
 
@@ -87,7 +87,7 @@ def usable_bytes(config: Config, inventory: Inventory, device: str, workers_on_n
 def choose_threads(inventory: Inventory, workers_on_node: int) -> Choice[int]:
     cores = inventory.cores
     if workers_on_node == 1:
-        return Choice(cores, f"{cores} usable cores")
+        return Choice(cores, f"the process may use {cores} cores")
     return Choice(
-        max(1, cores // workers_on_node), f"{cores} usable cores for {workers_on_node} workers on a node"
+        max(1, cores // workers_on_node), f"{workers_on_node} workers on a node share {cores} usable cores"
     )

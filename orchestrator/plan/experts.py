@@ -135,7 +135,9 @@ def choose_placement(config: Config, unused: str | None, workers: int) -> Choice
     if not config.run.auto:
         return Choice("round_robin", NO_AUTO)
     round_robin = Rejected("round_robin", "ignores the cost of an expert and the speed of a device")
-    return Choice("auto", "by the cost of the experts and the measured speed of the hosts", (round_robin,))
+    return Choice(
+        "auto", "experts are placed by their cost and the measured speed of the hosts", (round_robin,)
+    )
 
 
 def choose_chunks(
@@ -180,11 +182,15 @@ def choose_kernel(
     if not config.run.auto:
         return Choice("loop", NO_AUTO)
     if capability is None:
-        reason = "measured on CPUs: grouped in fp32 if the sizes are multiples of four, or else a loop"
+        reason = "on CPUs grouped products run in fp32 if the sizes are multiples of four, and a loop otherwise, as measured"
         return Choice("auto", reason)
     device = f"compute capability {capability[0]}.{capability[1]} in {precision}"
     if fused:
         loop = Rejected("loop", "one product after another, and the host waits for the row counts")
-        return Choice("grouped", f"fused from compute capability 9.0 on in bf16; this is {device}", (loop,))
+        return Choice(
+            "grouped",
+            f"grouped products are fused from compute capability 9.0 on in bf16; this is {device}",
+            (loop,),
+        )
     reason = f"grouped products are fused from compute capability 9.0 on in bf16; this is {device}"
     return Choice("loop", reason)

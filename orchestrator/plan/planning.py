@@ -167,7 +167,7 @@ def _single_process(config: Config, inventory: Inventory, strategy: Choice[Strat
     return _WorkerSetup(
         strategy,
         device,
-        workers=Choice(1, "one process"),
+        workers=Choice(1, "the run is one process"),
         backend=Choice("none", "one process has no peers"),
         sharding=Choice("none", no_sharding),
         model_sharding=ModelSharding(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.checks import Switch
 from orchestrator.types import Choice
 
-NO_AUTO = "plain default, because of --no-auto"
+NO_AUTO = "--no-auto uses the plain default"
 
 
 def set_switch(value: Switch, flag: str) -> Choice[bool] | None:

@@ -31,7 +31,7 @@ def choose_loader_workers(
         competing = Rejected("loader processes", "try --loader-workers 1")
         return Choice(0, "the CPU trains: loader processes would take its cores", (competing,))
     count = max(0, min(_MAX_LOADER_WORKERS, threads.value - 1))
-    reason = f"one for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; {threads.reason}"
+    reason = f"one process for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; {threads.reason}"
     return Choice(count, reason)
 
 
@@ -42,7 +42,9 @@ def choose_prefetch(config: Config, inventory: Inventory, loaders: int, workers_
         return Choice(2, NO_AUTO)
     # The prefetched batches of all workers on a node share its RAM.
     plenty = inventory.ram_free > 8 * GIB * loaders * workers_on_node
-    reason = f"batches per loader process; {bytes_text(inventory.ram_free)} of RAM is free"
+    reason = (
+        f"each loader process prefetches this many batches; {bytes_text(inventory.ram_free)} of RAM is free"
+    )
     return Choice(4 if plenty else 2, reason)
 
 
@@ -69,7 +71,7 @@ def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) ->
     steps_per_epoch = -(-facts.samples // global_batch)
     steps = steps_per_epoch * config.run.epochs
     reason = (
-        f"{config.run.epochs} epochs × {steps_per_epoch} steps "
+        f"{config.run.epochs} epochs of {steps_per_epoch} steps each "
         f"({facts.samples} samples in batches of {global_batch})"
     )
     max_steps = config.run.max_steps
@@ -85,7 +87,7 @@ def choose_warmup(config: Config, steps: int) -> Choice[int]:
         return Choice(config.optim.warmup_steps, "set by --warmup-steps")
     if not config.run.auto:
         return Choice(0, NO_AUTO)
-    return Choice(min(1000, steps // 20), "a twentieth of the run, at most 1000 steps")
+    return Choice(min(1000, steps // 20), "it is a twentieth of the run, at most 1000 steps")
 
 
 def choose_log_every(config: Config, steps: int, device: str) -> Choice[int]:
@@ -96,6 +98,9 @@ def choose_log_every(config: Config, steps: int, device: str) -> Choice[int]:
     if not config.run.auto:
         return Choice(_PLAIN_LOG_EVERY, NO_AUTO)
     if device == "cpu":
-        return Choice(max(1, min(10, steps // 20)), "about 20 times in a run, at least every 10 steps")
-    reason = "every 10 to 50 steps, because reading the loss makes the host wait for the device"
+        return Choice(
+            max(1, min(10, steps // 20)),
+            "the loss is logged about 20 times in a run, at least every 10 steps",
+        )
+    reason = "the loss is logged every 10 to 50 steps, because reading it makes the host wait for the device"
     return Choice(max(10, min(50, steps // 20)), reason)

@@ -47,7 +47,7 @@ def choose_strategy(config: Config, inventory: Inventory, in_cluster: bool = Fal
         return Choice("data_parallel", "this runs inside a Ray cluster, which places the workers", (single,))
     gpus = chosen_gpus(inventory, config.parallel.devices)
     if len(gpus) > 1:
-        return Choice("data_parallel", f"{len(gpus)} GPUs were found: one worker for each", (_SINGLE,))
+        return Choice("data_parallel", f"{len(gpus)} GPUs were found, one for each worker", (_SINGLE,))
     if not gpus:
         reason = inventory.gpu_error or "no GPU was found"
     elif config.parallel.devices:
@@ -171,18 +171,18 @@ def _gpu_workers(cluster: Cluster, spares: int) -> Choice[int]:
         reason = f"there is no GPU yet, and the autoscaler can reach {cluster.reachable_gpus}"
         return Choice(cluster.reachable_gpus, reason)
     if not spares:
-        return Choice(cluster.gpus, f"one for each GPU: {present}")
+        return Choice(cluster.gpus, f"each GPU has a worker: {present}")
     if cluster.gpus <= spares:
         raise ResourceError(f"--spares {spares} leaves no GPU to train on; {present}. Lower --spares")
-    return Choice(cluster.gpus - spares, f"one for each GPU except the {spares} of --spares: {present}")
+    return Choice(cluster.gpus - spares, f"each GPU has a worker, except the {spares} of --spares: {present}")
 
 
 def _cpu_workers(cluster: Cluster, inventory: Inventory) -> Choice[int]:
     if cluster.joined:
         count = max(1, sum(1 for node in cluster.nodes if node.cpus))
-        return Choice(count, f"one for each node, because no GPU can be used: {cluster.text('CPUs')}")
+        return Choice(count, f"each node has a worker, because no GPU can be used: {cluster.text('CPUs')}")
     count = min(_MAX_CPU_WORKERS, max(1, inventory.cores))
-    reason = f"CPUs: one for each core, at most {_MAX_CPU_WORKERS}; {inventory.cores} usable cores"
+    reason = f"each of {inventory.cores} usable cores has a worker, at most {_MAX_CPU_WORKERS}"
     return Choice(count, reason)
 
 

@@ -227,7 +227,7 @@ def test_evaluation_batches_are_twice_as_large_up_to_the_validation_set():
 def test_the_reason_of_the_evaluation_batch_explains_its_size():
     assert "twice the training batch" in batches(batch_size=32).evaluation.reason
     few = batches(model(validation_samples=10), batch_size=32).evaluation
-    assert few.reason.startswith("all validation samples in one batch: ")
+    assert few.reason.startswith("one batch holds all validation samples: ")
     assert "twice the training batch" not in few.reason
     assert (
         "a worker's share of 10" in shared(4, model(validation_samples=10), batch_size=32).evaluation.reason

@@ -22,7 +22,7 @@ TWO = machine(gpu(), gpu(1))
 # 16 GB of state, most of it in experts
 EXPERTS = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, gate_parameters=10**4)
 DENSE = model(experts=0, expert_parameters=0, gate_parameters=0, moe_layers=0)
-FOUND: Choice[StrategyName] = Choice("data_parallel", "4 GPUs were found: one worker for each")
+FOUND: Choice[StrategyName] = Choice("data_parallel", "4 GPUs were found, one for each worker")
 
 
 def needed_bytes(form: ShardingForm, facts: ModelFacts = EXPERTS, workers: int = 4) -> float:
@@ -51,7 +51,7 @@ def test_experts_are_divided_if_a_recomputed_replica_does_not_fit():
     chosen = settled(needed_bytes("none") - 1)
     assert chosen.value == "expert_parallel"
     assert chosen.reason.startswith(
-        "4 GPUs were found: one worker for each; with divided experts one sample needs "
+        "4 GPUs were found, one for each worker; with divided experts one sample needs "
     )
     assert chosen.rejected[0].option == "data_parallel"
     assert "14.9 GiB" in chosen.rejected[0].why

@@ -39,7 +39,7 @@ def strategy_of(inventory: Inventory, in_cluster: bool = False, **given: Any) ->
 
 def workers(where: Cluster | Inventory, inventory: Inventory = CPU, **given: Any) -> Choice[int]:
     if isinstance(where, Inventory):
-        where, inventory = Cluster.of(where), where
+        return choose_workers(Config.of(**given), Cluster.of(where), where)
     return choose_workers(Config.of(**given), where, inventory)
 
 
@@ -103,7 +103,7 @@ def test_the_reason_is_the_flag_or_the_number_of_gpus():
     assert reason(CPU, workers=2) == "set by --workers 2"
     assert reason(TWO, devices=(1, 0)) == "set by --devices 1,0"
     assert reason(CPU, ray_address="local") == "set by --ray-address local"
-    assert reason(TWO) == "2 GPUs were found: one worker for each"
+    assert reason(TWO) == "2 GPUs were found, one for each worker"
     assert reason(ONE) == "one GPU was found"
     assert reason(TWO, devices=1) == "--devices 1 is one GPU"
     assert reason(BROKEN) == BROKEN.gpu_error
@@ -229,9 +229,16 @@ def test_gpu_modes_auto_and_cpu_demand_no_gpu():
 # --- backend
 
 
-@pytest.mark.parametrize(("backend", "on_gpu", "expected"), [
-    ("auto", True, "nccl"), ("auto", False, "gloo"), ("gloo", True, "gloo"), ("gloo", False, "gloo"), ("nccl", True, "nccl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "on_gpu", "expected"),
+    [
+        ("auto", True, "nccl"),
+        ("auto", False, "gloo"),
+        ("gloo", True, "gloo"),
+        ("gloo", False, "gloo"),
+        ("nccl", True, "nccl"),
+    ],
+)
 def test_the_device_sets_the_backend_unless_a_flag_does(backend: str, on_gpu: bool, expected: str):
     chosen = choose_backend(Config.of(backend=backend), on_gpu, 4)
     assert chosen.value == expected
