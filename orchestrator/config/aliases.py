@@ -111,7 +111,8 @@ _ACCELERATOR = {"cuda": "auto", "gpu": "auto"}
 _WORKERS = {"gpu": "auto", "all": "auto", "-1": "auto"}
 _ZERO_STAGE = {"0": "none", "1": "zero2", "2": "zero2", "3": "zero3", "stage2": "zero2", "stage3": "zero3"}
 _FSDP = _yes_no("zero3", "none") | {
-    "full_shard": "zero3", "full_shard auto_wrap": "zero3", "full_shard offload": "zero3", "hybrid_shard": "zero3",
+    "full_shard": "zero3", "full_shard auto_wrap": "zero3", "full_shard offload": "zero3",
+    "hybrid_shard": "zero3",
     "shard_grad_op": "zero2", "shard_grad_op auto_wrap": "zero2", "no_shard": "none",
 }  # fmt: skip
 # Accelerate numbers them: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD.
@@ -144,9 +145,9 @@ _CUDA_INDEX = {f"cuda:{index}": Alias("devices", {f"cuda:{index}": str(index)}) 
 _SHARDED = Alias(
     "sharding",
     {
-        "fsdp": "zero3", "fsdp2": "zero3", "fsdp_native": "zero3", "deepspeed": "zero2", "deepspeed_stage_1": "zero2",
-        "deepspeed_stage_2": "zero2", "deepspeed_stage_2_offload": "zero2", "deepspeed_stage_3": "zero3",
-        "deepspeed_stage_3_offload": "zero3",
+        "fsdp": "zero3", "fsdp2": "zero3", "fsdp_native": "zero3", "deepspeed": "zero2",
+        "deepspeed_stage_1": "zero2", "deepspeed_stage_2": "zero2", "deepspeed_stage_2_offload": "zero2",
+        "deepspeed_stage_3": "zero3", "deepspeed_stage_3_offload": "zero3",
     },
 )  # fmt: skip
 _SHARDED_BY_VALUE = dict.fromkeys(_SHARDED.values, _SHARDED)
@@ -341,7 +342,8 @@ ALIASES: Mapping[str, Alias] = {
     "use_wandb": Alias("trackers", _yes_no("wandb", LEAVE_OUT)),
     "quiet": Alias(
         None,
-        note="the screen shows one line at a time, and the output of libraries is in the run folder: leave it out",
+        note="the screen shows one line at a time, and the output of libraries is in the run folder: "
+        "leave it out",
     ),
     "enable_gpu_monitoring": Alias("monitor_gpu", _TRUE_FALSE),
 }

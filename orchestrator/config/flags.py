@@ -31,8 +31,8 @@ def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[
     """
     import tyro
 
-    own_flags = [field.name for field in fields(options) if field.name != "settings"]  # pyright: ignore[reportArgumentType]
-    check_flags(argv, own_flags)
+    names = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
+    check_flags(argv, names - {"settings"})
     path = _config_path(argv)
     base = read_file(path) if path else Resolved(Config(), {})
     result = tyro.cli(

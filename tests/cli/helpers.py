@@ -11,7 +11,8 @@ from pathlib import Path
 
 CPU = ("--gpu-mode", "cpu")
 SMALL = (
-    "--task", "synthetic", "--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "32",
+    "--task", "synthetic", "--width", "8", "--context-length", "8",
+    "--layers", "1", "--experts", "2", "--samples", "32",
 )  # fmt: skip
 MAX_LINES = 25
 """Lines of an answer to a mistake."""

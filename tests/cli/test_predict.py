@@ -15,7 +15,8 @@ from orchestrator.plan.inventory.hardware import inventory
 from tests.support.cost_machines import device
 
 SMALL = (
-    "--task", "digits", "--width", "16", "--layers", "1", "--experts", "4", "--batch-size", "8", "--gpu-mode", "cpu",
+    "--task", "digits", "--width", "16", "--layers", "1",
+    "--experts", "4", "--batch-size", "8", "--gpu-mode", "cpu",
 )  # fmt: skip
 
 

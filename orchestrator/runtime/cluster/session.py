@@ -151,7 +151,10 @@ def _join_error(error: BaseException) -> str:
     """Return the reason in a line. Ray mentions a refused token deep in its message."""
     text = f"{error} {error.__cause__}"
     if "AuthToken" in text or "AuthenticationError" in text:
-        return "it refuses the token here; put that of its head (there: 'ray get-auth-token') into ~/.ray/auth_token"
+        return (
+            "it refuses the token here; "
+            "put that of its head (there: 'ray get-auth-token') into ~/.ray/auth_token"
+        )
     return first_line(error)
 
 

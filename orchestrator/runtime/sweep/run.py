@@ -242,10 +242,10 @@ class _Recorder(NotPickled, Callback):
         self._screen = screen
         self._stop_requested = stop_requested
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:  # noqa: ARG002
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
         self._screen.trial_started(trial.config["trial"], trial.config["point"])
 
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:  # noqa: ARG002
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
         result = trial.last_result or {}
         row = parse_trial({"event": "trial", **result["row"]}) if "row" in result else None
         ended = bool(result.get("ended"))
@@ -255,7 +255,7 @@ class _Recorder(NotPickled, Callback):
             row = replace(row, status="stopped", reason="stopped early: others were better")
         self._finish(trial, row)
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:  # noqa: ARG002
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
         if self._stop_requested():
             return
         config = trial.config

@@ -33,8 +33,8 @@ consequence of theirs."""
 _MAX_TRIALS_PER_GROUP = 40
 """Trials of a group of workers. Each leaves the sockets of its process group open."""
 _RESULT_FIELDS = (
-    "samples_per_second", "interval", "units_per_second", "step_seconds", "steps", "peak_memory_bytes", "phases",
-    "train_loss", "validation_loss",
+    "samples_per_second", "interval", "units_per_second", "step_seconds", "steps",
+    "peak_memory_bytes", "phases", "train_loss", "validation_loss",
 )  # fmt: skip
 
 

@@ -398,7 +398,7 @@ def test_a_run_on_a_cluster_reveals_no_secret(
     """
     for name, value in ENVIRONMENT.items() if known else ():
         monkeypatch.setenv(name, value)
-    leaky_task(tmp_path, raises=True, past=True)
+    leaky_task(tmp_path, raises=True, with_subprocess=True)
     run_dir = tmp_path / "run"
     task = ("--task", "leaky:Leaky", "--run-dir", str(run_dir), "--data-dir", URL if known else PATH)
     with local_cluster(cpus=2, dashboard=True) as started:
@@ -424,7 +424,7 @@ def test_a_run_on_a_cluster_reveals_no_secret(
     # Before there is a run folder, workers write to Ray's logs.
     printed = "".join(text for name, text in texts.items() if name.startswith("worker"))
     assert ("printed ***" if known else "printed /data/***") in printed
-    assert not known or verb == "sweep" or "past python ***" in printed
+    assert not known or verb == "sweep" or "subprocess ***" in printed
     assert "orchestrator" in state.stdout, state.stderr
     assert_none_in(run_dir)
     assert_none_in(result.stdout + result.stderr)

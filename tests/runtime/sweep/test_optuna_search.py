@@ -21,7 +21,8 @@ H200_SPACE = parse_space(
     ["precision=fp32,bf16", "batch-size=8,32", "accumulation-steps=1,4", "compile=off,on"]
 )
 H200_RATES = (
-    616.7, 587.1, 576.4, 681.5, 927.6, 1001.2, 921.3, 1003.0, 499.7, 573.8, 490.9, 639.6, 1794.8, 2227.8, 1894.5, 2427.7,
+    616.7, 587.1, 576.4, 681.5, 927.6, 1001.2, 921.3, 1003.0,
+    499.7, 573.8, 490.9, 639.6, 1794.8, 2227.8, 1894.5, 2427.7,
 )  # fmt: skip
 """Samples per second of each point, in the order of the grid: a transformer, 2026-11-15."""
 BEST = {"precision": "bf16", "batch_size": 32, "accumulation_steps": 4, "compile": "on"}
