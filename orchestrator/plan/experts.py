@@ -70,7 +70,10 @@ def _why_not_expert_parallel(
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
     if replica.fits:
         total = bytes_text(replica.total)
-        return f"a copy on every worker fits, without a token exchange: one sample needs {total} of the usable {usable}"
+        return (
+            f"a copy on every worker fits, without a token exchange: one sample needs {total} "
+            f"of the usable {usable}"
+        )
     divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
     # The plan may shard instead, on GPUs and unless --sharding forbids it.
     alternative = replica
@@ -182,7 +185,10 @@ def choose_kernel(
     if not config.run.auto:
         return Choice("loop", NO_AUTO)
     if capability is None:
-        reason = "on CPUs grouped products run in fp32 if the sizes are multiples of four, and a loop otherwise, as measured"
+        reason = (
+            "on CPUs grouped products run in fp32 if the sizes are multiples of four, "
+            "and a loop otherwise, as measured"
+        )
         return Choice("auto", reason)
     device = f"compute capability {capability[0]}.{capability[1]} in {precision}"
     if fused:

@@ -31,7 +31,10 @@ def choose_loader_workers(
         competing = Rejected("loader processes", "try --loader-workers 1")
         return Choice(0, "the CPU trains: loader processes would take its cores", (competing,))
     count = max(0, min(_MAX_LOADER_WORKERS, threads.value - 1))
-    reason = f"one process for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; {threads.reason}"
+    reason = (
+        f"one process for each core except the one that trains, at most {_MAX_LOADER_WORKERS}; "
+        f"{threads.reason}"
+    )
     return Choice(count, reason)
 
 

@@ -252,7 +252,8 @@ def _least_sharding(
     }
     usable = bytes_text(limit_bytes)
     if "none" in needed and needed["none"].fits:
-        reason = f"with a copy on every worker one sample needs {bytes_text(needed['none'].total)} of the usable {usable}"
+        total = bytes_text(needed["none"].total)
+        reason = f"with a copy on every worker one sample needs {total} of the usable {usable}"
         zero2 = Rejected("zero2", "costs speed, and memory is not short")
         zero3 = Rejected("zero3", "costs speed, and gathers the parameters in every pass")
         return Choice("none", reason, (zero2, zero3))
