@@ -61,9 +61,10 @@ _SWEEP_FIELDS = ("trials", "objective", "asha", "trial_seconds", "trial_steps")
 
 
 def run(argv: Sequence[str]) -> int:
+    options, resolved = read_flags(SweepOptions, argv, "orchestrator sweep")
+    # After the flags: ``--help`` ends in there, and does not pay for this import.
     from orchestrator.trainer import Trainer
 
-    options, resolved = read_flags(SweepOptions, argv, "orchestrator sweep")
     folder = _resumed_folder(resolved.config)
     if folder is None:
         sweep = _requested_sweep(options)
