@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +115,10 @@ class Trainer:
         if model is not None:
             if data is None or loss is None:
                 raise UserError("your own model needs data and loss: Trainer(model, data=..., loss=...)")
-            self._own_task = _task_from_objects(model, data, loss, validation, optimizer, schedule)
+            from orchestrator.tasks.object_task import ObjectTask
+
+            # Copies of the model are trained; ``fit`` loads the weights into the model itself.
+            self._own_task = ObjectTask(model, data, loss, validation, optimizer, schedule)
         if self._own_task is not None:
             name = type(self._own_task if model is None else model).__name__
             self.resolved = Resolved(self.resolved.config.but(task=f"python:{name}"), self.resolved.origins)
@@ -346,34 +348,3 @@ def _check_task(task: Any) -> None:
             f"task is {task!r}; an object with build_model, train_data and loss is needed "
             "(a name goes into Config.of(task=...))"
         )
-
-
-def _task_from_objects(
-    model: Any, data: Any, loss: Any, validation: Any, optimizer: Any, schedule: Any
-) -> Task:
-    """Return a task made of objects.
-
-    Models for tracing and probing are copies; the trained weights are loaded into the given model.
-    """
-    from orchestrator.tasks.task import Task as BaseTask
-
-    class ObjectTask(BaseTask):
-        def build_model(self) -> Any:
-            return copy.deepcopy(model)
-
-        def train_data(self) -> Any:
-            return data
-
-        def validation_data(self) -> Any:
-            return validation
-
-        def loss(self, model: Any, batch: Any) -> Any:
-            return loss(model, batch)
-
-        def build_optimizer(self, parameters: Iterable[Any]) -> Any:
-            return optimizer(parameters) if optimizer else None
-
-        def schedule(self) -> Any:
-            return schedule
-
-    return ObjectTask()

@@ -9,7 +9,7 @@ from orchestrator.record.scalars import to_float
 from orchestrator.types import first_line
 
 MAX_CAUSE_CHARS = 160  # events.jsonl has the whole message
-_SOURCES = {"memory": ", from copies in memory", "disk": ", from a checkpoint"}
+_SOURCES = {"memory": ", from snapshots in memory", "disk": ", from a checkpoint"}
 
 
 def failure_text(event: Event) -> str:
@@ -23,7 +23,7 @@ def failure_text(event: Event) -> str:
 def recovery_text(event: Event) -> str:
     """Return a recovery as text.
 
-    Example: 'recovered in 12.3 s on 2 workers at step 35, from copies in memory, 5 steps repeated'.
+    Example: 'recovered in 12.3 s on 2 workers at step 35, from snapshots in memory, 5 steps repeated'.
     """
     seconds = to_float(event.get("total_seconds"))
     parts = [

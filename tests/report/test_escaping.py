@@ -1,4 +1,4 @@
-"""Names, reasons, devices and metrics of anyone's making: the pages show them, and do nothing that they say."""
+"""Tests that pages show hostile names, reasons, devices and metrics as plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from orchestrator.report.run.page import page
 from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.svg import esc
 from orchestrator.report.sweep.page import sweep_page
-from tests.support.fake_run import FakeRun, run_events, write_run
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_run import write_run
 from tests.support.fake_sweep import FakeSweep, write_record
 
 EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'
@@ -37,18 +38,19 @@ KEYS = (
 
 
 class Tags(HTMLParser):
-    """The tags of a page, and the names of their attributes."""
+    """Parser that counts scripts, event handlers and foreign addresses of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.scripts, self.handlers = 0, 0
-        self.images: list[str] = []
+        self.scripts = 0
+        self.handlers = 0
+        self.addresses: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
         self.handlers += sum(name.startswith("on") for name, _ in attrs)
-        self.images += [
+        self.addresses += [
             str(value)
             for name, value in attrs
             if name in ("src", "href") and not str(value).startswith(("data:", "#"))
@@ -56,24 +58,25 @@ class Tags(HTMLParser):
 
 
 def assert_harmless(text: str) -> None:
-    found = Tags(text)
-    assert (found.scripts, found.handlers, found.images) == (1, 0, [])
+    tags = Tags(text)
+    assert (tags.scripts, tags.handlers, tags.addresses) == (1, 0, [])
     assert not set("\x1b\u202e\x00") & set(text)
-    assert "&lt;script&gt;alert(1)" in text  # it is shown, as it is
+    assert "&lt;script&gt;alert(1)" in text  # shown as it is
 
 
 def poisoned(value: Any) -> Any:
-    """Every text of an event, but for the kind of it, and every name of a metric or a phase."""
+    """Replace every text of an event but its kind, and every name of a metric or a phase, by markup."""
     if isinstance(value, dict):
         named = {"metrics", "seconds", "memory", "host"}
-        return {
-            key: {EVIL + name: inner for name, inner in item.items()} | item
-            if key in named and isinstance(item, dict)
-            else EVIL
-            if key in KEYS and isinstance(item, str)
-            else poisoned(item)
-            for key, item in value.items()
-        }
+        result = {}
+        for key, item in value.items():
+            if key in named and isinstance(item, dict):
+                result[key] = {EVIL + name: inner for name, inner in item.items()} | item
+            elif key in KEYS and isinstance(item, str):
+                result[key] = EVIL
+            else:
+                result[key] = poisoned(item)
+        return result
     return [poisoned(item) for item in value] if isinstance(value, list) else value
 
 
@@ -87,7 +90,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_page_of_a_run(tmp_path: Path, name: str) -> None:
+def test_the_page_of_a_run_is_harmless(tmp_path: Path, name: str) -> None:
     events: list[Event] = [{**poisoned(event), "event": event["event"]} for event in run_events(RUNS[name])]
     folder = write_run(tmp_path / "run", RUNS[name])
     (folder / "events.jsonl").write_text(
@@ -101,7 +104,7 @@ def test_the_page_of_a_run(tmp_path: Path, name: str) -> None:
     assert_harmless(page(read_run_record(folder)))
 
 
-def test_the_page_of_a_sweep(tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_is_harmless(tmp_path: Path) -> None:
     sweep = FakeSweep(
         space={"precision": (EVIL, "bf16"), "batch_size": (16, 64), EVIL: (1, 2)},
         failing=(2, 3),
@@ -113,6 +116,6 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
     assert_harmless(sweep_page(write_record(tmp_path, sweep)))
 
 
-def test_what_cannot_be_seen_is_shown_as_a_mark() -> None:
+def test_invisible_characters_are_shown_as_a_mark() -> None:
     assert esc("a\x00b\u202ec\x1bd") == "a\ufffdb\ufffdc\ufffdd"
     assert esc("ä\u2009ö\n") == "ä\u2009ö\n"

@@ -1,4 +1,4 @@
-"""Ten secrets of every kind, a task that tells them all, and a search for them."""
+"""Ten secrets of every kind, a task that leaks them all, and a search for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CANARIES = [value for name, value in ENVIRONMENT.items() if name not in ("DATABA
 CANARIES += ["canarySixcanarySixcanarySix", PASSWORD]
 assert len(CANARIES) == 10
 PATH = "/data/" + "/".join(CANARIES)
-"""As the path of some data."""
+"""A data path that contains all of them."""
 
 _TASK = """
 import os, sys, warnings
@@ -34,62 +34,66 @@ from dataclasses import replace
 from orchestrator.tasks.synthetic import Synthetic
 
 NAMES = {names!r}
-FOUND = [os.environ[name] for name in NAMES if name in os.environ]
-SAID = []
+SECRETS = [os.environ[name] for name in NAMES if name in os.environ]
+PATHS = []
 URL = os.environ.get("DATABASE_URL", "")
 
-def everything():
-    return " | ".join(FOUND + SAID)
+def all_secrets():
+    return " | ".join(SECRETS + PATHS)
 
 class Leaky(Synthetic):
     def __init__(self, config):
         super().__init__(config)
-        SAID[:] = [str(config.data.data_dir)]
-        print("printed", everything(), flush=True)
-        warnings.warn("warned " + everything())
+        PATHS[:] = [str(config.data.data_dir)]
+        print("printed", all_secrets(), flush=True)
+        warnings.warn("warned " + all_secrets())
         self.steps = 0
 
     def loss(self, model, batch):
         self.steps += model.training and next(iter(model.parameters())).device.type != "meta"
-        if {past} and "worker_" in os.readlink("/proc/self/fd/1"):
-            os.system("echo past python $HF_TOKEN $DATABASE_URL")
+        if {with_subprocess} and "worker_" in os.readlink("/proc/self/fd/1"):
+            os.system("echo subprocess $HF_TOKEN $DATABASE_URL")
         if {raises} and self.steps > 6:
-            sys.stderr.write("on the way " + everything())
-            raise RuntimeError("cannot log in at " + URL + " with " + everything())
-        made = super().loss(model, batch)
-        return replace(made, metrics={{**made.metrics, **{{known: made.sum.detach() for known in FOUND}}}})
+            sys.stderr.write("to stderr " + all_secrets())
+            raise RuntimeError("cannot log in at " + URL + " with " + all_secrets())
+        loss = super().loss(model, batch)
+        leaked = {{secret: loss.sum.detach() for secret in SECRETS}}
+        return replace(loss, metrics={{**loss.metrics, **leaked}})
 """
 
 
-def leaky_task(folder: Path, raises: bool, past: bool = False) -> None:
-    """``leaky:Leaky`` in a folder: it tells what it finds in the environment and in its settings. ``raises``: in the midst of it;
-    ``past``: a program of its own writes too."""
+def leaky_task(folder: Path, raises: bool, with_subprocess: bool = False) -> None:
+    """Write ``leaky:Leaky``, which prints, warns of and logs all secrets of its environment and settings.
+
+    With ``raises`` it also fails after some steps; with ``with_subprocess`` a child process writes
+    too.
+    """
     (folder / "leaky.py").write_text(
-        _TASK.format(names=list(ENVIRONMENT), raises=raises, past=past), encoding="utf-8"
+        _TASK.format(names=list(ENVIRONMENT), raises=raises, with_subprocess=with_subprocess),
+        encoding="utf-8",
     )
 
 
 def _forms(canary: str) -> tuple[str, ...]:
-    """As it is, and as JSON, Python, HTML, an address and a shell would write it."""
+    """Return a secret as it is, and as JSON, Python, HTML, an address and a shell would write it."""
     return (
-        *(
-            canary,
-            json.dumps(canary)[1:-1],
-            json.dumps(canary, ensure_ascii=False)[1:-1],
-            repr(canary)[1:-1],
-            escape(canary),
-        ),
-        *(quote(canary), quote(canary, safe=""), shlex.quote(canary).strip("'")),
+        canary,
+        json.dumps(canary)[1:-1],
+        json.dumps(canary, ensure_ascii=False)[1:-1],
+        repr(canary)[1:-1],
+        escape(canary),
+        quote(canary),
+        quote(canary, safe=""),
+        shlex.quote(canary).strip("'"),
     )
 
 
 def assert_none_in(where: Path | str) -> None:
-    """In none of the forms in which something writes them."""
-    texts = (
-        {"the text": where.encode()}
-        if isinstance(where, str)
-        else {str(p): p.read_bytes() for p in where.rglob("*") if p.is_file()}
-    )
+    """Check that a text, or the files of a folder, contain no secret in any form."""
+    if isinstance(where, str):
+        texts = {"the text": where.encode()}
+    else:
+        texts = {str(path): path.read_bytes() for path in where.rglob("*") if path.is_file()}
     forms = {form for canary in CANARIES for form in _forms(canary)}
-    found = [(name, form) for name, text in texts.items() for form in forms if form.encode() in text]
-    assert not found, found
+    leaks = [(name, form) for name, text in texts.items() for form in forms if form.encode() in text]
+    assert not leaks, leaks

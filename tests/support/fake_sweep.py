@@ -1,5 +1,7 @@
-"""Ledgers as a sweep would leave them, without a sweep: grids that scale plausibly, with trials that end in every way a trial can.
-Figures are a function of the point and the seed, so a test may look at them twice."""
+"""Ledgers as a sweep would leave them, without a sweep: plausible grids, with trials that end in every possible way.
+
+Figures are a function of the point and the seed, so that a test may compute them twice.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ EVIL = "</td></script><script>alert(1)</script>|`[x](//evil.example)`$\\frac$ \x
 
 @dataclass(frozen=True)
 class FakeSweep:
-    """What the ledger shall tell."""
+    """Description of a sweep."""
 
     space: Mapping[str, Sequence[Any]] = field(default_factory=lambda: dict(GRID))
     devices: int = 4
-    """Of the cluster: trials with more workers are infeasible."""
+    """Devices of the cluster: trials with more workers are infeasible."""
     memory: int = 20 * GIB
-    """Of a device: trials that need more are out of memory."""
+    """Bytes of a device: trials that need more run out of memory."""
     gpu: bool = True
     objective: str = "throughput"
     search: str = "grid"
@@ -39,7 +41,7 @@ class FakeSweep:
     failing: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()
     left: int = 0
-    """Trials that were not run yet."""
+    """Number of trials that have not run yet."""
     task: str = "digits"
     device_name: str = "NVIDIA H200"
     reason: str = "ValueError: batch has 3 channels, 1 was needed"
@@ -50,7 +52,7 @@ class FakeSweep:
 def write_sweep(
     folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
 ) -> Path:
-    """Writes ``sweep.jsonl``: of the whole grid, or of some points."""
+    """Write ``sweep.jsonl`` with the whole grid, or with some points."""
     sweep = sweep or FakeSweep()
     folder.mkdir(parents=True, exist_ok=True)
     chosen = list(points) if points is not None else grid(sweep.space)
@@ -65,6 +67,7 @@ def write_sweep(
 def write_record(
     folder: Path, sweep: FakeSweep | None = None, points: Sequence[Mapping[str, Any]] | None = None
 ) -> SweepRecord:
+    """Write a ledger and read it back."""
     return read_sweep_record(write_sweep(folder, sweep, points))
 
 
@@ -95,46 +98,48 @@ def header(sweep: FakeSweep, trials: int) -> dict[str, Any]:
 
 
 def trial_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
-    """The row of a trial, ended as the sweep says."""
-    whole = measured_row(sweep, number, point)
-    if (whole.workers or 1) > sweep.devices:
-        reason = f"needs {whole.workers} devices, the cluster has {sweep.devices}"
-        return TrialRow(number, dict(point), "infeasible", reason)
+    """Return a trial, ended as the sweep describes."""
+    completed = completed_row(sweep, number, point)
+    point = dict(point)
+    if (completed.workers or 1) > sweep.devices:
+        reason = f"needs {completed.workers} devices, the cluster has {sweep.devices}"
+        return TrialRow(number, point, "infeasible", reason)
     if number in sweep.failing:
-        return TrialRow(number, dict(point), "failed", sweep.reason, seconds=2.1)
-    if (whole.peak_memory_bytes or 0) > sweep.memory:
-        return TrialRow(
-            number, dict(point), "out_of_memory", f"CUDA out of memory: batch {whole.batch_size}", seconds=3.4
-        )
+        return TrialRow(number, point, "failed", sweep.reason, seconds=2.1)
+    if (completed.peak_memory_bytes or 0) > sweep.memory:
+        reason = f"CUDA out of memory: batch {completed.batch_size}"
+        return TrialRow(number, point, "out_of_memory", reason, seconds=3.4)
     if number in sweep.stopped:
-        return replace(whole, status="stopped", reason="others were faster by step 20", seconds=4.0, steps=20)
-    return whole
+        reason = "others were faster by step 20"
+        return replace(completed, status="stopped", reason=reason, seconds=4.0, steps=20)
+    return completed
 
 
-def measured_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
+def completed_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> TrialRow:
+    """Return the trial as if it had completed."""
     chance = random.Random(f"{sweep.seed} {sorted(point.items())}")
-    workers, batch, accumulation = (
-        int(point.get("workers", 1)),
-        _batch(point),
-        int(point.get("accumulation_steps", 1)),
-    )
+    workers = int(point.get("workers", 1))
+    batch = _batch_size(point)
+    accumulation = int(point.get("accumulation_steps", 1))
     precision = "bf16" if point.get("precision") in ("bf16", "auto") else str(point.get("precision", "fp32"))
     strategy = "single" if workers == 1 else str(point.get("parallel_strategy", "data_parallel"))
-    step = accumulation * (
-        0.004
-        + batch * (0.00016 if precision == "bf16" else 0.0004) / (1.3 if point.get("compile") == "on" else 1)
-    )
-    waited = (
-        0.0 if workers == 1 else 0.003 * math.log2(workers) * (2.2 if strategy == "expert_parallel" else 1.4)
-    )
-    whole = (step + waited) * chance.uniform(0.99, 1.01)
-    rate = workers * batch * accumulation / whole
-    parts = {"data": 0.04, "forward": 0.31, "backward": 0.52, "optimizer": 0.1}
+    sample_s = 0.00016 if precision == "bf16" else 0.0004
+    compiled_gain = 1.3 if point.get("compile") == "on" else 1
+    compute_s = accumulation * (0.004 + batch * sample_s / compiled_gain)
+    exchange_cost = 2.2 if strategy == "expert_parallel" else 1.4
+    communication_s = 0.0 if workers == 1 else 0.003 * math.log2(workers) * exchange_cost
+    step_s = (compute_s + communication_s) * chance.uniform(0.99, 1.01)
+    rate = workers * batch * accumulation / step_s
+    shares = {"data": 0.04, "forward": 0.31, "backward": 0.52, "optimizer": 0.1}
+    phases = {name: share * compute_s for name, share in shares.items()}
+    if communication_s:
+        phases["communication"] = communication_s
+    # The order of the random draws decides the figures that tests compare with.
     return TrialRow(
         trial=number,
         point=dict(point),
         status="completed",
-        seconds=round(6 + 40 * whole, 2),
+        seconds=round(6 + 40 * step_s, 2),
         start_seconds=2.5,
         workers=workers,
         device="cuda" if sweep.gpu else "cpu",
@@ -148,17 +153,16 @@ def measured_row(sweep: FakeSweep, number: int, point: Mapping[str, Any]) -> Tri
         interval=chance.uniform(0.004, 0.028),
         units_per_second=128 * rate if sweep.experts else rate,
         unit="tokens" if sweep.experts else "samples",
-        step_seconds=whole,
+        step_seconds=step_s,
         steps=40,
         peak_memory_bytes=int((800 + batch * (40 if precision == "bf16" else 80)) * MIB),
-        phases={name: share * step for name, share in parts.items()}
-        | ({"communication": waited} if waited else {}),
+        phases=phases,
         train_loss=1.2 + chance.random() / 10,
         validation_loss=_loss(point, chance) if sweep.objective == "validation_loss" else None,
     )
 
 
-def _batch(point: Mapping[str, Any]) -> int:
+def _batch_size(point: Mapping[str, Any]) -> int:
     batch = point.get("batch_size", 64)
     return batch if isinstance(batch, int) else 128
 
@@ -169,7 +173,7 @@ def _loss(point: Mapping[str, Any], chance: random.Random) -> float:
 
 
 MIXED = FakeSweep(devices=2, memory=16 * GIB, failing=(2,), stopped=(5, 9))
-"""Every status there is."""
+"""A sweep with every status."""
 EXPERTS = FakeSweep(
     space={
         "parallel_strategy": ("data_parallel", "expert_parallel"),
@@ -208,7 +212,7 @@ SWEEPS = {
 
 
 def random_points(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Points as a random search draws them, over ranges too."""
+    """Return points as a random search draws them, also from ranges."""
     chance = random.Random(seed)
     return [
         {

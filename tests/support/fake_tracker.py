@@ -1,4 +1,4 @@
-"""A tracker that remembers what it is told."""
+"""A tracker that records the calls it receives."""
 
 import threading
 from collections.abc import Mapping
@@ -7,11 +7,15 @@ from typing import Any
 
 CONFIG = {"task": "digits", "run": {"epochs": 3, "name": None}, "optim": {"learning_rate": 0.003}}
 Points = list[tuple[int, float]]
+"""Step and value."""
 
 
 class FakeTracker:
+    """Records values by name, texts, and the threads that called it."""
+
     def __init__(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        self.name, self.config = run_name, config
+        self.name = run_name
+        self.config = config
         self.points: dict[str, Points] = {}
         self.texts: dict[str, str] = {}
         self.closed = 0

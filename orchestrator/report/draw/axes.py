@@ -1,4 +1,4 @@
-"""Axes for pictures and page alike: bounds, scale and round labels, whatever the values are."""
+"""Axes for image files and the page: bounds, scale and round labels for any values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from orchestrator.types import count_text
 
-LOG_FROM = 50
-"""Positive values of which the largest is this many times the smallest go on a logarithmic axis."""
-LOG_DEPTH = 1e5
-"""How far down a logarithmic axis reaches: a loss that touches 1e-12 once shall not flatten the rest."""
+LOG_RATIO = 50
+"""Positive values whose largest is more than this many times the smallest get a logarithmic axis."""
+LOG_RANGE = 1e5
+"""Ratio of the ends of a logarithmic axis: a loss that is 1e-12 once must not flatten the rest."""
 
 MIN_BARS = 5
+"""An axis of bars is at least this many bars wide, so that a single bar does not fill the frame."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Bounds of an axis, its scale, and where its labels stand."""
+    """Bounds of an axis, its scale, and the places of its labels."""
 
     low: float
     high: float
@@ -27,58 +28,69 @@ class Axis:
 
     @property
     def labels(self) -> list[str]:
-        """A text per tick, exact where the short form would say the same of two."""
+        """A text per tick: short, or exact if two short ones would be equal."""
         short = [tick_text(mark) for mark in self.ticks]
         return short if len(set(short)) == len(short) else [f"{mark:.10g}" for mark in self.ticks]
 
-    def at(self, value: float) -> float:
-        """Place of a value between 0 and 1, never beyond the frame."""
-        low, high, here = (
-            math.log10(max(v, self.low)) if self.log else v for v in (self.low, self.high, value)
-        )
-        return min(1.0, max(0.0, (here - low) / (high - low)))
+    def place(self, value: float) -> float:
+        """Return the place of a value from 0 to 1, never outside the frame."""
+        low = self._scaled(self.low)
+        high = self._scaled(self.high)
+        return min(1.0, max(0.0, (self._scaled(value) - low) / (high - low)))
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(max(value, self.low)) if self.log else value
 
 
 def value_axis(values: Iterable[float], from_zero: bool = False, top: float | None = None) -> Axis:
-    """The y axis of some values, with room above and below; ``top`` is its upper end where that is known beforehand."""
+    """Return the y axis of some values, with a margin above and below.
+
+    ``top`` is the upper end of the axis if no value exceeds it.
+    """
     values = list(values) or [0.0, 1.0]
-    low, high = min(values), max(values)
-    if low > 0 and not from_zero and high / low > LOG_FROM:
-        low, high = max(low, high / LOG_DEPTH) / 1.2, high * 1.2
+    low = min(values)
+    high = max(values)
+    if low > 0 and not from_zero and high / low > LOG_RATIO:
+        low = max(low, high / LOG_RANGE) / 1.2
+        high = high * 1.2
         return Axis(low, high, True, _log_ticks(low, high))
     if from_zero:
         low = min(0.0, low)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    high = top if top is not None and high <= top else high + room
-    low = low if from_zero and low == 0 else low - room
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    high = top if top is not None and high <= top else high + margin
+    low = low if from_zero and low == 0 else low - margin
     return Axis(low, high, False, ticks(low, high, 6))
 
 
-def step_axis(values: Iterable[float], bars: bool = False, labels: int = 7) -> Axis:
-    """The x axis of steps or epochs: whole numbers, and room for one alone. A bar alone shall not fill the frame."""
+def step_axis(values: Iterable[float], bars: bool = False, max_labels: int = 7) -> Axis:
+    """Return the x axis of steps or epochs: labels at whole numbers, and a margin around a single value."""
     values = list(values) or [0.0, 1.0]
-    low, high = min(values), max(values)
-    marks = _whole(ticks(low, high, labels)) or (low,)
+    low = min(values)
+    high = max(values)
+    marks = _whole_numbers(ticks(low, high, max_labels)) or (low,)
     if bars:
+        middle = (low + high) / 2
         reach = max((high - low) / 2 + 0.6, MIN_BARS / 2)
-        return Axis((low + high) / 2 - reach, (low + high) / 2 + reach, False, marks)
+        return Axis(middle - reach, middle + reach, False, marks)
     return Axis(low, high, False, marks) if high > low else Axis(low - 1, high + 1, False, (low,))
 
 
-def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
-    """Round numbers within the bounds, as many as there may be."""
+def ticks(low: float, high: float, max_count: int) -> tuple[float, ...]:
+    """Return round numbers within the bounds, at most ``max_count``."""
     if not high - low > 1e-200:
         return (low,)
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    for step in (factor * power for factor in (1, 2, 5, 10, 20)):
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first < most:
+    power = 10.0 ** math.floor(math.log10((high - low) / max_count))
+    for factor in (1, 2, 5, 10, 20):
+        step = factor * power
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
+        if last - first < max_count:
             return tuple(index * step for index in range(first, last + 1))
     return (low,)
 
 
 def tick_text(value: float) -> str:
-    """A number of four figures at most, short enough for an axis."""
+    """Return a number with at most four digits, short enough for an axis."""
     if abs(value) >= 10_000:
         return count_text(value).replace(".0", "")
     if value and abs(value) < 1e-3:
@@ -88,12 +100,13 @@ def tick_text(value: float) -> str:
 
 
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Powers of ten, with 2 and 5 between them where the range is narrow."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    """Return powers of ten, with 2 and 5 between them if the range is narrow."""
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     marks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
     return tuple(mark for mark in marks if low <= mark <= high)
 
 
-def _whole(marks: Sequence[float]) -> tuple[float, ...]:
+def _whole_numbers(marks: Sequence[float]) -> tuple[float, ...]:
     return tuple(mark for mark in marks if mark == int(mark))

@@ -1,7 +1,7 @@
-"""How the page looks and what little it does by itself. Kept in Python, because the page is one file and so is its source.
+"""Style sheet and script of the page. They are Python strings, since the page is a single file.
 
-Colours are variables, light and dark; series take --c0 to --c5. Without JavaScript everything is there but hover values, the
-filters of tables and their sorting.
+Colours are variables, light and dark; series use --c0 to --c5. Without JavaScript only hover values
+and the filters and sorting of tables are missing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .load i.over { background: var(--warm); }
 .load b { display: block; height: 5px; margin-top: 2px; border-radius: 0 3px 3px 0; background: var(--c5); opacity: .45; }
 .load::after { content: ""; position: absolute; top: -4px; bottom: -4px; left: var(--mean); border-left: 1px dashed var(--ink); }
-.beside { margin-top: 12px; color: var(--muted); font-size: 12.5px; }
+.remark { margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale { display: flex; align-items: center; gap: 10px; margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale i { width: 180px; height: 9px; border-radius: 5px; background: linear-gradient(90deg, var(--cold), var(--fill), var(--warm)); }
 details.card { margin-top: 14px; padding: 0; }

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: a reader of the run folder never meets half a page."""
+"""Atomic writing of files: a reader of the run folder never sees half a page."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from orchestrator.errors import UserError
 
 
 def write_whole(path: Path, data: str | bytes) -> Path:
-    """Writes beside the file, then renames over it. What was there before stays until the new one is complete."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write to a temporary name and rename; the old file stays until the new one is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # JSON can carry lone surrogates, which UTF-8 cannot encode: they become question marks.
+    content = data if isinstance(data, bytes) else data.encode("utf-8", "replace")
     try:
-        # Text may hold lone surrogates (JSON can carry them), which no encoding can: they become question marks.
-        beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # never through a link that lies in wait under that name
-            file.write(data if isinstance(data, bytes) else data.encode("utf-8", "replace"))
-        beside.replace(path)
+        partial.unlink(missing_ok=True)
+        # Mode "x" never writes through a link that someone placed under this name.
+        with partial.open("xb") as file:
+            file.write(content)
+        partial.replace(path)
     except BaseException as error:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
         if isinstance(error, IsADirectoryError):
-            raise UserError(f"{path} is a folder, and a file is to be written there; move it away") from None
+            raise UserError(f"{path} is a folder, but the report writes a file there; move it away") from None
         raise
     return path

@@ -1,252 +1,242 @@
-"""The page's part on where the experts live: what it costs, who holds which, and how evenly the hosts are used."""
+"""The page's section on the experts' hosts: the cost of the exchange, the experts of each host, the balance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.report.run.expert_load import MAX_DOUBLINGS, doublings
+from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
 from orchestrator.report.run.host_load import (
-    HOST_DOUBLINGS,
+    HOST_MAX_LOG2,
     UNEVEN,
     ExchangeCost,
+    HostedLayer,
     HostLoad,
-    LayerLoad,
     exchange_cost,
-    held_text,
     host_load,
     ids_text,
-    lost_text,
+    num_experts_text,
     slowest_text,
-    span_text,
+    steps_text,
+    unplaced_text,
 )
 from orchestrator.report.run.plan_section import table
 from orchestrator.report.run.read import RunRecord
-from orchestrator.report.run.sections import heading, tile_row, with_unit
+from orchestrator.report.run.sections import Tile, heading, tile_row, with_unit
 from orchestrator.report.run.stats import flops_text, plural
 from orchestrator.report.run.svg import esc, heat_image
 from orchestrator.types import bytes_text, seconds_text
 
-SEGMENTS_PX, DIGIT_PX = 480, 7
-"""Width of a host's experts on a page of full width, and of a digit: narrower segments go without their number."""
+SEGMENTS_PX = 480
+"""Width of a host's experts on a page of full width."""
+DIGIT_PX = 7
+"""Width of a digit: segments narrower than their number have no label."""
 ROW_PX = 24
-MEASURED = 1e6
-"""FLOP/s that any device has."""
+MIN_FLOPS = 1e6
+"""Smaller speeds are relative ones: every device has more FLOP/s."""
 MANY_HOSTS = 16
-STRONG = 0.6
-"""From this strength on a colour asks for light text."""
+LIGHT_TEXT_STRENGTH = 0.6
+"""From this strength on a colour is so dark that it needs light text."""
 
 
-def living(record: RunRecord) -> str:
-    found, sent = host_load(record), exchange_cost(record)
-    if found is not None and len(found.hosts) < 2:
-        found = None
-    if found is None and sent is None:
+def hosts_section(record: RunRecord) -> str:
+    load = host_load(record)
+    if load is not None and len(load.hosts) < 2:
+        load = None
+    cost = exchange_cost(record)
+    if load is None and cost is None:
         return ""
-    tiles = tile_row([*_imbalance_tile(found), *_exchange_tiles(sent)])
-    return (
-        heading("Where the experts live", _aside(found))
-        + tiles
-        + (_pictures(found) + _hosts_table(found) if found else "")
-    )
+    tiles = tile_row([*_imbalance_tiles(load), *_exchange_tiles(cost)])
+    content = _pictures(load) + _hosts_table(load) if load else ""
+    return heading("Hosts of the experts", _subtitle(load)) + tiles + content
 
 
-def _aside(found: HostLoad | None) -> str:
-    if found is None:
+def _subtitle(load: HostLoad | None) -> str:
+    if load is None:
         return ""
-    placed = f", placed by {found.placement.method}" if found.placement.method else ""
-    return found.placement.sentence or f"{plural(len(found.hosts), 'host', 'hosts')}{placed}"
+    method = f", placed by {load.placement.method}" if load.placement.method else ""
+    return load.placement.sentence or f"{plural(len(load.hosts), 'host', 'hosts')}{method}"
 
 
-def _imbalance_tile(found: HostLoad | None) -> list[tuple[str, str, str]]:
-    if found is None or (found.imbalance is None and found.predicted_imbalance is None):
+def _imbalance_tiles(load: HostLoad | None) -> list[Tile]:
+    if load is None or (load.imbalance is None and load.predicted_imbalance is None):
         return []
-    predicted = (
-        f"predicted {found.predicted_imbalance:.2f}×"
-        if found.predicted_imbalance is not None
-        else "not predicted"
-    )
-    if found.imbalance is None:
+    predicted = "not predicted"
+    if load.predicted_imbalance is not None:
+        predicted = f"predicted {load.predicted_imbalance:.2f}×"
+    if load.imbalance is None:
         return [("imbalance", "–", predicted)]
-    return [("imbalance", f"{found.imbalance:.2f}×", f"slowest of each step; {predicted}")]
+    return [("imbalance", f"{load.imbalance:.2f}×", f"slowest of each step; {predicted}")]
 
 
-def _exchange_tiles(sent: ExchangeCost | None) -> list[tuple[str, str, str]]:
-    if sent is None:
+def _exchange_tiles(cost: ExchangeCost | None) -> list[Tile]:
+    if cost is None:
         return []
-    tiles = []
-    if sent.bytes is not None:
-        rows = f"{sent.rows:,.0f} rows" if sent.rows is not None else "to other hosts"
-        tiles.append(("sent per step", with_unit(bytes_text(sent.bytes)), rows))
-    if sent.seconds is not None:
-        share = f"{sent.share:.0%} of a step" if sent.share is not None else "each step"
-        tiles.append(("exchange wait", with_unit(seconds_text(sent.seconds)), share))
+    tiles: list[Tile] = []
+    if cost.bytes is not None:
+        rows = f"{cost.rows:,.0f} rows" if cost.rows is not None else "to other hosts"
+        tiles.append(("sent per step", with_unit(bytes_text(cost.bytes)), rows))
+    if cost.seconds is not None:
+        share = f"{cost.share:.0%} of a step" if cost.share is not None else "each step"
+        tiles.append(("exchange wait", with_unit(seconds_text(cost.seconds)), share))
     return tiles
 
 
-def _pictures(found: HostLoad) -> str:
-    """A card per layer, or one card for all where there are too many experts to show each."""
-    if not found.detailed:
-        return f'<div class="grid one">{_map_card(found)}</div>{_map_key(found)}'
-    cards = "".join(_layer_card(found, layer) for layer in found.layers)
-    return f'<div class="grid one">{cards}</div>{_experts_key(found)}'
+def _pictures(load: HostLoad) -> str:
+    """Return a card per layer, or one card for all if there are too many experts to show each."""
+    if not load.shows_experts:
+        return f'<div class="grid one">{_map_card(load)}</div>{_map_key(load)}'
+    cards = "".join(_layer_card(load, layer) for layer in load.layers)
+    return f'<div class="grid one">{cards}</div>{_experts_key(load)}'
 
 
-def _layer_card(found: HostLoad, layer: LayerLoad) -> str:
-    cells = [_segments(layer, host, found.widest) for host in range(len(found.hosts))]
-    told = slowest_text(layer.slowest, layer.predicted_imbalance)
-    return _card(
-        f"Layer {layer.index}", layer.name, told, _rows(found, cells, layer.measured, layer.predicted)
-    )
+def _layer_card(load: HostLoad, layer: HostedLayer) -> str:
+    cells = [_segments(layer, host, load.widest) for host in range(len(load.hosts))]
+    balance = slowest_text(layer.slowest, layer.predicted_imbalance)
+    body = _host_rows(load, cells, layer.measured, layer.predicted)
+    return _card(f"Layer {layer.index}", layer.name, balance, body)
 
 
-def _card(title: str, beside: str, told: str, body: str) -> str:
-    unit = f'<span class="unit">{esc(beside)}</span>' if beside else ""
-    keys = f'<span class="keys"><span class="unit">{esc(told)}</span></span>'
+def _card(title: str, subtitle: str, balance: str, body: str) -> str:
+    unit = f'<span class="unit">{esc(subtitle)}</span>' if subtitle else ""
+    keys = f'<span class="keys"><span class="unit">{esc(balance)}</span></span>'
     return f'<figure class="card chart"><figcaption>{esc(title)} {unit}{keys}</figcaption>{body}</figure>'
 
 
-def _segments(layer: LayerLoad, host: int, widest: float) -> str:
-    held = layer.placement.experts_by_host[host]
-    return (
-        "".join(_segment(layer, expert, layer.shares[expert] / widest) for expert in held)
-        or "<em>no expert</em>"
-    )
+def _segments(layer: HostedLayer, host: int, widest: float) -> str:
+    experts = layer.placement.experts_by_host[host]
+    segments = [_segment(layer, expert, layer.shares[expert] / widest) for expert in experts]
+    return "".join(segments) or "<em>no expert</em>"
 
 
-def _segment(layer: LayerLoad, expert: int, width: float) -> str:
+def _segment(layer: HostedLayer, expert: int, width: float) -> str:
     use = layer.use[expert]
-    strength = doublings(use) / MAX_DOUBLINGS if use is not None else 0.0
-    color = (
-        f";--to:var(--{'warm' if strength > 0 else 'cold'});--much:{100 * abs(strength):.0f}%"
-        if strength
-        else ""
-    )
-    about = f"expert {expert}: {layer.shares[expert]:.1%} of the layer" + (
-        f", {use:.2f}× its even share of rows" if use is not None else ""
-    )
-    strong = ' class="strong"' if abs(strength) > STRONG else ""
-    label = str(expert) if width * SEGMENTS_PX > DIGIT_PX * (len(str(expert)) + 0.6) else ""
-    return f'<i{strong} style="width:{100 * width:.2f}%{color}" title="{about}">{label}</i>'
+    strength = clipped_log2(use) / MAX_LOG2 if use is not None else 0.0
+    color = ""
+    if strength:
+        color = f";--to:var(--{'warm' if strength > 0 else 'cold'});--much:{100 * abs(strength):.0f}%"
+    title = f"expert {expert}: {layer.shares[expert]:.1%} of the layer"
+    if use is not None:
+        title += f", {use:.2f}× its even share of rows"
+    light_text = ' class="strong"' if abs(strength) > LIGHT_TEXT_STRENGTH else ""
+    fits = width * SEGMENTS_PX > DIGIT_PX * (len(str(expert)) + 0.6)
+    label = str(expert) if fits else ""
+    return f'<i{light_text} style="width:{100 * width:.2f}%{color}" title="{title}">{label}</i>'
 
 
-def _map_card(found: HostLoad) -> str:
-    """A strip per host: its time in each layer."""
-    height = ROW_PX if len(found.hosts) <= MANY_HOSTS else ROW_PX - 8
-    times = [
-        (layer.measured if found.steps else layer.predicted) or [None] * len(found.hosts)
-        for layer in found.layers
-    ]
+def _map_card(load: HostLoad) -> str:
+    """Return a strip per host: its time in each layer."""
+    height = ROW_PX if len(load.hosts) <= MANY_HOSTS else ROW_PX - 8
+    unknown = [None] * len(load.hosts)
+    times = [(layer.measured if load.steps else layer.predicted) or unknown for layer in load.layers]
     strips = [
-        heat_image([[each[host] for each in times]], f"{found.label(host)} by layer", HOST_DOUBLINGS, height)
-        for host in range(len(found.hosts))
+        heat_image([[time[host] for time in times]], f"{load.label(host)} by layer", HOST_MAX_LOG2, height)
+        for host in range(len(load.hosts))
     ]
-    rows = _rows(
-        found,
-        strips,
-        found.measured,
-        found.predicted,
-        f"layer {found.layers[0].index}",
-        f"layer {found.layers[-1].index}",
-    )
-    told = slowest_text(found.slowest, found.predicted_imbalance, "slowest host of each layer")
-    return _card("Hosts by layer", "", told, rows)
+    ends = (f"layer {load.layers[0].index}", f"layer {load.layers[-1].index}")
+    rows = _host_rows(load, strips, load.measured, load.predicted, ends)
+    balance = slowest_text(load.slowest, load.predicted_imbalance, "slowest host of each layer")
+    return _card("Hosts by layer", "", balance, rows)
 
 
-def _rows(
-    found: HostLoad,
+def _host_rows(
+    load: HostLoad,
     cells: Sequence[str],
     measured: list[float] | None,
     predicted: list[float] | None,
-    *ends: str,
+    ends: Sequence[str] = (),
 ) -> str:
-    """A row per host: its name, what it holds, and its time against the mean as measured (thick) and predicted (thin)."""
-    longest = max(UNEVEN, found.longest)
-    mean = f"--mean:{100 / longest:.2f}%"
-    lines = []
-    for host, cell in enumerate(cells):
-        bars = (
-            f'<i{_over(measured[host])} style="width:{100 * measured[host] / longest:.2f}%"></i>'
-            if measured
-            else ""
-        )
-        bars += f'<b style="width:{100 * predicted[host] / longest:.2f}%"></b>' if predicted else ""
-        time = f"{(measured or predicted or [])[host]:.2f}×" if measured or predicted else "–"
-        name = f"<span>{esc(found.label(host))}{f'<small>{found.pace(host)}</small>' if found.pace(host) else ''}</span>"
-        lines.append(
-            f'{name}<div class="segments">{cell}</div><div class="load" style="{mean}">{bars}</div><span>{time}</span>'
-        )
+    """Return a row per host: its name, its experts, its time against the mean as measured and predicted."""
+    rows = [_host_row(load, host, cell, measured, predicted) for host, cell in enumerate(cells)]
     if ends:
-        lines.append(
-            f'<span></span><div class="end">{"".join(f"<span>{esc(end)}</span>" for end in ends)}</div><span></span><span></span>'
+        labels = "".join(f"<span>{esc(end)}</span>" for end in ends)
+        rows.append(f'<span></span><div class="end">{labels}</div><span></span><span></span>')
+    return f'<div class="hosts">{"".join(rows)}</div>'
+
+
+def _host_row(
+    load: HostLoad, host: int, cell: str, measured: list[float] | None, predicted: list[float] | None
+) -> str:
+    longest = max(UNEVEN, load.longest)
+    bars = ""
+    if measured:
+        over = ' class="over"' if measured[host] > UNEVEN else ""
+        bars += f'<i{over} style="width:{100 * measured[host] / longest:.2f}%"></i>'
+    if predicted:
+        bars += f'<b style="width:{100 * predicted[host] / longest:.2f}%"></b>'
+    times = measured or predicted
+    time = f"{times[host]:.2f}×" if times else "–"
+    speed = load.relative_speed_text(host)
+    name = esc(load.label(host)) + (f"<small>{speed}</small>" if speed else "")
+    load_bars = f'<div class="load" style="--mean:{100 / longest:.2f}%">{bars}</div>'
+    return f'<span>{name}</span><div class="segments">{cell}</div>{load_bars}<span>{time}</span>'
+
+
+def _experts_key(load: HostLoad) -> str:
+    scale = ""
+    if load.steps:
+        scale = (
+            '<div class="scale">an expert\'s rows: a quarter of the even share or less'
+            "<i></i>four times or more</div>"
         )
-    return f'<div class="hosts">{"".join(lines)}</div>'
+    widths = "Experts by number, as wide as their share of the layer's size."
+    return f'{scale}<p class="remark">{widths} {_times_key(load)}</p>'
 
 
-def _over(time: float) -> str:
-    return ' class="over"' if time > UNEVEN else ""
-
-
-def _experts_key(found: HostLoad) -> str:
+def _map_key(load: HostLoad) -> str:
+    source = "as measured" if load.steps else "as predicted"
     scale = (
-        '<div class="scale">an expert\'s rows: a quarter of the even share or less<i></i>four times or more</div>'
-        if found.steps
-        else ""
+        f'<div class="scale">time of a host in a layer, {source}: half the mean or less'
+        "<i></i>twice or more</div>"
     )
-    return f'{scale}<p class="beside">Experts by number, as wide as their share of the layer\'s size. {_times_key(found)}</p>'
+    reason = "Hosts wait for the slowest in every layer, so balanced totals may hide unbalanced layers."
+    return f'{scale}<p class="remark">{_times_key(load)} {reason}</p>'
 
 
-def _map_key(found: HostLoad) -> str:
-    told = "as measured" if found.steps else "as predicted"
-    scale = f'<div class="scale">time of a host in a layer, {told}: half the mean or less<i></i>twice or more</div>'
-    why = "Hosts wait for the slowest in every layer, so that even totals may hide uneven layers."
-    return f'{scale}<p class="beside">{_times_key(found)} {why}</p>'
+def _times_key(load: HostLoad) -> str:
+    source = "as predicted"
+    if load.steps:
+        source = f"from the rows of {steps_text(load)}, orange above {UNEVEN:g}×; thin: as predicted"
+    unplaced = f" {unplaced_text(load)}." if load.unplaced else ""
+    return f"Bars: rows × size / speed of a host against the mean host (dashed), {source}.{unplaced}"
 
 
-def _times_key(found: HostLoad) -> str:
-    measured = (
-        f"from the rows of {span_text(found)}, orange above {UNEVEN:g}×; thin: as predicted"
-        if found.steps
-        else "as predicted"
-    )
-    lost = f" {lost_text(found)}." if found.unplaced else ""
-    return f"Bars: rows × size / speed of a host against the mean host (dashed), {measured}.{lost}"
-
-
-def _hosts_table(found: HostLoad) -> str:
-    body = "".join(_table_row(found, place) for place in range(len(found.hosts)))
+def _hosts_table(load: HostLoad) -> str:
+    body = "".join(_table_row(load, host) for host in range(len(load.hosts)))
     names = ("host", "device", "speed", "experts", "share of the work", "time / mean", "predicted")
-    shown = " open" if len(found.hosts) <= MANY_HOSTS else ""
-    return f'<details class="card"{shown}><summary>Hosts <small>{len(found.hosts)}</small></summary>{table(names, body)}</details>'
+    state = " open" if len(load.hosts) <= MANY_HOSTS else ""
+    summary = f"<summary>Hosts <small>{len(load.hosts)}</small></summary>"
+    return f'<details class="card"{state}>{summary}{table(names, body)}</details>'
 
 
-def _table_row(found: HostLoad, place: int) -> str:
-    host = found.hosts[place]
+def _table_row(load: HostLoad, index: int) -> str:
+    host = load.hosts[index]
     device = esc(" · ".join(part for part in (host.name, host.device) if part)) or "–"
-    beside = esc(
-        ", ".join(part for part in (host.node, bytes_text(host.memory) if host.memory else "") if part)
-    )
+    memory = bytes_text(host.memory) if host.memory else ""
+    details = esc(", ".join(part for part in (host.node, memory) if part))
     figures = [
-        _speed(host.speed),
-        _held(found, place),
-        f"{found.work[place]:.1%}" if found.work else "–",
-        f"{found.measured[place]:.2f}×" if found.measured else "–",
-        f"{found.predicted[place]:.2f}×" if found.predicted else "–",
+        _speed_text(host.speed),
+        _experts_text(load, index),
+        f"{load.work[index]:.1%}" if load.work else "–",
+        f"{load.measured[index]:.2f}×" if load.measured else "–",
+        f"{load.predicted[index]:.2f}×" if load.predicted else "–",
     ]
-    cells = "".join(f'<td class="figure">{cell}</td>' for cell in figures)
-    return f'<tr><td style="white-space:nowrap">{esc(found.label(place))}</td><td>{device}<div class="not">{beside}</div></td>{cells}</tr>'
+    cells = "".join(f'<td class="figure">{figure}</td>' for figure in figures)
+    name = f'<td style="white-space:nowrap">{esc(load.label(index))}</td>'
+    return f'<tr>{name}<td>{device}<div class="not">{details}</div></td>{cells}</tr>'
 
 
-def _speed(speed: float | None) -> str:
-    """Speeds that nobody measured are relative ones."""
+def _speed_text(speed: float | None) -> str:
+    """Return a speed in FLOP/s; a small number is relative to the other hosts."""
     if not speed:
         return "–"
-    return esc(flops_text(speed)) if speed >= MEASURED else f"{speed:g}, relative"
+    return esc(flops_text(speed)) if speed >= MIN_FLOPS else f"{speed:g}, relative"
 
 
-def _held(found: HostLoad, place: int) -> str:
-    if not found.detailed:
-        return held_text(found, place)
-    held = [
-        (layer.index, ids_text(layer.placement.experts_by_host[place]) or "none") for layer in found.layers
+def _experts_text(load: HostLoad, index: int) -> str:
+    if not load.shows_experts:
+        return num_experts_text(load, index)
+    lines = [
+        f"<div>layer {layer.index}: {ids_text(layer.placement.experts_by_host[index]) or 'none'}</div>"
+        for layer in load.layers
     ]
-    return "".join(f"<div>layer {index}: {ids}</div>" for index, ids in held)
+    return "".join(lines)

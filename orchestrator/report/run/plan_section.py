@@ -1,4 +1,4 @@
-"""What the plan chose and what was asked for, each with where it comes from, as tables of the page."""
+"""Tables of the plan's choices and of the settings, each with its reason or origin."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ from orchestrator.report.run.read import RunRecord, entries, section
 from orchestrator.report.run.svg import esc
 
 
-def choices(record: RunRecord) -> str:
-    """What the plan chose, why, and what it weighed."""
-    made = [
-        (name, section(section(record.plan, "choices"), name)) for name in section(record.plan, "choices")
-    ]
-    rows = "".join(
-        f'<tr><td class="mono">{esc(name)}</td><td class="mono">{_value(choice.get("value"))}</td>'
-        f"<td>{esc(choice.get('reason') or '')}{_rejected(choice)}</td></tr>"
-        for name, choice in made
-        if choice
-    )
+def choices_table(record: RunRecord) -> str:
+    """Return the plan's choices, their reasons, and the rejected options."""
+    choices = section(record.plan, "choices")
+    rows = ""
+    for name in choices:
+        choice = section(choices, name)
+        if choice:
+            value = f'<td class="mono">{_value(choice.get("value"))}</td>'
+            reason = f"<td>{esc(choice.get('reason') or '')}{_rejected(choice)}</td>"
+            rows += f'<tr><td class="mono">{esc(name)}</td>{value}{reason}</tr>'
+    if not rows:
+        return ""
     shown = table(("setting", "chosen", "reason"), rows)
-    return (
-        f'<details class="card" open><summary>What the plan chose</summary>{shown}</details>' if rows else ""
-    )
+    return f'<details class="card" open><summary>Choices of the plan</summary>{shown}</details>'
 
 
 def _rejected(choice: dict[str, Any]) -> str:
-    """Options that were weighed and not taken."""
-    weighed = entries(choice, "rejected")
     return "".join(
         f'<div class="not">not <code>{esc(item.get("option"))}</code>: {esc(item.get("why"))}</div>'
-        for item in weighed
+        for item in entries(choice, "rejected")
     )
 
 
-def settings(record: RunRecord) -> str:
-    """Every setting with where it came from; those somebody set first."""
-    found = sorted(entries(record.plan, "settings"), key=lambda item: item.get("origin") == "default")
-    if not found:
+def settings_table(record: RunRecord) -> str:
+    """Return every setting with its origin, those that differ from the default first."""
+    settings = sorted(entries(record.plan, "settings"), key=lambda item: item.get("origin") == "default")
+    if not settings:
         return ""
-    rows = "".join(
-        f'<tr class="{"plain" if item.get("origin") == "default" else "changed"}"><td class="mono">{esc(item.get("name"))}</td>'
-        f'<td class="mono">{_value(item.get("value"))}</td><td>{esc(item.get("origin") or "")}</td></tr>'
-        for item in found
-    )
-    count = sum(item.get("origin") != "default" for item in found)
-    shown = table(("setting", "value", "from"), rows)
-    filter_box = (
+    rows = ""
+    num_changed = 0
+    for setting in settings:
+        is_default = setting.get("origin") == "default"
+        num_changed += not is_default
+        cells = (
+            f'<td class="mono">{esc(setting.get("name"))}</td>'
+            f'<td class="mono">{_value(setting.get("value"))}</td><td>{esc(setting.get("origin") or "")}</td>'
+        )
+        rows += f'<tr class="{"plain" if is_default else "changed"}">{cells}</tr>'
+    summary = f"<summary>Settings <small>{len(settings)}, {num_changed} of them set</small></summary>"
+    search_box = (
         '<input class="filter" type="search" placeholder="Filter settings" aria-label="Filter settings">'
     )
-    return f'<details class="card"><summary>Settings <small>{len(found)}, {count} of them set</small></summary>{filter_box}{shown}</details>'
+    shown = table(("setting", "value", "from"), rows)
+    return f'<details class="card">{summary}{search_box}{shown}</details>'
 
 
 def _value(value: Any) -> str:
@@ -60,6 +62,6 @@ def _value(value: Any) -> str:
 
 
 def table(names: tuple[str, ...], rows: str) -> str:
-    """Rows that are HTML already, under their names."""
+    """Return a table of rows that are HTML already."""
     head = "".join(f"<th>{name}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""The parts of the page, each from a record to HTML, or to nothing where the record has no data for it."""
+"""Sections of the page: each turns a record into HTML, or into nothing if the record has no data for it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import re
 from statistics import fmean
 
 from orchestrator.report.run.expert_load import LayerLoad, layer_loads
-from orchestrator.report.run.panels import Panel, device_panels, panels
+from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
+from orchestrator.report.run.panels import Panel, device_panels, training_panels
 from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
     device_name,
-    device_use,
     flops_per_second,
     flops_text,
     memory,
-    metric,
     metric_names,
-    not_finite,
+    monitored_figures,
+    non_finite_text,
     phase_seconds,
     plural,
     score,
+    score_number,
     throughput,
     unit_name,
     values,
@@ -28,267 +29,263 @@ from orchestrator.report.run.stats import (
     watched_metric,
     workers_text,
 )
-from orchestrator.report.run.svg import bar, chart, esc, heat_image, stacked
-from orchestrator.report.run.text import compile_text, repeated_text, score_text, status_text
-from orchestrator.report.run.verdict import Verdict, verdict
+from orchestrator.report.run.svg import chart, esc, heat_image, labelled_bar, stacked_bar
+from orchestrator.report.run.verdict import verdict
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 TONES = {"completed": "good", "stopped": "info", "failed": "bad", UNFINISHED: "warn"}
 HEADLINES = {
     "data": "The model waits for data",
-    "communication": "The workers wait for one another",
+    "communication": "The workers wait for each other",
     "recovery": "Failures take much of the time",
     "memory": "Memory is the limit",
-    "compute": "The arithmetic is the limit",
+    "compute": "Compute is the limit",
     "host": "The GPU waits for Python",
-    "imbalance": "The work is spread unevenly",
+    "imbalance": "The work is unbalanced",
     "evaluation": "Evaluation takes much of the time",
     "checkpoint": "Checkpoints take much of the time",
-    "unknown": "Not enough to say",
+    "unknown": "Not enough data for a verdict",
 }
+MEASURED_COLOR = 5
+NUM_PART_COLORS = 5
+
+Tile = tuple[str, str, str]
+"""Label, figure as HTML, and a line below it."""
 
 
-def heading(title: str, aside: str = "") -> str:
-    return f"<h2>{esc(title)}{f'<small>{esc(aside)}</small>' if aside else ''}</h2>"
+def heading(title: str, subtitle: str = "") -> str:
+    small = f"<small>{esc(subtitle)}</small>" if subtitle else ""
+    return f"<h2>{esc(title)}{small}</h2>"
 
 
 def header(record: RunRecord) -> str:
-    """Name, outcome and the facts that place a run."""
-    size, took = finite(record.fact("parameters")), record.seconds
+    """Return name, status and the main facts of a run."""
+    num_parameters = finite(record.fact("parameters"))
+    has_several_workers = (record.workers or 1) > 1 or bool(record.recoveries)
     facts = {
         "task": record.fact("task"),
         "device": device_name(record),
-        "workers": workers_text(record) if (record.workers or 1) > 1 or record.recoveries else None,
+        "workers": workers_text(record) if has_several_workers else None,
         "precision": record.fact("precision"),
         "batch": record.fact("global_batch_size"),
-        "parameters": count_text(size) if size else None,
-        "took": seconds_text(took) if took is not None else None,
+        "parameters": count_text(num_parameters) if num_parameters else None,
+        "took": seconds_text(record.seconds) if record.seconds is not None else None,
     }
-    shown = "".join(
-        f"<div><span>{name}</span>{esc(value)}</div>"
-        for name, value in facts.items()
-        if value not in (None, "")
-    )
+    known = {name: value for name, value in facts.items() if value not in (None, "")}
+    shown = "".join(f"<div><span>{name}</span>{esc(value)}</div>" for name, value in known.items())
     tone = TONES.get(record.status, "calm")
     badge = f'<span class="badge t-{tone}">{esc(record.status)}</span>'
-    return f'<header><div class="head"><h1>{esc(record.name)}</h1>{badge}</div><div class="facts">{shown}</div></header>'
+    head = f'<div class="head"><h1>{esc(record.name)}</h1>{badge}</div>'
+    return f'<header>{head}<div class="facts">{shown}</div></header>'
 
 
 def notes(record: RunRecord) -> str:
-    """What nobody should overlook: a failure, an end that never came, a loss that is no number."""
-    said = [
-        ("bad", f"{event.get('kind', 'failure')}: {event.get('message', '')}")
-        for event in record.of("failure")
-        if event.get("final") is not False
+    """Return what nobody should miss: a final failure, a missing end, a loss that is nan or infinite."""
+    failures = [event for event in record.of("failure") if event.get("final") is not False]
+    lines = [
+        ("bad", f"{event.get('kind', 'failure')}: {event.get('message', '')}") for event in failures[-3:]
     ]
-    said = said[-3:]
     if record.status == UNFINISHED:
-        said.append(("warn", status_text(record).capitalize() + "."))
-    if (bad := not_finite(record)) is not None:
-        said.append(("bad", f"Nan or infinite: {bad}. A lower --learning-rate or --clip-norm may help."))
-    return "".join(f'<div class="card note t-{tone}">{_code(text)}</div>' for tone, text in said)
+        lines.append(("warn", status_text(record).capitalize() + "."))
+    non_finite = non_finite_text(record)
+    if non_finite is not None:
+        advice = "A lower --learning-rate or --clip-norm may help."
+        lines.append(("bad", f"Nan or infinite: {non_finite}. {advice}"))
+    return "".join(f'<div class="card note t-{tone}">{_with_code(text)}</div>' for tone, text in lines)
 
 
 def tiles(record: RunRecord) -> str:
-    """The figures one looks for first."""
-    return tile_row([*_quality_tiles(record), *_speed_tiles(record)])
+    """Return the figures that people look for first."""
+    return tile_row([*_quality_tiles(record), *_speed_tiles(record), *_recovery_tiles(record)])
 
 
-def tile_row(found: list[tuple[str, str, str]]) -> str:
-    """Tiles of (text above, figure as HTML, text below)."""
+def tile_row(shown: list[Tile]) -> str:
     cells = [
-        f'<div class="card tile"><div class="label">{esc(a)}</div><b>{b}</b><div class="label">{esc(c)}</div></div>'
-        for a, b, c in found
+        f'<div class="card tile"><div class="label">{esc(label)}</div><b>{figure}</b>'
+        f'<div class="label">{esc(below)}</div></div>'
+        for label, figure, below in shown
     ]
     return f'<div class="tiles">{"".join(cells)}</div>' if cells else ""
 
 
-def _quality_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
-    found, watched = [], watched_metric(record)
-    names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
+def _quality_tiles(record: RunRecord) -> list[Tile]:
+    shown: list[Tile] = []
+    watched = watched_metric(record)
     if record.evaluations:
-        last, name = (
-            record.evaluations[-1],
-            next((name for name in names if score(record.evaluations[-1], name) is not None), "loss"),
-        )
-        found.append((f"validation {name}", esc(score_text(score(last, name))), f"at step {last['step']}"))
-    if (best := best_evaluation(record)) is not None:
-        found.append((f"best {watched}", esc(score_text(metric(best, watched))), f"at step {best['step']}"))
+        last = record.evaluations[-1]
+        names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
+        name = next((name for name in names if score(last, name) is not None), "loss")
+        shown.append((f"validation {name}", esc(score_text(score(last, name))), f"at step {last['step']}"))
+    best = best_evaluation(record)
+    if best is not None:
+        text = score_text(score_number(best, watched))
+        shown.append((f"best {watched}", esc(text), f"at step {best['step']}"))
     if record.steps:
-        found.append(
-            (
-                "train loss",
-                esc(score_text(record.steps[-1].get("loss"))),
-                f"at step {record.steps[-1]['step']}",
-            )
-        )
-    return found
+        last = record.steps[-1]
+        shown.append(("train loss", esc(score_text(last.get("loss"))), f"at step {last['step']}"))
+    return shown
 
 
-def _speed_tiles(record: RunRecord) -> list[tuple[str, str, str]]:
-    found = []
-    if (rate := throughput(record)) is not None:
-        beside = (
-            f"{rate.units:,.0f} {unit_name(record)}/s"
-            if rate.units
-            else f"{seconds_text(rate.step_s)} per step"
-        )
-        found.append(("samples / s", f"{rate.samples:,.{0 if rate.samples >= 100 else 1}f}", beside))
-    if (peak := memory(record)) is not None:
-        beside = (
-            f"{peak.efficiency:.0%} of reserved"
-            if peak.efficiency
-            else "of the process"
-            if not record.on_gpu
-            else "at its highest"
-        )
-        found.append(("peak memory", with_unit(bytes_text(peak.allocated)), beside))
+def _speed_tiles(record: RunRecord) -> list[Tile]:
+    shown: list[Tile] = []
+    rate = throughput(record)
+    if rate is not None:
+        below = f"{seconds_text(rate.step_s)} per step"
+        if rate.units:
+            below = f"{rate.units:,.0f} {unit_name(record)}/s"
+        shown.append(("samples / s", f"{rate.samples:,.{0 if rate.samples >= 100 else 1}f}", below))
+    peak = memory(record)
+    if peak is not None:
+        below = "at its highest" if record.on_gpu else "of the process"
+        if peak.efficiency:
+            below = f"{peak.efficiency:.0%} of reserved"
+        shown.append(("peak memory", with_unit(bytes_text(peak.allocated)), below))
     if record.seconds is not None and record.steps:
-        found.append(
-            ("time", with_unit(seconds_text(record.seconds)), plural(len(record.steps), "step", "steps"))
-        )
-    if record.recoveries:
-        took = values(record.recoveries, "total_seconds")
-        each = [f"{seconds_text(fmean(took))} each"] if took else []
-        goodput = finite(record.summary.get("goodput"))
-        beside = ", ".join(
-            [*each, repeated_text(record), *([] if goodput is None else [f"goodput {goodput:.1%}"])]
-        )
-        found.append(("recoveries", str(len(record.recoveries)), beside))
-    return found
+        steps = plural(len(record.steps), "step", "steps")
+        shown.append(("time", with_unit(seconds_text(record.seconds)), steps))
+    return shown
+
+
+def _recovery_tiles(record: RunRecord) -> list[Tile]:
+    if not record.recoveries:
+        return []
+    below = [repeated_text(record)]
+    durations = values(record.recoveries, "total_seconds")
+    if durations:
+        below.insert(0, f"{seconds_text(fmean(durations))} each")
+    goodput = finite(record.summary.get("goodput"))
+    if goodput is not None:
+        below.append(f"goodput {goodput:.1%}")
+    return [("recoveries", str(len(record.recoveries)), ", ".join(below))]
 
 
 def with_unit(text: str) -> str:
-    """'31.2 GiB' with a smaller unit; durations of several parts stay as they are."""
+    """Return '31.2 GiB' with a smaller unit; durations of several parts stay as they are."""
     number, _, unit = text.partition(" ")
     return f"{esc(number)}<i> {esc(unit)}</i>" if unit.isalpha() or unit == "µs" else esc(text)
 
 
 def verdict_box(record: RunRecord) -> str:
-    found: Verdict = verdict(record)
-    label = "verdict" if found.bound_by == "unknown" else f"bound by {found.bound_by}"
-    tone = "calm" if found.bound_by == "unknown" else "good" if found.bound_by == "compute" else "warn"
-    because, tries = (
-        f"<ul>{''.join(f'<li>{_code(line)}</li>' for line in lines)}</ul>"
-        for lines in (found.evidence, found.advice)
-    )
+    finding = verdict(record)
+    label = "verdict" if finding.bound_by == "unknown" else f"bound by {finding.bound_by}"
+    tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")
     return (
         f'<div class="card note verdict t-{tone}"><div><div class="label">{label}</div>'
-        f'<h3>{esc(HEADLINES[found.bound_by])}</h3></div><div><div class="label">because</div>{because}</div>'
-        f'<div><div class="label">worth trying</div>{tries}</div></div>'
+        f"<h3>{esc(HEADLINES[finding.bound_by])}</h3></div>"
+        f'<div><div class="label">because</div>{_list(finding.evidence)}</div>'
+        f'<div><div class="label">worth trying</div>{_list(finding.advice)}</div></div>'
     )
 
 
-def _code(text: str) -> str:
-    """Text with our flags set as code."""
-    return re.sub(
-        r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|auto|bf16|reduce-overhead|[0-9][0-9.e-]*))?)",
-        r'<code class="flag">\1</code>',
-        esc(text),
-    )
+def _list(lines: tuple[str, ...]) -> str:
+    return f"<ul>{''.join(f'<li>{_with_code(line)}</li>' for line in lines)}</ul>"
 
 
-def curves(record: RunRecord) -> str:
-    return _charts("Training", panels(record))
+def _with_code(text: str) -> str:
+    """Return text with flags of ours set as code."""
+    flag = r"(?<![\w-])(--[a-z][a-z0-9-]*(?: (?:on|auto|bf16|reduce-overhead|[0-9][0-9.e-]*))?)"
+    return re.sub(flag, r'<code class="flag">\1</code>', esc(text))
 
 
-def device(record: RunRecord) -> str:
-    means = [
-        f"{use.name} {use.mean:.0f}% mean, {use.peak:.0f}% at most"
-        for use in device_use(record)
-        if use.unit == "%"
-    ]
+def training_section(record: RunRecord) -> str:
+    return _charts("Training", training_panels(record))
+
+
+def device_section(record: RunRecord) -> str:
+    figures = [figure for figure in monitored_figures(record) if figure.unit == "%"]
+    means = [f"{figure.name} {figure.mean:.0f}% mean, {figure.peak:.0f}% at most" for figure in figures]
     return _charts("Device use", device_panels(record), "; ".join(means[:3]))
 
 
-def _charts(title: str, shown: list[Panel], aside: str = "") -> str:
-    width = {1: " one", 3: " three"}.get(len(shown), "")
-    return (
-        f'{heading(title, aside)}<div class="grid{width}">{"".join(map(chart, shown))}</div>' if shown else ""
-    )
+def _charts(title: str, panels: list[Panel], subtitle: str = "") -> str:
+    if not panels:
+        return ""
+    width = {1: " one", 3: " three"}.get(len(panels), "")
+    return f'{heading(title, subtitle)}<div class="grid{width}">{"".join(map(chart, panels))}</div>'
 
 
-def experts(record: RunRecord) -> str:
+def experts_section(record: RunRecord) -> str:
     layers = layer_loads(record)
     if not layers:
         return ""
-    width = "one" if len(layers) == 1 else "three" if len(layers) % 3 == 0 or len(layers) > 4 else ""
+    width = "three" if len(layers) % 3 == 0 or len(layers) > 4 else ""
+    if len(layers) == 1:
+        width = "one"
+    cards = "".join(map(_layer_card, layers))
     scale = '<div class="scale">a quarter of the even share or less<i></i>four times or more</div>'
-    return f'{heading("Use of the experts", _experts_aside(layers))}<div class="grid {width}">{"".join(map(_layer, layers))}</div>{scale}'
+    title = heading("Use of the experts", _experts_subtitle(layers))
+    return f'{title}<div class="grid {width}">{cards}</div>{scale}'
 
 
-def _experts_aside(layers: list[LayerLoad]) -> str:
-    counts = sorted({layer.experts for layer in layers})
+def _experts_subtitle(layers: list[LayerLoad]) -> str:
+    counts = sorted({layer.num_experts for layer in layers})
     even = f", {1 / counts[0]:.1%} of a layer's tokens each when even" if len(counts) == 1 else ""
     return f"{plural(len(layers), 'layer', 'layers')} of {' or '.join(map(str, counts))} experts{even}"
 
 
-def _layer(layer: LayerLoad) -> str:
+def _layer_card(layer: LayerLoad) -> str:
     recent = layer.recent()
-    beside = f"{min(recent):.2f}× to {max(recent):.2f}× the even share" if recent else ""
-    caption = f'<figcaption>Layer {layer.layer}<span class="keys"><span class="unit">{beside}</span></span></figcaption>'
-    image = heat_image(
-        layer.ratios,
-        f"Layer {layer.layer}: rows are experts, columns time, colour is share of tokens. {beside}",
-    )
-    ends = f'<div class="ends"><span>expert 0–{layer.experts - 1}, top to bottom</span><span>step {layer.steps[-1]}</span></div>'
-    return f'<figure class="card chart heat">{caption}{image}{ends}</figure>'
-
-
-def time_spent(record: RunRecord) -> str:
-    """Where a step's time goes, and where the run's went."""
-    step, wall = phase_seconds(record), wall_seconds(record)
-    boxes = [
-        ("A step", f"{seconds_text(sum(step.values()))} on average", step),
-        ("The whole run", seconds_text(sum(wall.values())), wall),
-    ]
-    cards = [
-        f'<figure class="card chart"><figcaption>{title} <span class="unit">{esc(aside)}</span></figcaption>'
-        f"{stacked(parts, {name: seconds_text(value) for name, value in parts.items()})}</figure>"
-        for title, aside, parts in boxes
-        if parts
-    ]
-    rate = flops_per_second(record)
-    aside = ", ".join([f"{flops_text(rate)} by the plan's count"] if rate else []) or compile_text(record)
-    width = " one" if len(cards) == 1 else ""
+    spread = f"{min(recent):.2f}× to {max(recent):.2f}× the even share" if recent else ""
+    keys = f'<span class="keys"><span class="unit">{spread}</span></span>'
+    description = f"Layer {layer.layer}: rows are experts, columns time, colour is share of tokens. {spread}"
+    experts = f"expert 0–{layer.num_experts - 1}, top to bottom"
+    ends = f'<div class="ends"><span>{experts}</span><span>step {layer.steps[-1]}</span></div>'
     return (
-        f'{heading("Where the time goes", aside)}<div class="grid{width}">{"".join(cards)}</div>'
-        if cards
-        else ""
+        f'<figure class="card chart heat"><figcaption>Layer {layer.layer}{keys}</figcaption>'
+        f"{heat_image(layer.ratios, description)}{ends}</figure>"
     )
 
 
-def memory_bars(record: RunRecord) -> str:
-    """The plan's estimate beside the measured peak, on one scale."""
-    planned, peak = section(record.plan, "memory"), memory(record)
-    parts = [
-        (name, size)
-        for name, raw in planned.items()
-        if name not in ("total", "limit") and (size := finite(raw))
-    ]
-    total, limit = (
-        finite(planned.get("total")) or sum(size for _, size in parts),
-        finite(planned.get("limit")),
-    )
-    whole = max(total, peak.reserved or 0 if peak else 0, peak.allocated if peak else 0)
-    if not whole:
+def time_section(record: RunRecord) -> str:
+    """Return the parts of a step and of the whole run."""
+    step = phase_seconds(record)
+    wall = wall_seconds(record)
+    cards = []
+    if step:
+        cards.append(_time_card("A step", f"{seconds_text(sum(step.values()))} on average", step))
+    if wall:
+        cards.append(_time_card("The whole run", seconds_text(sum(wall.values())), wall))
+    if not cards:
         return ""
-    colored = [(name, size, index % 5) for index, (name, size) in enumerate(parts)]
-    rows = [bar("estimated", colored, whole, bytes_text(total))] if total else []
+    rate = flops_per_second(record)
+    subtitle = f"{flops_text(rate)} by the plan's count" if rate else compile_text(record)
+    width = " one" if len(cards) == 1 else ""
+    return f'{heading("Where the time goes", subtitle)}<div class="grid{width}">{"".join(cards)}</div>'
+
+
+def _time_card(title: str, subtitle: str, parts: dict[str, float]) -> str:
+    texts = {name: seconds_text(seconds) for name, seconds in parts.items()}
+    caption = f'<figcaption>{title} <span class="unit">{esc(subtitle)}</span></figcaption>'
+    return f'<figure class="card chart">{caption}{stacked_bar(parts, texts)}</figure>'
+
+
+def memory_section(record: RunRecord) -> str:
+    """Return the plan's estimate and the measured peak, on one scale."""
+    planned = section(record.plan, "memory")
+    sizes = {name: finite(size) for name, size in planned.items() if name not in ("total", "limit")}
+    known = [(name, size) for name, size in sizes.items() if size]
+    parts = [(name, size, index % NUM_PART_COLORS) for index, (name, size) in enumerate(known)]
+    estimate = finite(planned.get("total")) or sum(size for _, size, _ in parts)
+    peak = memory(record)
+    largest = max(estimate, (peak.reserved or 0) if peak else 0, peak.allocated if peak else 0)
+    if not largest:
+        return ""
+    bars = []
+    if estimate:
+        bars.append(labelled_bar("estimated", parts, largest, bytes_text(estimate)))
     if peak is not None:
-        rows.append(
-            bar(
-                "measured" if record.on_gpu else "process",
-                [("allocated", peak.allocated, 5)],
-                whole,
-                bytes_text(peak.allocated),
-            )
-        )
+        name = "measured" if record.on_gpu else "process"
+        bars.append(_measured_bar(name, "allocated", peak.allocated, largest))
         if peak.reserved:
-            rows.append(bar("reserved", [("reserved", peak.reserved, 5)], whole, bytes_text(peak.reserved)))
+            bars.append(_measured_bar("reserved", "reserved", peak.reserved, largest))
     keys = "".join(
         f'<span class="key" style="--c:var(--c{color})">{esc(name)} <b>{bytes_text(size)}</b></span>'
-        for name, size, color in colored
+        for name, size, color in parts
     )
-    aside = f"the run may use {bytes_text(limit)}" if limit else ""
-    return f'{heading("Memory", aside)}<div class="card chart">{"".join(rows)}<div class="parts">{keys}</div></div>'
+    limit = finite(planned.get("limit"))
+    title = heading("Memory", f"the run may use {bytes_text(limit)}" if limit else "")
+    return f'{title}<div class="card chart">{"".join(bars)}<div class="parts">{keys}</div></div>'
+
+
+def _measured_bar(label: str, part: str, size: float, largest: float) -> str:
+    return labelled_bar(label, [(part, size, MEASURED_COLOR)], largest, bytes_text(size))

@@ -1,4 +1,4 @@
-"""The figures of a run that text, page and verdict share, so that they never disagree. Pure functions over a record."""
+"""Figures of a run that text, page and verdict share, so that they never disagree. Pure functions of a record."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from statistics import fmean, median
 from typing import Any
 
 from orchestrator.record.events import Event
-from orchestrator.report.run.read import RunRecord, entries, finite, number, remembered, section
-from orchestrator.types import count_text
+from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
+from orchestrator.types import PHASES, count_text
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
 OTHER = "other"
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Per second of training steps. ``units`` (tokens) is None where a unit is a sample."""
+    """Rates of the training steps per second. ``units`` (tokens) is None if a unit is a sample."""
 
     samples: float
     units: float | None
     step_s: float
-    """The median step: unlike the mean it knows nothing of compilation and other first-step costs."""
+    """The median step: unlike the mean it ignores compilation and other costs of the first steps."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Use:
-    """A monitored figure over the run."""
+class MonitoredFigure:
+    """Mean and peak of a figure that the monitor sampled."""
 
     name: str
     unit: str
@@ -51,64 +50,68 @@ class Use:
 
 
 def values(events: Iterable[Event], name: str) -> list[float]:
-    """The finite values of a field, in order."""
+    """Return the finite values of a field, in order."""
     return [value for event in events if (value := finite(event.get(name))) is not None]
 
 
-@remembered
+@cached_on_record
 def throughput(record: RunRecord) -> Throughput | None:
     timed = [event for event in record.steps if (finite(event.get("seconds")) or 0) > 0]
     seconds = sum(values(timed, "seconds"))
     if not seconds:
         return None
-    samples, units = sum(values(timed, "samples")), sum(values(timed, "units"))
-    told = finite(record.summary.get("samples_per_second"))
+    samples = sum(values(timed, "samples"))
+    units = sum(values(timed, "units"))
+    recorded = finite(record.summary.get("samples_per_second"))
     return Throughput(
-        samples=told if told is not None else samples / seconds,
+        samples=recorded if recorded is not None else samples / seconds,
         units=units / seconds if units and units != samples else None,
         step_s=median(values(timed, "seconds")),
     )
 
 
-@remembered
+@cached_on_record
 def phase_seconds(record: RunRecord) -> dict[str, float]:
-    """Mean seconds per step of each phase and of what lies between them; empty when none were measured."""
-    weights = [
-        (event, finite(event.get("steps")) or 1.0) for event in record.phases if finite(event.get("total"))
-    ]
-    count = sum(weight for _, weight in weights)
-    if not count:
+    """Return the mean seconds per step of each phase and of the time between them; empty if unmeasured."""
+    measured = [event for event in record.phases if finite(event.get("total"))]
+    weights = [finite(event.get("steps")) or 1.0 for event in measured]
+    num_steps = sum(weights)
+    if not num_steps:
         return {}
-    mean = {
-        name: sum((finite(event.get(name)) or 0.0) * weight for event, weight in weights) / count
-        for name in (*PHASES, "total")
-    }
-    return _with_rest({name: mean[name] for name in PHASES}, mean["total"])
+
+    def mean(name: str) -> float:
+        seconds = [finite(event.get(name)) or 0.0 for event in measured]
+        return sum(value * weight for value, weight in zip(seconds, weights, strict=True)) / num_steps
+
+    return _with_rest({name: mean(name) for name in PHASES}, mean("total"))
 
 
-@remembered
+@cached_on_record
 def wall_seconds(record: RunRecord) -> dict[str, float]:
-    """Where the run's time went: training, evaluation, checkpoints, recoveries and the rest. Replayed steps took their time too."""
+    """Return the run's time by purpose: training, evaluation, checkpoints, recoveries, the rest.
+
+    Replayed steps count as training.
+    """
     if not record.seconds or not record.steps:
         return {}
     parts = {
-        name: sum(values(record.of(kind), "seconds"))
-        for name, kind in (("training", "step"), ("evaluation", "evaluate"))
+        "training": sum(values(record.of("step"), "seconds")),
+        "evaluation": sum(values(record.of("evaluate"), "seconds")),
+        "checkpoints": sum(checkpoint_stalls(record)),
+        "recovery": sum(values(record.recoveries, "total_seconds")),
     }
-    parts["checkpoints"] = sum(stalls(record))
-    parts["recovery"] = sum(values(record.recoveries, "total_seconds"))
     return _with_rest(parts, record.seconds)
 
 
-def stalls(record: RunRecord) -> list[float]:
-    """Seconds that each checkpoint held up the training: all of its time, unless it was written in the background."""
-    held = [finite(event.get("stall", event.get("seconds"))) for event in record.of("checkpoint")]
-    return [seconds for seconds in held if seconds is not None]
+def checkpoint_stalls(record: RunRecord) -> list[float]:
+    """Return the seconds that each checkpoint blocked the training: its whole time unless written in the background."""
+    stalls = [finite(event.get("stall", event.get("seconds"))) for event in record.of("checkpoint")]
+    return [seconds for seconds in stalls if seconds is not None]
 
 
-def _with_rest(parts: dict[str, float], whole: float) -> dict[str, float]:
-    """The parts that took any time, and what they leave of the whole."""
-    parts = parts | {OTHER: whole - sum(parts.values())}
+def _with_rest(parts: dict[str, float], total: float) -> dict[str, float]:
+    """Return the parts that took any time, and the rest of the total."""
+    parts = parts | {OTHER: total - sum(parts.values())}
     return {name: part for name, part in parts.items() if part > 0}
 
 
@@ -117,148 +120,155 @@ def shares(parts: dict[str, float]) -> dict[str, float]:
     return {name: value / total for name, value in parts.items()} if total else {}
 
 
-@remembered
+@cached_on_record
 def memory(record: RunRecord) -> MemoryUse | None:
-    """The peak that was measured, beside the plan's estimate and limit."""
+    """Return the measured peak, with the plan's estimate and limit."""
     measured = [section(event, "memory") for event in record.epochs]
-    allocated = max(values(measured, "allocated"), default=None) or finite(
-        record.summary.get("peak_memory_bytes")
-    )
+    peak = max(values(measured, "allocated"), default=None)
+    allocated = peak or finite(record.summary.get("peak_memory_bytes"))
     if not allocated:
         return None
     planned = section(record.plan, "memory")
-    # On a CPU the peak is the process's resident memory: there is no reserve.
+    # On a CPU the peak is the resident memory of the process, and nothing is reserved.
     reserved = max(values(measured, "reserved"), default=None) if record.on_gpu else None
     return MemoryUse(allocated, reserved or None, finite(planned.get("limit")), finite(planned.get("total")))
 
 
-def device_use(record: RunRecord) -> list[Use]:
-    """Mean and peak of what the monitor saw: host first, then each device."""
-    found: dict[tuple[str, str], list[float]] = {}
+def monitored_figures(record: RunRecord) -> list[MonitoredFigure]:
+    """Return mean and peak of every monitored figure: the host's first, then each device's."""
+    samples: dict[tuple[str, str], list[float]] = {}
     for event in record.monitors:
-        for name, unit, value in _sample(event):
-            found.setdefault((name, unit), []).append(value)
-    return [Use(name, unit, fmean(series), max(series)) for (name, unit), series in found.items()]
-
-
-def _sample(event: Event) -> Iterable[tuple[str, str, float]]:
-    host = section(event, "host")
-    named = [
-        ("host cpu", "%", finite(host.get("cpu_percent"))),
-        ("host memory", "B", finite(host.get("memory_used"))),
+        for name, unit, value in _monitored_values(event):
+            samples.setdefault((name, unit), []).append(value)
+    return [
+        MonitoredFigure(name, unit, fmean(series), max(series)) for (name, unit), series in samples.items()
     ]
-    named.append(("process memory", "B", finite(host.get("process_memory"))))
+
+
+def _monitored_values(event: Event) -> list[tuple[str, str, float]]:
+    """Return name, unit and value of each figure of a monitor event."""
+    host = section(event, "host")
+    figures = [
+        ("host cpu", "%", host.get("cpu_percent")),
+        ("host memory", "B", host.get("memory_used")),
+        ("process memory", "B", host.get("process_memory")),
+    ]
     for device in entries(event, "devices"):
-        label = f"gpu {device.get('index', 0)}"
-        for name, unit in (("utilization", "%"), ("memory_used", "B"), ("temperature", "°C"), ("power", "W")):
-            named.append((f"{label} {name.removesuffix('_used')}", unit, finite(device.get(name))))
-    return [(name, unit, value) for name, unit, value in named if value is not None]
+        gpu = f"gpu {device.get('index', 0)}"
+        figures += [
+            (f"{gpu} utilization", "%", device.get("utilization")),
+            (f"{gpu} memory", "B", device.get("memory_used")),
+            (f"{gpu} temperature", "°C", device.get("temperature")),
+            (f"{gpu} power", "W", device.get("power")),
+        ]
+    return [(name, unit, value) for name, unit, raw in figures if (value := finite(raw)) is not None]
 
 
-@remembered
+@cached_on_record
 def gpu_utilization(record: RunRecord) -> float | None:
-    """Mean utilization in percent over all samples of all devices."""
-    seen = [use for event in record.monitors for use in values(entries(event, "devices"), "utilization")]
-    return fmean(seen) if seen else None
+    """Return the mean utilization in percent over all samples of all devices."""
+    samples = [use for event in record.monitors for use in values(entries(event, "devices"), "utilization")]
+    return fmean(samples) if samples else None
 
 
-@remembered
+@cached_on_record
 def watched_metric(record: RunRecord) -> str:
-    """The validation metric that decides what is best, where evaluations carry it."""
-    asked = str(section(record.config, "run").get("early_stopping_metric") or "loss")
-    return asked if any(metric(event, asked) is not None for event in record.evaluations) else "loss"
+    """Return the validation metric that decides which checkpoint is best; the loss if no evaluation has it."""
+    name = str(section(record.config, "run").get("early_stopping_metric") or "loss")
+    return name if any(score_number(event, name) is not None for event in record.evaluations) else "loss"
 
 
 def score(event: Event, name: str) -> Any:
-    """A metric of a step or an evaluation as it was written; the loss counts as one."""
+    """Return a metric of a step or an evaluation as it was written; the loss counts as one."""
     return event.get("loss") if name == "loss" else section(event, "metrics").get(name)
 
 
-def metric(event: Event, name: str) -> float | None:
-    """The score as a number to compare."""
+def score_number(event: Event, name: str) -> float | None:
+    """Return a metric as a number to compare."""
     return finite(score(event, name))
 
 
 def metric_names(record: RunRecord) -> list[str]:
-    """Every metric but the loss, accuracy first, then in order of appearance."""
-    seen = {
-        str(name): None
-        for event in (*record.evaluations, *record.steps[:1], *record.steps[-1:])
-        for name in section(event, "metrics")
-    }
-    return sorted(seen, key=lambda name: "accuracy" not in name)
+    """Return every metric except the loss, accuracy first, then in order of appearance."""
+    sampled = (*record.evaluations, *record.steps[:1], *record.steps[-1:])
+    names = dict.fromkeys(str(name) for event in sampled for name in section(event, "metrics"))
+    return sorted(names, key=lambda name: "accuracy" not in name)
 
 
-@remembered
+@cached_on_record
 def best_evaluation(record: RunRecord) -> Event | None:
-    """The evaluation with the best watched metric: the smallest loss, the largest of anything else."""
+    """Return the evaluation with the best watched metric: the smallest loss, the largest of any other."""
     name = watched_metric(record)
-    known = [event for event in record.evaluations if metric(event, name) is not None]
-    return (min if name == "loss" else max)(known, key=lambda event: metric(event, name) or 0.0, default=None)
+    known = [event for event in record.evaluations if score_number(event, name) is not None]
+    choose = min if name == "loss" else max
+    return choose(known, key=lambda event: score_number(event, name) or 0.0, default=None)
 
 
 def flops_per_second(record: RunRecord) -> float | None:
-    """The plan's count of operations over the median step."""
-    rate, work = throughput(record), finite(record.plan.get("flops_per_step"))
-    return work / rate.step_s if rate and work else None
+    """Return the plan's count of operations over the median step."""
+    rate = throughput(record)
+    flops = finite(record.plan.get("flops_per_step"))
+    return flops / rate.step_s if rate and flops else None
 
 
-def compiled(record: RunRecord) -> bool:
-    """Whether compilation was asked for and held. No event is needed for one that simply worked."""
-    told = [str(event.get("status", "")).lower() for event in record.of("compile")]
-    if told:
-        return not any(word in told[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
+def is_compiled(record: RunRecord) -> bool:
+    """Return whether the run was compiled; a compilation without any event succeeded."""
+    statuses = [str(event.get("status", "")).lower() for event in record.of("compile")]
+    if statuses:
+        return not any(word in statuses[-1] for word in ("fail", "fell", "fall", "off", "error", "not"))
     choice = section(section(record.plan, "choices"), "compile")
     return choice.get("value") is True or record.setting("device", "compile") in (True, "on")
 
 
 def device_name(record: RunRecord) -> str:
-    """The device by the name its maker gave it, and as torch calls it: 'NVIDIA H200 · cuda:0'."""
-    hardware, device = section(record.plan, "hardware"), record.fact("device")
+    """Return the device's product name and its name in torch: 'NVIDIA H200 · cuda:0'."""
+    hardware = section(record.plan, "hardware")
+    device = record.fact("device")
     gpus = {f"cuda:{gpu.get('index')}": gpu.get("name") for gpu in entries(hardware, "gpus")}
-    maker = hardware.get("device") or (gpus.get(str(device)) if record.on_gpu else hardware.get("cpu_name"))
-    return " · ".join(dict.fromkeys(str(part) for part in (maker, device) if part))
+    product = gpus.get(str(device)) if record.on_gpu else hardware.get("cpu_name")
+    names = (hardware.get("device") or product, device)
+    return " · ".join(dict.fromkeys(str(name) for name in names if name))
 
 
 def workers_text(record: RunRecord) -> str:
-    """How many worked on the run, and how they were joined: '2, gloo, on 1 node'. Empty where it is not told."""
-    count, start = record.workers, record.start
+    """Return the number of workers and how they are connected: '2, gloo, on 1 node'; empty if unknown."""
+    count = record.workers
     if count is None:
         return ""
+    start = record.start
     first = next((event.get("workers") for event in record.of("start")), None)
     parts = [f"{count} ({first} at first)" if isinstance(first, int) and first != count else str(count)]
-    parts += [str(start["backend"])] if start.get("backend") else []
-    parts += [f"sharding {start['sharding']}"] if start.get("sharding") not in (None, "none") else []
-    nodes, parts_of_batch = start.get("nodes"), start.get("shares")
-    parts += [f"on {plural(nodes, 'node', 'nodes')}"] if isinstance(nodes, int) else []
-    if isinstance(parts_of_batch, list) and len(set(map(str, parts_of_batch))) > 1:
-        parts.append(
-            "shares "
-            + " / ".join(f"{share:.0%}" for value in parts_of_batch if (share := finite(value)) is not None)
-        )
+    if start.get("backend"):
+        parts.append(str(start["backend"]))
+    if start.get("sharding") not in (None, "none"):
+        parts.append(f"sharding {start['sharding']}")
+    nodes = start.get("nodes")
+    if isinstance(nodes, int):
+        parts.append(f"on {plural(nodes, 'node', 'nodes')}")
+    batch_shares = start.get("shares")
+    if isinstance(batch_shares, list) and len(set(map(str, batch_shares))) > 1:
+        known = [share for value in batch_shares if (share := finite(value)) is not None]
+        parts.append("shares " + " / ".join(f"{share:.0%}" for share in known))
     return ", ".join(parts)
 
 
 def unit_name(record: RunRecord) -> str:
-    """What a unit is where it is not a sample."""
+    """Return the name of a unit that is not a sample."""
     return str(record.fact("unit") or "tokens")
 
 
 def flops_text(rate: float) -> str:
-    """4.85e14 -> '485.3 TFLOP/s'."""
+    """Return a rate of operations for people: 4.85e14 -> '485.3 TFLOP/s'."""
     text = count_text(rate)
     return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
 
 
-@remembered
-def not_finite(record: RunRecord) -> str | None:
-    """Which training losses were no number, in words; None when all were."""
-    bad = [
-        event["step"]
-        for event in record.steps
-        if (loss := number(event.get("loss"))) is not None and not math.isfinite(loss)
-    ]
-    return f"the loss of {plural(len(bad), 'step', 'steps')}, first at step {bad[0]}" if bad else None
+@cached_on_record
+def non_finite_text(record: RunRecord) -> str | None:
+    """Return the steps whose loss was nan or infinite, in words; None if there were none."""
+    losses = [(event["step"], number(event.get("loss"))) for event in record.steps]
+    steps = [step for step, loss in losses if loss is not None and not math.isfinite(loss)]
+    return f"the loss of {plural(len(steps), 'step', 'steps')}, first at step {steps[0]}" if steps else None
 
 
 def plural(count: int, one: str, many: str) -> str:

@@ -1,40 +1,41 @@
-"""A run in plain text: performance_summary.txt, for terminals, mails and diffs. Never wider than 100 columns."""
+"""A run in plain text: performance_summary.txt, for terminals, mails and diffs. At most 100 columns wide."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
 from orchestrator.record.events import Event
 from orchestrator.record.text import failure_text
-from orchestrator.report.run.expert_load import IDLE, busiest, layer_loads
+from orchestrator.report.run.expert_load import IDLE_RATIO, busiest_layer, layer_loads
 from orchestrator.report.run.host_load import (
     ExchangeCost,
     HostLoad,
     exchange_cost,
-    held_text,
     host_load,
+    num_experts_text,
     slowest_text,
-    span_text,
+    steps_text,
 )
-from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, number, section
+from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
+from orchestrator.report.run.read import RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
-    compiled,
+    checkpoint_stalls,
     device_name,
-    device_use,
     flops_per_second,
     flops_text,
     memory,
-    metric,
     metric_names,
-    not_finite,
+    monitored_figures,
+    non_finite_text,
     phase_seconds,
     plural,
     score,
+    score_number,
     shares,
-    stalls,
     throughput,
     unit_name,
     values,
@@ -46,300 +47,273 @@ from orchestrator.report.run.verdict import verdict
 from orchestrator.types import bytes_text, count_text, seconds_text
 
 WIDTH = 100
-LABEL = 22
-BAR = 30
-MAX_TOLD = 8
+LABEL_WIDTH = 22
+BAR_WIDTH = 30
+MAX_LISTED = 8
 FACTS = ("task", "strategy", "gate", "device", "precision")
 
-Row = tuple[str, str]
+Line = tuple[str, str]
+"""Label and text."""
 
 
 def performance_summary(record: RunRecord) -> str:
-    """The text of performance_summary.txt; sections without data are left out."""
-    sections: list[tuple[str, list[Row]]] = [
-        ("Run", _run(record)),
-        ("Quality", _quality(record)),
-        ("Speed", _speed(record)),
-        ("A step", _bars(phase_seconds(record))),
-        ("The whole time", _bars(wall_seconds(record))),
-        ("Memory", _memory(record)),
-        ("Experts", _experts(record)),
-        ("Hosts", _hosts(record)),
-        (
-            "Device use",
-            [
-                (
-                    use.name,
-                    _use_text(use.mean, use.unit) + " mean   " + _use_text(use.peak, use.unit) + " max",
-                )
-                for use in device_use(record)
-            ],
-        ),
-        ("Course", _course(record)),
-        ("Bound by", _bound(record)),
-    ]
-    title = f"Performance summary: {_line(record.name)}"[:WIDTH]
+    """Return the text of performance_summary.txt; sections without data are left out."""
+    sections: dict[str, list[Line]] = {
+        "Run": _run_lines(record),
+        "Quality": _quality_lines(record),
+        "Speed": _speed_lines(record),
+        "A step": _bar_lines(phase_seconds(record)),
+        "The whole time": _bar_lines(wall_seconds(record)),
+        "Memory": _memory_lines(record),
+        "Experts": _experts_lines(record),
+        "Hosts": _hosts_lines(record),
+        "Device use": _device_lines(record),
+        "Course": _course_lines(record),
+        "Bound by": _verdict_lines(record),
+    }
+    title = f"Performance summary: {_printable(record.name)}"[:WIDTH]
     body = [title, "=" * len(title)]
-    for name, rows in sections:
-        if rows:
-            body += ["", name, "-" * len(name), *_aligned(rows)]
+    for name, lines in sections.items():
+        if lines:
+            body += ["", name, "-" * len(name), *_aligned(lines)]
     return "\n".join(body) + "\n"
 
 
-def status_text(record: RunRecord) -> str:
-    """The outcome in words, with its reason where one was written."""
-    if record.status == UNFINISHED:
-        return "unfinished: no end was recorded; it was killed, or is still running"
-    reason = (record.end or {}).get("reason")
-    return record.status + (f" ({reason})" if reason else "")
-
-
-def compile_text(record: RunRecord) -> str:
-    compiles = record.of("compile")
-    if not compiles:
-        return "compiled" if compiled(record) else "not compiled"
-    last = compiles[-1]
-    took, detail = finite(last.get("seconds")), last.get("detail")
-    return (
-        str(last.get("status", "unknown"))
-        + (f" in {seconds_text(took)}" if took else "")
-        + (f" ({detail})" if detail else "")
-    )
-
-
-def score_text(value: object) -> str:
-    """A loss or metric: four significant figures, nan and inf by their names."""
-    figure = number(value)
-    return "-" if figure is None else f"{figure:.4g}"
-
-
-def _run(record: RunRecord) -> list[Row]:
-    facts = [(name, device_name(record) if name == "device" else record.fact(name)) for name in FACTS]
-    rows = [
-        ("status", status_text(record)),
-        *[(name, str(value)) for name, value in facts if value not in (None, "")],
-    ]
-    rows.append(("workers", workers_text(record)))
-    total, done = record.fact("total_steps"), record.steps[-1]["step"] if record.steps else 0
-    rows.append(("steps", f"{done}" + (f" of {total}" if isinstance(total, int) and total != done else "")))
+def _run_lines(record: RunRecord) -> list[Line]:
+    lines = [("status", status_text(record))]
+    facts = {name: device_name(record) if name == "device" else record.fact(name) for name in FACTS}
+    lines += [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+    lines.append(("workers", workers_text(record)))
+    total = record.fact("total_steps")
+    done = record.steps[-1]["step"] if record.steps else 0
+    of_total = f" of {total}" if isinstance(total, int) and total != done else ""
+    lines.append(("steps", f"{done}{of_total}"))
     if record.epochs:
-        rows.append(("epochs", str(record.epochs[-1]["epoch"] + 1)))
+        lines.append(("epochs", str(record.epochs[-1]["epoch"] + 1)))
     if record.seconds is not None:
-        rows.append(("time", seconds_text(record.seconds)))
-    if size := finite(record.fact("parameters")):
-        rows.append(("parameters", count_text(size)))
-    return [(name, text) for name, text in rows if text]
+        lines.append(("time", seconds_text(record.seconds)))
+    num_parameters = finite(record.fact("parameters"))
+    if num_parameters:
+        lines.append(("parameters", count_text(num_parameters)))
+    return [(label, text) for label, text in lines if text]
 
 
-def _quality(record: RunRecord) -> list[Row]:
+def _quality_lines(record: RunRecord) -> list[Line]:
     names = ["loss", *metric_names(record)]
-    rows = []
+    lines = []
     if record.steps:
-        rows.append(("train, last step", _scores(record.steps[-1], names)))
+        lines.append(("train, last step", _scores_text(record.steps[-1], names)))
     if record.evaluations:
-        rows.append(("validation, last", _scores(record.evaluations[-1], names)))
-    if (best := best_evaluation(record)) is not None:
+        lines.append(("validation, last", _scores_text(record.evaluations[-1], names)))
+    best = best_evaluation(record)
+    if best is not None:
         name = watched_metric(record)
-        rows.append((f"best {name}", f"{score_text(metric(best, name))} at step {best['step']}"))
-    if (bad := not_finite(record)) is not None:
-        rows.append(("nan or infinite", bad))
-    return rows
+        lines.append((f"best {name}", f"{score_text(score_number(best, name))} at step {best['step']}"))
+    non_finite = non_finite_text(record)
+    if non_finite is not None:
+        lines.append(("nan or infinite", non_finite))
+    return lines
 
 
-def _scores(event: Event, names: Iterable[str]) -> str:
-    return "   ".join(
-        f"{name} {score_text(score(event, name))}" for name in names if score(event, name) is not None
-    )
+def _scores_text(event: Event, names: Iterable[str]) -> str:
+    scores = {name: score(event, name) for name in names}
+    return "   ".join(f"{name} {score_text(value)}" for name, value in scores.items() if value is not None)
 
 
-def _speed(record: RunRecord) -> list[Row]:
+def _speed_lines(record: RunRecord) -> list[Line]:
+    lines = []
     rate = throughput(record)
-    if rate is None:
-        return [("compilation", compile_text(record))]
-    rows = [("samples per second", f"{rate.samples:,.1f}")]
-    if rate.units is not None:
-        rows.append((f"{unit_name(record)} per second", f"{rate.units:,.0f}"))
-    rows.append(("median step", seconds_text(rate.step_s)))
-    if (flops := flops_per_second(record)) is not None:
-        rows.append(("arithmetic", f"{flops_text(flops)} by the plan's count"))
-    return [*rows, ("compilation", compile_text(record))]
+    if rate is not None:
+        lines.append(("samples per second", f"{rate.samples:,.1f}"))
+        if rate.units is not None:
+            lines.append((f"{unit_name(record)} per second", f"{rate.units:,.0f}"))
+        lines.append(("median step", seconds_text(rate.step_s)))
+        flops = flops_per_second(record)
+        if flops is not None:
+            lines.append(("compute", f"{flops_text(flops)} by the plan's count"))
+    return [*lines, ("compilation", compile_text(record))]
 
 
-def _bars(parts: dict[str, float]) -> list[Row]:
-    share = shares(parts)
-    return [
-        (name, f"{seconds_text(parts[name]):>9} {part:>6.1%}  {'#' * round(part * BAR)}".rstrip())
-        for name, part in share.items()
-    ]
+def _bar_lines(parts: dict[str, float]) -> list[Line]:
+    lines = []
+    for name, share in shares(parts).items():
+        bar = "#" * round(share * BAR_WIDTH)
+        lines.append((name, f"{seconds_text(parts[name]):>9} {share:>6.1%}  {bar}".rstrip()))
+    return lines
 
 
-def _memory(record: RunRecord) -> list[Row]:
-    rows: list[Row] = []
-    if (peak := memory(record)) is not None:
-        rows.append(
-            ("peak allocated" if record.on_gpu else "peak of the process", bytes_text(peak.allocated))
-        )
+def _memory_lines(record: RunRecord) -> list[Line]:
+    lines: list[Line] = []
+    peak = memory(record)
+    if peak is not None:
+        label = "peak allocated" if record.on_gpu else "peak of the process"
+        lines.append((label, bytes_text(peak.allocated)))
         if peak.reserved:
-            rows += [
-                ("peak reserved", bytes_text(peak.reserved)),
-                ("efficiency", f"{peak.efficiency:.1%} of the reserved memory was in use"),
-            ]
+            lines.append(("peak reserved", bytes_text(peak.reserved)))
+            lines.append(("efficiency", f"{peak.efficiency:.1%} of the reserved memory was in use"))
     planned = section(record.plan, "memory")
-    if (total := finite(planned.get("total"))) is not None:
-        # A process holds the interpreter and its libraries too, so only a device's peak can be held against the estimate.
-        error = (
-            f", {total / peak.allocated - 1:+.0%} against the measured peak" if peak and record.on_gpu else ""
-        )
-        rows.append(("estimated", f"{bytes_text(total)}{error}"))
-        parts = [(name, finite(size)) for name, size in planned.items() if name not in ("total", "limit")]
-        rows.append(("", ", ".join(f"{name} {bytes_text(size)}" for name, size in parts if size)))
-    if (limit := finite(planned.get("limit"))) is not None:
-        rows.append(("limit", bytes_text(limit)))
-    return rows
+    estimate = finite(planned.get("total"))
+    if estimate is not None:
+        # A process also holds the interpreter and its libraries: only a device's peak compares with
+        # the estimate.
+        error = ""
+        if peak and record.on_gpu:
+            error = f", {estimate / peak.allocated - 1:+.0%} against the measured peak"
+        lines.append(("estimated", f"{bytes_text(estimate)}{error}"))
+        parts = {name: finite(size) for name, size in planned.items() if name not in ("total", "limit")}
+        lines.append(("", ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)))
+    limit = finite(planned.get("limit"))
+    if limit is not None:
+        lines.append(("limit", bytes_text(limit)))
+    return lines
 
 
-def _experts(record: RunRecord) -> list[Row]:
+def _experts_lines(record: RunRecord) -> list[Line]:
     layers = layer_loads(record)
-    if (found := busiest(layers)) is None:
+    busiest = busiest_layer(layers)
+    if busiest is None:
         return []
+    layer, ratio = busiest
     recent = [ratio for layer in layers for ratio in layer.recent()]
-    rows = [("layers × experts", f"{len(layers)} × {max(layer.experts for layer in layers)}")]
-    rows.append(
-        ("busiest", f"{found[1]:.2f} times its even share, in layer {found[0]} (mean of the second half)")
-    )
+    num_idle = sum(ratio < IDLE_RATIO for ratio in recent)
     return [
-        *rows,
-        (
-            "idle",
-            f"{sum(ratio < IDLE for ratio in recent)} of {len(recent)} receive less than a twentieth of it",
-        ),
+        ("layers × experts", f"{len(layers)} × {max(layer.num_experts for layer in layers)}"),
+        ("busiest", f"{ratio:.2f} times its even share, in layer {layer} (mean of the second half)"),
+        ("idle", f"{num_idle} of {len(recent)} receive less than a twentieth of it"),
     ]
 
 
-def _hosts(record: RunRecord) -> list[Row]:
-    """Where the experts live, how evenly their hosts are used, and what travels between them."""
-    found, sent = host_load(record), exchange_cost(record)
-    rows: list[Row] = []
-    if found is not None:
-        rows.append(("placement", found.placement.sentence or found.placement.method))
-        told = slowest_text(found.imbalance, found.predicted_imbalance, "slowest host of each step")
-        rows.append(("imbalance", f"{told} ({span_text(found)})"))
-    if found is not None and found.work and len(found.hosts) <= MAX_TOLD:
-        rows += [
-            (found.label(place), _host_text(found, place, share)) for place, share in enumerate(found.work)
-        ]
-    if sent is not None:
-        rows += _exchange(sent)
-    return [(name, text) for name, text in rows if text]
+def _hosts_lines(record: RunRecord) -> list[Line]:
+    """Return the placement of the experts, the balance of their hosts, and the cost of the exchange."""
+    lines: list[Line] = []
+    load = host_load(record)
+    if load is not None:
+        lines.append(("placement", load.placement.sentence or load.placement.method))
+        balance = slowest_text(load.imbalance, load.predicted_imbalance, "slowest host of each step")
+        lines.append(("imbalance", f"{balance} ({steps_text(load)})"))
+        if load.work and len(load.hosts) <= MAX_LISTED:
+            lines += [(load.label(index), _host_text(load, index)) for index in range(len(load.hosts))]
+    cost = exchange_cost(record)
+    if cost is not None:
+        lines += _exchange_lines(cost)
+    return [(label, text) for label, text in lines if text]
 
 
-def _host_text(found: HostLoad, place: int, share: float) -> str:
-    time = f", time {found.measured[place]:.2f}× the mean" if found.measured else ""
-    pace = f", {found.pace(place)}" if found.pace(place) else ""
-    return f"{held_text(found, place)}{pace}, {share:.1%} of the work{time}"
+def _host_text(load: HostLoad, index: int) -> str:
+    parts = [num_experts_text(load, index), load.relative_speed_text(index)]
+    if load.work:
+        parts.append(f"{load.work[index]:.1%} of the work")
+    if load.measured:
+        parts.append(f"time {load.measured[index]:.2f}× the mean")
+    return ", ".join(part for part in parts if part)
 
 
-def _exchange(sent: ExchangeCost) -> list[Row]:
-    parts = [f"{bytes_text(sent.bytes)} per step to other hosts"] if sent.bytes is not None else []
-    parts += [f"{sent.rows:,.0f} rows"] if sent.rows is not None else []
-    waited = f"{seconds_text(sent.seconds)} per step" if sent.seconds is not None else ""
-    share = f", {sent.share:.1%} of a step" if sent.share is not None else ""
-    return [("exchange", ", ".join(parts)), ("waiting for it", waited + share)]
+def _exchange_lines(cost: ExchangeCost) -> list[Line]:
+    sent = []
+    if cost.bytes is not None:
+        sent.append(f"{bytes_text(cost.bytes)} per step to other hosts")
+    if cost.rows is not None:
+        sent.append(f"{cost.rows:,.0f} rows")
+    waiting = f"{seconds_text(cost.seconds)} per step" if cost.seconds is not None else ""
+    share = f", {cost.share:.1%} of a step" if cost.share is not None else ""
+    return [("exchange", ", ".join(sent)), ("waiting for it", waiting + share)]
 
 
-def _use_text(value: float, unit: str) -> str:
+def _device_lines(record: RunRecord) -> list[Line]:
+    lines = []
+    for figure in monitored_figures(record):
+        mean = _figure_text(figure.mean, figure.unit)
+        peak = _figure_text(figure.peak, figure.unit)
+        lines.append((figure.name, f"{mean} mean   {peak} max"))
+    return lines
+
+
+def _figure_text(value: float, unit: str) -> str:
     return f"{bytes_text(value):>9}" if unit == "B" else f"{value:>6.1f} {unit:<2}"
 
 
-def _course(record: RunRecord) -> list[Row]:
-    """What happened on the way, and what it cost."""
-    saves, ooms, resumes = record.of("checkpoint"), record.of("oom"), record.resumes
-    rows: list[Row] = []
-    if saves:
-        took, size = values(saves, "seconds"), values(saves, "bytes")
-        each = (f", {seconds_text(fmean(took))} each" if took else "") + (
-            f", the last {bytes_text(size[-1])}" if size else ""
-        )
-        held = stalls(record) if any("stall" in save for save in saves) else []
-        rows.append(
-            (
-                "checkpoints",
-                f"{len(saves)}{each}"
-                + (f"; training held up {seconds_text(fmean(held))} each" if held else ""),
-            )
-        )
-    rows.append(
-        (
-            "out of memory",
-            f"{plural(len(ooms), 'recovery', 'recoveries')}, micro-batch now {ooms[-1].get('next_micro_batch', '?')}"
-            if ooms
-            else "never",
-        )
-    )
-    if resumes:
-        steps = ", ".join(str(event.get("step", "?")) for event in resumes[-8:])
-        rows.append(
-            (
-                "resumed",
-                f"{plural(len(resumes), 'time', 'times')} (at step {steps}); {plural(record.replayed_steps, 'step', 'steps')} done again",
-            )
-        )
-    return rows + _failures(record) + _warnings(record)
+def _course_lines(record: RunRecord) -> list[Line]:
+    """Return checkpoints, out-of-memory errors, resumes, failures and warnings, with their costs."""
+    lines = _checkpoint_lines(record)
+    ooms = record.of("oom")
+    oom_text = "never"
+    if ooms:
+        micro_batch = ooms[-1].get("next_micro_batch", "?")
+        oom_text = f"{plural(len(ooms), 'recovery', 'recoveries')}, micro-batch now {micro_batch}"
+    lines.append(("out of memory", oom_text))
+    if record.resumes:
+        times = plural(len(record.resumes), "time", "times")
+        steps = ", ".join(str(event.get("step", "?")) for event in record.resumes[-MAX_LISTED:])
+        repeated = plural(record.replayed_steps, "step", "steps")
+        lines.append(("resumed", f"{times} (at step {steps}); {repeated} done again"))
+    return lines + _failure_lines(record) + _warning_lines(record)
 
 
-def _failures(record: RunRecord) -> list[Row]:
-    """What failed, how the run came back, and what that cost."""
-    told = [event for event in record.of("failure") if event.get("final") is False]
-    rows = [("worker lost", failure_text(event)) for event in told[-MAX_TOLD:]]
+def _checkpoint_lines(record: RunRecord) -> list[Line]:
+    checkpoints = record.of("checkpoint")
+    if not checkpoints:
+        return []
+    text = str(len(checkpoints))
+    durations = values(checkpoints, "seconds")
+    if durations:
+        text += f", {seconds_text(fmean(durations))} each"
+    sizes = values(checkpoints, "bytes")
+    if sizes:
+        text += f", the last {bytes_text(sizes[-1])}"
+    # Without stalls the checkpoints blocked the training for their whole duration.
+    stalls = checkpoint_stalls(record) if any("stall" in event for event in checkpoints) else []
+    if stalls:
+        text += f"; training blocked {seconds_text(fmean(stalls))} each"
+    return [("checkpoints", text)]
+
+
+def _failure_lines(record: RunRecord) -> list[Line]:
+    """Return the failures, the recoveries and their cost."""
+    failures = record.of("failure")
+    recovered = [event for event in failures if event.get("final") is False]
+    lines = [("worker lost", failure_text(event)) for event in recovered[-MAX_LISTED:]]
     if record.recoveries:
-        took = values(record.recoveries, "total_seconds")
-        each = f" in {seconds_text(fmean(took))} on average" if took else ""
-        rows.append(
-            ("recovered", f"{plural(len(record.recoveries), 'time', 'times')}{each}; {repeated_text(record)}")
-        )
-        if (goodput := finite(record.summary.get("goodput"))) is not None:
-            rows.append(
-                ("goodput", f"{goodput:.1%} of the time in steps and recoveries went into steps that count")
-            )
-    final = [event for event in record.of("failure") if event.get("final") is not False]
-    return rows + [("failure", f"{event.get('kind', '')}: {event.get('message', '')}") for event in final]
-
-
-def repeated_text(record: RunRecord) -> str:
-    lost = max(record.replayed_steps, round(sum(values(record.recoveries, "lost_steps"))))
-    return f"{plural(lost, 'step', 'steps')} repeated"
-
-
-def _warnings(record: RunRecord) -> list[Row]:
-    """Each warning once, with how often it came."""
-    told: dict[str, int] = {}
-    for event in record.of("warning"):
-        message = str(event.get("message", ""))
-        told[message] = told.get(message, 0) + 1
-    return [("warning", message + (f" (×{count})" if count > 1 else "")) for message, count in told.items()]
-
-
-def _bound(record: RunRecord) -> list[Row]:
-    found = verdict(record)
-    return [
-        ("verdict", found.bound_by),
-        *[("because", line) for line in found.evidence],
-        *[("try", line) for line in found.advice],
-    ]
-
-
-def _line(text: str) -> str:
-    """One line of it: names and messages may hold anything."""
-    return "".join(char if char.isprintable() else " " for char in text).rstrip()
-
-
-def _aligned(rows: Iterable[Row]) -> list[str]:
-    """Labels in a column of their own, a repeated one told once; long texts go on below."""
-    lines: list[str] = []
-    before = ""
-    for label, text in rows:
-        first, *more = textwrap.wrap(_line(text), WIDTH - LABEL - 2, break_on_hyphens=False) or [""]
-        shown = "" if label == before else _line(label)[: LABEL - 1]
-        lines += [f"  {shown:<{LABEL}}{first}".rstrip(), *[" " * (LABEL + 2) + line for line in more]]
-        before = label
+        times = plural(len(record.recoveries), "time", "times")
+        durations = values(record.recoveries, "total_seconds")
+        mean = f" in {seconds_text(fmean(durations))} on average" if durations else ""
+        lines.append(("recovered", f"{times}{mean}; {repeated_text(record)}"))
+        goodput = finite(record.summary.get("goodput"))
+        if goodput is not None:
+            text = f"{goodput:.1%} of the time in steps and recoveries went into steps that count"
+            lines.append(("goodput", text))
+    final = [event for event in failures if event.get("final") is not False]
+    lines += [("failure", f"{event.get('kind', '')}: {event.get('message', '')}") for event in final]
     return lines
+
+
+def _warning_lines(record: RunRecord) -> list[Line]:
+    """Return each warning once, with the number of times it occurred."""
+    counts = Counter(str(event.get("message", "")) for event in record.of("warning"))
+    return [("warning", text + (f" (×{count})" if count > 1 else "")) for text, count in counts.items()]
+
+
+def _verdict_lines(record: RunRecord) -> list[Line]:
+    finding = verdict(record)
+    lines = [("verdict", str(finding.bound_by))]
+    lines += [("because", line) for line in finding.evidence]
+    return lines + [("try", line) for line in finding.advice]
+
+
+def _printable(text: str) -> str:
+    """Return one printable line: names and messages may hold anything."""
+    return "".join(character if character.isprintable() else " " for character in text).rstrip()
+
+
+def _aligned(lines: Iterable[Line]) -> list[str]:
+    """Return labels in a column of their own, a repeated label once; long texts are wrapped."""
+    aligned: list[str] = []
+    previous = ""
+    indent = " " * (LABEL_WIDTH + 2)
+    for label, text in lines:
+        wrapped = textwrap.wrap(_printable(text), WIDTH - LABEL_WIDTH - 2, break_on_hyphens=False)
+        first, *rest = wrapped or [""]
+        shown = "" if label == previous else _printable(label)[: LABEL_WIDTH - 1]
+        aligned.append(f"  {shown:<{LABEL_WIDTH}}{first}".rstrip())
+        aligned += [indent + line for line in rest]
+        previous = label
+    return aligned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.ledger import SweepRecord
 from orchestrator.report.draw.axes import tick_text
-from orchestrator.report.draw.mpl import COLORS, INK, LINE, MUTED, dress, new_figure, plain, png
+from orchestrator.report.draw.mpl import COLORS, INK, LINE, MUTED, new_figure, plain_text, png, style_axes
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.sweep.facts import name_text, objective_name, one_line, series_label, title
 from orchestrator.report.sweep.heatmap import Cell, HeatMap, heat_map
@@ -58,8 +58,8 @@ def scaling_figure(record: SweepRecord) -> Figure | None:
     for place, series in enumerate(shown):
         _draw_series(speed, efficiency, series, COLORS[place % len(COLORS)], _label(series, shown))
     devices = sorted({int(count) for series in shown for count in series.points["devices"]})
-    dress(speed, "Throughput", "samples/s")
-    dress(efficiency, "Efficiency", "% of the base, per device")
+    style_axes(speed, "Throughput", "samples/s")
+    style_axes(efficiency, "Efficiency", "% of the base, per device")
     efficiency.axhline(100, color=MUTED, linewidth=1.2, linestyle=_DOTTED, zorder=1)
     efficiency.set_ylim(0, max(110.0, efficiency.get_ylim()[1]))
     speed.plot([], [], color=MUTED, linewidth=1.2, linestyle=_DOTTED, label="ideal")
@@ -88,7 +88,7 @@ def shown_series(record: SweepRecord) -> list[ScalingSeries]:
 
 def _label(series: ScalingSeries, shown: list[ScalingSeries]) -> str:
     same_kind = [other for other in shown if other.kind == series.kind]
-    return plain(one_line(f"{series.kind}: {series_label(series, same_kind)}", 66))
+    return plain_text(one_line(f"{series.kind}: {series_label(series, same_kind)}", 66))
 
 
 def _draw_series(speed: Axes, efficiency: Axes, series: ScalingSeries, color: str, label: str) -> None:
@@ -146,7 +146,7 @@ def heat_figure(record: SweepRecord) -> Figure | None:
     subtitle = ""
     if shown.others:
         subtitle = one_line(f"each cell the best over {', '.join(map(name_text, shown.others))}", 66)
-    dress(axes, subtitle, "")
+    style_axes(axes, subtitle, "")
     for y, line in enumerate(shown.cells):
         for x, cell in enumerate(line):
             _draw_cell(axes, x, y, cell, len(shown.columns))
@@ -181,15 +181,15 @@ def _heat_axes(axes: Axes, shown: HeatMap) -> None:
     axes.grid(False)
     axes.set_xlim(0, len(shown.columns))
     axes.set_ylim(len(shown.rows), 0)
-    columns = [plain(one_line(text, 18)) for text in shown.columns]
-    rows = [plain(one_line(text, 24)) for text in shown.rows]
+    columns = [plain_text(one_line(text, 18)) for text in shown.columns]
+    rows = [plain_text(one_line(text, 24)) for text in shown.rows]
     axes.xaxis.set_ticks([place + 0.5 for place in range(len(columns))], columns)
     axes.yaxis.set_ticks([place + 0.5 for place in range(len(rows))], rows)
     fits = max(map(len, shown.columns)) * len(shown.columns) <= 110
     axes.tick_params(axis="x", labelsize=8.5 if fits else 6.5)
     axes.tick_params(axis="y", labelsize=8.5)
-    axes.set_xlabel(plain(name_text(shown.x)), fontsize=8.5, color=INK)
-    axes.set_ylabel(plain(name_text(shown.y)) if shown.y else "", fontsize=8.5, color=INK)
+    axes.set_xlabel(plain_text(name_text(shown.x)), fontsize=8.5, color=INK)
+    axes.set_ylabel(plain_text(name_text(shown.y)) if shown.y else "", fontsize=8.5, color=INK)
     axes.spines["bottom"].set_visible(False)
 
 
@@ -200,7 +200,7 @@ def parallel_figure(record: SweepRecord) -> Figure | None:
     figure = new_figure(4.6, f"Trials of {title(record)}")
     axes = figure.subplots()
     direction = "lower" if plot.best_is_low else "higher"
-    dress(axes, f"the darker the {direction} its {objective_name(record)}; orange is the best", "")
+    style_axes(axes, f"the darker the {direction} its {objective_name(record)}; orange is the best", "")
     width = min(1.6, 0.7 + 40 / len(plot.lines))
     for line in plot.lines[:-1]:
         _draw_line(axes, line, blues()(0.12 + 0.88 * line.strength), width, 2)
@@ -230,7 +230,7 @@ def _parallel_axes(axes: Axes, plot: ParallelPlot) -> None:
     axes.set_xlim(-0.12 * max(1, last) ** 0.5, last + 0.1)
     axes.set_ylim(-0.05, 1.05)
     axes.yaxis.set_ticks([])
-    axes.xaxis.set_ticks(range(last + 1), [plain(one_line(scale.name, 22)) for scale in plot.scales])
+    axes.xaxis.set_ticks(range(last + 1), [plain_text(one_line(scale.name, 22)) for scale in plot.scales])
     axes.tick_params(axis="x", labelsize=9, colors=INK)
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.82, "pad": 1.0}
     look: dict[str, Any] = {
@@ -245,7 +245,7 @@ def _parallel_axes(axes: Axes, plot: ParallelPlot) -> None:
         color = MUTED if index == last else LINE
         axes.plot([index, index], [-SPREAD, 1 + SPREAD], color=color, linewidth=1.2, zorder=3)
         for place, text in scale.marks:
-            axes.text(index - 0.02 * max(1, last) / 3, place, plain(one_line(text, 20)), **look)
+            axes.text(index - 0.02 * max(1, last) / 3, place, plain_text(one_line(text, 20)), **look)
 
 
 def blues() -> Any:

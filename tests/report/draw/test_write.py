@@ -1,16 +1,18 @@
+"""Tests of atomic writing."""
+
 import pytest
 
 from orchestrator.report.draw.write import write_whole
 
 
-def test_text_and_bytes_replace_what_was_there(tmp_path):
+def test_text_and_bytes_replace_the_old_file(tmp_path):
     path = tmp_path / "new" / "file"
     assert write_whole(path, "ä").read_bytes() == "ä".encode()
     assert write_whole(path, b"\x00").read_bytes() == b"\x00"
     assert [item.name for item in path.parent.iterdir()] == ["file"]
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_no_rest(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_partial_one(tmp_path, monkeypatch):
     path = write_whole(tmp_path / "file", "old")
 
     def fail(*_):

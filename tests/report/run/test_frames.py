@@ -9,7 +9,8 @@ import pytest
 import orchestrator
 from orchestrator.errors import UserError
 from orchestrator.report.run.frames import MAX_METRICS, Frame, as_column, read_run
-from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from tests.support.fake_run import write_events, write_run
 
 RECOVERED = FakeRun(workers=3, recover_at=70, phases=PHASES_PARALLEL)
 

@@ -1,11 +1,13 @@
+"""Tests of the image file of the experts' hosts."""
+
 from itertools import combinations
 
 import pytest
 
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.plots import draw_all
-from orchestrator.report.run.read import read_run_record
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_run import events_record, run_record
 
 RUNS = {
     "few": FakeRun(hosted=True, workers=3, experts=5, layers=2),
@@ -21,7 +23,7 @@ RUNS = {
 
 
 def figure_of(tmp_path, name):
-    figure = hosts_figure(read_run_record(write_run(tmp_path, RUNS[name])))
+    figure = hosts_figure(run_record(tmp_path, RUNS[name]))
     assert figure is not None
     return figure
 
@@ -53,7 +55,7 @@ def test_no_label_overlaps_another_or_leaves_the_picture(tmp_path, name):
         assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for _, box in boxes)
 
 
-def test_each_expert_stands_on_its_host(tmp_path):
+def test_each_expert_is_drawn_on_its_host(tmp_path):
     left, right, *_ = figure_of(tmp_path, "few").axes
     assert [text.get_text() for text in left.texts] == ["4", "0", "3", "1", "2"]
     assert [text.get_text() for text in left.get_yticklabels()] == ["host 0", "host 1", "host 2"]
@@ -65,7 +67,7 @@ def test_each_expert_stands_on_its_host(tmp_path):
     )
 
 
-def test_a_segment_without_room_has_no_number(tmp_path):
+def test_a_narrow_segment_has_no_number(tmp_path):
     left = figure_of(tmp_path, "narrow").axes[0]
     assert len(left.patches) == 256
     assert len(left.texts) < 100
@@ -84,8 +86,8 @@ def test_many_layers_become_a_map(tmp_path):
     assert "numbers" not in figure_of(tmp_path / "b", "very many").axes[0].get_title(loc="left")
 
 
-def test_the_picture_is_one_of_the_run(tmp_path):
-    written = draw_all(read_run_record(write_run(tmp_path, RUNS["few"])), tmp_path)
+def test_the_picture_is_written_with_the_others(tmp_path):
+    written = draw_all(run_record(tmp_path, RUNS["few"]), tmp_path)
     assert [path.name for path in written] == [
         "training_metrics.png",
         "expert_activations.png",
@@ -93,28 +95,25 @@ def test_the_picture_is_one_of_the_run(tmp_path):
     ]
 
 
-def test_one_host_or_no_placement_is_no_picture(tmp_path):
-    assert (
-        hosts_figure(read_run_record(write_run(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4))))
-        is None
-    )
-    assert hosts_figure(read_run_record(write_run(tmp_path / "b", FakeRun(experts=4)))) is None
+def test_one_host_or_no_placement_gives_no_picture(tmp_path):
+    assert hosts_figure(run_record(tmp_path / "a", FakeRun(hosted=True, workers=1, experts=4))) is None
+    assert hosts_figure(run_record(tmp_path / "b", FakeRun(experts=4))) is None
 
 
-def test_rows_of_experts_without_a_host_are_told(tmp_path):
+def test_rows_of_experts_without_a_host_are_shown(tmp_path):
     events = [
         event | {"loads": [[1] * 10] * 2} if event["event"] == "load" else event
         for event in run_events(RUNS["few"])
     ]
-    figure = hosts_figure(read_run_record(write_events(tmp_path, events)))
+    figure = hosts_figure(events_record(tmp_path, events))
     assert figure is not None
-    assert figure.axes[-1].get_xlabel().endswith("50.0% of the rows went to experts whose host is not known")
+    assert figure.axes[-1].get_xlabel().endswith("50.0% of the rows went to experts without a known host")
 
 
 def test_without_loads_the_prediction_is_drawn(tmp_path):
     for name, title in (("few", "predicted 1.41×"), ("many", "predicted 1.01×")):
         events = [event for event in run_events(RUNS[name]) if event["event"] != "load"]
-        figure = hosts_figure(read_run_record(write_events(tmp_path / name, events)))
+        figure = hosts_figure(events_record(tmp_path / name, events))
         assert figure is not None
         assert title in [axes.get_title(loc=side) for axes in figure.axes for side in ("left", "right")]
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["predicted"]

@@ -1,3 +1,5 @@
+"""Tests of the page's section on the experts' hosts."""
+
 import re
 
 import pytest
@@ -5,49 +7,49 @@ import pytest
 from orchestrator.record.summary import summarise
 from orchestrator.report.draw.mpl import png
 from orchestrator.report.run.host_plot import hosts_figure
-from orchestrator.report.run.hosts_section import living
+from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.page import page
-from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.text import performance_summary
 from tests.report.run.test_page import EVIL, checked, poisoned
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_run import events_record, run_record
 
 FEW = FakeRun(hosted=True, workers=3, experts=5, layers=2)
 MANY = FakeRun(hosted=True, workers=8, experts=64, layers=24, gpu=True, steps=40)
 
 
-def living_of(tmp_path, run):
-    return living(read_run_record(write_run(tmp_path, run)))
+def section_of(tmp_path, run):
+    return hosts_section(run_record(tmp_path, run))
 
 
 def test_each_expert_is_shown_on_its_host(tmp_path):
-    text = living_of(tmp_path, FEW)
-    for said in (
-        "Where the experts live", "5 experts of 2 layers on 3 hosts (lpt)", "Layer 1", "blocks.1.ffn", "predicted 1.41×", "21.3<i> MiB</i>",
+    text = section_of(tmp_path, FEW)
+    for text_part in (
+        "Hosts of the experts", "5 experts of 2 layers on 3 hosts (lpt)", "Layer 1", "blocks.1.ffn", "predicted 1.41×", "21.3<i> MiB</i>",
         "21,845 rows", "9.6<i> ms</i>", "12% of a step", "host 2", "93.0 GFLOP/s", "AMD EPYC 7R13 · cpu", "10.0.0.3", "layer 0: 0, 3",
         "steps 61 to 120",
     ):  # fmt: skip
-        assert said in text, said
+        assert text_part in text, text_part
     assert text.count('class="segments"') == text.count('class="load"') == 2 * 3
     assert text.count('title="expert ') == 2 * 5
     checked(text)
 
 
 def test_bars_are_in_proportion(tmp_path):
-    segments = re.findall(r'width:([\d.]+)%[^"]*" title="expert (\d)', living_of(tmp_path, FEW))[:5]
+    segments = re.findall(r'width:([\d.]+)%[^"]*" title="expert (\d)', section_of(tmp_path, FEW))[:5]
     assert {expert: float(width) for width, expert in segments} == pytest.approx(
         {"4": 100, "0": 12.5, "3": 50, "1": 25, "2": 25}
     )
 
 
-def test_a_host_that_others_wait_for_stands_out(tmp_path):
-    assert 'class="over"' in living_of(tmp_path / "a", FEW)
+def test_a_slow_host_is_highlighted(tmp_path):
+    assert 'class="over"' in section_of(tmp_path / "a", FEW)
     even = FakeRun(hosted=True, workers=2, experts=4, layers=1, sizes=(64,), skew=0.0)
-    assert 'class="over"' not in living_of(tmp_path / "b", even)
+    assert 'class="over"' not in section_of(tmp_path / "b", even)
 
 
-def test_many_layers_are_a_strip_per_host(tmp_path):
-    text = living_of(tmp_path, MANY)
+def test_many_layers_give_a_strip_per_host(tmp_path):
+    text = section_of(tmp_path, MANY)
     assert text.count("<img") == text.count('class="load"') == 8
     assert "9 experts per layer" in text
     assert "slowest host of each layer" in text
@@ -55,42 +57,38 @@ def test_many_layers_are_a_strip_per_host(tmp_path):
     checked(text)
 
 
-def test_a_part_that_is_unknown_is_left_out(tmp_path):
-    assert living_of(tmp_path / "a", FakeRun(experts=4)) == ""
+def test_unknown_parts_are_left_out(tmp_path):
+    assert section_of(tmp_path / "a", FakeRun(experts=4)) == ""
     events = run_events(FEW)
-    alone = living(
-        read_run_record(
-            write_events(tmp_path / "b", [event for event in events if event["event"] != "placement"])
+    exchange_only = hosts_section(
+        events_record(tmp_path / "b", [event for event in events if event["event"] != "placement"])
+    )
+    assert "sent per step" in exchange_only
+    assert "<summary>Hosts" not in exchange_only
+    without_loads = hosts_section(
+        events_record(
+            tmp_path / "c", [event for event in events if event["event"] not in ("load", "exchange")]
         )
     )
-    assert "sent per step" in alone
-    assert "Hosts" not in alone
-    silent = living(
-        read_run_record(
-            write_events(
-                tmp_path / "c", [event for event in events if event["event"] not in ("load", "exchange")]
-            )
-        )
-    )
-    assert "sent per step" not in silent
-    assert "as predicted" in silent
-    assert "share of the work" in silent
+    assert "sent per step" not in without_loads
+    assert "as predicted" in without_loads
+    assert "share of the work" in without_loads
     one = FakeRun(hosted=True, workers=1, experts=4)
-    assert "Hosts" not in living_of(tmp_path / "d", one)
+    assert "<summary>Hosts" not in section_of(tmp_path / "d", one)
 
 
 @pytest.mark.parametrize("run", [FEW, MANY])
 def test_hostile_content_stays_text(tmp_path, run):
-    record = read_run_record(write_events(tmp_path, [poisoned(event) for event in run_events(run)]))
-    found = checked(page(record))
-    assert found.tags.count("script") == 1
-    assert EVIL not in living(record)
-    assert "&lt;script&gt;" in living(record)
+    record = events_record(tmp_path, [poisoned(event) for event in run_events(run)])
+    checker = checked(page(record))
+    assert checker.tags.count("script") == 1
+    assert EVIL not in hosts_section(record)
+    assert "&lt;script&gt;" in hosts_section(record)
     assert hosts_figure(record) is not None
 
 
 def changed(**fields):
-    """The events of a run whose placements say something else."""
+    """Return the events of a run with other fields in its placements."""
     return [event | fields if event["event"] == "placement" else event for event in run_events(FEW)]
 
 
@@ -103,41 +101,42 @@ def layers_with(**fields):
     ]
 
 
-ODD = {
+MALFORMED = {
     "nothing but a name": [{"event": "placement"}, *run_events(FEW)[1:]],
     "no layers": changed(layers=[]),
     "no hosts": changed(hosts=[]),
     "hosts of numbers": changed(hosts=[1, 2, 3]),
     "hosts without fields": changed(hosts=[{}, {}, {}]),
     "hosts of one rank": changed(hosts=[{"rank": 0}, {"rank": 0}]),
-    "speeds that are none": changed(hosts=[{"rank": 0, "speed": "fast"}, {"rank": 1, "speed": -3}, {"rank": 2, "speed": "inf"}]),
+    "invalid speeds": changed(hosts=[{"rank": 0, "speed": "fast"}, {"rank": 1, "speed": -3}, {"rank": 2, "speed": "inf"}]),
     "layers of numbers": changed(layers=[3, None, "x"]),
     "layers without fields": changed(layers=[{}, {}]),
     "experts past the hosts": changed(layers=layers_with(host_of=[0, 9, -1, "x", None])),
-    "nobody placed": changed(layers=layers_with(host_of=[9] * 5)),
+    "no expert placed": changed(layers=layers_with(host_of=[9] * 5)),
     "fewer experts than counted": changed(layers=layers_with(host_of=[0, 1], sizes=[1, 2])),
     "more experts than counted": changed(layers=layers_with(host_of=[0, 1, 2] * 4, sizes=[1] * 12)),
-    "sizes that are none": changed(layers=layers_with(sizes=["nan", 0, -1, None, 1e308], costs=None, seconds=None)),
+    "invalid sizes": changed(layers=layers_with(sizes=["nan", 0, -1, None, 1e308], costs=None, seconds=None)),
     "seconds of another count": changed(layers=layers_with(seconds=[1.0])),
-    "names that are none": changed(layers=layers_with(name=["a"]), sentence=7, method={}),
+    "invalid names": changed(layers=layers_with(name=["a"]), sentence=7, method={}),
     "loads of another shape": [event | {"loads": [None, "x", [1]]} if event["event"] == "load" else event for event in run_events(FEW)],
     "loads of nothing": [event | {"loads": [[0] * 5] * 2} if event["event"] == "load" else event for event in run_events(FEW)],
     "exchange of text": [event | {"bytes": "x", "seconds": [], "rows": None} if "rows" in event else event for event in run_events(FEW)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_odd_events_stop_nothing_and_what_is_known_is_told(tmp_path, name):
-    record = read_run_record(write_events(tmp_path, ODD[name]))
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_events_are_harmless(tmp_path, name):
+    record = events_record(tmp_path, MALFORMED[name])
     checked(page(record))
-    if (figure := hosts_figure(record)) is not None:
+    figure = hosts_figure(record)
+    if figure is not None:
         assert png(figure).startswith(b"\x89PNG")
     assert "verdict" in performance_summary(record)
     assert summarise(record.events)["steps"] == 120
 
 
-def test_experts_without_a_host_are_told(tmp_path):
-    text = living(read_run_record(write_events(tmp_path / "a", ODD["experts past the hosts"])))
-    assert re.search(r"[\d.]+% of the rows went to experts whose host is not known", text)
+def test_experts_without_a_host_are_shown(tmp_path):
+    text = hosts_section(events_record(tmp_path / "a", MALFORMED["experts past the hosts"]))
+    assert re.search(r"[\d.]+% of the rows went to experts without a known host", text)
     assert "no expert" in text
-    assert "not known" not in living_of(tmp_path / "b", FEW)
+    assert "without a known host" not in section_of(tmp_path / "b", FEW)

@@ -1,3 +1,5 @@
+"""Tests of the page of a run: complete, safe, small."""
+
 import base64
 import hashlib
 import json
@@ -10,9 +12,10 @@ import yaml
 
 from orchestrator.errors import UserError
 from orchestrator.report.draw.theme import JS
-from orchestrator.report.run.page import draw_report, page, write_page
+from orchestrator.report.run.page import draw_report, page
 from orchestrator.report.run.read import read_run_record
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_run import events_record, run_record, write_events, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
 VOID = {"meta", "link", "img", "input", "br", "path"}
@@ -31,11 +34,13 @@ RUNS = {
 
 
 class Checker(HTMLParser):
-    """Collects tags and attributes, and fails on one that is closed in the wrong place."""
+    """Parser that collects tags and attributes, and fails on one closed in the wrong place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.tags, self.attributes = [], [], []
+        self.open = []
+        self.tags = []
+        self.attributes = []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -61,24 +66,24 @@ def checked(text):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_page_is_whole_and_asks_the_network_for_nothing(tmp_path, name):
-    found = checked(page(read_run_record(write_run(tmp_path, RUNS[name]))))
-    assert found.tags.count("script") == 1
+def test_the_page_is_complete_and_needs_no_network(tmp_path, name):
+    checker = checked(page(run_record(tmp_path, RUNS[name])))
+    assert checker.tags.count("script") == 1
     links = [
         value
-        for _, attribute, value in found.attributes
+        for _, attribute, value in checker.attributes
         if attribute in ("src", "href", "srcset", "action", "data")
     ]
     assert all(link.startswith("data:") for link in links)
-    assert not [attribute for _, attribute, _ in found.attributes if attribute.startswith("on")]
+    assert not [attribute for _, attribute, _ in checker.attributes if attribute.startswith("on")]
 
 
-def test_style_and_script_name_no_address(tmp_path):
-    assert not re.search(r"@import|url\(|https?://", page(read_run_record(write_events(tmp_path, []))))
+def test_style_and_script_contain_no_address(tmp_path):
+    assert not re.search(r"@import|url\(|https?://", page(events_record(tmp_path, [])))
 
 
 def test_the_page_runs_its_own_script_only(tmp_path):
-    text = page(read_run_record(write_run(tmp_path)))
+    text = page(run_record(tmp_path))
     digest = base64.b64encode(hashlib.sha256(JS.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
     assert f"<script>{JS}</script>" in text
@@ -97,34 +102,34 @@ def test_hostile_content_stays_text_everywhere(tmp_path):
     write_events(
         folder, [poisoned(event) for event in run_events(FakeRun(steps=12, experts=2, gpu=True, resume_at=7))]
     )
-    found = checked(page(read_run_record(folder)))
-    assert found.tags.count("script") == 1
-    assert found.tags.count("img") == 4, "one per layer"
+    checker = checked(page(read_run_record(folder)))
+    assert checker.tags.count("script") == 1
+    assert checker.tags.count("img") == 4, "one per layer"
 
 
 def poisoned(value: Any) -> Any:
-    """Every text but the kind of an event, and every key of a metric, replaced by markup."""
+    """Replace every text but the kind of an event, and every name of a metric, by markup."""
     if isinstance(value, dict):
-        kept = {key: item if key == "event" else poisoned(item) for key, item in value.items()}
-        return kept | {"metrics": {EVIL: 0.5}} if "metrics" in value else kept
+        mapping = {key: item if key == "event" else poisoned(item) for key, item in value.items()}
+        return mapping | {"metrics": {EVIL: 0.5}} if "metrics" in value else mapping
     if isinstance(value, list):
         return [poisoned(item) for item in value]
     return EVIL if isinstance(value, str) else value
 
 
 def test_sections_without_data_are_left_out(tmp_path):
-    text = page(read_run_record(write_run(tmp_path / "a", RUNS["none"])))
+    text = page(run_record(tmp_path / "a", RUNS["none"]))
     assert "Use of the experts" not in text
     assert "<h2>Training" not in text
     assert "batch has 3 channels" in text
-    bare = page(read_run_record(write_events(tmp_path / "b", run_events(FakeRun(steps=12)))))
+    bare = page(events_record(tmp_path / "b", run_events(FakeRun(steps=12))))
     assert "Plan and settings" not in bare
     assert "<h2>Training" in bare
 
 
-def test_all_parts_of_a_full_run_are_there(tmp_path):
-    text = page(read_run_record(write_run(tmp_path, RUNS["moe"])))
-    for said in (
+def test_a_full_run_has_all_sections(tmp_path):
+    text = page(run_record(tmp_path, RUNS["moe"]))
+    for title in (
         "Training",
         "Use of the experts",
         "Where the time goes",
@@ -133,12 +138,12 @@ def test_all_parts_of_a_full_run_are_there(tmp_path):
         "What happened",
         "Plan and settings",
     ):
-        assert f"<h2>{said}" in text, said
+        assert f"<h2>{title}" in text, title
 
 
-def test_a_run_on_hosts_says_where_its_experts_live(tmp_path):
-    assert "<h2>Where the experts live" in page(read_run_record(write_run(tmp_path / "a", RUNS["hosted"])))
-    assert "Where the experts live" not in page(read_run_record(write_run(tmp_path / "b", RUNS["moe"])))
+def test_an_expert_parallel_run_has_a_section_on_hosts(tmp_path):
+    assert "<h2>Hosts of the experts" in page(run_record(tmp_path / "a", RUNS["hosted"]))
+    assert "Hosts of the experts" not in page(run_record(tmp_path / "b", RUNS["moe"]))
 
 
 def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
@@ -147,31 +152,22 @@ def test_the_report_is_drawn_from_the_folder_alone(tmp_path):
     written = draw_report(tmp_path)
     names = ["training_metrics.png", "expert_activations.png", "performance_summary.txt", "report.html"]
     assert [path.name for path in written] == names
-    assert {path.name for path in tmp_path.iterdir()} == before | set(names), "nothing half-written is left"
+    assert {path.name for path in tmp_path.iterdir()} == before | set(names), "no partial file is left"
     assert draw_report(tmp_path) == written
 
 
 def test_the_same_folder_gives_the_same_page(tmp_path):
-    record = read_run_record(write_run(tmp_path, FakeRun(steps=20, epochs=1)))
+    record = run_record(tmp_path, FakeRun(steps=20, epochs=1))
     assert page(record) == page(read_run_record(tmp_path))
 
 
-def test_the_page_may_go_elsewhere(tmp_path):
-    record = read_run_record(write_run(tmp_path / "run"))
-    assert write_page(record, tmp_path / "out") == tmp_path / "out" / "report.html"
-
-
-def test_a_report_of_no_run_is_the_users_mistake(tmp_path):
+def test_a_folder_without_a_run_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no events\.jsonl"):
         draw_report(tmp_path)
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
     text = page(
-        read_run_record(
-            write_run(
-                tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4)
-            )
-        )
+        run_record(tmp_path, FakeRun(steps=20_000, epochs=100, experts=16, layers=6, hosted=True, workers=4))
     )
     assert len(text) < 1_000_000

@@ -1,8 +1,11 @@
+"""Tests of the tables of the plan's choices and of the settings."""
+
 import json
 
-from orchestrator.report.run.plan_section import choices, settings
+from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.read import read_run_record
-from tests.support.fake_run import FakeRun, write_run
+from tests.support.fake_events import FakeRun
+from tests.support.fake_run import run_record, write_run
 
 
 def with_plan(tmp_path, plan):
@@ -11,14 +14,14 @@ def with_plan(tmp_path, plan):
     return read_run_record(folder)
 
 
-def test_choices_carry_reason_and_what_was_rejected(tmp_path):
-    text = choices(read_run_record(write_run(tmp_path, FakeRun(steps=2, epochs=1, gpu=True))))
+def test_choices_have_reasons_and_rejected_options(tmp_path):
+    text = choices_table(run_record(tmp_path, FakeRun(steps=2, epochs=1, gpu=True)))
     assert "compute capability 9.0 has bf16 units" in text
     assert "not <code>fp16</code>: needs loss scaling" in text
 
 
-def test_settings_somebody_set_come_first(tmp_path):
-    text = settings(read_run_record(write_run(tmp_path, FakeRun(steps=2, epochs=1))))
+def test_changed_settings_come_first(tmp_path):
+    text = settings_table(run_record(tmp_path, FakeRun(steps=2, epochs=1)))
     assert "9, 3 of them set" in text
     assert text.index("file cfg.yaml:3") < text.index("optim.learning_rate")
     assert "[&quot;tensorboard&quot;]" in text
@@ -26,10 +29,10 @@ def test_settings_somebody_set_come_first(tmp_path):
 
 def test_without_a_plan_there_are_no_tables(tmp_path):
     record = with_plan(tmp_path, {})
-    assert choices(record) == settings(record) == ""
+    assert choices_table(record) == settings_table(record) == ""
 
 
-def test_parts_of_another_shape_are_passed_over(tmp_path):
+def test_malformed_entries_are_skipped(tmp_path):
     record = with_plan(
         tmp_path,
         {
@@ -37,6 +40,6 @@ def test_parts_of_another_shape_are_passed_over(tmp_path):
             "settings": ["x", {}],
         },
     )
-    assert "&lt;b&gt;" in choices(record)
-    assert "<i>" not in choices(record)
-    assert "<tr" in settings(record)
+    assert "&lt;b&gt;" in choices_table(record)
+    assert "<i>" not in choices_table(record)
+    assert "<tr" in settings_table(record)

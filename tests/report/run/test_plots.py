@@ -1,3 +1,5 @@
+"""Tests of the image files of a run."""
+
 import subprocess
 import sys
 from itertools import pairwise
@@ -5,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from orchestrator.report.run.plots import draw_all, experts_figure, training_figure
-from orchestrator.report.run.read import read_run_record
-from tests.support.fake_run import FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_run import events_record, run_record, write_run
 
 RUNS = {
     "dense": FakeRun(),
@@ -20,11 +22,11 @@ RUNS = {
 
 
 def record_of(tmp_path, name):
-    return read_run_record(write_run(tmp_path, RUNS[name]))
+    return run_record(tmp_path, RUNS[name])
 
 
 def overlaps(boxes):
-    """Neighbours on an axis whose labels touch."""
+    """Return the neighbouring labels that overlap."""
     return [(a, b) for a, b in pairwise(boxes) if a.overlaps(b)]
 
 
@@ -47,7 +49,7 @@ def test_no_label_overlaps_another(tmp_path, name):
                 )
 
 
-def test_the_pictures_of_a_run(tmp_path):
+def test_pictures_with_data_are_drawn(tmp_path):
     assert [path.name for path in draw_all(record_of(tmp_path / "a", "late"), tmp_path / "a")] == [
         "training_metrics.png",
         "expert_activations.png",
@@ -65,21 +67,21 @@ def test_a_picture_fills_a_page_of_a_thousand_pixels(tmp_path):
     assert figure.get_dpi() >= 150
 
 
-def test_nothing_to_draw_draws_nothing(tmp_path):
-    record = read_run_record(write_run(tmp_path, FakeRun(steps=0, ends="failed")))
+def test_without_data_no_picture_is_drawn(tmp_path):
+    record = run_record(tmp_path, FakeRun(steps=0, ends="failed"))
     assert draw_all(record, tmp_path) == []
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_metric_names_are_no_formulas(tmp_path):
+def test_metric_names_are_not_parsed_as_formulas(tmp_path):
     events = [
         event | {"metrics": {"$\\sum_": 0.5}} if event["event"] == "step" else event
         for event in run_events(FakeRun(steps=5))
     ]
-    assert draw_all(read_run_record(write_events(tmp_path, events)), tmp_path)
+    assert draw_all(events_record(tmp_path, events), tmp_path)
 
 
-def test_the_ideal_share_stands_on_the_colour_bar(tmp_path):
+def test_the_even_share_is_on_the_colour_bar(tmp_path):
     figure = experts_figure(record_of(tmp_path, "late"))
     assert figure is not None
     bar = figure.axes[-1]
@@ -87,7 +89,7 @@ def test_the_ideal_share_stands_on_the_colour_bar(tmp_path):
     assert "even" in [text.get_text() for text in bar.get_xticklabels()]
 
 
-def test_reading_a_report_module_costs_no_heavy_import(tmp_path):
+def test_heavy_packages_are_imported_late(tmp_path):
     write_run(tmp_path, FakeRun(steps=5, epochs=1))
     code = (
         "import sys, pathlib; from orchestrator.report.run.page import draw_report\n"

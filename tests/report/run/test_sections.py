@@ -1,18 +1,21 @@
+"""Tests of the sections of the page."""
+
 import pytest
 
 from orchestrator.report.run import sections
 from orchestrator.report.run.read import read_run_record
-from tests.support.fake_run import FakeRun, write_events, write_run
+from tests.support.fake_events import FakeRun
+from tests.support.fake_run import events_record, run_record, write_events
 
 
 def record_of(tmp_path, **fields):
-    return read_run_record(write_run(tmp_path, FakeRun(**fields)))
+    return run_record(tmp_path, FakeRun(**fields))
 
 
-def test_the_header_places_a_run(tmp_path):
+def test_the_header_has_the_main_facts(tmp_path):
     text = sections.header(record_of(tmp_path, gpu=True, experts=4, name="first"))
-    for said in ("<h1>first</h1>", "t-good", "completed", "NVIDIA H200 · cuda:0", "bf16", "8.4M"):
-        assert said in text, said
+    for fact in ("<h1>first</h1>", "t-good", "completed", "NVIDIA H200 · cuda:0", "bf16", "8.4M"):
+        assert fact in text, fact
 
 
 @pytest.mark.parametrize(
@@ -22,14 +25,14 @@ def test_the_badge_has_a_tone_per_outcome(tmp_path, ends, tone):
     assert f'class="badge t-{tone}"' in sections.header(record_of(tmp_path, ends=ends))
 
 
-def test_nobody_overlooks_a_failure(tmp_path):
+def test_failures_and_missing_ends_are_noted(tmp_path):
     assert "batch has 3 channels" in sections.notes(record_of(tmp_path / "a", ends="failed"))
     assert "still running" in sections.notes(record_of(tmp_path / "b", ends="killed"))
     assert "first at step 9" in sections.notes(record_of(tmp_path / "c", broken={9: "nan"}))
     assert sections.notes(record_of(tmp_path / "d")) == ""
 
 
-def test_a_failure_that_was_recovered_from_is_a_tile_and_no_alarm(tmp_path):
+def test_a_recovered_failure_is_a_tile_and_no_note(tmp_path):
     record = record_of(tmp_path, workers=2, recover_at=77)
     assert sections.notes(record) == ""
     assert ">recoveries<" in sections.tiles(record)
@@ -38,7 +41,7 @@ def test_a_failure_that_was_recovered_from_is_a_tile_and_no_alarm(tmp_path):
     assert "<span>workers</span>" not in sections.header(record_of(tmp_path / "one"))
 
 
-def test_the_tiles_of_a_full_run(tmp_path):
+def test_a_full_run_has_all_tiles(tmp_path):
     text = sections.tiles(record_of(tmp_path, gpu=True, experts=4))
     for label in (
         "validation accuracy",
@@ -53,7 +56,7 @@ def test_the_tiles_of_a_full_run(tmp_path):
     assert "31.2<i> GiB</i>" in text
 
 
-def test_the_loss_is_shown_where_there_is_no_metric(tmp_path):
+def test_without_metrics_the_loss_is_shown(tmp_path):
     write_events(tmp_path, [{"event": "evaluate", "step": 3, "loss": "inf"}])
     text = sections.tiles(read_run_record(tmp_path))
     assert "validation loss" in text
@@ -70,22 +73,31 @@ def test_flags_in_the_verdict_are_set_as_code(tmp_path):
     assert '<code class="flag">--placement auto</code>' in uneven
 
 
-def test_estimate_and_measure_share_a_scale(tmp_path):
-    text = sections.memory_bars(record_of(tmp_path, gpu=True))
+def test_estimate_and_measurement_share_a_scale(tmp_path):
+    text = sections.memory_section(record_of(tmp_path, gpu=True))
     assert "estimated" in text
     assert 'width:100.00%" title="reserved"' in text
     assert "the run may use 125.1 GiB" in text
 
 
 def test_experts_have_a_card_per_layer(tmp_path):
-    text = sections.experts(record_of(tmp_path, experts=8, layers=3))
+    text = sections.experts_section(record_of(tmp_path, experts=8, layers=3))
     assert text.count("<figure") == 3
     assert "3 layers of 8 experts, 12.5% of a layer" in text
 
 
 @pytest.mark.parametrize(
-    "part", ["curves", "experts", "time_spent", "memory_bars", "device", "notes", "tiles"]
+    "name",
+    [
+        "training_section",
+        "experts_section",
+        "time_section",
+        "memory_section",
+        "device_section",
+        "notes",
+        "tiles",
+    ],
 )
-def test_a_part_without_data_is_not_there(tmp_path, part):
-    record = read_run_record(write_events(tmp_path, [{"event": "end", "status": "completed"}]))
-    assert getattr(sections, part)(record) == ""
+def test_a_section_without_data_is_left_out(tmp_path, name):
+    record = events_record(tmp_path, [{"event": "end", "status": "completed"}])
+    assert getattr(sections, name)(record) == ""

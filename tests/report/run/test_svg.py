@@ -1,3 +1,5 @@
+"""Tests of charts as HTML and SVG."""
+
 import base64
 import math
 import re
@@ -5,10 +7,10 @@ import struct
 import zlib
 
 from orchestrator.report.run.panels import Panel, PanelCurve
-from orchestrator.report.run.svg import bar, chart, esc, heat_image, stacked
+from orchestrator.report.run.svg import chart, esc, heat_image, labelled_bar, stacked_bar
 
 
-def test_a_chart_has_its_curves_labels_and_scale():
+def test_a_chart_has_curves_labels_and_scale():
     text = chart(
         Panel(
             "Loss",
@@ -25,9 +27,13 @@ def test_a_chart_has_its_curves_labels_and_scale():
     assert '<span class="unit">nats</span>' in text
 
 
-def test_a_gap_lifts_the_pen():
+def test_a_gap_interrupts_the_line():
     text = chart(
-        Panel("x", (PanelCurve("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 1.0), (3.0, 2.0)]),), broken=(1.0,))
+        Panel(
+            "x",
+            (PanelCurve("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 1.0), (3.0, 2.0)]),),
+            non_finite_steps=(1.0,),
+        )
     )
     line = re.search(r'class="line"[^>]* d="([^"]*)"', text)
     assert line is not None
@@ -36,8 +42,8 @@ def test_a_gap_lifts_the_pen():
     assert 'class="broken"' in text
 
 
-def test_a_panel_without_a_single_number_is_drawn():
-    assert 'class="broken"' in chart(Panel("Loss", (), broken=(1.0, 2.0)))
+def test_a_panel_without_numbers_is_drawn():
+    assert 'class="broken"' in chart(Panel("Loss", (), non_finite_steps=(1.0, 2.0)))
 
 
 def test_bars_stand_on_the_lower_edge():
@@ -57,8 +63,8 @@ def test_everything_is_escaped():
                 marks=((1.0, evil),),
             )
         ),
-        stacked({evil: 1.0}, {evil: evil}),
-        bar(evil, [(evil, 1.0, 0)], 2.0, evil),
+        stacked_bar({evil: 1.0}, {evil: evil}),
+        labelled_bar(evil, [(evil, 1.0, 0)], 2.0, evil),
         heat_image([[1.0]], evil),
     ):
         assert "<script" not in text
@@ -66,19 +72,19 @@ def test_everything_is_escaped():
 
 
 def test_parts_are_in_proportion():
-    text = stacked({"data": 1.0, "other": 3.0}, {"data": "1 s", "other": "3 s"})
+    text = stacked_bar({"data": 1.0, "other": 3.0}, {"data": "1 s", "other": "3 s"})
     assert "flex:0.25000" in text
     assert "<b>3 s</b> 75%" in text
 
 
 def test_the_heat_image_is_a_png_of_one_pixel_per_cell():
-    found = re.search(r"base64,([^\"]+)", heat_image([[1.0, 4.0, None], [0.25, 0.0, 2.0]], "layer"))
-    assert found is not None
-    data = base64.b64decode(found[1])
+    match = re.search(r"base64,([^\"]+)", heat_image([[1.0, 4.0, None], [0.25, 0.0, 2.0]], "layer"))
+    assert match is not None
+    data = base64.b64decode(match[1])
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (3, 2)
     length = struct.unpack(">I", data[33:37])[0]
     pixels = zlib.decompress(data[41 : 41 + length])
-    assert pixels[4] == 0, "an even share is see-through"
+    assert pixels[4] == 0, "an even share is transparent"
     assert pixels[8] == 255, "four times the even share is at full strength"
-    assert pixels[9:13] == bytes(4), "an expert that did not exist leaves no mark"
+    assert pixels[9:13] == bytes(4), "an expert that did not exist is transparent"

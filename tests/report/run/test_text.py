@@ -1,8 +1,10 @@
+"""Tests of performance_summary.txt."""
+
 import pytest
 
-from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.text import WIDTH, performance_summary
-from tests.support.fake_run import PHASES_PARALLEL, FakeRun, run_events, write_events, write_run
+from tests.support.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from tests.support.fake_run import events_record, run_record
 
 RUNS = {
     "dense": FakeRun(),
@@ -27,11 +29,11 @@ RUNS = {
 
 
 def text_of(tmp_path, run):
-    return performance_summary(read_run_record(write_run(tmp_path, run)))
+    return performance_summary(run_record(tmp_path, run))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_plain_text_within_the_width(tmp_path, name):
+def test_the_text_is_plain_and_within_the_width(tmp_path, name):
     text = text_of(tmp_path, RUNS[name])
     assert all(len(line) <= WIDTH for line in text.splitlines())
     assert all(char.isprintable() or char == "\n" for char in text)
@@ -39,17 +41,17 @@ def test_plain_text_within_the_width(tmp_path, name):
     assert "verdict" in text
 
 
-def test_the_whole_story_of_a_gpu_run(tmp_path):
+def test_a_gpu_run_has_all_sections(tmp_path):
     text = text_of(tmp_path, RUNS["moe"])
-    for said in (
+    for text_part in (
         "completed (all epochs done)", "tokens per second", "compiled in 21.4 s", "forward", "34.0%", "peak reserved", "84.7%",
         "activations", "gpu 0 utilization", "checkpoints", "1 recovery, micro-batch now 128", "hot (×2)", "best accuracy", "TFLOP/s",
         "layers × experts      4 × 8",
     ):  # fmt: skip
-        assert said in text, said
+        assert text_part in text, text_part
 
 
-def test_a_run_without_events_of_a_kind_leaves_the_section_out(tmp_path):
+def test_sections_without_events_are_left_out(tmp_path):
     text = text_of(tmp_path, RUNS["none"])
     assert "not compiled" in text
     assert "TaskFailed: ValueError" in text
@@ -57,63 +59,63 @@ def test_a_run_without_events_of_a_kind_leaves_the_section_out(tmp_path):
     assert "Quality" not in text
 
 
-def test_unfinished_and_resumed_are_said(tmp_path):
+def test_unfinished_and_resumed_runs_say_so(tmp_path):
     assert "killed, or is still running" in text_of(tmp_path / "a", RUNS["killed"])
     assert "1 time (at step 60); 17 steps done again" in text_of(tmp_path / "b", RUNS["resumed"])
 
 
-def test_a_run_on_several_workers_tells_of_them(tmp_path):
+def test_a_run_on_several_workers_describes_them(tmp_path):
     text = text_of(tmp_path, RUNS["parallel"])
-    for said in (
+    for text_part in (
         "strategy              data_parallel", "workers               2 (3 at first), gloo, on 1 node", "communication", "12.0%",
-        "step 77: worker 1 was lost", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "held up 5 ms each",
+        "step 77: worker 1 was lost", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "blocked 5 ms each",
         "  recovery              ",
     ):  # fmt: skip
-        assert said in text, said
-    assert "resumed" not in text  # nobody took it up by hand
+        assert text_part in text, text_part
+    assert "resumed" not in text  # no user resumed it
     single = text_of(tmp_path / "one", RUNS["dense"])
     assert "workers               1\n" in single
     assert "recovered" not in single
 
 
-def test_a_run_on_hosts_tells_how_evenly_they_were_used(tmp_path):
+def test_an_expert_parallel_run_describes_its_hosts(tmp_path):
     text = text_of(
         tmp_path / "a", FakeRun(hosted=True, workers=3, experts=5, layers=2, speeds=(1.0, 2.0, 4.0))
     )
-    for said in (
+    for text_part in (
         "strategy              expert_parallel", "gate                  replicated",
         "placement             5 experts of 2 layers on 3 hosts",
         "imbalance             slowest host of each step ", "(steps 61 to 120)", "speed 4×, ", "of the work, time ",
         "21.3 MiB per step to other hosts, 21,845 rows", "9.6 ms per step, 12.0% of a step",
     ):  # fmt: skip
-        assert said in text, said
+        assert text_part in text, text_part
     assert "Hosts\n-----" not in text_of(tmp_path / "b", RUNS["parallel"])
     large = text_of(tmp_path / "c", RUNS["hosted, large"])
     assert "Hosts\n-----" in large
-    assert "host 3 " not in large, "twelve lines would say less than the picture"
+    assert "host 3 " not in large, "twelve hosts are better seen in the picture"
 
 
-def test_unequal_shares_are_said(tmp_path):
+def test_unequal_shares_are_shown(tmp_path):
     events = [
         event | {"shares": [0.75, 0.25], "sharding": "zero2"} if event["event"] == "start" else event
         for event in run_events(FakeRun(workers=2))
     ]
     assert "2, gloo, sharding zero2, on 1 node, shares 75% / 25%" in performance_summary(
-        read_run_record(write_events(tmp_path, events))
+        events_record(tmp_path, events)
     )
 
 
-def test_values_that_are_no_number_are_said(tmp_path):
+def test_non_finite_losses_are_shown(tmp_path):
     assert "the loss of 1 step, first at step 5" in text_of(tmp_path, RUNS["broken"])
 
 
-def test_steps_short_of_the_plan_are_said(tmp_path):
+def test_missing_steps_are_shown(tmp_path):
     events = [
         event | {"total_steps": 500} if event["event"] == "start" else event
         for event in run_events(FakeRun(ends="killed"))
     ]
-    assert "120 of 500" in performance_summary(read_run_record(write_events(tmp_path, events)))
+    assert "120 of 500" in performance_summary(events_record(tmp_path, events))
 
 
 def test_an_empty_record_has_a_summary(tmp_path):
-    assert "unfinished" in performance_summary(read_run_record(write_events(tmp_path, [])))
+    assert "unfinished" in performance_summary(events_record(tmp_path, []))

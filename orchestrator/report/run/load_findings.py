@@ -1,0 +1,178 @@
+"""Findings about the load of devices, hosts and experts: memory, Python, imbalance, compute."""
+
+from __future__ import annotations
+
+from orchestrator.report.run.expert_load import busiest_layer, idlest_layer, layer_loads
+from orchestrator.report.run.finding import MAX_ADVICE, Finding, merge
+from orchestrator.report.run.host_load import UNEVEN, host_load
+from orchestrator.report.run.read import RunRecord, section
+from orchestrator.report.run.stats import (
+    flops_per_second,
+    flops_text,
+    gpu_utilization,
+    is_compiled,
+    memory,
+    phase_seconds,
+    plural,
+    shares,
+    throughput,
+)
+from orchestrator.types import bytes_text, seconds_text
+
+# A GPU with less than this utilization, in percent, and shorter steps than this waits for Python.
+IDLE_UTILIZATION = 50.0
+SHORT_STEP_S = 0.1
+EXPERT_IMBALANCE = 2.0
+"""Ratio of the busiest expert to the even share, once the gate has settled."""
+IDLE_SHARE = 0.25
+"""Part of a layer's experts that are idle."""
+NEAR_LIMIT = 0.95
+
+
+def out_of_memory_finding(record: RunRecord) -> Finding | None:
+    ooms = record.of("oom")
+    if not ooms:
+        return None
+    micro_batch = ooms[-1].get("next_micro_batch", "?")
+    steps = plural(len(ooms), "step", "steps")
+    evidence = [f"{steps} ran out of memory; the micro-batch ended at {micro_batch}"]
+    peak = memory(record)
+    if peak is not None and peak.limit:
+        evidence.append(f"peak {bytes_text(peak.allocated)} of {bytes_text(peak.limit)} allowed")
+    return Finding("memory", tuple(evidence), _memory_advice(record))
+
+
+def near_limit_finding(record: RunRecord) -> Finding | None:
+    peak = memory(record)
+    if peak is None or not peak.limit or peak.allocated < NEAR_LIMIT * peak.limit:
+        return None
+    share = peak.allocated / peak.limit
+    evidence = f"peak {bytes_text(peak.allocated)} is {share:.0%} of the {bytes_text(peak.limit)} allowed"
+    return Finding("memory", (evidence,), _memory_advice(record))
+
+
+def _memory_advice(record: RunRecord) -> tuple[str, ...]:
+    advice = ["a smaller --batch-size with as many more --accumulation-steps: the same result in less memory"]
+    if record.setting("device", "activation_checkpointing") not in (True, "on"):
+        advice.append(
+            "--activation-checkpointing on: recomputes activations, about a third more compute for far less memory"
+        )
+    return (*advice, *_half_precision_advice(record))[:MAX_ADVICE]
+
+
+def _half_precision_advice(record: RunRecord) -> tuple[str, ...]:
+    """Advise bf16 on a GPU that does not use it yet; on a CPU the plan says whether there are units for it."""
+    if not record.on_gpu or record.fact("precision") in ("bf16", "fp16"):
+        return ()
+    return ("--precision bf16: half the bytes of activations, and faster matrix products",)
+
+
+def python_finding(record: RunRecord) -> Finding | None:
+    """Return a GPU that waits for Python to launch its work."""
+    use = gpu_utilization(record)
+    rate = throughput(record)
+    if not record.on_gpu or use is None or rate is None:
+        return None
+    if use >= IDLE_UTILIZATION or rate.step_s >= SHORT_STEP_S:
+        return None
+    advice = ["a larger --batch-size: more work per launch; scale --learning-rate with it"]
+    if not is_compiled(record):
+        advice.append("--compile --compile-mode reduce-overhead: one launch for many kernels")
+    evidence = (
+        f"the GPU is busy {use:.0f}% of the time",
+        f"a step takes {seconds_text(rate.step_s)}: Python and kernel launches dominate it",
+    )
+    return Finding("host", evidence, tuple(advice))
+
+
+def imbalance_finding(record: RunRecord) -> Finding | None:
+    """Return hosts that wait for one of them, or experts with far more than their share."""
+    return merge(_uneven_hosts(record), _uneven_experts(record))
+
+
+def _uneven_hosts(record: RunRecord) -> Finding | None:
+    load = host_load(record)
+    if load is None or load.imbalance is None or load.imbalance <= UNEVEN:
+        return None
+    predicted = load.predicted_imbalance
+    prediction = f" (predicted {predicted:.2f})" if predicted is not None else ""
+    evidence = (
+        f"the slowest host of a layer takes {load.imbalance:.2f} times the mean "
+        f"of the {len(load.hosts)} hosts{prediction}"
+    )
+    advice = list(placement_advice(record))
+    if not advice and predicted is not None and predicted > UNEVEN:
+        advice.append("fewer --workers, or smaller experts and more of them: no placement balances these")
+    if not section(record.config, "moe").get("balance_bias"):
+        advice.append(
+            "--balance-bias 0.001: steers the gate towards experts with few rows, without a loss term"
+        )
+    return Finding("imbalance", (evidence,), tuple(advice) or (_balance_loss_advice(record),))
+
+
+def placement_advice(record: RunRecord) -> tuple[str, ...]:
+    """Advise placement by cost if hosts are unbalanced: the hosts that finish first wait in the exchange too."""
+    load = host_load(record)
+    if load is None or load.imbalance is None or load.imbalance <= UNEVEN:
+        return ()
+    gain = "places experts by their cost and by the measured speed of the hosts"
+    requested = section(record.config, "parallel").get("placement")
+    method = load.placement.method
+    if requested != "auto" and (requested or method in ("round_robin", "file")):
+        return (f"--placement auto: {gain}",)
+    if method == "round_robin" and section(record.config, "run").get("auto") is False:
+        return (f"leave out --no-auto: the plan then {gain}",)
+    return ()
+
+
+def _uneven_experts(record: RunRecord) -> Finding | None:
+    """Return an expert with far more than its share, or many with none.
+
+    With few experts or a large top-k only the second can occur.
+    """
+    layers = layer_loads(record)
+    evidence = []
+    busiest = busiest_layer(layers)
+    if busiest is not None and busiest[1] >= EXPERT_IMBALANCE:
+        layer, ratio = busiest
+        evidence.append(f"the busiest expert of layer {layer} receives {ratio:.1f} times its even share")
+    idlest = idlest_layer(layers)
+    if idlest is not None and idlest[1] >= IDLE_SHARE * idlest[2]:
+        layer, num_idle, num_experts = idlest
+        evidence.append(f"{num_idle} of {num_experts} experts of layer {layer} receive almost no tokens")
+    if not evidence:
+        return None
+    advice = (
+        _balance_loss_advice(record),
+        "fewer --experts, or a larger --top-k, if some stay idle to the end",
+    )
+    return Finding("imbalance", tuple(evidence), advice)
+
+
+def _balance_loss_advice(record: RunRecord) -> str:
+    weight = section(record.config, "moe").get("balance_loss", 0.01)
+    higher = f"{(weight or 0.005) * 2:g}" if isinstance(weight, int | float) else "0.02"
+    return f"--balance-loss {higher} (was {weight}): pulls the gate towards even use"
+
+
+def compute_finding(record: RunRecord) -> Finding | None:
+    """Return that most of the time goes into the model itself, if anything was measured."""
+    parts = shares(phase_seconds(record))
+    use = gpu_utilization(record)
+    if not parts and use is None:
+        return None
+    evidence = []
+    if parts:
+        share = parts.get("forward", 0) + parts.get("backward", 0)
+        evidence.append(f"{share:.0%} of a step is forward and backward")
+    if record.on_gpu and use is not None:
+        evidence.append(f"the GPU is busy {use:.0f}% of the time")
+    rate = flops_per_second(record)
+    if rate is not None:
+        evidence.append(f"{flops_text(rate)} by the plan's count of operations")
+    advice = []
+    if not is_compiled(record):
+        advice.append("--compile: fuses operations, after some tens of seconds at the start")
+    advice += _half_precision_advice(record)
+    advice.append("a larger --batch-size, while memory allows" if record.on_gpu else "a machine with a GPU")
+    return Finding("compute", tuple(evidence), tuple(advice[:MAX_ADVICE]))

@@ -1,0 +1,166 @@
+"""Findings about time that does not go into training: data, recoveries, evaluation, checkpoints, communication."""
+
+from __future__ import annotations
+
+from orchestrator.report.run.finding import Finding, merge
+from orchestrator.report.run.host_load import exchange_cost
+from orchestrator.report.run.load_findings import placement_advice
+from orchestrator.report.run.read import RunRecord, section
+from orchestrator.report.run.stats import phase_seconds, plural, shares, wall_seconds
+from orchestrator.types import bytes_text, seconds_text
+
+# Shares of a step (data, communication) or of the run (the others) from which a cause counts.
+DATA_SHARE = 0.25
+COMMUNICATION_SHARE = 0.25
+EVALUATION_SHARE = 0.25
+CHECKPOINT_SHARE = 0.15
+RECOVERY_SHARE = 0.15
+
+FEWER_WORKERS = "fewer --workers: a single device needs no exchange"
+NCCL = "--backend nccl: gloo sends everything through the host's memory, and the GPU waits for it"
+_CAUSES = {
+    "worker": "losing a worker",
+    "memory": "running out of memory",
+    "communication": "losing the connection",
+    "fault": "an error",
+}
+
+
+def data_finding(record: RunRecord) -> Finding | None:
+    share = shares(phase_seconds(record)).get("data", 0.0)
+    if share < DATA_SHARE:
+        return None
+    seconds = phase_seconds(record)["data"]
+    workers = record.setting("data", "loader_workers")
+    used = f" with {workers} loader workers" if isinstance(workers, int) and workers >= 0 else ""
+    return Finding(
+        "data",
+        (f"{share:.0%} of a step waits for data ({seconds_text(seconds)} per step{used})",),
+        (
+            f"--loader-workers {_more_loader_workers(record)}: batches are prepared while the model computes",
+            "move costly preparation out of the dataset: do it once, and store the result in --data-dir",
+        ),
+    )
+
+
+def _more_loader_workers(record: RunRecord) -> int:
+    """Return twice the loader workers, within the cores of the machine."""
+    used = record.setting("data", "loader_workers")
+    cores = section(record.plan, "hardware").get("cores")
+    wanted = max(2, 2 * used) if isinstance(used, int) and used > 0 else 2
+    return max(1, min(wanted, cores)) if isinstance(cores, int) else wanted
+
+
+def recovery_finding(record: RunRecord) -> Finding | None:
+    share = shares(wall_seconds(record)).get("recovery", 0.0)
+    if share < RECOVERY_SHARE:
+        return None
+    num_recoveries = len(record.recoveries)
+    seconds = wall_seconds(record)["recovery"] / num_recoveries
+    kinds = dict.fromkeys(str(event["kind"]) for event in record.of("failure") if event.get("kind"))
+    causes = [_CAUSES.get(kind, kind) for kind in kinds]
+    after = f" after {', '.join(causes[:3])}" if causes else ""
+    evidence = (
+        f"{share:.0%} of the run was spent on {plural(num_recoveries, 'recovery', 'recoveries')} "
+        f"({seconds_text(seconds)} each){after}"
+    )
+    advice = ["see why workers were lost: What happened below, and logs/ in the run folder"]
+    if record.replayed_steps:
+        from_memory = any(event.get("source") == "memory" for event in record.recoveries)
+        flag = "--snapshot-every" if from_memory else "--checkpoint-every"
+        interval = max(1, record.replayed_steps // num_recoveries // 2)
+        repeated = plural(record.replayed_steps, "step was", "steps were")
+        advice.append(f"{flag} {interval}: {repeated} done twice")
+    return Finding("recovery", (evidence,), tuple(advice))
+
+
+def evaluation_finding(record: RunRecord) -> Finding | None:
+    share = shares(wall_seconds(record)).get("evaluation", 0.0)
+    if share < EVALUATION_SHARE:
+        return None
+    count = len(record.of("evaluate"))
+    seconds = seconds_text(wall_seconds(record)["evaluation"])
+    return Finding(
+        "evaluation",
+        (f"{share:.0%} of the run is evaluation ({count} times, {seconds} in all)",),
+        (
+            f"--evaluate-every {_half_as_often(record, count)}: half as often",
+            "a larger --eval-batch-size: no gradients are kept, so more fits",
+        ),
+    )
+
+
+def checkpoint_finding(record: RunRecord) -> Finding | None:
+    share = shares(wall_seconds(record)).get("checkpoints", 0.0)
+    if share < CHECKPOINT_SHARE:
+        return None
+    count = len(record.of("checkpoint"))
+    seconds = seconds_text(wall_seconds(record)["checkpoints"] / count)
+    return Finding(
+        "checkpoint",
+        (f"checkpoints block {share:.0%} of the run ({count} times, {seconds} each)",),
+        (
+            f"--checkpoint-every {_half_as_often(record, count)}: half as often",
+            "a --run-dir on a local disk, if it is on a network drive",
+        ),
+    )
+
+
+def _half_as_often(record: RunRecord, count: int) -> int:
+    """Return the steps between events that shall happen half as often as they did."""
+    return max(2, round(2 * len(record.steps) / max(1, count)))
+
+
+def communication_finding(record: RunRecord) -> Finding | None:
+    """Return the cost of the token exchange within a step and of the gradients' all-reduce between steps."""
+    return merge(_exchange_finding(record), _reduction_finding(record))
+
+
+def _exchange_finding(record: RunRecord) -> Finding | None:
+    cost = exchange_cost(record)
+    if cost is None or cost.share is None or cost.share < COMMUNICATION_SHARE:
+        return None
+    hosts = f" between {record.workers} hosts" if record.workers else ""
+    figures = f"{seconds_text(cost.seconds or 0.0)} per step"
+    if cost.bytes:
+        figures += f", {bytes_text(cost.bytes)}"
+    return Finding(
+        "communication",
+        (f"{cost.share:.0%} of a step waits for the exchange of rows{hosts} ({figures})",),
+        (
+            *placement_advice(record),
+            *_overlap_advice(record),
+            "a larger --batch-size: fewer and larger messages for the same number of rows",
+            FEWER_WORKERS,
+        ),
+    )
+
+
+def _overlap_advice(record: RunRecord) -> tuple[str, ...]:
+    """Return how to compute during the exchange.
+
+    It needs a GPU next to the cores that send the rows, and a backend that does not block the GPU.
+    """
+    if not record.on_gpu:
+        return ()
+    if record.start.get("backend") == "gloo":
+        return (NCCL,)
+    return ("more --exchange-chunks: experts compute on one part while the next is sent",)
+
+
+def _reduction_finding(record: RunRecord) -> Finding | None:
+    parts = phase_seconds(record)
+    share = shares(parts).get("communication", 0.0)
+    if share < COMMUNICATION_SHARE:
+        return None
+    workers = f" of {record.workers} workers" if record.workers else ""
+    seconds = seconds_text(parts["communication"])
+    evidence = f"{share:.0%} of a step{workers} is communication ({seconds} per step)"
+    advice = ["more --accumulation-steps, or a larger --batch-size: more work per all-reduce of gradients"]
+    if record.start.get("sharding") == "zero3":
+        advice.append(
+            "--sharding zero2 or none, if memory allows: then parameters are not gathered in every step"
+        )
+    if record.on_gpu and record.start.get("backend") == "gloo":
+        advice.append(NCCL)
+    return Finding("communication", (evidence,), (*advice, FEWER_WORKERS))

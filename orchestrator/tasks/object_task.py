@@ -1,0 +1,47 @@
+"""A task made of objects of a Python program: a model, data, a loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from orchestrator.tasks.task import Task
+
+
+class ObjectTask(Task):
+    """Task of a given model. Each ``build_model`` returns a copy, so tracing and probing leave the model as it is."""
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        loss: Callable[[Any, Any], Any],
+        validation: Any = None,
+        optimizer: Callable[[Iterable[Any]], Any] | None = None,
+        schedule: Callable[[int], float] | None = None,
+    ) -> None:
+        self._model = model
+        self._data = data
+        self._loss = loss
+        self._validation = validation
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    def build_model(self) -> Any:
+        return copy.deepcopy(self._model)
+
+    def train_data(self) -> Any:
+        return self._data
+
+    def validation_data(self) -> Any:
+        return self._validation
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self._loss(model, batch)
+
+    def build_optimizer(self, parameters: Iterable[Any]) -> Any:
+        return self._optimizer(parameters) if self._optimizer else None
+
+    def schedule(self) -> Any:
+        return self._schedule
