@@ -41,7 +41,7 @@ CONFIGS = {
     ),
     "a foreign cluster, merged in": (
         lambda _: "parallel: {<<: {ray_address: '127.0.0.1:6379', workers: 2}}\n",
-        "which cluster a run joins, and shows your token to, is yours to say",
+        "a run shows your token to the cluster that it joins",
     ),
 }
 
