@@ -155,6 +155,7 @@ def placement_spans(events: Iterable[Event]) -> list[Span]:
         )
         if placement is not None or has_other_strategy:
             step = placement.step if placement is not None else int(measurement(event.get("step")) or 0)
+            # A span at the same step is replaced: its placement never took effect.
             spans = [span for span in spans if span[0] < step] + [(step, placement)]
     return spans
 

@@ -23,7 +23,8 @@ def failure_text(event: Event) -> str:
 def recovery_text(event: Event) -> str:
     """Return a recovery as text.
 
-    Example: 'recovered in 12.3 s on 2 workers at step 35, from snapshots in memory, 5 steps repeated'.
+    Example: 'recovered in 12.3 s on 2 workers at step 35, from snapshots in memory, 5 steps
+    repeated'.
     """
     seconds = to_float(event.get("total_seconds"))
     parts = [

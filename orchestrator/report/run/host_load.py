@@ -201,6 +201,7 @@ def exchange_cost(record: RunRecord) -> ExchangeCost | None:
     )
     if num_bytes is None and seconds is None and rows is None:
         return None
+    # Without phases the median step is the best estimate of a step.
     rate = throughput(record)
     step_seconds = sum(phase_seconds(record).values()) or (rate.step_s if rate else 0.0)
     share = seconds / step_seconds if seconds is not None and step_seconds else None

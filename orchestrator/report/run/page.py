@@ -33,6 +33,7 @@ MAX_TIME = 4e9
 def draw_report(folder: Path) -> list[Path]:
     """Draw pictures, text and page from a run folder alone and return the paths of the written files."""
     record = read_run_record(folder)
+    # The page comes last: a reader of it finds the other files complete.
     summary = write_whole(folder / SUMMARY, performance_summary(record))
     return [*draw_all(record, folder), summary, write_whole(folder / PAGE, page(record))]
 

@@ -110,6 +110,7 @@ def device_panels(record: RunRecord) -> list[Panel]:
 
 def smooth(points: Points) -> Points:
     """Return an exponential mean over about a thirtieth of the series, without bias at its start."""
+    # Dividing by the summed weights removes the bias towards the initial zero.
     keep = 1 - 2 / (max(1.0, len(points) / 30) + 1)
     mean = 0.0
     weight = 0.0
@@ -126,6 +127,7 @@ def decimate(points: Points, limit: int = MAX_POINTS) -> Points:
     """Return about ``limit`` points that look the same: the extremes of each bucket, so no spike is lost."""
     if len(points) <= limit:
         return points
+    # Two points per bucket, and the two ends.
     num_buckets = limit // 2 - 1
     edges = [index * len(points) // num_buckets for index in range(num_buckets + 1)]
     chosen = {0, len(points) - 1}

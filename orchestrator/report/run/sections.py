@@ -168,6 +168,7 @@ def with_unit(text: str) -> str:
 def verdict_box(record: RunRecord) -> str:
     finding = verdict(record)
     label = "verdict" if finding.bound_by == "unknown" else f"bound by {finding.bound_by}"
+    # A run that is bound by compute uses its device well.
     tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")
     return (
         f'<div class="card note verdict t-{tone}"><div><div class="label">{label}</div>'

@@ -74,6 +74,7 @@ def throughput(record: RunRecord) -> Throughput | None:
 def phase_seconds(record: RunRecord) -> dict[str, float]:
     """Return the mean seconds per step of each phase and of the time between them; empty if unmeasured."""
     measured = [event for event in record.phases if finite(event.get("total"))]
+    # The last event of a run may average over fewer steps than the others.
     weights = [finite(event.get("steps")) or 1.0 for event in measured]
     num_steps = sum(weights)
     if not num_steps:
@@ -190,6 +191,7 @@ def score_number(event: Event, name: str) -> float | None:
 
 def metric_names(record: RunRecord) -> list[str]:
     """Return every metric except the loss, accuracy first, then in order of appearance."""
+    # Looking at every step would take long, and a task writes the same metrics in all of them.
     sampled = (*record.evaluations, *record.steps[:1], *record.steps[-1:])
     names = dict.fromkeys(str(name) for event in sampled for name in section(event, "metrics"))
     return sorted(names, key=lambda name: "accuracy" not in name)

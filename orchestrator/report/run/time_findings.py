@@ -68,6 +68,7 @@ def recovery_finding(record: RunRecord) -> Finding | None:
     if record.replayed_steps:
         from_memory = any(event.get("source") == "memory" for event in record.recoveries)
         flag = "--snapshot-every" if from_memory else "--checkpoint-every"
+        # A failure costs half an interval on average, so half the interval halves the loss.
         interval = max(1, record.replayed_steps // num_recoveries // 2)
         repeated = plural(record.replayed_steps, "step was", "steps were")
         advice.append(f"{flag} {interval}: {repeated} done twice")

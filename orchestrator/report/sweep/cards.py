@@ -47,6 +47,7 @@ class DevicePanel(Panel):
         low = counts[0]
         high = counts[-1]
         marks = [high]
+        # From the right: the largest number of devices always keeps its mark.
         for count in reversed(counts[:-1]):
             if marks[0] - count >= MIN_MARK_DISTANCE * (high - low):
                 marks.insert(0, count)

@@ -199,6 +199,7 @@ def train_command(record: SweepRecord, row: TrialRow) -> str:
         if name in setting_types() and name not in _NOT_TRAINED_WITH
     }
     devices = num_devices(row)
+    # The plan chose the workers on the cluster of the sweep; another cluster must not choose again.
     if devices is not None and known.get("workers") in (None, "auto"):
         known["workers"] = devices
     if is_python_task(record):

@@ -178,6 +178,7 @@ def _cells(
     trials["score"] = trials["trial"].map(scores)
     ends = [_WORST_FIRST.index(row.status) if row.status in _WORST_FIRST else None for row in record.rows]
     trials["end"] = pd.Series(ends, dtype="Int64")
+    # After sorting, the first trial of each cell is its best, or the one with the worst end.
     best = _by_cell(
         trials.dropna(subset="score")
         .sort_values(["score", "trial"], ascending=[False, True])

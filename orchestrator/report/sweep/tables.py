@@ -75,6 +75,7 @@ def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
         f'<th scope="col"{_class(name not in _TEXT_COLUMNS)}>{esc(_short(name))}</th>' for name in texts
     )
     body = []
+    # Series are numbered from the fastest on, and stay in that order.
     for _, series in shown.groupby("series", sort=False):
         if kind != "best":
             body.append(_label_row(series["label"].iloc[0], len(texts.columns)))
