@@ -1,5 +1,7 @@
-"""Silent errors of other MoE trainers, one test each, as in the table in ``facts.md``: how the experts' loads are counted and balanced.
-Each check fails where its error is planted in our own code."""
+"""Silent errors known from other MoE trainers: how the loads of experts are counted and balanced.
+
+Each check passes, and fails when the error is planted in the code under test.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from experts.gate import Gate
 from experts.layer import MoELayer
 from orchestrator.errors import UserError
-from orchestrator.train import step as stepping
+from orchestrator.train import step as step_module
 from tests.support.planted_faults import (
     SIZES,
     Plant,
@@ -27,106 +29,119 @@ from tests.support.planted_faults import (
 from tests.support.steppers import assert_gradients_equal
 from tests.support.tiny_model import Tiny
 
-# Balance loss wrong under accumulation.
+# --- the balance loss is wrong under accumulation
 
 
-def balances_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
+def balance_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
     real = Gate.forward
 
-    def by_itself(self: Gate, x_TD: Tensor, previous_E: Tensor, *rest: Any) -> Any:
+    def by_own_counts(self: Gate, x_TD: Tensor, previous_E: Tensor, *rest: Any) -> Any:
         return real(self, x_TD, real(self, x_TD, previous_E, *rest).counts_E, *rest)
 
-    patch.setattr(Gate, "forward", by_itself)
+    patch.setattr(Gate, "forward", by_own_counts)
 
 
-def balance_does_not_depend_on_the_cut(plant: Plant | None) -> None:
+def assert_balance_does_not_depend_on_the_split(plant: Plant | None) -> None:
     case = TrainingCase(micro_batch=2, steps=3)
-    expected, hosts = train_single_process(case, plant), train_on_hosts(case, plant)
+    expected = train_single_process(case, plant)
+    hosts = train_on_hosts(case, plant)
     assert hosts[0].losses == pytest.approx(expected.losses, rel=1e-12), (
-        "the loss depends on how the batch is cut"
+        "the loss depends on how the batch is split"
     )
-    assert_gradients_equal(merge_hosts([host.gradients for host in hosts]), expected.gradients, 1e-10, 1e-12)
+    gradients = merge_hosts([host.gradients for host in hosts])
+    assert_gradients_equal(gradients, expected.gradients, 1e-10, 1e-12)
 
 
-def test_balance_loss_wrong_under_accumulation() -> None:
+def test_the_balance_loss_is_right_under_accumulation() -> None:
     fails_when_planted(
-        balance_does_not_depend_on_the_cut, balances_each_micro_batch, "loss depends on how the batch is cut"
+        assert_balance_does_not_depend_on_the_split,
+        balance_each_micro_batch,
+        "loss depends on how the batch is split",
     )
 
 
-# Recomputation counts expert loads twice.
+# --- recomputation counts the loads twice
 
 
-def counts_both_passes(patch: pytest.MonkeyPatch) -> None:
-    real, counted = MoELayer._route, {}
+def count_both_passes(patch: pytest.MonkeyPatch) -> None:
+    real = MoELayer._route
+    counts: dict[MoELayer, Tensor] = {}
 
-    def route(self: MoELayer, x_TD: Tensor, samples: int) -> Any:
-        routing = real(self, x_TD, samples)
+    def route(self: MoELayer, x_TD: Tensor, first_dimension: int) -> Any:
+        routing = real(self, x_TD, first_dimension)
         if self.context.replaying:
-            counted[self].add_(routing.counts_E)
+            counts[self].add_(routing.counts_E)
         else:
-            counted[self] = routing.counts_E
+            counts[self] = routing.counts_E
         return routing
 
     patch.setattr(MoELayer, "_route", route)
 
 
-def loads_are_those_of_one_pass(plant: Plant | None) -> None:
+def assert_loads_are_those_of_one_pass(plant: Plant | None) -> None:
     case = TrainingCase(Tiny((SIZES, SIZES)), micro_batch=4, steps=3, recompute=True)
-    expected, hosts = train_single_process(case, plant), train_on_hosts(case, plant)
-    for host in hosts:
+    expected = train_single_process(case, plant)
+    for host in train_on_hosts(case, plant):
         assert host.loads == expected.loads, "recomputation changes the loads"
         assert {sum(load) for load in host.loads[0]} == {case.global_batch * case.task.top_k}
         assert host.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-def test_recomputation_counts_expert_loads_twice() -> None:
-    fails_when_planted(loads_are_those_of_one_pass, counts_both_passes, "recomputation changes the loads")
-
-
-# Asynchronous balancer dead without a word. Ours is a part of the step, on every host.
-
-
-def never_settles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepping, "update_balance", lambda model, loads: None)
-
-
-def settles_once(patch: pytest.MonkeyPatch) -> None:
-    real, calls = stepping.update_balance, count()
-    patch.setattr(
-        stepping, "update_balance", lambda model, loads: None if next(calls) else real(model, loads)
+def test_recomputation_counts_loads_once() -> None:
+    fails_when_planted(
+        assert_loads_are_those_of_one_pass, count_both_passes, "recomputation changes the loads"
     )
 
 
-def biases_move_at_every_step(plant: Plant | None) -> None:
+# --- an asynchronous balancer dies in silence; ours is a part of the step, on every host
+
+
+def never_balance(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_module, "update_balance", lambda model, loads: None)
+
+
+def balance_once(patch: pytest.MonkeyPatch) -> None:
+    real = step_module.update_balance
+    calls = count()
+
+    def first_call_only(model: nn.Module, loads: Any) -> None:
+        if next(calls) == 0:
+            real(model, loads)
+
+    patch.setattr(step_module, "update_balance", first_call_only)
+
+
+def assert_biases_move_in_every_step(plant: Plant | None) -> None:
     rate = 0.01
     case = TrainingCase(Tiny((SIZES, SIZES), options={"bias_rate": rate}), steps=4)
-    for host in (train_single_process(case, plant), *train_on_hosts(case, plant)):
+    for result in (train_single_process(case, plant), *train_on_hosts(case, plant)):
         expected = [torch.zeros(len(SIZES), dtype=torch.float64) for _ in case.task.sizes]
-        for step, (loads, biases) in enumerate(zip(host.loads, host.biases, strict=True)):
+        for step, (loads, biases) in enumerate(zip(result.loads, result.biases, strict=True)):
             for layer, load in enumerate(loads):
-                even = sum(load) / len(load)
-                expected[layer] += rate * torch.sign(even - torch.tensor(load, dtype=torch.float64))
+                mean = sum(load) / len(load)
+                expected[layer] += rate * torch.sign(mean - torch.tensor(load, dtype=torch.float64))
                 assert torch.equal(biases[layer], expected[layer]), (
                     f"layer {layer} was not balanced after step {step}"
                 )
-        assert float(torch.stack(host.biases[-1]).abs().max()) > rate
+        assert float(torch.stack(result.biases[-1]).abs().max()) > rate
 
 
-def test_asynchronous_balancer_dead_without_a_word() -> None:
-    fails_when_planted(biases_move_at_every_step, never_settles, "layer 0 was not balanced after step 0")
+def test_the_balancer_works_in_every_step() -> None:
+    fails_when_planted(
+        assert_biases_move_in_every_step, never_balance, "layer 0 was not balanced after step 0"
+    )
     with pytest.raises(AssertionError, match="layer 0 was not balanced after step 1"):
-        biases_move_at_every_step(settles_once)
+        assert_biases_move_in_every_step(balance_once)
 
 
 @dataclass(frozen=True)
-class Untold(Tiny):
-    """Trains MoE layers, and does not say how their experts were used."""
+class WithoutLoads(Tiny):
+    """Has MoE layers, but its loss does not return their loads."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return replace(super().loss(model, batch), loads=())
 
 
-def test_a_task_that_tells_no_loads_is_refused() -> None:
+def test_a_task_that_returns_no_loads_is_refused() -> None:
     with pytest.raises(UserError, match="loads"):
-        train_single_process(TrainingCase(Untold((SIZES,))))
+        train_single_process(TrainingCase(WithoutLoads((SIZES,))))

@@ -1,10 +1,13 @@
-"""Silent errors of other MoE trainers, one test each, as in the table in ``facts.md``: checkpoints, memory and hosts that are gone. Each
-check fails where its error is planted in our own code."""
+"""Silent errors known from other MoE trainers: incomplete checkpoints, out-of-memory on one rank, and lost
+hosts.
+
+Each check passes, and fails when the error is planted in the code under test.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -20,7 +23,7 @@ from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.data import StepBatch
+from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.totals import Totals
@@ -41,195 +44,216 @@ from tests.support.ranks import PEER_GONE, run_ranks
 from tests.support.steppers import make_stepper, mean_loss
 from tests.support.tiny_model import Tiny
 
-# The checkpoint keeps one rank's experts, and the run resumes silently.
+# --- the checkpoint has one rank's experts, and the run resumes in silence
 
 
-def keeps_own_experts(patch: pytest.MonkeyPatch) -> None:
+def keep_own_experts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture_module, "_gather_experts", lambda *_: None)
 
 
-def keeps_own_moments(patch: pytest.MonkeyPatch) -> None:
+def keep_own_moments(patch: pytest.MonkeyPatch) -> None:
     real = capture_module._gather_experts
 
-    def in_part(both: dict[str, dict[str, Tensor]], *rest: Any) -> None:
+    def without_moments(both: dict[str, dict[str, Tensor]], *rest: Any) -> None:
         own = dict(both["optimizer"])
         real(both, *rest)
         both["optimizer"] = own
 
-    patch.setattr(capture_module, "_gather_experts", in_part)
+    patch.setattr(capture_module, "_gather_experts", without_moments)
 
 
-SAVED = TrainingCase(steps=4)
+SAVED_CASE = TrainingCase(steps=4)
 SAVED_AT = 2
 
 
-def saved_on_host(
+def state_of(stepper: Stepper) -> TrainState:
+    return TrainState(stepper.strategy.model, stepper.optimizer.inner, stepper.precision)
+
+
+def save_on_host(
     rank: int, size: int, store: str, plant: Plant | None
 ) -> tuple[Contents | None, dict[str, Tensor]]:
-    """A checkpoint in the middle of a run, and the weights at its end."""
+    """Return the checkpoint in the middle of a run, and the weights at its end."""
     with planted_world(rank, size, store, plant) as world:
-        stepper, feed = SAVED.stepper(world)
-        model, contents = stepper.strategy.model, None
-        for step, portion in enumerate(step_batches(feed, SAVED.steps)):
+        stepper, feed = SAVED_CASE.stepper(world)
+        model = stepper.strategy.model
+        contents: Contents | None = None
+        for step, batch in enumerate(step_batches(feed, SAVED_CASE.steps)):
             if step == SAVED_AT:
-                contents = capture(
-                    TrainState(model, stepper.optimizer.inner, stepper.precision), Progress(step), world
-                )
-            stepper.run(portion, step)
+                contents = capture(state_of(stepper), Progress(step), world)
+            stepper.run(batch, step)
         return contents, by_expert(model, dict(model.named_parameters()))
 
 
-def resumed_alone(contents: Contents) -> dict[str, Tensor]:
-    stepper, feed = SAVED.stepper(World.single_process())
+def save_on_hosts(plant: Plant | None) -> tuple[Contents, dict[str, Tensor]]:
+    results = run_ranks(save_on_host, HOSTS, plant)
+    (contents,) = [contents for contents, _ in results if contents is not None]
+    return contents, merge_hosts([weights for _, weights in results])
+
+
+def resume_in_one_process(contents: Contents) -> dict[str, Tensor]:
+    stepper, feed = SAVED_CASE.stepper(World.single_process())
     model = stepper.strategy.model
-    restore(contents, TrainState(model, stepper.optimizer.inner, stepper.precision))
-    for step, portion in enumerate(step_batches(feed, SAVED.steps)):
+    restore(contents, state_of(stepper))
+    for step, batch in enumerate(step_batches(feed, SAVED_CASE.steps)):
         if step >= SAVED_AT:
-            stepper.run(portion, step)
+            stepper.run(batch, step)
     return by_expert(model, dict(model.named_parameters()))
 
 
-def saved(plant: Plant | None) -> tuple[Contents, dict[str, Tensor]]:
-    answers = run_ranks(saved_on_host, HOSTS, plant)
-    (contents,) = [made for made, _ in answers if made is not None]
-    return contents, merge_hosts([weights for _, weights in answers])
-
-
-def a_checkpoint_has_all_experts(plant: Plant | None) -> None:
-    contents, expected = saved(plant)
-    lacking = expected.keys() - contents.tensors["model"].keys()
-    assert not lacking, f"the checkpoint lacks {sorted(lacking)}"
-    for name, weight in resumed_alone(contents).items():
+def assert_the_checkpoint_has_all_experts(plant: Plant | None) -> None:
+    contents, expected = save_on_hosts(plant)
+    missing = expected.keys() - contents.tensors["model"].keys()
+    assert not missing, f"the checkpoint lacks {sorted(missing)}"
+    for name, weight in resume_in_one_process(contents).items():
         torch.testing.assert_close(
             weight, expected[name], rtol=1e-9, atol=1e-9, msg=f"{name} is wrong after resuming"
         )
 
 
-def test_checkpoint_keeps_one_ranks_experts() -> None:
+def test_a_checkpoint_has_the_experts_of_all_hosts() -> None:
     fails_when_planted(
-        a_checkpoint_has_all_experts,
-        keeps_own_experts,
+        assert_the_checkpoint_has_all_experts,
+        keep_own_experts,
         r"the checkpoint lacks .'blocks\.0\.ffn\.bank\.1\.down'",
     )
-    for plant in (keeps_own_experts, keeps_own_moments):  # nor would it be taken up silently
-        with pytest.raises(
-            UserError, match=r"has no blocks\.0\.ffn\.bank\.\d\.\w+; the model has that expert"
-        ):
-            resumed_alone(saved(plant)[0])
 
 
-# One rank runs out of memory, the others keep their batch.
+@pytest.mark.parametrize("plant", [keep_own_experts, keep_own_moments])
+def test_an_incomplete_checkpoint_is_refused(plant: Plant) -> None:
+    contents, _ = save_on_hosts(plant)
+    message = r"has no blocks\.0\.ffn\.bank\.\d\.\w+; the model has that expert"
+    with pytest.raises(UserError, match=message):
+        resume_in_one_process(contents)
 
 
-@dataclass(frozen=True)
-class Hurt:
-    losses: list[float]
-    counts: list[int]
-    error: str
-    kind: str
-    limit: int
+# --- one rank runs out of memory, and the others keep their batch
+
+OOM_CASE = TrainingCase(Tiny((SIZES,), samples=48), micro_batch=4, steps=3)
+OOM_CALL = 3  # of the forward passes, two in a step
+PEER_LOST = "the other host is gone"
 
 
-HURT = TrainingCase(Tiny((SIZES,), samples=48), micro_batch=4, steps=3)
-HURT_AT = 3  # of the forward passes, two in a step
-GONE = "the other host is gone"
+@dataclass
+class OomResult:
+    """The steps that a worker completed, and the error that ended its run."""
+
+    losses: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    error: str = ""
+    error_type: str = ""
+    max_pass_samples: int = 0
 
 
-def short_of_memory(forward: Callable[..., Any]) -> Callable[..., Any]:
+def fail_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make one call of a forward pass run out of memory."""
     calls = count(1)
 
-    def tight(batch: Any, samples: int, last: bool) -> Any:
-        if next(calls) == HURT_AT:
+    def call(batch: Any, samples: int, last: bool) -> Any:
+        if next(calls) == OOM_CALL:
             raise torch.OutOfMemoryError("injected")
         return forward(batch, samples, last)
 
-    return tight
+    return call
 
 
-def hurt_on_host(rank: int, size: int, store: str, hosts: bool, plant: Plant | None) -> Hurt:
-    """A run of which the second worker runs out of memory in the second step; what each came to."""
-    losses, counts, error, kind, limit = [], [], "", "", 0
+def train_out_of_memory(
+    rank: int, size: int, store: str, expert_parallel: bool, plant: Plant | None
+) -> OomResult:
+    """Train; the second worker runs out of memory in the second step."""
+    result = OomResult()
     try:
         with planted_world(rank, size, store, plant) as world:
-            stepper, feed = (
-                HURT.stepper(world)
-                if hosts
-                else make_stepper(
-                    HURT.task, HURT.micro_batch, HURT.global_batch, LEARNING_RATE, HURT.clip_norm, world=world
-                )
-            )
+            stepper, feed = make_oom_stepper(world, expert_parallel)
             if rank == 1:
-                stepper._forward = short_of_memory(stepper._forward)
-            for step, portion in enumerate(step_batches(feed, HURT.steps)):
-                totals = stepper.run(portion, step)
-                losses.append(mean_loss(totals))
-                counts.append(int(totals.count))
-            limit = stepper.max_pass_samples
-    except Exception as caught:
-        kind, error = (
-            type(caught).__name__,
-            GONE if any(phrase in str(caught) for phrase in PEER_GONE) else str(caught),
-        )
-    return Hurt(losses, counts, error, kind, limit)
+                stepper._forward = fail_once(stepper._forward)
+            for step, batch in enumerate(step_batches(feed, OOM_CASE.steps)):
+                totals = stepper.run(batch, step)
+                result.losses.append(mean_loss(totals))
+                result.counts.append(int(totals.count))
+            result.max_pass_samples = stepper.max_pass_samples
+    except Exception as error:
+        result.error_type = type(error).__name__
+        result.error = PEER_LOST if any(phrase in str(error) for phrase in PEER_GONE) else str(error)
+    return result
 
 
-def goes_on_with_half(patch: pytest.MonkeyPatch) -> None:
-    """The worker that ran out takes half of its samples, and tells nobody."""
+def make_oom_stepper(world: World, expert_parallel: bool) -> tuple[Stepper, Any]:
+    if expert_parallel:
+        return OOM_CASE.stepper(world)
+    return make_stepper(
+        OOM_CASE.task,
+        OOM_CASE.micro_batch,
+        OOM_CASE.global_batch,
+        LEARNING_RATE,
+        OOM_CASE.clip_norm,
+        world=world,
+    )
+
+
+def continue_with_half(patch: pytest.MonkeyPatch) -> None:
+    """The worker that runs out of memory drops half of its samples, in silence."""
     real = Stepper._attempt
 
-    def attempt(self: Stepper, portion: StepBatch, step: int) -> Totals | None:
+    def first_half(micro_batch: MicroBatch) -> MicroBatch:
+        samples = micro_batch.num_samples
+        return replace(
+            micro_batch,
+            num_samples=samples // 2,
+            fetch=lambda: slice_batch(micro_batch.fetch(), 0, samples // 2, samples),
+        )
+
+    def attempt(self: Stepper, batch: StepBatch, step: int) -> Totals | None:
         try:
-            return real(self, portion, step)
+            return real(self, batch, step)
         except torch.OutOfMemoryError:
-            half = [
-                replace(m, num_samples=m.num_samples // 2, fetch=lambda m=m: _half(m.fetch(), m.num_samples))
-                for m in portion.micro_batches
-            ]
-            return real(self, replace(portion, micro_batches=half), step)
+            halves = [first_half(micro_batch) for micro_batch in batch.micro_batches]
+            return real(self, replace(batch, micro_batches=halves), step)
 
     patch.setattr(Stepper, "_attempt", attempt)
 
 
-def _half(batch: Any, samples: int) -> Any:
-    return slice_batch(batch, 0, samples // 2, samples)
-
-
-def halves_alone(patch: pytest.MonkeyPatch) -> None:
+def halve_without_a_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stepper, "_vote", lambda self, problem: problem)
 
 
-def hosts_end_together(plant: Plant | None) -> None:
-    """Tokens have left already: nobody can be asked, and the run begins again with less."""
-    first, second = run_ranks(hurt_on_host, HOSTS, True, plant)
-    expected = train_single_process(HURT, None).losses[:1]
+def assert_hosts_end_together(plant: Plant | None) -> None:
+    """Tokens have been sent already, so no vote is possible: the run restarts with a smaller micro-batch."""
+    first, second = run_ranks(train_out_of_memory, HOSTS, True, plant)
+    expected = train_single_process(OOM_CASE).losses[:1]
     assert [len(host.losses) for host in (first, second)] == [1, 1], (
-        f"went on with batches of {second.counts} of {HURT.global_batch}"
+        f"continued with batches of {second.counts} of {OOM_CASE.global_batch}"
     )
     assert first.losses == second.losses == pytest.approx(expected, rel=1e-12)
-    assert first.error == GONE
-    assert second.kind == OutOfMemory.__name__
+    assert first.error == PEER_LOST
+    assert second.error_type == OutOfMemory.__name__
     assert second.error == "worker 1 ran out of memory at step 2 with a micro-batch of 4"
 
 
-def workers_halve_together(plant: Plant | None) -> None:
-    expected = train_single_process(HURT, None).losses
-    workers = run_ranks(hurt_on_host, HOSTS, False, plant)
+def assert_workers_halve_together(plant: Plant | None) -> None:
+    expected = train_single_process(OOM_CASE).losses
+    workers = run_ranks(train_out_of_memory, HOSTS, False, plant)
     assert [worker.error for worker in workers] == ["", ""]
     for worker in workers:
-        assert worker.counts == [HURT.global_batch] * HURT.steps, "went on with batches"
+        assert worker.counts == [OOM_CASE.global_batch] * OOM_CASE.steps, "continued with smaller batches"
         assert worker.losses == pytest.approx(expected, rel=1e-12)
-    assert [worker.limit for worker in workers] == [2, 2], "one worker halved alone"
+    assert [worker.max_pass_samples for worker in workers] == [2, 2], "one worker halved alone"
 
 
-def test_one_rank_runs_out_of_memory_and_the_others_keep_their_batch() -> None:
-    fails_when_planted(hosts_end_together, goes_on_with_half, r"went on with batches of \[16, 12, 16\] of 16")
-    fails_when_planted(workers_halve_together, goes_on_with_half, "went on with batches")
+def test_hosts_end_together_when_one_runs_out_of_memory() -> None:
+    fails_when_planted(
+        assert_hosts_end_together, continue_with_half, r"continued with batches of \[16, 12, 16\] of 16"
+    )
+
+
+def test_workers_halve_together_when_one_runs_out_of_memory() -> None:
+    fails_when_planted(assert_workers_halve_together, continue_with_half, "continued with smaller batches")
     with pytest.raises(AssertionError, match="one worker halved alone"):
-        workers_halve_together(halves_alone)
+        assert_workers_halve_together(halve_without_a_vote)
 
 
-def test_a_host_that_is_gone_is_no_mistake_of_the_users() -> None:
-    """A mistake of theirs is never tried again, and would hide that the other ran out of memory."""
-    first, _ = run_ranks(hurt_on_host, HOSTS, True, None)
-    assert first.error == GONE
-    assert first.kind != TaskFailed.__name__
+def test_a_lost_host_is_not_the_users_error() -> None:
+    """A user's error is never retried, and would hide that the other host ran out of memory."""
+    first, _ = run_ranks(train_out_of_memory, HOSTS, True, None)
+    assert first.error == PEER_LOST
+    assert first.error_type != TaskFailed.__name__

@@ -1,5 +1,8 @@
-"""Silent errors of other MoE trainers, one test each, as in the table in ``facts.md``: gradients and their norm. A check passes, and
-fails where the error is planted in our own code, on the hosts and in the one process they are held against alike."""
+"""Silent errors known from other MoE trainers: gradients and their norm.
+
+Each check passes, and fails when the error is planted in the code under test, on hosts and in the one
+process that they are compared with alike.
+"""
 
 from __future__ import annotations
 
@@ -31,72 +34,72 @@ from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal
 from tests.support.tiny_model import Tiny
 
-# Gradient norm averaged over ranks that own different experts.
+# --- the norm is averaged over ranks that own different experts
 
 
-def averages_norms(patch: pytest.MonkeyPatch) -> None:
-    def averaged(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor | None) -> Tensor:
+def average_norms(patch: pytest.MonkeyPatch) -> None:
+    def averaged(self: ExpertParallelStrategy, gradients: list[Tensor], _: Tensor | None) -> Tensor:
         return self.world.all_reduce(norm_of_gradients(gradients)) / self.world.size
 
     patch.setattr(ExpertParallelStrategy, "gradient_norm", averaged)
 
 
-def norms_equal_one_process(plant: Plant | None) -> None:
+def assert_norms_equal_one_process(plant: Plant | None) -> None:
     case = TrainingCase(steps=3, clip_norm=0.5)
     expected = train_single_process(case, plant).norms
     for host in train_on_hosts(case, plant):
-        assert host.norms == pytest.approx(expected, rel=1e-12), "the gradient norm is another one on hosts"
+        assert host.norms == pytest.approx(expected, rel=1e-12), "the gradient norm differs on hosts"
 
 
-def test_gradient_norm_averaged_over_ranks_that_own_different_experts() -> None:
-    fails_when_planted(norms_equal_one_process, averages_norms, "gradient norm is another one")
+def test_the_gradient_norm_on_hosts_is_that_of_one_process() -> None:
+    fails_when_planted(assert_norms_equal_one_process, average_norms, "gradient norm differs on hosts")
 
 
-# Each expert group clips by its own norm.
+# --- each expert group clips by its own norm
 
 
-def clips_by_own_norm(patch: pytest.MonkeyPatch) -> None:
+def clip_by_own_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        ExpertParallelStrategy, "gradient_norm", lambda self, gradients, squares: norm_of_gradients(gradients)
+        ExpertParallelStrategy, "gradient_norm", lambda _, gradients, __: norm_of_gradients(gradients)
     )
 
 
-def dense_weights_stay_together(plant: Plant | None) -> None:
+def assert_dense_weights_stay_equal(plant: Plant | None) -> None:
     case = TrainingCase(steps=6, clip_norm=0.1)
     first, second = (host.weights for host in train_on_hosts(case, plant))
     expected = train_single_process(case, plant).weights
-    shared = sorted(first.keys() & second.keys())
-    assert "stem.weight" in shared
-    assert "blocks.0.ffn.gate.weight_ED" in shared
-    for name in shared:
+    dense = sorted(first.keys() & second.keys())
+    assert "stem.weight" in dense
+    assert "blocks.0.ffn.gate.weight_ED" in dense
+    for name in dense:
         assert torch.equal(first[name], second[name]), f"{name} drifted apart"
         torch.testing.assert_close(first[name], expected[name], rtol=1e-9, atol=1e-9)
 
 
-def test_each_expert_group_clips_by_its_own_norm() -> None:
-    fails_when_planted(dense_weights_stay_together, clips_by_own_norm, "drifted apart")
+def test_all_hosts_clip_by_one_norm() -> None:
+    fails_when_planted(assert_dense_weights_stay_equal, clip_by_own_norm, "drifted apart")
 
 
-# The norm leaves experts out, or counts replicas once per rank.
+# --- the norm omits experts, or counts replicas once per rank
 
 
-def leaves_experts_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExpertParallelStrategy, "gradient_norm", lambda self, gradients, squares: _dense_norm(self))
+def omit_experts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExpertParallelStrategy, "gradient_norm", lambda self, *_: dense_norm(self))
 
 
-def counts_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
-    def counted(self: ExpertParallelStrategy, gradients: list[Tensor], squares: Tensor) -> Tensor:
-        return (_dense_norm(self).square() * self.world.size + squares.sum()).sqrt()
+def count_replicas_per_host(patch: pytest.MonkeyPatch) -> None:
+    def counted(self: ExpertParallelStrategy, _: list[Tensor], expert_squares: Tensor) -> Tensor:
+        return (dense_norm(self).square() * self.world.size + expert_squares.sum()).sqrt()
 
     patch.setattr(ExpertParallelStrategy, "gradient_norm", counted)
 
 
-def _dense_norm(replica: ExpertParallelStrategy) -> Tensor:
-    return norm_of_gradients([p.grad for p in replica._dense if p.grad is not None])
+def dense_norm(strategy: ExpertParallelStrategy) -> Tensor:
+    return norm_of_gradients([p.grad for p in strategy._dense if p.grad is not None])
 
 
-def clipped_to_the_bound(plant: Plant | None) -> None:
-    """What the optimizer got, added up here over each parameter once."""
+def assert_clipped_to_the_bound(plant: Plant | None) -> None:
+    """The gradients that the optimizer got have the clip norm, each parameter counted once."""
     case = TrainingCase(clip_norm=0.05)
     hosts = train_on_hosts(case, plant)
     assert min(host.norms[0] for host in hosts) > case.clip_norm
@@ -105,25 +108,25 @@ def clipped_to_the_bound(plant: Plant | None) -> None:
     assert hosts[0].norms == pytest.approx(train_single_process(case, plant).norms, rel=1e-12)
 
 
-@pytest.mark.parametrize("plant", [leaves_experts_out, counts_replicas_per_host])
-def test_norm_leaves_experts_out_or_counts_replicas_once_per_rank(plant: Plant) -> None:
-    fails_when_planted(clipped_to_the_bound, plant, "clipped too little or too much")
+@pytest.mark.parametrize("plant", [omit_experts, count_replicas_per_host])
+def test_the_norm_counts_each_parameter_once(plant: Plant) -> None:
+    fails_when_planted(assert_clipped_to_the_bound, plant, "clipped too little or too much")
 
 
-# Expert gradients exactly doubled: invisible under Adam, so gradients are held against differences of the loss.
+# --- expert gradients are exactly doubled: invisible under Adam, so they are compared with slopes of the loss
 
 
 @dataclass(frozen=True)
 class Nudged(Tiny):
-    """``part`` of the weights moved a little in one direction."""
+    """The weights whose names contain ``part`` are moved a little in one direction."""
 
     part: str = ""
-    by: float = 0.0
+    distance: float = 0.0
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
         for name, direction in directions(model, self.part).items():
-            model.get_parameter(name).data.add_(self.by * direction)
+            model.get_parameter(name).data.add_(self.distance * direction)
         return model
 
 
@@ -135,29 +138,25 @@ def directions(model: nn.Module, part: str) -> dict[str, Tensor]:
     return {name: direction for name, direction in drawn.items() if part in name}
 
 
-def gradients_are_slopes(part: str, plant: Plant | None) -> None:
-    """The gradient along a direction is what the loss does there, on hosts as in one process."""
-    small = 1e-5
-    cases = [TrainingCase(Nudged((SIZES,), part=part, by=by)) for by in (0.0, small, -small)]
+def assert_gradients_are_slopes(part: str, plant: Plant | None) -> None:
+    """The gradient along a direction is the slope of the loss, on hosts and in one process."""
+    distance = 1e-5
+    cases = [TrainingCase(Nudged((SIZES,), part=part, distance=d)) for d in (0.0, distance, -distance)]
     model = cases[0].task.build_model()
     direction = by_expert(model, directions(model, part))
-    one, hosts = (
-        [train_single_process(case, plant) for case in cases],
-        run_ranks(train_on_host, HOSTS, cases, plant),
-    )
-    for runs, gradients in (
-        (one, one[0].gradients),
-        (hosts[0], merge_hosts([host[0].gradients for host in hosts])),
-    ):
+    single = [train_single_process(case, plant) for case in cases]
+    hosts = run_ranks(train_on_host, HOSTS, cases, plant)
+    host_gradients = merge_hosts([results[0].gradients for results in hosts])
+    for results, gradients in ((single, single[0].gradients), (hosts[0], host_gradients)):
         along = sum(float((gradients[name] * direction[name]).sum()) for name in direction)
-        slope = (runs[1].losses[0] - runs[2].losses[0]) / (2 * small)
+        slope = (results[1].losses[0] - results[2].losses[0]) / (2 * distance)
         assert abs(slope) > 1e-3
         assert along == pytest.approx(slope, rel=1e-6), (
             f"the gradient of the {part} is not the slope of the loss"
         )
 
 
-def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
+def double_expert_gradients(patch: pytest.MonkeyPatch) -> None:
     real = ExpertParallelStrategy.all_reduce_gradients
 
     def doubled(self: ExpertParallelStrategy) -> float:
@@ -170,24 +169,25 @@ def doubles_expert_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExpertParallelStrategy, "all_reduce_gradients", doubled)
 
 
-def test_expert_gradients_exactly_doubled() -> None:
+def test_gradients_of_experts_are_slopes_of_the_loss() -> None:
     fails_when_planted(
-        lambda plant: gradients_are_slopes("bank", plant),
-        doubles_expert_gradients,
+        lambda plant: assert_gradients_are_slopes("bank", plant),
+        double_expert_gradients,
         "gradient of the bank is not the slope",
     )
+
+
+def test_doubled_expert_gradients_are_invisible_in_the_losses() -> None:
+    """So the check of slopes is needed: losses alone would not show the error."""
     case = TrainingCase(steps=6)
-    hidden, right = (
-        train_on_hosts(case, doubles_expert_gradients)[0].losses,
-        train_single_process(case).losses,
-    )
-    assert hidden == pytest.approx(right, rel=1e-4), "the losses would have told"
+    doubled = train_on_hosts(case, double_expert_gradients)[0].losses
+    assert doubled == pytest.approx(train_single_process(case).losses, rel=1e-4)
 
 
-# Gradients doubled at every micro-batch.
+# --- gradients are doubled at every micro-batch
 
 
-def doubles_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
+def double_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
     real = Strategy.loss
 
     def doubled(self: Strategy, batch: Any, last: bool) -> Any:
@@ -199,34 +199,34 @@ def doubles_at_every_micro_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Strategy, "loss", doubled)
 
 
-def accumulated_gradients_equal_one_pass(plant: Plant | None) -> None:
+def assert_accumulated_gradients_equal_one_pass(plant: Plant | None) -> None:
     case = TrainingCase(micro_batch=2)  # four micro-batches
-    found = merge_hosts([host.gradients for host in train_on_hosts(case, plant)])
-    assert_gradients_equal(found, train_single_process(case, plant).gradients, 1e-10, 1e-12)
+    gradients = merge_hosts([host.gradients for host in train_on_hosts(case, plant)])
+    assert_gradients_equal(gradients, train_single_process(case, plant).gradients, 1e-10, 1e-12)
 
 
-def test_gradients_doubled_at_every_micro_batch() -> None:
+def test_accumulated_gradients_equal_those_of_one_pass() -> None:
     fails_when_planted(
-        accumulated_gradients_equal_one_pass, doubles_at_every_micro_batch, "off by .* allowed"
+        assert_accumulated_gradients_equal_one_pass, double_at_every_micro_batch, "off by .* allowed"
     )
 
 
-# Router cut off by a non-differentiable gather.
+# --- the gate is cut off by a non-differentiable gather
 
 
-def cuts_the_router_off(patch: pytest.MonkeyPatch) -> None:
+def detach_gate_weights(patch: pytest.MonkeyPatch) -> None:
     real = Gate.forward
 
-    def cut(self: Gate, *arguments: Any) -> Any:
+    def detached(self: Gate, *arguments: Any) -> Any:
         routing = real(self, *arguments)
         return replace(routing, weights_TK=routing.weights_TK.detach())
 
-    patch.setattr(Gate, "forward", cut)
+    patch.setattr(Gate, "forward", detached)
 
 
-def test_router_cut_off_by_a_non_differentiable_gather() -> None:
+def test_gradients_of_the_gate_are_slopes_of_the_loss() -> None:
     fails_when_planted(
-        lambda plant: gradients_are_slopes("gate", plant),
-        cuts_the_router_off,
+        lambda plant: assert_gradients_are_slopes("gate", plant),
+        detach_gate_weights,
         "gradient of the gate is not the slope",
     )

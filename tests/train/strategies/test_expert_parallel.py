@@ -25,6 +25,7 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.step import Stepper
+from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_model, build_parts, build_stepper
 from orchestrator.trainer import Trainer
@@ -226,9 +227,19 @@ def build_product_stepper(task: Tiny, world: World, host_of: Any) -> tuple[Stepp
 
 
 def train_built(task: Tiny, world: World, host_of: Any) -> dict[str, Any]:
+    """Return norms, the gradients of the last step, untrained parameters included, and weights."""
     stepper, feed = build_product_stepper(task, world, host_of)
-    totals = run_steps(stepper, feed, 6)
-    return {"norm": norms_of(totals), "weights": weights_by_expert(stepper.strategy.model)}
+    model = stepper.strategy.model
+    totals: list[Totals] = []
+    for step, batch in enumerate(step_batches(feed, 6)):
+        if world.size == 1:
+            model.zero_grad()  # the optimizer of one process leaves untrained gradients to accumulate
+        totals.append(stepper.run(batch, step))
+    return {
+        "norm": norms_of(totals),
+        "gradients": gradients_by_expert(model),
+        "weights": weights_by_expert(model),
+    }
 
 
 def train_built_on_host(rank: int, size: int, store: str, task: Tiny, host_of: Any) -> dict[str, Any]:
@@ -241,9 +252,12 @@ def test_parameters_that_are_not_trained_do_not_enter_the_norm(kind: type[Tiny])
     task = kind((SIZES,))
     host_of = ((0, 1, 0, 1, 1, 1, 1),)  # both experts of size 3 are on one host
     expected = train_built(task, World.single_process(), host_of)
-    for host in run_ranks(train_built_on_host, 2, task, host_of):
+    hosts = run_ranks(train_built_on_host, 2, task, host_of)
+    for host in hosts:
         assert host["norm"] == pytest.approx(expected["norm"], rel=1e-12)
         assert_weights_close(host["weights"], expected["weights"])
+    gradients = merge_hosts([host["gradients"] for host in hosts])
+    assert_gradients_equal(gradients, expected["gradients"], 1e-10, 1e-12)
 
 
 def train_dense_part(world: World, clip_norm: float) -> dict[str, Any]:
@@ -393,6 +407,36 @@ def test_batch_norm_statistics_equal_one_process_if_the_main_host_has_all_sample
     assert [host["samples"] for host in hosts] == [[[12], [12], [2]], [[0]] * 3, [[0]] * 3]
     for host in hosts:
         assert_same_statistics(host["shared"], expected)
+
+
+# --- dummy passes
+
+
+def disturb_in_dummy_pass(rank: int, size: int, store: str) -> list[bool]:
+    """Overwrite gradients and statistics in a dummy pass; return whether each is restored after it."""
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        stepper, feed = build_product_stepper(InputNormed((SIZES,), tokens=3), world, HOST_OF_7)
+        run_steps(stepper, feed, 1)
+        model = stepper.strategy.model
+        dense = [p for name, p in model.named_parameters() if ".bank." not in name]
+        dense[-1].grad = None
+        tensors = [p.grad for p in dense[:-1] if p.grad is not None] + list(statistics_of(model).values())
+        expected = [tensor.clone() for tensor in tensors]
+        with stepper.strategy.dummy_pass():
+            for parameter in dense:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            for buffer in running_statistics(model):
+                buffer.zero_()
+        after = [p.grad for p in dense[:-1] if p.grad is not None] + list(statistics_of(model).values())
+        same = [torch.equal(tensor, other) for tensor, other in zip(after, expected, strict=True)]
+        return [*same, dense[-1].grad is None]
+
+
+def test_a_dummy_pass_leaves_no_gradients_and_no_statistics() -> None:
+    """Zero times an infinite value of a dummy sample is NaN, and must not reach the other hosts."""
+    for restored in run_ranks(disturb_in_dummy_pass, 3):
+        assert len(restored) > 8
+        assert all(restored)
 
 
 # --- memory
