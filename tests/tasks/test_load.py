@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,14 +60,17 @@ def test_a_built_in_task_is_loaded_by_its_name() -> None:
     assert isinstance(load_task(Config.of(task="digits")), Digits)
 
 
+def load(name: str) -> Any:
+    return load_task(Config.of(task=name))
+
+
 def test_a_users_class_gets_the_config_if_it_takes_one(user_folder: Path) -> None:
-    config = Config.of(task="my_tasks:WithConfig")
-    assert load_task(config).config is config  # pyright: ignore[reportAttributeAccessIssue]
-    assert load_task(Config.of(task="my_tasks:WithoutConfig")).width == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert load("my_tasks:WithConfig").config.task == "my_tasks:WithConfig"
+    assert load("my_tasks:WithoutConfig").width == 3
 
 
 def test_a_task_may_be_an_object(user_folder: Path) -> None:
-    assert load_task(Config.of(task="my_tasks:made")).width == 5  # pyright: ignore[reportAttributeAccessIssue]
+    assert load("my_tasks:made").width == 5
 
 
 @pytest.mark.parametrize(
@@ -82,18 +86,18 @@ def test_a_task_may_be_an_object(user_folder: Path) -> None:
 )
 def test_a_wrong_name_is_explained(name: str, message: str, user_folder: Path) -> None:
     with pytest.raises(UserError, match=message):
-        load_task(Config.of(task=name))
+        load(name)
 
 
 def test_errors_of_the_users_module_are_shown_as_such(user_folder: Path) -> None:
     with pytest.raises(TaskFailed, match="my own mistake\n  while making the task Failing"):
-        load_task(Config.of(task="my_tasks:Failing"))
+        load("my_tasks:Failing")
     (user_folder / "my_script.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(TaskFailed, match="SystemExit: 3\n  while importing my_script"):
-        load_task(Config.of(task="my_script:Mine"))
+        load("my_script:Mine")
     (user_folder / "my_imports.py").write_text("import a_package_that_is_not_installed\n")
     with pytest.raises(TaskFailed, match="No module named 'a_package_that_is_not_installed'"):
-        load_task(Config.of(task="my_imports:Mine"))
+        load("my_imports:Mine")
 
 
 def test_a_task_object_cannot_be_loaded_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the feed: its order depends on seed and epoch alone, and each sample is seen once, from any step on."""
+"""Tests of the feed: its order depends on seed and epoch alone, and each sample is seen once."""
 
 from __future__ import annotations
 

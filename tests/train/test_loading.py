@@ -1,4 +1,4 @@
-"""Tests of loading sample by sample: the same batches in any process, and no effect on the training process."""
+"""Tests of loading sample by sample: batches are the same in any process."""
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ def make_overflow(stepper: Stepper, kind: str) -> Any:
     model: Any = stepper.strategy.model
     if kind == "shard":
         real = stepper.strategy.local_parts
-        stepper.strategy.local_parts = lambda grads: [g.fill_(torch.inf) for g in real(grads)]
+        stepper.strategy.local_parts = lambda gradients: [
+            gradient.fill_(torch.inf) for gradient in real(gradients)
+        ]
         return lambda: setattr(stepper.strategy, "local_parts", real)
     parameter = model.stem.weight
     if kind == "expert":

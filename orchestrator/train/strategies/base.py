@@ -44,7 +44,8 @@ class Strategy:
         if not all_have_samples and self._has_sync_batchnorm:
             raise UserError(
                 "with --sync-batchnorm every worker needs samples in every micro-batch; the last one of the "
-                "epoch is too small: choose a --global-batch-size that leaves a larger rest, or fewer --workers"
+                "epoch is too small: choose a --global-batch-size that leaves a larger rest, or fewer "
+                "--workers"
             )
 
     def loss(self, batch: Any, last: bool) -> Any:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Whole runs on expert hosts, as real processes over gloo: equal to one process, and resumed on other hosts."""
+"""Tests of whole runs on expert hosts: equal to one process, and resumed on other hosts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_run_on_hosts_equals_one_process(
 def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     tmp_path: Path, reference: tuple[Path, list[Event]]
 ) -> None:
-    """Four hosts, three, two with another placement, data parallel, one process: the losses continue unchanged.
+    """Four hosts, three, two with another placement, data parallel, one process: the losses continue.
 
     A checkpoint of hosts has the names and tensors of one process.
     """
