@@ -1,8 +1,10 @@
 """Expert hosts that are killed again and again: does the run survive, and what does each kill cost?
 
-    python -m benchmarks.chaos --kills 100 --seed 0            a soak: random SIGKILLs over one run, any host, any moment
+    python -m benchmarks.chaos --kills 100 --seed 0            a soak: random SIGKILLs over one
+    run, any host, any moment
     python -m benchmarks.chaos --minutes 10 --every 60         one kill a minute: the goodput
-    python -m benchmarks.chaos --kills 20 --plain 5            and plain TorchTrainer with FailureConfig for comparison
+    python -m benchmarks.chaos --kills 20 --plain 5            and plain TorchTrainer with
+    FailureConfig for comparison
 
 The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample
 once per epoch, and no process, memory or file left behind. The cost of a kill is the time until the
@@ -122,7 +124,8 @@ def plain_steps(folder: Path) -> list[dict[str, float]]:
 
 
 def plain_kills(folder: Path, ranks: Sequence[int], workers: int, pace: float) -> list[tuple[float, float]]:
-    """Return the seconds from each kill of a rank to the next step done, and to the first step that is new."""
+    """Return the seconds from each kill of a rank to the next step done, and to the first step
+    that is new."""
     folder.mkdir(parents=True)
     script = str(ROOT / "benchmarks" / "plain_chaos.py")
     command = [sys.executable, script, str(folder), "--workers", str(workers), "--pace", str(pace)]
@@ -146,7 +149,8 @@ def wait_for_steps(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def plain_kill(process: subprocess.Popen[bytes], folder: Path, rank: int) -> tuple[float, float]:
-    """Kill a rank of plain Ray Train, which restarts the whole group: the next step has another process id."""
+    """Kill a rank of plain Ray Train, which restarts the whole group: the next step has another
+    process id."""
     steps = plain_steps(folder)
     old_pids = {step["pid"] for step in steps}
     highest = max(step["step"] for step in steps)

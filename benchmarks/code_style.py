@@ -7,16 +7,22 @@ Definitions. Files that hold no statement (an empty ``__init__.py``) are left ou
 
 lines                        All lines of the source files: code, docstrings, comments and blank lines.
 file lines                   Lines per file: median and largest.
-function lines               From ``def`` to the last line of the body, docstring included, nested functions included.
-tokens per code line         Tokens of Python's tokenizer, without comments, docstrings and layout tokens, divided by the
+function lines               From ``def`` to the last line of the body, docstring included, nested
+functions included.
+tokens per code line         Tokens of Python's tokenizer, without comments, docstrings and layout
+tokens, divided by the
                              lines on which they stand.
 lines over 100 columns       Share of the lines that are not blank, docstrings and comments included.
-tuple assignments            Assignments with a tuple on both sides (``a, b = 1, 2``), as a share of all assignments.
+tuple assignments            Assignments with a tuple on both sides (``a, b = 1, 2``), as a share
+of all assignments.
                              ``a, b = pair`` unpacks one value and is not counted.
-comments per 100 code lines  Lines that carry a ``#`` comment, per 100 code lines. A docstring is not a comment.
-arguments / returns typed    Annotated parameters (``self`` and ``cls`` left out) and annotated returns, as a share of all.
+comments per 100 code lines  Lines that carry a ``#`` comment, per 100 code lines. A docstring is
+not a comment.
+arguments / returns typed    Annotated parameters (``self`` and ``cls`` left out) and annotated
+returns, as a share of all.
 largest folder               Modules directly in one folder, ``__init__.py`` left out.
-modules in import cycles     Modules in strongly connected groups of the import graph. Imports inside functions and under
+modules in import cycles     Modules in strongly connected groups of the import graph. Imports
+inside functions and under
                              ``TYPE_CHECKING`` count; the implicit import of a parent package does not.
 test lines per source line   Lines of all files below the tests folder, divided by ``lines``.
 """

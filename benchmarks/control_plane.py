@@ -7,7 +7,8 @@ brackets: how the time grows from the size before, as the exponent of the number
 proportion). Then come as many real host actors as this machine can hold, on their own Ray: they
 never import torch.
 
-    python -m benchmarks.control_plane [--largest 4096] [--repeats 3] [--actors 16 32 64 128] [--seed 0] [--out FILE]
+    python -m benchmarks.control_plane [--largest 4096] [--repeats 3] [--actors 16 32 64 128]
+    [--seed 0] [--out FILE]
 """
 
 from __future__ import annotations

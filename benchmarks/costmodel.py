@@ -180,7 +180,8 @@ def main() -> None:
     cases = [case for number, case in enumerate(every) if not arguments.only or number in arguments.only]
     rows = compare(cases, calibration, arguments.gpu)
     times = (
-        f"Calibrated in {calibration.seconds:.0f} s, with others on {calibration.others:.0%} of the processors; "
+        f"Calibrated in {calibration.seconds:.0f} s, with others on {calibration.others:.0%} of "
+        f"the processors; "
         f"all in {seconds_text(perf_counter() - begun)}.\n"
     )
     head = header("Predicted against measured", arguments)

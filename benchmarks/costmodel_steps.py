@@ -125,7 +125,8 @@ def _steps(case: Case, config: Config, chosen: Plan, task: Any, world: World, st
     if case.strategy == "expert_parallel":
         shape = task.shape
         host_of = [[expert % case.workers for expert in range(len(shape.expert_sizes))]] * shape.layers
-    # The profiler slows the steps down, so memory is measured before the timed ones; the second step has optimizer state
+    # The profiler slows the steps down, so memory is measured before the timed ones; the second
+    # step has optimizer state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run = build_step_runner(config, chosen, task, world, case.batch, host_of)
         run(0)

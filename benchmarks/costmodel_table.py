@@ -104,8 +104,10 @@ def _drift_text(counted: Sequence[Row]) -> str:
     if not errors:
         return ""
     return (
-        "\nA calibration describes the machine at one time. The drift is the host's time, during each measurement, for a "
-        "small step that is no part of the table, as a multiple of its time at the calibration. With the host's figures "
+        "\nA calibration describes the machine at one time. The drift is the host's time, during "
+        "each measurement, for a "
+        "small step that is no part of the table, as a multiple of its time at the calibration. "
+        "With the host's figures "
         f"times the drift: median error {statistics.median(errors):.1%}, worst {max(errors):.1%} "
         "(for comparison: the bars are for the errors without it).\n"
     )

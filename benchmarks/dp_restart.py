@@ -1,6 +1,7 @@
 """Data-parallel training that loses a worker: the parts of the time from the kill to the next step.
 
-    python -m benchmarks.dp_restart [--kills 3] [--life 30] [--workers 2] [--checkpoint-every 20] [--rank 1] [--out FILE]
+    python -m benchmarks.dp_restart [--kills 3] [--life 30] [--workers 2] [--checkpoint-every 20]
+    [--rank 1] [--out FILE]
 
 One run on the digits, on its own Ray. A worker is killed (SIGKILL, by the process id in
 ``logs/worker_<rank>.pid``) ``--life`` seconds after every start of the workers. The times come from

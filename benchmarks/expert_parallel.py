@@ -6,7 +6,8 @@ torchrun, on one host and on two, and the weak-scaling efficiency of both. ``exc
 send each other rows and get as many back (``exchange_actors.py``), by ``all_to_all_single`` in a
 gloo group and by ``ray.put`` and ``ray.get``. Rounds alternate; medians are compared.
 
-    python -m benchmarks.expert_parallel [--rounds 5] [--parts layer exchange] [--contestants hand ours] [--out FILE]
+    python -m benchmarks.expert_parallel [--rounds 5] [--parts layer exchange] [--contestants hand
+    ours] [--out FILE]
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def our_marks(folder: Path) -> list[StepMark]:
     return marks
 
 
-# More of our steps than of the plain job's, which wait for Ray's poll. With a kill the run must outlast its recovery.
+# More of our steps than of the plain job's, which wait for Ray's poll. With a kill the run must
+# outlast its recovery.
 CONTESTANTS = {
     "plain": Contestant("plain Ray Train", plain_command, 30, 30, plain_marks, "worker_{rank}.pid"),
     "ours": Contestant("orchestrator", our_command, 200, 2000, our_marks, "run/logs/worker_{rank}.pid"),

@@ -120,7 +120,8 @@ def snapshot_worker(services: Any, gigabytes: float, rounds: int) -> Iterator[An
 
     class SnapshotWorker:
         def advance(self, _: Any) -> tuple[list[float], list[float], list[float]]:
-            """Return the seconds of usual steps, of steps while buffers are prepared, and of each snapshot."""
+            """Return the seconds of usual steps, of steps while buffers are prepared, and of each
+            snapshot."""
             usual = [compute() for _ in range(10)]
             preparing = []
             begun = perf_counter()

@@ -108,8 +108,10 @@ def on_cpu(num_plain: int, folder: Path) -> str:
         f"Beyond its steps a trial cost {start_s[len(start_s) // 2]:.2f} s (median) and "
         f"{start_s[int(len(start_s) * 0.8)]:.2f} s (80 %); "
         f"those that start workers, which import torch, up to {start_s[-1]:.1f} s.\n\n"
-        f"Plain Tune with a TorchTrainer for each of {len(compared)} of the trials (Ray's start not counted): "
-        f"{plain_s:.1f} s per trial; ours {ours_s:.1f} s per measured trial: **{plain_s / ours_s:.1f} times** "
+        f"Plain Tune with a TorchTrainer for each of {len(compared)} of the trials (Ray's start "
+        f"not counted): "
+        f"{plain_s:.1f} s per trial; ours {ours_s:.1f} s per measured trial: "
+        f"**{plain_s / ours_s:.1f} times** "
         f"as fast ({plain_s / row_s:.1f} by all rows of the table).\n\n"
         + markdown_table(columns, [_cpu_cells(row) for row in record.rows])
     )
@@ -136,9 +138,11 @@ def on_gpu(folder: Path) -> str:
         f"Grid: {len(grid.rows)} trials in {grid_s:.0f} s; best {rate(best):,.1f} samples/s: "
         f"{' '.join(point_flags(best.point))}.\n"
         f"Search with {len(search.rows)} trials in {search_s:.0f} s: best {rate(best_found):,.1f} samples/s, "
-        f"{' '.join(point_flags(best_found.point))}: **{rate(best_found) / rate(best):.3f}** of the grid's best, "
+        f"{' '.join(point_flags(best_found.point))}: **{rate(best_found) / rate(best):.3f}** of "
+        f"the grid's best, "
         f"by the grid's own figure for it {rate(same_in_grid) / rate(best):.3f}.\n"
-        f"The plan's own choice, without a sweep: {own.precision}, {own.batch_size} × {own.accumulation_steps}, "
+        f"The plan's own choice, without a sweep: {own.precision}, {own.batch_size} × "
+        f"{own.accumulation_steps}, "
         f"compile {own.compile}: {rate(own):,.1f} samples/s, **{rate(own) / rate(best):.3f}** of it.\n\n"
         + markdown_table(
             ["trial", "settings", "status", "samples/s", "memory", "seconds"],

@@ -83,7 +83,8 @@ def _options(verb: str, kind: type) -> str:
     texts = field_texts(kind)
     shown = [field for field in fields(kind) if field.name != "settings"]
     rows = [
-        f"| {_flag(field)} | {_values(kind, field)} | {_default(field)} | {_cell(texts.get(field.name, ''))} |"
+        f"| {_flag(field)} | {_values(kind, field)} | {_default(field)} | "
+        f"{_cell(texts.get(field.name, ''))} |"
         for field in shown
     ]
     head = ["| option | values | default | meaning |", "|---|---|---|---|"]

@@ -139,7 +139,8 @@ class GroupExchange:
             received = row[: len(header)]
             if received != header:
                 raise RuntimeError(
-                    f"host {self.rank} is at exchange {header}, host {host} at {received}: out of step; nothing was sent"
+                    f"host {self.rank} is at exchange {header}, host {host} at {received}: out of "
+                    f"step; nothing was sent"
                 )
 
     def all_to_all_rows(

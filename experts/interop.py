@@ -129,7 +129,8 @@ def _check_shapes(router_ED: Tensor, up_EHD: Tensor, down_EDH: Tensor) -> None:
     for name, (tensor, shape) in needed.items():
         if list(tensor.shape) != shape:
             raise ValueError(
-                f"{name} has the shape {list(tensor.shape)}; {shape} was needed with {experts} experts of width "
+                f"{name} has the shape {list(tensor.shape)}; {shape} was needed with {experts} "
+                f"experts of width "
                 f"{width} (gate.weight) and hidden size {hidden} (experts.down_proj)"
             )
 
@@ -142,7 +143,8 @@ def _check_form(block: nn.Module) -> None:
     experts: Any = block.experts
     if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
         raise ValueError(
-            f"{type(experts).__name__} is transposed or interleaved; stacks [E, 2H, D] with gate before value were needed"
+            f"{type(experts).__name__} is transposed or interleaved; stacks [E, 2H, D] with gate "
+            f"before value were needed"
         )
     # By its values: the class of an activation may differ between versions of transformers.
     probe = torch.linspace(-4, 4, 9)
@@ -150,7 +152,8 @@ def _check_form(block: nn.Module) -> None:
         raise ValueError(f"the experts' activation is {type(experts.act_fn).__name__}; SiLU was needed")
     if getattr(block, "jitter_noise", 0):
         raise ValueError(
-            f"the block trains with jitter_noise {block.jitter_noise}, which the layer has not; set it to 0 first"
+            f"the block trains with jitter_noise {block.jitter_noise}, which the layer has not; "
+            f"set it to 0 first"
         )
 
 
@@ -167,7 +170,8 @@ def _normalises(gate: Any) -> bool:
         )
     if normalises and gate.top_k == 1:
         raise ValueError(
-            "the router gives its one expert per token the weight 1; the layer does not, because that would cut the "
+            "the router gives its one expert per token the weight 1; the layer does not, because "
+            "that would cut the "
             "gate off from the loss"
         )
     return bool(normalises)

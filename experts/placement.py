@@ -215,7 +215,8 @@ def check_placement(text: str, hosts: int | None) -> None:
     per_layer = [content["host_of"]] if "host_of" in content else content["layers"]
     if not isinstance(per_layer, list):
         raise ValueError(
-            f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for each MoE layer'
+            f'the placement file has {reprlib.repr(per_layer)} under "layers"; it needs a list for '
+            f"each MoE layer"
         )
     for layer, host_of in enumerate(per_layer):
         where = f"layer {layer} of the placement file"
@@ -274,7 +275,8 @@ def _check_total_memory(problem: PlacementProblem, hosts: Sequence[HostFacts]) -
     if largest is not None and problem.bytes[largest] > problem.memory[widest]:
         raise CannotPlace(
             f"expert {largest} needs {_size(problem.bytes[largest])}; the most memory is "
-            f"{_size(problem.memory[widest])}, on {_host_text(widest, hosts)}. Make the experts smaller, or use hosts "
+            f"{_size(problem.memory[widest])}, on {_host_text(widest, hosts)}. Make the experts "
+            f"smaller, or use hosts "
             "with more memory"
         )
 

@@ -1,4 +1,5 @@
-"""expert-orchestrator: distributed training for PyTorch on Ray. The public names are loaded when they are first used."""
+"""expert-orchestrator: distributed training for PyTorch on Ray. The public names are loaded when
+they are first used."""
 
 from __future__ import annotations
 

@@ -190,7 +190,8 @@ class Trainer:
         return [measure(config, prepared.plan, prepared.task, iterations)]
 
     def fit(self) -> Result:
-        """Train to the end. Works in a notebook and inside a running event loop; ``fit_async`` does not block it."""
+        """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
+        does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
         config = self.resolved.config
         if not workers_flag(config):

@@ -1,4 +1,5 @@
-"""Tests of the import rules: package order, sub-package order, cycles, and the homes of Ray, torch and the environment.
+"""Tests of the import rules: package order, sub-package order, cycles, and the homes of Ray, torch
+and the environment.
 
 Imports inside functions and under ``TYPE_CHECKING`` count.
 """
@@ -15,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = ("config", "tasks", "plan", "record", "report", "train", "measure", "runtime", "api", "cli")
-"""Packages of ``orchestrator`` from the lowest to the highest. A module imports from its own layer and from lower ones."""
+"""Packages of ``orchestrator`` from the lowest to the highest. A module imports from its own layer
+and from lower ones."""
 
 LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.redaction"}
 API = {"orchestrator", "orchestrator.trainer", "orchestrator.sweeps"}
@@ -86,7 +88,8 @@ def imports_of(module: str, tree: ast.AST, late: bool = False, typing_only: bool
             assert node.level == 0, f"{module}: relative import"
             for alias in node.names:
                 full_name = f"{node.module}.{alias.name}"
-                # `from ray import _private` names a private module as well as `from ray._private import x` does.
+                # `from ray import _private` names a private module as well as `from ray._private
+                # import x` does.
                 is_module = full_name in MODULES or full_name.startswith(PRIVATE_RAY)
                 yield Import(module, full_name if is_module else str(node.module), late, typing_only)
         else:
@@ -248,7 +251,8 @@ def test_no_module_is_in_an_import_cycle() -> None:
 
 @pytest.mark.parametrize("package", ["report", "plan", "train", "measure", "runtime"])
 def test_no_sub_package_is_in_an_import_cycle(package: str) -> None:
-    """Sub-packages of one package import each other in one direction. The package's own modules may stand between them."""
+    """Sub-packages of one package import each other in one direction. The package's own modules
+    may stand between them."""
     prefix = f"orchestrator.{package}"
 
     def unit(module: str) -> str:

@@ -23,7 +23,8 @@ def choose_kernel(
     works = grouped_works(device, dtype, width, hidden)
     if requested == "grouped" and not works:
         raise ValueError(
-            f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on {device.type}; it needs "
+            f"the grouped kernel does not take experts of {width} × {hidden} in {dtype} on "
+            f"{device.type}; it needs "
             "fp32, bf16 or fp16 and sizes in multiples of 16 bytes: use --expert-kernel auto"
         )
     if requested != "auto":

@@ -260,7 +260,8 @@ register(
 )
 register(
     "choose_backward("
-    "Tensor d_weights_TK, Tensor d_losses, Tensor logits_TE, Tensor share_E, Tensor experts_TK, bool normalise"
+    "Tensor d_weights_TK, Tensor d_losses, Tensor logits_TE, Tensor share_E, Tensor experts_TK, "
+    "bool normalise"
     ") -> Tensor",
     _choose_backward,
     lambda _, __, logits, *___: torch.empty_like(logits),

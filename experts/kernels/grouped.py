@@ -58,7 +58,8 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
         )
     if rows_RK.shape[1] != inner or offsets_E.shape != (experts,) or offsets_E.dtype != torch.int32:
         raise ValueError(
-            f"rows {tuple(rows_RK.shape)}, weights {tuple(weights_EKN.shape)}, {tuple(offsets_E.shape)} offsets in "
+            f"rows {tuple(rows_RK.shape)}, weights {tuple(weights_EKN.shape)}, "
+            f"{tuple(offsets_E.shape)} offsets in "
             f"{offsets_E.dtype}; the weights' second size as width and one int32 offset per group were needed"
         )
     multiple = _STRIDE_BYTES // rows_RK.dtype.itemsize

@@ -32,9 +32,12 @@ def settle_strategy(
     """
     if strategy.value == "expert_parallel" and not facts.experts:
         raise UserError(
-            f"--parallel-strategy expert_parallel divides the experts of a model, and this model has none: all "
-            f"of its {count_text(facts.parameters)} parameters are dense. Use --parallel-strategy data_parallel, "
-            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in your own model"
+            f"--parallel-strategy expert_parallel divides the experts of a model, and this model "
+            f"has none: all "
+            f"of its {count_text(facts.parameters)} parameters are dense. Use --parallel-strategy "
+            f"data_parallel, "
+            f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in "
+            f"your own model"
         )
     if strategy.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
         return strategy

@@ -107,8 +107,10 @@ def choose_workers(config: Config, cluster: Cluster, inventory: Inventory) -> Ch
     """
     if config.parallel.devices and cluster.joined:
         raise UserError(
-            f"--devices {_devices_text(config)} names GPUs of this machine, but the workers run in a cluster, "
-            f"which assigns its GPUs itself; choose their number with --workers, or start a cluster here with "
+            f"--devices {_devices_text(config)} names GPUs of this machine, but the workers run in "
+            f"a cluster, "
+            f"which assigns its GPUs itself; choose their number with --workers, or start a "
+            f"cluster here with "
             f"--ray-address local"
         )
     check_gpu_mode(config, cluster.reachable_gpus, inventory.gpu_error)

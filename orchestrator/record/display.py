@@ -62,7 +62,8 @@ class Display:
 
 
 def printable_line(text: str, encoding: str) -> str:
-    """Return one printable line: no line breaks, no escape sequences, no characters the output cannot encode."""
+    """Return one printable line: no line breaks, no escape sequences, no characters the output
+    cannot encode."""
     line = "".join(character if character.isprintable() else " " for character in text).rstrip()
     short = line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 4] + " ..."
     return short.encode(encoding, "replace").decode(encoding)

@@ -1,4 +1,5 @@
-"""The event log of a run: one JSON object per line, appended and flushed. Every reader of a run reads these lines.
+"""The event log of a run: one JSON object per line, appended and flushed. Every reader of a run
+reads these lines.
 
 | event      | fields besides ``event`` and ``time`` (unix seconds)                                       |
 |------------|--------------------------------------------------------------------------------------------|
@@ -165,7 +166,8 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def is_shallow(value: Any, max_depth: int = _MAX_DEPTH) -> bool:
-    """Return whether recursive readers can walk through a tree of plain values; runs write a handful of levels."""
+    """Return whether recursive readers can walk through a tree of plain values; runs write a
+    handful of levels."""
     children: Iterable[Any] = value if isinstance(value, list) else ()
     if isinstance(value, dict):
         children = value.values()

@@ -118,7 +118,8 @@ class RecordedPlacement:
 
 
 Span = tuple[int, RecordedPlacement | None]
-"""The number of steps done when a placement took effect, and the placement; None without expert parallelism."""
+"""The number of steps done when a placement took effect, and the placement; None without expert
+parallelism."""
 
 
 def parse_placement(event: Event) -> RecordedPlacement | None:
@@ -161,7 +162,8 @@ def placement_spans(events: Iterable[Event]) -> list[Span]:
 
 
 def placement_at(spans: Sequence[Span], step: int) -> RecordedPlacement | None:
-    """Return the placement that a step ran under: the newest before it, or the first one if none is before it."""
+    """Return the placement that a step ran under: the newest before it, or the first one if none
+    is before it."""
     before = [placement for since, placement in spans if since < step]
     if before:
         return before[-1]
@@ -184,7 +186,8 @@ def settled_loads(
 
 
 def settled_imbalance(events: Iterable[Event], loads: Iterable[Event]) -> float | None:
-    """Return the imbalance in summary and report: from the slowest hosts of each step, over the settled loads."""
+    """Return the imbalance in summary and report: from the slowest hosts of each step, over the
+    settled loads."""
     settled = settled_loads(events, loads)
     if settled is None:
         return None
@@ -194,7 +197,8 @@ def settled_imbalance(events: Iterable[Event], loads: Iterable[Event]) -> float 
 
 
 def imbalance(waits: Iterable[Wait]) -> float | None:
-    """Return slowest over mean time, summed over consecutive waits; 1 is balanced, None if there was no work."""
+    """Return slowest over mean time, summed over consecutive waits; 1 is balanced, None if there
+    was no work."""
     slowest, mean = (sum(column) for column in zip((0.0, 0.0), *waits, strict=True))
     return slowest / mean if mean else None
 
@@ -275,7 +279,8 @@ def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> Re
 
 
 def _positive(values: Any, count: int) -> tuple[float, ...] | None:
-    """Return a positive number for each expert; None unless all are known: known and guessed sizes do not compare."""
+    """Return a positive number for each expert; None unless all are known: known and guessed sizes
+    do not compare."""
     numbers = [measurement(value) for value in _as_list(values)]
     known = tuple(value for value in numbers if value)
     return known if count and len(known) == len(numbers) == count else None

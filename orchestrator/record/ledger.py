@@ -135,7 +135,8 @@ def read_sweep_record(folder: Path) -> SweepRecord:
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that decide where a run writes and which cluster it joins: they come from the user only."""
+    """Refuse settings that decide where a run writes and which cluster it joins: they come from
+    the user only."""
     foreign = SETTINGS_NOT_KEPT & settings.keys()
     if foreign:
         raise UserError(

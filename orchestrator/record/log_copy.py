@@ -11,7 +11,8 @@ from orchestrator.redaction import Secrets, mask
 
 
 def copy_masked(source: Path, target: Path, secrets: Secrets) -> None:
-    """Copy a log and mask it line by line. If ``target`` is ``source``, rewrite it only if it holds a secret."""
+    """Copy a log and mask it line by line. If ``target`` is ``source``, rewrite it only if it
+    holds a secret."""
     if source == target and not _holds_secret(source, secrets):
         return
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")

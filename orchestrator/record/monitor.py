@@ -60,7 +60,8 @@ class Gpus(Protocol):
 
 
 class _HostReader:
-    """Reads the host. Keeps its own CPU times: ``psutil.cpu_percent`` keeps them per thread and begins with 0."""
+    """Reads the host. Keeps its own CPU times: ``psutil.cpu_percent`` keeps them per thread and
+    begins with 0."""
 
     def __init__(self) -> None:
         import psutil
@@ -228,7 +229,8 @@ class Monitor:
             }
 
     def event_fields(self) -> dict[str, Any]:
-        """Return ``host`` and ``devices`` of a monitor event: the latest sample, or a new one without a thread."""
+        """Return ``host`` and ``devices`` of a monitor event: the latest sample, or a new one
+        without a thread."""
         if self._thread is None or self._latest is None:
             self._try_record()
         sample = self._latest
@@ -254,7 +256,8 @@ class Monitor:
                 )
 
     def _new_warnings(self, sample: Sample) -> list[str]:
-        """Return warnings for memory that has just risen above the limit; memory that stays there gets no second."""
+        """Return warnings for memory that has just risen above the limit; memory that stays there
+        gets no second."""
         levels = [("host memory", sample.host.memory_used, sample.host.memory_total)]
         levels += [
             (f"memory of GPU {device.index}", device.memory_used, device.memory_total)

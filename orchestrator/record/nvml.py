@@ -89,7 +89,8 @@ class NvmlGpus:
 
 
 def _value_or_none(read: Callable[[], Any]) -> Any:
-    """Return NVML's answer or None: the values a GPU gives depend on the card, the driver and the container."""
+    """Return NVML's answer or None: the values a GPU gives depend on the card, the driver and the
+    container."""
     try:
         return read()
     except Exception:

@@ -69,7 +69,8 @@ def _samples_per_second(event: Event) -> float | None:
 
 
 def to_float(value: Any) -> float | None:
-    """Return the number in a field of an event, also from the texts 'nan' and 'inf'; None for other values."""
+    """Return the number in a field of an event, also from the texts 'nan' and 'inf'; None for
+    other values."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

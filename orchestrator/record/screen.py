@@ -1,4 +1,5 @@
-"""Output of a run for people: a banner, a progress bar (plain lines if the output is no terminal), evaluations, warnings.
+"""Output of a run for people: a banner, a progress bar (plain lines if the output is no terminal),
+evaluations, warnings.
 
 ``Screen`` is a listener of the event log, or of a follower of it in a process that does not train.
 A step event only updates numbers; rich's own thread draws them, about eight times per second.
@@ -218,7 +219,8 @@ def _make_bar(console: Console, state: _BarState) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Bar(Progress):
-        """Fetches its numbers when it is drawn, so that the training thread neither draws nor waits for it."""
+        """Fetches its numbers when it is drawn, so that the training thread neither draws nor
+        waits for it."""
 
         def get_renderables(self) -> Any:
             for task in self.task_ids:

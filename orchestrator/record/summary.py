@@ -85,7 +85,8 @@ def _peak_memory(events: Sequence[Event]) -> float | None:
 def _interruptions(
     recorded: Sequence[Event], events: Sequence[Event], steps: Sequence[Event]
 ) -> dict[str, Any]:
-    """Return failures, recoveries, lost steps and goodput: the time of effective steps over all time spent."""
+    """Return failures, recoveries, lost steps and goodput: the time of effective steps over all
+    time spent."""
     recoveries = of_kind(events, "recovery")
     recorded_steps = of_kind(recorded, "step")
     # A start that belongs to a recovery is the same interruption.
@@ -107,7 +108,8 @@ def _sum(events: Sequence[Event], name: str) -> float:
 
 
 def _seconds(session: Sequence[Event]) -> float:
-    """Return the time from the first start to the last event, which includes processes without an end event."""
+    """Return the time from the first start to the last event, which includes processes without an
+    end event."""
     times = [event["time"] for event in session if isinstance(event.get("time"), int | float)]
     recorded = sum(end.get("seconds") or 0.0 for end in of_kind(session, "end"))
     return max(recorded, max(times) - min(times) if times else 0.0)

@@ -197,7 +197,8 @@ def _sqlite(folder: Path) -> str:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts: it refuses a whole batch for one character that it does not allow."""
+    """Return a name that MLflow accepts: it refuses a whole batch for one character that it does
+    not allow."""
     return posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)[:250])
 
 

@@ -27,7 +27,8 @@ Action = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Feeds trackers from events without waiting for them: updates that a full queue cannot take are dropped and counted.
+    """Feeds trackers from events without waiting for them: updates that a full queue cannot take
+    are dropped and counted.
 
     ``trackers`` are names, or factories by name. ``on_warning`` is called in the thread that sends
     events or closes.

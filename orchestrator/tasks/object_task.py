@@ -10,7 +10,8 @@ from orchestrator.tasks.task import Task
 
 
 class ObjectTask(Task):
-    """Task of a given model. Each ``build_model`` returns a copy, so tracing and probing leave the model as it is."""
+    """Task of a given model. Each ``build_model`` returns a copy, so tracing and probing leave the
+    model as it is."""
 
     def __init__(
         self,

@@ -144,7 +144,8 @@ class StepRecorder:
             if not math.isfinite(loss if fp16 else loss + figure.norm):
                 raise TrainingFailed(
                     f"step {step.step}: loss {loss}, gradient norm {figure.norm}: "
-                    "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep --clip-norm on. "
+                    "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep "
+                    "--clip-norm on. "
                     "The diverged state was not saved"
                 )
         if self._stepper.precision.scale_underflowed():

@@ -159,7 +159,8 @@ def test_every_number_refuses_other_values(config_file: Path, name: str, value: 
         ),
         (
             "watch: {trackers: comet}",
-            "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' was needed",
+            "cfg.yaml:1: watch.trackers is 'comet'; a list of 'tensorboard' or 'wandb' or 'mlflow' "
+            "was needed",
         ),
         (
             "parallel: {devices: '0,x'}",

@@ -233,7 +233,8 @@ def with_interleaved_stacks() -> nn.Module:
         (lambda: with_tensor("experts", "down_proj"), r"down_proj has the shape \[\]"),
         (
             with_interleaved_stacks,
-            r"MixtralExperts is transposed or interleaved; stacks \[E, 2H, D\] with gate before value were needed",
+            r"MixtralExperts is transposed or interleaved; stacks \[E, 2H, D\] with gate before "
+            r"value were needed",
         ),
         (lambda: mixtral(hidden_act="gelu"), r"activation is GELUActivation; SiLU was needed"),
         (lambda: mixtral(router_jitter_noise=0.1), r"trains with jitter_noise 0.1, .* set it to 0 first"),

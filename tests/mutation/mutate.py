@@ -4,10 +4,13 @@
 per change:
 
 =================  ==================================================================================
-comparison         ``<`` to ``<=`` and ``>=``, ``==`` to ``!=``, ``in`` to ``not in``, ``is`` to ``is not``, ...
-arithmetic         ``+`` and ``-`` swapped, ``*`` and ``/`` swapped, ``//`` to ``*``, ``%`` to ``*``, ``**`` to ``*``
+comparison         ``<`` to ``<=`` and ``>=``, ``==`` to ``!=``, ``in`` to ``not in``, ``is`` to
+``is not``, ...
+arithmetic         ``+`` and ``-`` swapped, ``*`` and ``/`` swapped, ``//`` to ``*``, ``%`` to
+``*``, ``**`` to ``*``
 logic              ``and`` and ``or`` swapped, ``not`` removed, a plain condition negated
-constant           a number one larger, ``True`` and ``False`` swapped; defaults of parameters and fields included
+constant           a number one larger, ``True`` and ``False`` swapped; defaults of parameters and
+fields included
 sign               a leading minus removed
 min_max            ``min`` and ``max`` swapped, also as methods and as ``argmin``, ``maximum`` and the like
 dropped            a statement removed: a call for its effect, an update in place, ``continue``

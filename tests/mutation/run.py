@@ -1,4 +1,5 @@
-"""Mutation testing: change the source in one place, run the tests of that module, and list the changes they miss.
+"""Mutation testing: change the source in one place, run the tests of that module, and list the
+changes they miss.
 
     make mutants ARGS='--count 100 --seed 0 experts/gate.py'
     python -m tests.mutation.run --list orchestrator/plan/cost/*.py

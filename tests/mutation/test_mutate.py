@@ -42,7 +42,7 @@ def added(source: str) -> list[str]:
         ("x[i] = y", ["pass"]),
         ("y = a if ok else b", ["y = a if not ok else b"]),
         ("if ready(x):\n    pass", ["if not ready(x):"]),
-        ("def f(n: int = 2, *, on=False): ...", ["def f(n: int = 3, *, on=False): ...", "def f(n: int = 2, *, on=True): ..."]),
+        ("def f(n: int = 2, *, on=False): ...", ["def f(n: int = 3, *, on=False): ...", "def f(n: int = 2, *, on=True): ..."]),  # noqa: E501
         ("for x in y:\n    continue", ["pass"]),
         ("s = 'ä' + t if a < b else c", ["s = 'ä' + t if a <= b else c", "s = 'ä' + t if a >= b else c"]),
     ],

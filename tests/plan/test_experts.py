@@ -119,7 +119,7 @@ def test_expert_parallelism_of_a_dense_model_is_refused_with_advice():
     for inventory in (CPU, TWO):
         with pytest.raises(
             UserError,
-            match=r"this model has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N",
+            match=r"this model has none: all of its 1\.0M parameters are dense\. Use .*data_parallel, or .*--experts N",  # noqa: E501
         ):
             hosted(inventory, DENSE)
 
@@ -328,7 +328,8 @@ def test_settings_without_effect_are_reported():
     message = unused_settings(given, "single", model())
     assert message is not None
     assert message.startswith(
-        "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process has all experts; "
+        "--gate primary, --placement round_robin, --exchange-chunks 4 are not used: one process "
+        "has all experts; "
     )
     assert "--parallel-strategy expert_parallel" in message
     one = unused_settings(Config.of(exchange_chunks=4), "data_parallel", model())

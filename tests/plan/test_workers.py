@@ -248,7 +248,7 @@ def test_the_device_sets_the_backend_unless_a_flag_does(backend: str, on_gpu: bo
 def test_nccl_without_gpus_is_a_resource_error():
     with pytest.raises(
         ResourceError,
-        match=r"--backend nccl needs a GPU for each of the 4 workers; they train on CPUs\. Use --backend gloo",
+        match=r"--backend nccl needs a GPU for each of the 4 workers; they train on CPUs\. Use --backend gloo",  # noqa: E501
     ):
         choose_backend(Config.of(backend="nccl"), False, 4)
 

@@ -1,4 +1,5 @@
-"""Tests of the output of a sweep: a table on a terminal, a line per trial elsewhere, and no harm to the sweep."""
+"""Tests of the output of a sweep: a table on a terminal, a line per trial elsewhere, and no harm
+to the sweep."""
 
 import io
 import re

@@ -1,4 +1,5 @@
-"""Tests of following another process's event log: every event once, in order, whatever happens to the file."""
+"""Tests of following another process's event log: every event once, in order, whatever happens to
+the file."""
 
 import io
 import json

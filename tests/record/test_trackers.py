@@ -263,5 +263,5 @@ def test_heavy_packages_are_imported_late() -> None:
     code = """if True:
         import sys, orchestrator.record.trackers, orchestrator.record.screen, orchestrator.record.monitor
         heavy = {"torch", "ray", "tensorboard", "wandb", "mlflow", "pynvml", "psutil", "rich", "numpy"} & set(sys.modules)
-        assert not heavy, heavy"""
+        assert not heavy, heavy"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_run import write_run
 from tests.support.fake_sweep import FakeSweep, write_record
 
-EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'
+EVIL = '</td></style></script></svg><script>alert(1)</script><img src=x onerror=alert(1)>"\' onload=alert(1) x="\x1b[31m\u202e\x00'  # noqa: E501
 KEYS = (
     "task",
     "device",

@@ -1,4 +1,5 @@
-"""Tests that hostile checkpoints are skipped or refused in words: nothing is executed or written elsewhere."""
+"""Tests that hostile checkpoints are skipped or refused in words: nothing is executed or written
+elsewhere."""
 
 from __future__ import annotations
 

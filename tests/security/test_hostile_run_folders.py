@@ -1,4 +1,5 @@
-"""Tests that hostile run folders are shown as text, or refused in words: nothing is executed or written elsewhere."""
+"""Tests that hostile run folders are shown as text, or refused in words: nothing is executed or
+written elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests that secrets reach neither logs, ledgers, configs, checkpoints, nor anything else that a run leaves behind."""
+"""Tests that secrets reach neither logs, ledgers, configs, checkpoints, nor anything else that a
+run leaves behind."""
 
 from __future__ import annotations
 

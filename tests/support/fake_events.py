@@ -1,4 +1,5 @@
-"""Events as a training would write them, without a training: dense or with experts, on a CPU or a GPU, ended in any way.
+"""Events as a training would write them, without a training: dense or with experts, on a CPU or a
+GPU, ended in any way.
 
 Figures are a function of the seed, so that a test may compute them twice.
 """
@@ -45,7 +46,8 @@ class FakeRun:
     """The first process dies here; the second resumes from the last checkpoint and replays steps."""
     workers: int = 1
     recover_at: int = 0
-    """A worker is lost here. New processes continue from the last checkpoint, one fewer if there were three or more."""
+    """A worker is lost here. New processes continue from the last checkpoint, one fewer if there
+    were three or more."""
     recovery_s: float = 12.3
     hosted: bool = False
     """Expert parallel: the workers are hosts of experts, and rows are sent between them."""
@@ -330,7 +332,8 @@ class _EventWriter:
 
 
 def placement(run: FakeRun, num_hosts: int, step: int = 0) -> dict[str, Any]:
-    """Return the fields of a placement: the largest experts first, each to the host that finishes first (or in turn)."""
+    """Return the fields of a placement: the largest experts first, each to the host that finishes
+    first (or in turn)."""
     speeds = [run.speeds[rank % len(run.speeds)] for rank in range(num_hosts)]
     layers = [_placed_layer(run, layer, speeds) for layer in range(run.layers)]
     hosts = [

@@ -1,4 +1,5 @@
-"""Ledgers as a sweep would leave them, without a sweep: plausible grids, with trials that end in every possible way.
+"""Ledgers as a sweep would leave them, without a sweep: plausible grids, with trials that end in
+every possible way.
 
 Figures are a function of the point and the seed, so that a test may compute them twice.
 """

@@ -96,7 +96,8 @@ class Fault:
             raise ValueError(f"no fault is called {self.kind!r}; there are {', '.join(get_args(FaultKind))}")
         if (self.kind in ("raylet", "driver")) != (self.victim.kind == "nobody"):
             raise ValueError(
-                f"{self.kind} of {self.victim.kind}: a raylet or the driver has no rank, and other faults need one"
+                f"{self.kind} of {self.victim.kind}: a raylet or the driver has no rank, and other "
+                f"faults need one"
             )
         if self.kind in ("exception", "oom", "disk") and not self.moment.inside:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Real worker processes for tests: a forkserver that has torch loaded already starts a rank in
 about 0.1 s.
 
-    def sum_of_ranks(rank: int, size: int, store_path: str) -> float:    # a function of a module, not of a test
+    def sum_of_ranks(rank: int, size: int, store_path: str) -> float:    # a function of a module,
+    not of a test
         with gloo(rank, size, store_path):
             value = torch.tensor(float(rank))
             dist.all_reduce(value)

@@ -120,7 +120,8 @@ def check_samples(events: Sequence[Event], folder: FaultFolder, samples: int) ->
         repeated = [number for number, count in counts.items() if count > 1]
         if repeated or (epoch != last and len(counts) != samples):
             problems.append(
-                f"epoch {epoch}: {len(counts)} of {samples} samples seen, {len(repeated)} of them more than once"
+                f"epoch {epoch}: {len(counts)} of {samples} samples seen, {len(repeated)} of them "
+                f"more than once"
             )
     return problems
 

@@ -60,7 +60,8 @@ class PiecewiseGrid:
         num_points = len(self.m) * len(self.k) * len(self.n)
         if len(self.seconds) != num_points or not self.seconds or min(self.seconds) <= 0:
             raise ValueError(
-                f"a grid of {len(self.m)} × {len(self.k)} × {len(self.n)} sizes has {len(self.seconds)} values; "
+                f"a grid of {len(self.m)} × {len(self.k)} × {len(self.n)} sizes has "
+                f"{len(self.seconds)} values; "
                 "it needs one above 0 for each point"
             )
 

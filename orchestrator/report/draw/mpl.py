@@ -1,4 +1,5 @@
-"""Common look of the image files. matplotlib's object API only: no window, no global figure, safe in any thread."""
+"""Common look of the image files. matplotlib's object API only: no window, no global figure, safe
+in any thread."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def _event_frame(record: RunRecord, name: str) -> Frame:
 
 
 def _nested_columns(record: RunRecord, table: _Table, events: Sequence[Event]) -> dict[str, list[Any]]:
-    """Return the columns that an event holds in a mapping, and the phases, which are named with their unit."""
+    """Return the columns that an event holds in a mapping, and the phases, which are named with
+    their unit."""
     if table.kind == "phases":
         return {f"{name}_seconds": _values(events, name) for name in (*PHASES, "total")}
     if table.kind == "epoch":

@@ -1,4 +1,5 @@
-"""Hosts of the experts and their balance: the figures that picture, page, text and verdict show of a placement."""
+"""Hosts of the experts and their balance: the figures that picture, page, text and verdict show of
+a placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Image file of the experts' hosts: each expert on its host if they are few, else a map of hosts and layers."""
+"""Image file of the experts' hosts: each expert on its host if they are few, else a map of hosts
+and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page's section on the experts' hosts: the cost of the exchange, the experts of each host, the balance."""
+"""The page's section on the experts' hosts: the cost of the exchange, the experts of each host,
+the balance."""
 
 from __future__ import annotations
 

@@ -55,13 +55,15 @@ def _memory_advice(record: RunRecord) -> tuple[str, ...]:
     advice = ["a smaller --batch-size with as many more --accumulation-steps: the same result in less memory"]
     if record.setting("device", "activation_checkpointing") not in (True, "on"):
         advice.append(
-            "--activation-checkpointing on: recomputes activations, about a third more compute for far less memory"
+            "--activation-checkpointing on: recomputes activations, about a third more compute for "
+            "far less memory"
         )
     return (*advice, *_half_precision_advice(record))[:MAX_ADVICE]
 
 
 def _half_precision_advice(record: RunRecord) -> tuple[str, ...]:
-    """Advise bf16 on a GPU that does not use it yet; on a CPU the plan says whether there are units for it."""
+    """Advise bf16 on a GPU that does not use it yet; on a CPU the plan says whether there are
+    units for it."""
     if not record.on_gpu or record.fact("precision") in ("bf16", "fp16"):
         return ()
     return ("--precision bf16: half the bytes of activations, and faster matrix products",)
@@ -111,7 +113,8 @@ def _uneven_hosts(record: RunRecord) -> Finding | None:
 
 
 def placement_advice(record: RunRecord) -> tuple[str, ...]:
-    """Advise placement by cost if hosts are unbalanced: the hosts that finish first wait in the exchange too."""
+    """Advise placement by cost if hosts are unbalanced: the hosts that finish first wait in the
+    exchange too."""
     load = host_load(record)
     if load is None or load.imbalance is None or load.imbalance <= UNEVEN:
         return ()

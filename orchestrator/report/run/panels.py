@@ -191,7 +191,8 @@ def _score_panel(record: RunRecord, name: str) -> Panel:
 
 
 def _marks(record: RunRecord) -> tuple[tuple[float, str], ...]:
-    """Return the steps of resumes, recoveries and out-of-memory errors, which may explain a jump in the curve."""
+    """Return the steps of resumes, recoveries and out-of-memory errors, which may explain a jump
+    in the curve."""
     kinds = ("resume", "recovery", "oom")
     marked = [
         (finite(event.get("step")), event["event"]) for event in record.events if event["event"] in kinds

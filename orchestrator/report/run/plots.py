@@ -1,4 +1,5 @@
-"""Image files of a run: training curves, use of the experts, and (in ``host_plot``) the hosts of the experts."""
+"""Image files of a run: training curves, use of the experts, and (in ``host_plot``) the hosts of
+the experts."""
 
 from __future__ import annotations
 

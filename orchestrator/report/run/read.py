@@ -136,7 +136,8 @@ class RunRecord:
         return str(section(self.config, "run").get("name") or self.folder.resolve().name)
 
     def fact(self, name: str) -> Any:
-        """Return a fact of the run from the start event, else the summary, the plan's hardware or the config."""
+        """Return a fact of the run from the start event, else the summary, the plan's hardware or
+        the config."""
         for source in (self.start, self.summary, section(self.plan, "hardware"), self.config):
             if source.get(name) is not None:
                 return source[name]
@@ -194,7 +195,8 @@ class RunRecord:
 
 
 def cached_on_record(function: Callable[[RunRecord], T]) -> Callable[[RunRecord], T]:
-    """Cache a function's result on the record: text, page and verdict share figures of up to 100,000 steps."""
+    """Cache a function's result on the record: text, page and verdict share figures of up to
+    100,000 steps."""
 
     @wraps(function)
     def cached(record: RunRecord) -> T:

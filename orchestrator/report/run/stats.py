@@ -1,4 +1,5 @@
-"""Figures of a run that text, page and verdict share, so that they never disagree. Pure functions of a record."""
+"""Figures of a run that text, page and verdict share, so that they never disagree. Pure functions
+of a record."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def wall_seconds(record: RunRecord) -> dict[str, float]:
 
 
 def checkpoint_stalls(record: RunRecord) -> list[float]:
-    """Return the seconds that each checkpoint blocked the training: its whole time unless written in the background."""
+    """Return the seconds that each checkpoint blocked the training: its whole time unless written
+    in the background."""
     stalls = [finite(event.get("stall", event.get("seconds"))) for event in record.of("checkpoint")]
     return [seconds for seconds in stalls if seconds is not None]
 
@@ -174,7 +176,8 @@ def gpu_utilization(record: RunRecord) -> float | None:
 
 @cached_on_record
 def watched_metric(record: RunRecord) -> str:
-    """Return the validation metric that decides which checkpoint is best; the loss if no evaluation has it."""
+    """Return the validation metric that decides which checkpoint is best; the loss if no
+    evaluation has it."""
     name = str(section(record.config, "run").get("early_stopping_metric") or "loss")
     return name if any(score_number(event, name) is not None for event in record.evaluations) else "loss"
 

@@ -1,4 +1,5 @@
-"""Findings about time that does not go into training: data, recoveries, evaluation, checkpoints, communication."""
+"""Findings about time that does not go into training: data, recoveries, evaluation, checkpoints,
+communication."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class TimelineRow:
 
 
 def timeline_rows(record: RunRecord) -> list[TimelineRow]:
-    """Return the notable events; of a long series of one kind the first and the last, of too many the last."""
+    """Return the notable events; of a long series of one kind the first and the last, of too many
+    the last."""
     events = [_timeline_row(event, record) for event in record.events if event["event"] in _TEXTS]
     rows: list[TimelineRow] = []
     for _, series in groupby(events, key=lambda row: row.kind):

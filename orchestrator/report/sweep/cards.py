@@ -156,7 +156,8 @@ def parallel_card(record: SweepRecord) -> str:
     )
     description = f"{len(plot.lines)} trials over {', '.join(scale.name for scale in plot.scales)}"
     svg = (
-        f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" aria-label="{esc(description)}">'
+        f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{esc(description)}">'
         f'<path class="gridline" d="{axes}"/>{lines}</svg>'
     )
     labels = "".join(_scale_labels(scale, index, last) for index, scale in enumerate(plot.scales))
@@ -200,7 +201,7 @@ def _curve(places: Sequence[float], last: int) -> str:
 def _scale_labels(scale: Scale, index: int, last: int) -> str:
     left = 100 * index / last
     marks = [
-        f'<span class="tag" style="right:{100 - left:.1f}%;bottom:{100 * _inside(place):.1f}%">{esc(text)}</span>'
+        f'<span class="tag" style="right:{100 - left:.1f}%;bottom:{100 * _inside(place):.1f}%">{esc(text)}</span>'  # noqa: E501
         for place, text in scale.marks
     ]
     return "".join(marks) + f'<span class="x" style="left:{left:.1f}%">{esc(scale.name)}</span>'

@@ -15,7 +15,8 @@ _FORMULA_STARTS = ("=", "+", "-", "@")
 
 
 def sweep_csv(record: SweepRecord) -> str:
-    """Return one line per trial: status, settings as the plan filled them in, figures, and the point as chosen."""
+    """Return one line per trial: status, settings as the plan filled them in, figures, and the
+    point as chosen."""
     return _csv(trial_frame(record).reset_index())
 
 

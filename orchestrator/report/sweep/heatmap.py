@@ -104,7 +104,8 @@ def setting_effect(record: SweepRecord, name: str) -> float:
 
 
 def explained_variance(values: Sequence[float], groups: Sequence[int]) -> float:
-    """Return the part of the values' variance that their groups explain, corrected for the number of groups."""
+    """Return the part of the values' variance that their groups explain, corrected for the number
+    of groups."""
     import pandas as pd
 
     frame: Frame = pd.DataFrame({"value": values, "group": groups})

@@ -1,4 +1,5 @@
-"""``scaling.md``: the scaling tables of a sweep for people, with the commands that train with the best settings."""
+"""``scaling.md``: the scaling tables of a sweep for people, with the commands that train with the
+best settings."""
 
 from __future__ import annotations
 

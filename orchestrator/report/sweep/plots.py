@@ -1,4 +1,5 @@
-"""Image files of a sweep: scaling, heat map of the two settings with the largest effect, parallel coordinates."""
+"""Image files of a sweep: scaling, heat map of the two settings with the largest effect, parallel
+coordinates."""
 
 from __future__ import annotations
 

@@ -167,5 +167,5 @@ def test_pandas_is_imported_late(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "import sys, orchestrator.report.run.frames, orchestrator.report.sweep.page; assert 'pandas' not in sys.modules"
+    code = "import sys, orchestrator.report.run.frames, orchestrator.report.sweep.page; assert 'pandas' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)

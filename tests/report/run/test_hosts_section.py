@@ -25,8 +25,10 @@ def section_of(tmp_path, run):
 def test_each_expert_is_shown_on_its_host(tmp_path):
     text = section_of(tmp_path, FEW)
     for text_part in (
-        "Hosts of the experts", "5 experts of 2 layers on 3 hosts (lpt)", "Layer 1", "blocks.1.ffn", "predicted 1.41×", "21.3<i> MiB</i>",
-        "21,845 rows", "9.6<i> ms</i>", "12% of a step", "host 2", "93.0 GFLOP/s", "AMD EPYC 7R13 · cpu", "10.0.0.3", "layer 0: 0, 3",
+        "Hosts of the experts", "5 experts of 2 layers on 3 hosts (lpt)", "Layer 1",
+        "blocks.1.ffn", "predicted 1.41×", "21.3<i> MiB</i>",
+        "21,845 rows", "9.6<i> ms</i>", "12% of a step", "host 2", "93.0 GFLOP/s",
+        "AMD EPYC 7R13 · cpu", "10.0.0.3", "layer 0: 0, 3",
         "steps 61 to 120",
     ):  # fmt: skip
         assert text_part in text, text_part
@@ -108,7 +110,7 @@ MALFORMED = {
     "hosts of numbers": changed(hosts=[1, 2, 3]),
     "hosts without fields": changed(hosts=[{}, {}, {}]),
     "hosts of one rank": changed(hosts=[{"rank": 0}, {"rank": 0}]),
-    "invalid speeds": changed(hosts=[{"rank": 0, "speed": "fast"}, {"rank": 1, "speed": -3}, {"rank": 2, "speed": "inf"}]),
+    "invalid speeds": changed(hosts=[{"rank": 0, "speed": "fast"}, {"rank": 1, "speed": -3}, {"rank": 2, "speed": "inf"}]),  # noqa: E501
     "layers of numbers": changed(layers=[3, None, "x"]),
     "layers without fields": changed(layers=[{}, {}]),
     "experts past the hosts": changed(layers=layers_with(host_of=[0, 9, -1, "x", None])),
@@ -118,9 +120,9 @@ MALFORMED = {
     "invalid sizes": changed(layers=layers_with(sizes=["nan", 0, -1, None, 1e308], costs=None, seconds=None)),
     "seconds of another count": changed(layers=layers_with(seconds=[1.0])),
     "invalid names": changed(layers=layers_with(name=["a"]), sentence=7, method={}),
-    "loads of another shape": [event | {"loads": [None, "x", [1]]} if event["event"] == "load" else event for event in run_events(FEW)],
-    "loads of nothing": [event | {"loads": [[0] * 5] * 2} if event["event"] == "load" else event for event in run_events(FEW)],
-    "exchange of text": [event | {"bytes": "x", "seconds": [], "rows": None} if "rows" in event else event for event in run_events(FEW)],
+    "loads of another shape": [event | {"loads": [None, "x", [1]]} if event["event"] == "load" else event for event in run_events(FEW)],  # noqa: E501
+    "loads of nothing": [event | {"loads": [[0] * 5] * 2} if event["event"] == "load" else event for event in run_events(FEW)],  # noqa: E501
+    "exchange of text": [event | {"bytes": "x", "seconds": [], "rows": None} if "rows" in event else event for event in run_events(FEW)],  # noqa: E501
 }  # fmt: skip
 
 

@@ -44,8 +44,10 @@ def test_the_text_is_plain_and_within_the_width(tmp_path, name):
 def test_a_gpu_run_has_all_sections(tmp_path):
     text = text_of(tmp_path, RUNS["moe"])
     for text_part in (
-        "completed (all epochs done)", "tokens per second", "compiled in 21.4 s", "forward", "34.0%", "peak reserved", "84.7%",
-        "activations", "gpu 0 utilization", "checkpoints", "1 recovery, micro-batch now 128", "hot (×2)", "best accuracy", "TFLOP/s",
+        "completed (all epochs done)", "tokens per second", "compiled in 21.4 s", "forward",
+        "34.0%", "peak reserved", "84.7%",
+        "activations", "gpu 0 utilization", "checkpoints", "1 recovery, micro-batch now 128",
+        "hot (×2)", "best accuracy", "TFLOP/s",
         "layers × experts      4 × 8",
     ):  # fmt: skip
         assert text_part in text, text_part
@@ -67,8 +69,10 @@ def test_unfinished_and_resumed_runs_say_so(tmp_path):
 def test_a_run_on_several_workers_describes_them(tmp_path):
     text = text_of(tmp_path, RUNS["parallel"])
     for text_part in (
-        "strategy              data_parallel", "workers               2 (3 at first), gloo, on 1 node", "communication", "12.0%",
-        "step 77: worker 1 was lost", "1 time in 12.3 s on average; 17 steps repeated", "goodput", "blocked 5 ms each",
+        "strategy              data_parallel",
+        "workers               2 (3 at first), gloo, on 1 node", "communication", "12.0%",
+        "step 77: worker 1 was lost", "1 time in 12.3 s on average; 17 steps repeated", "goodput",
+        "blocked 5 ms each",
         "  recovery              ",
     ):  # fmt: skip
         assert text_part in text, text_part
@@ -85,7 +89,8 @@ def test_an_expert_parallel_run_describes_its_hosts(tmp_path):
     for text_part in (
         "strategy              expert_parallel", "gate                  replicated",
         "placement             5 experts of 2 layers on 3 hosts",
-        "imbalance             slowest host of each step ", "(steps 61 to 120)", "speed 4×, ", "of the work, time ",
+        "imbalance             slowest host of each step ", "(steps 61 to 120)", "speed 4×, ",
+        "of the work, time ",
         "21.3 MiB per step to other hosts, 21,845 rows", "9.6 ms per step, 12.0% of a step",
     ):  # fmt: skip
         assert text_part in text, text_part

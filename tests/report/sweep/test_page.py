@@ -148,10 +148,14 @@ def test_the_report_is_drawn_from_the_folder_alone(tmp_path) -> None:
 def test_a_damaged_ledger_is_drawn_as_far_as_possible(tmp_path) -> None:
     write_sweep(tmp_path, FakeSweep(space={"workers": (1, 2)}))
     odd = [
-        '{"event": "trial", "trial": 3, "point": {"workers": [1], "x<y": {"a": 1}}, "status": "completed", "samples_per_second": NaN}',
-        '{"event": "trial", "trial": 4, "point": {"workers": null}, "status": "completed", "samples_per_second": Infinity, "seconds": NaN}',
-        '{"event": "trial", "trial": 5, "point": {}, "status": "completed", "samples_per_second": 1e308, "interval": -1, "workers": 0}',
-        '{"event": "trial", "trial": 6, "point": {"workers": 1e300}, "status": "failed", "phases": {"data": "x", "forward": -1}}',
+        '{"event": "trial", "trial": 3, "point": {"workers": [1], "x<y": {"a": 1}}, "status": '
+        '"completed", "samples_per_second": NaN}',
+        '{"event": "trial", "trial": 4, "point": {"workers": null}, "status": "completed", '
+        '"samples_per_second": Infinity, "seconds": NaN}',
+        '{"event": "trial", "trial": 5, "point": {}, "status": "completed", "samples_per_second": '
+        '1e308, "interval": -1, "workers": 0}',
+        '{"event": "trial", "trial": 6, "point": {"workers": 1e300}, "status": "failed", "phases": '
+        '{"data": "x", "forward": -1}}',
         '{"event": "trial", "trial": 7, "point": 3, "status": "completed"}',
         '{"event": "trial", "trial": 8, "po',
     ]
