@@ -35,7 +35,7 @@ reads these lines.
 | failure    | kind, message, rank (or null), step, final: only a final failure ends the run              |
 | recovery   | attempt, reason, workers_before, workers, step (that training continues from),             |
 |            | lost_steps, source (memory, disk), detect_seconds, regroup_seconds, restore_seconds,       |
-|            | replay_seconds (to repeat the lost steps; expert parallel), total_seconds: from the        |
+|            | replay_seconds (to repeat the lost steps), total_seconds: from the                         |
 |            | failure until the first step after it is done                                              |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, Self
 
 import ray
 from torch import nn
@@ -91,19 +91,19 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
     (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     config = prepared.resolved.config
     settings = mask_tree(to_json(config), secret_values())
-    trackers = TrackerThread(config.watch.trackers, run_dir, run_dir.name, settings, on_warning=screen.note)
-    record = _RunRecord(run_dir, [screen, trackers])
-    try:
-        with stop_on_signal() as stop_requested:
-            return _Driver(start, prepared, cluster, run_dir, record, stop_requested, screen.note).run()
-    except BaseException as error:
-        record.close()
-        record_failure(run_dir, error, perf_counter() - begun)
-        raise
-    finally:
-        record.close()
-        trackers.close()
-        screen.close()
+    with ExitStack() as stack:
+        # The stack closes screen and trackers even if the record cannot be written to its end.
+        stack.callback(screen.close)
+        trackers = TrackerThread(
+            config.watch.trackers, run_dir, run_dir.name, settings, on_warning=screen.note
+        )
+        stack.callback(trackers.close)
+        try:
+            with _RunRecord(run_dir, [screen, trackers]) as record, stop_on_signal() as stop_requested:
+                return _Driver(start, prepared, cluster, run_dir, record, stop_requested, screen.note).run()
+        except BaseException as error:
+            record_failure(run_dir, error, perf_counter() - begun)
+            raise
 
 
 class _RunRecord:
@@ -135,11 +135,21 @@ class _RunRecord:
         if self._restarted:
             self.recovery_log.observe(event)
 
-    def close(self) -> None:
-        self._follower.poll()
-        self.recovery_log.close(time.time())
-        self.log.close()
-        self._follower.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # An error of closing, from a full disk for one, must not hide the error of the run.
+        with suppress(OSError) if error_type is not None else nullcontext():
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._follower.poll()
+            self.recovery_log.close(time.time())
+            self.log.close()
+        finally:
+            self._follower.close()
 
 
 @dataclass
