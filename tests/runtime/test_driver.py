@@ -100,6 +100,7 @@ class FakePrepared:
 class FakeScreen:
     notes: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
+    closed: bool = False
 
     def __call__(self, event: dict[str, Any]) -> None:
         self.shown.append(event["event"])
@@ -107,7 +108,8 @@ class FakeScreen:
     def note(self, message: str) -> None:
         self.notes.append(message)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 FakeClusters = Callable[..., FakeCluster]
@@ -230,3 +232,20 @@ def test_a_request_to_stop_is_passed_on_by_a_file(
     assert drive_run(cluster, screen) == "stopped"
     assert (cluster.run_dir / "logs" / STOP_FILE).exists()
     assert any("stopping after this step" in note for note in screen.notes)
+
+
+def test_a_full_disk_at_the_end_neither_hides_the_error_nor_keeps_the_screen_open(
+    fake_cluster: FakeClusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(log: RecoveryLog, at: float) -> None:
+        raise OSError(28, "No space left on device")
+
+    recorded: list[BaseException] = []
+    screen = FakeScreen()
+    cluster = fake_cluster((FAILED, range(1, 3)))
+    monkeypatch.setattr(RecoveryLog, "close", full_disk)
+    monkeypatch.setattr(module, "record_failure", lambda _, error, *rest: recorded.append(error))
+    with pytest.raises(TrainingFailed, match="--max-failures 0"):
+        drive_run(cluster, screen, max_failures=0)
+    assert [type(error) for error in recorded] == [TrainingFailed]
+    assert screen.closed
