@@ -174,7 +174,7 @@ class Feed:
         order = order.to(_device_of(data))
         for begin in self._step_starts(position):
             shares = self._shares(begin)
-            fetches = [_Gather(data, order[share.samples], self.world.device) for share in shares]
+            fetches = [_GatherRows(data, order[share.samples], self.world.device) for share in shares]
             yield self._step_batch(begin, shares, fetches)
 
     def _loaded_steps(self, order: Tensor, epoch: int, position: int) -> Iterator[StepBatch]:
@@ -195,7 +195,7 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class _Gather:
+class _GatherRows:
     """Gathers rows of the data into a batch, and brings it to the device."""
 
     data: Gatherable

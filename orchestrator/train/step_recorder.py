@@ -42,13 +42,13 @@ class StepRecorder:
     def add(self, step: PendingStep) -> None:
         """Add a finished step.
 
-        Every ``log_every`` steps, at the end of the warm-up, and after the first step of a resumed
-        run, write the events."""
+        Every ``log_every`` steps, after the first step, and at the end of the warm-up, write the
+        events."""
         self._pending.append(step)
-        num_steps = step.step - self._first_step
-        # The driver times a restart by the event of its first step, so that one must not wait.
-        first_after_resume = self._first_step > 0 and num_steps == 1
-        if first_after_resume or num_steps == _WARM_UP_STEPS or len(self._pending) >= self._log_every:
+        # The driver times a restart by the event of its first step, and a user whose steps are
+        # slow sees the first loss: that one must not wait for others.
+        is_early = step.step - self._first_step in (1, _WARM_UP_STEPS)
+        if is_early or len(self._pending) >= self._log_every:
             self.flush()
 
     def flush(self) -> None:
