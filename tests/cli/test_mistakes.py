@@ -195,7 +195,7 @@ MISTAKES = {
         cause="RuntimeError: no licence",
         files={"mine.py": "import torch\nraise RuntimeError('no licence')\n"},
     ),
-    "task that needs what is not installed": mistake(
+    "task that imports a missing package": mistake(
         *TRAIN_OWN_TASK,
         cause="ModuleNotFoundError: No module named 'not_installed'",
         files={"mine.py": "import not_installed\n"},
