@@ -149,10 +149,11 @@ class GroupFactory:
 
         All hosts must call it."""
         store = PrefixStore(f"{self.name}/{len(self._groups)}", self.store)
-        store.set(f"here/{self.rank}", "")
-        arrivals = [f"here/{rank}" for rank in range(self.size)]
+        # A counter, so that each host waits for a single key however many hosts there are.
+        if store.add("arrived", 1) == self.size:
+            store.set("all arrived", "")
         # Connecting cannot be interrupted, so that no host begins before all have arrived.
-        self.membership.wait_until(lambda: store.check(arrivals))
+        self.membership.wait_until(lambda: store.check(["all arrived"]))
         handle = self._connect(backend, store)
         group = Group(self.rank, self.size, handle, self.membership)
         self._groups.append(group)

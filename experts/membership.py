@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from time import sleep
+from time import monotonic, sleep
 
 _POLL_SECONDS = 0.002
+_LONGEST_POLL_SECONDS = 0.05
+_POLL_SHARE = 0.05
+"""The pause between two looks, as a share of the time waited so far: many hosts that wait long
+would overload the store that they look into."""
 
 
 class GroupLeft(RuntimeError):
@@ -42,10 +46,12 @@ class GroupMembership:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, without a time limit, or until the group is left."""
         self.waiting = True
+        began_at = monotonic()
         try:
             while not condition():
                 self.check()
-                sleep(_POLL_SECONDS)
+                pause_s = _POLL_SHARE * (monotonic() - began_at)
+                sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, pause_s)))
         finally:
             self.waiting = False
         self.completed_waits += 1

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from experts import membership as membership_module
 from experts.membership import GroupLeft, GroupMembership
 
 
@@ -64,3 +65,23 @@ def test_leaving_from_another_thread_ends_the_wait() -> None:
     membership.leave()
     thread.join(30.0)
     assert len(errors) == 1
+
+
+def test_a_long_wait_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of hosts may look into one store; a short wait still ends at once."""
+    now = 0.0
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        pauses.append(seconds)
+
+    monkeypatch.setattr(membership_module, "sleep", sleep)
+    monkeypatch.setattr(membership_module, "monotonic", lambda: now)
+    GroupMembership().wait_until(lambda: now > 60.0)
+    assert pauses[0] <= 0.002
+    assert pauses == sorted(pauses)
+    assert all(pause <= max(0.0021, 0.06 * sum(pauses[:index])) for index, pause in enumerate(pauses[:200]))
+    assert len(pauses) < 20 * 60 + 200, "at most 20 looks a second later on"
+    assert max(pauses) <= 0.05, "a host that is to leave notices soon"

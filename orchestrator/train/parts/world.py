@@ -101,6 +101,17 @@ class World:
         rows[self.rank] = torch.tensor(list(values), dtype=torch.float64)
         return self.all_reduce(rows).tolist()
 
+    def gather_values(self, value: Any) -> list[Any]:
+        """Return the plain values of every worker, by rank, in two collectives for any number of workers."""
+        if self.size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        length = int(self.all_reduce_max([len(text)])[0])
+        # Each worker fills its own row, padded with blanks; the sum over the workers is every row.
+        rows = torch.zeros(self.size, length, dtype=torch.uint8)
+        rows[self.rank] = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+        return [json.loads(bytes(row)) for row in self.all_reduce(rows).numpy()]
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy the main worker's tensors to all workers, in place."""
         if self.size == 1:

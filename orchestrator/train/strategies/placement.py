@@ -28,7 +28,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement_file import placement_file
-from orchestrator.train.strategies.shares import MeasuredDevice, measure_devices
+from orchestrator.train.strategies.shares import MeasuredDevice, own_device, with_mean_speeds
 
 _STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
 _PASSES = 3  # products of a training step, in multiples of the forward pass
@@ -103,16 +103,13 @@ def decide_placement(
     A resumed run keeps its placement (from ``known``, the fields of its plan) if it fits these hosts.
     ``loads`` are tokens per expert and layer as last seen, empty for a new run.
     """
-    if config.run.deterministic:
-        # Measured speeds differ from one measurement to the next.
-        devices = [MeasuredDevice(plan.device.value, 1.0)] * world.size
-    else:
-        devices = measure_devices(plan, world, known)
-    nodes = [
-        world.broadcast_value(f"node/{rank}", platform.node() if rank == world.rank else None)
-        for rank in range(world.size)
-    ]
-    memory = [row[0] for row in world.gather([_expert_memory(config, plan, facts, world)])]
+    # Measured speeds differ from one measurement to the next: a deterministic run uses none.
+    is_measured = not config.run.deterministic
+    own = own_device(plan, world, known) if is_measured else MeasuredDevice(plan.device.value, 1.0)
+    # One gather of all that is known about a host: the rounds do not grow with the hosts.
+    facts_of_host = [own.name, own.speed, platform.node(), _expert_memory(config, plan, facts, world)]
+    names, speeds, nodes, memory = zip(*world.gather_values(facts_of_host), strict=True)
+    devices = with_mean_speeds([MeasuredDevice(*pair) for pair in zip(names, speeds, strict=True)])
     hosts = [
         HostFacts(device.speed, num_bytes, node)
         for device, num_bytes, node in zip(devices, memory, nodes, strict=True)

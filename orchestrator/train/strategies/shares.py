@@ -55,18 +55,25 @@ def measure_devices(plan: Plan, world: World, known: Mapping[str, Any]) -> list[
     Speeds that the run measured before (in ``known``, the fields of its plan) are kept, so that a resumed
     run gives the same workers the same shares.
     """
+    own = own_device(plan, world, known)
+    rows = world.gather_values([own.name, own.speed])
+    return with_mean_speeds([MeasuredDevice(name, speed) for name, speed in rows])
+
+
+def own_device(plan: Plan, world: World, known: Mapping[str, Any]) -> MeasuredDevice:
+    """Return this worker's device with the speed that the run has measured before, or measures now."""
     name = device_name(world.device)
     speed = known.get("device_speeds", {}).get(name) or measure_speed(world.device, plan)
-    names = [
-        world.broadcast_value(f"device/{rank}", name if rank == world.rank else None)
-        for rank in range(world.size)
-    ]
-    speeds = [row[0] for row in world.gather([speed])]
-    means: dict[str, float] = {}
-    for kind in set(names):
-        of_kind = [value for other, value in zip(names, speeds, strict=True) if other == kind]
-        means[kind] = sum(of_kind) / len(of_kind)
-    return [MeasuredDevice(kind, means[kind]) for kind in names]
+    return MeasuredDevice(name, speed)
+
+
+def with_mean_speeds(devices: Sequence[MeasuredDevice]) -> list[MeasuredDevice]:
+    """Return the devices, each with the mean of the speeds measured for its name."""
+    speeds: dict[str, list[float]] = {}
+    for device in devices:
+        speeds.setdefault(device.name, []).append(device.speed)
+    means = {name: sum(values) / len(values) for name, values in speeds.items()}
+    return [MeasuredDevice(device.name, means[device.name]) for device in devices]
 
 
 def shares_from_speeds(speeds: Sequence[float]) -> list[float]:

@@ -178,8 +178,24 @@ def test_a_value_comes_from_the_lowest_rank_that_has_one(recoverable: bool) -> N
     assert run_ranks(broadcast_values, 3, recoverable) == [[{"a": [1, 2.5]}, "of two", 1, None, 0]] * 3
 
 
+def gather_values(rank: int, size: int, store: str, recoverable: bool) -> list[list[Any]]:
+    """Texts of several lengths, one of them not ASCII; infinity; a value that is None on some."""
+    with joined_world(rank, size, store, recoverable) as world:
+        return [
+            world.gather_values([f"Gerät {'x' * rank}", float("inf") if rank == 1 else 2.5]),
+            world.gather_values(None if rank else {"a": [1]}),
+        ]
+
+
+@both_worlds
+def test_the_values_of_all_ranks_are_gathered_by_rank(recoverable: bool) -> None:
+    texts = [["Gerät ", 2.5], ["Gerät x", float("inf")], ["Gerät xx", 2.5]]
+    assert run_ranks(gather_values, 3, recoverable) == [[texts, [{"a": [1]}, None, None]]] * 3
+
+
 def test_a_single_process_keeps_its_own_value() -> None:
     world = World.single_process()
+    assert world.gather_values({"x": 1}) == [{"x": 1}]
     world.wait_for_main("anywhere")
     assert world.broadcast_value("x", 3) == 3
     assert world.broadcast_value("y", None) is None
@@ -192,6 +208,7 @@ BLOCKING_CALLS: dict[str, Callable[[World], Any]] = {
     "broadcast_value": lambda world: world.broadcast_value("never", None),
     "gather_to_main": lambda world: world.gather_to_main({"x": torch.ones(3)}, None, "never"),
     "all_reduce": lambda world: world.all_reduce(torch.ones(3)),
+    "gather_values": lambda world: world.gather_values(1),
     "broadcast": lambda world: world.broadcast([torch.ones(3)]),
     "new_group": lambda world: world.new_group(),
 }
