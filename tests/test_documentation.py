@@ -9,11 +9,9 @@ A block ```` ```bash ```` runs, line by line, in one folder per page. A block ``
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import runpy
 import shlex
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ import pytest
 
 from orchestrator.config.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
+from tests.support.cli_runs import complete, enter_folder
 from tests.support.cluster import RayCluster
 from tests.support.documents import PAGES, ROOT, Block, blocks, broken_links, page_name
 from tests.support.ranks import run_ranks
@@ -204,43 +203,7 @@ def test_commands_run(page: str, tmp_path: Path, shared_cluster: RayCluster) -> 
             for command in block.commands("orchestrator"):
                 if command not in TESTED_ELSEWHERE:
                     cluster = shared_cluster if needs_ray(command) else None
-                    (outcome,) = run_ranks(
-                        run_command, 1, command, str(tmp_path), _environment(cluster), timeout=300
-                    )
-                    code, output = outcome
-                    assert code == 0, f"{command}\n{output}"
-
-
-def _environment(cluster: RayCluster | None) -> dict[str, str]:
-    if cluster is None:
-        return {}
-    changed = {name: value for name, value in cluster.environment.items() if os.environ.get(name) != value}
-    return changed | {"RAY_ADDRESS": cluster.address}
-
-
-def run_command(
-    _rank: int, _size: int, _store: str, command: str, folder: str, environment: dict[str, str]
-) -> tuple[int, str]:
-    """Run a command line in this process, which has torch loaded already.
-
-    Returns exit code and output.
-    """
-    from orchestrator.cli.main import main
-
-    log = _enter(folder, environment)
-    return main(shlex.split(command)[1:]), log.read_text(encoding="utf-8", errors="replace")
-
-
-def _enter(folder: str, environment: dict[str, str]) -> Path:
-    """Work in a folder, with all output in a file next to it. Returns the file."""
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    log = Path(folder).with_suffix(".log")
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    return log
+                    complete(cluster, tmp_path, shlex.split(command)[1:])
 
 
 # --- Python
@@ -253,13 +216,12 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
     if "class MyTask" in block.text:
         command = "orchestrator train --task example:MyTask --max-steps 5"
-        (outcome,) = run_ranks(run_command, 1, command, str(tmp_path), {})
-        assert outcome[0] == 0, outcome[1]
+        complete(None, tmp_path, shlex.split(command)[1:])
         assert (tmp_path / "results").is_dir()
     else:
         run_ranks(run_script, 1, str(tmp_path))
 
 
 def run_script(_rank: int, _size: int, _store: str, folder: str) -> None:
-    _enter(folder, {})
+    enter_folder(folder, {})
     runpy.run_path("example.py", run_name="__main__")

@@ -20,6 +20,7 @@ import pytest
 from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support.checkpoints import damage
+from tests.support.cli_runs import complete
 
 STEPS = 90
 SETTINGS = [
@@ -36,17 +37,19 @@ LONGEST_S = 200.0
 Losses = list[tuple[int, float, float]]
 
 
+def arguments_of(run_dir: Path, *extra: str) -> list[str]:
+    return ["train", "--run-dir", str(run_dir), *SETTINGS, *extra]
+
+
 def start(run_dir: Path, *extra: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "orchestrator", "train", "--run-dir", str(run_dir), *SETTINGS, *extra]
+    command = [sys.executable, "-m", "orchestrator", *arguments_of(run_dir, *extra)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+def run_to_end(run_dir: Path, *extra: str) -> str:
+    return complete(None, run_dir.parent, arguments_of(run_dir, *extra))
 
 
 def losses(run_dir: Path) -> Losses:
@@ -58,7 +61,7 @@ def losses(run_dir: Path) -> Losses:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish(start(run_dir))
+    run_to_end(run_dir)
     assert len(losses(run_dir)) == STEPS
     return losses(run_dir)
 
@@ -116,7 +119,7 @@ def test_three_kills_leave_the_losses_unchanged(tmp_path: Path, undisturbed: Los
     run_dir = tmp_path / "run"
     num_killed, _ = kill_and_resume(run_dir, 3, random.Random(1))
     assert num_killed >= 2
-    finish(start(run_dir, "--resume", "auto"))
+    run_to_end(run_dir, "--resume", "auto")
     assert losses(run_dir) == undisturbed
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed"
@@ -130,9 +133,9 @@ def test_twenty_kills_leave_the_losses_unchanged(tmp_path: Path) -> None:
     more_steps = ("--max-steps", "400")
     calm_dir = tmp_path / "calm"
     run_dir = tmp_path / "run"
-    finish(start(calm_dir, *more_steps))
+    run_to_end(calm_dir, *more_steps)
     num_killed, num_in_save = kill_and_resume(run_dir, 20, random.Random(20), *more_steps)
-    finish(start(run_dir, "--resume", "auto", *more_steps))
+    run_to_end(run_dir, "--resume", "auto", *more_steps)
     assert num_killed == 20
     assert num_in_save >= 3
     assert losses(run_dir) == losses(calm_dir)
@@ -148,7 +151,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(tmp_path: Path, undisturbed: Los
     process.wait()
     (_, newest), (older_step, older) = store.newest_first()[:2]
     damage(newest, older, random.Random(5))
-    output = finish(start(run_dir, "--resume", "auto"))
+    output = run_to_end(run_dir, "--resume", "auto")
     assert f"skipped checkpoint {newest.name}" in output
     assert f"resumed at step {older_step}" in output
     assert losses(run_dir) == undisturbed

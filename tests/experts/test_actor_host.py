@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from experts.membership import GroupLeft
-from tests.support.cluster import RayCluster
-from tests.support.idle_hosts import IdlePool, connected, idle_pool
+from tests.support.cluster import RayCluster, connected
+from tests.support.idle_hosts import IdlePool, idle_pool
 from tests.support.idle_worker import SNAPSHOT_BYTES, IdleHeader
 
 pytestmark = [pytest.mark.ray]

@@ -46,7 +46,15 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "tests/experts/test_clip.py").write_text(TESTS, encoding="utf-8")
     shutil.copytree(Path(__file__).parent, tmp_path / "tests/mutation")
     (tmp_path / "tests/mutation/equivalent.yaml").write_text("", encoding="utf-8")
+    shorten_limit(tmp_path / "tests/mutation/run.py")
     return tmp_path
+
+
+def shorten_limit(tool: Path) -> None:
+    """Give up on an endless loop after two seconds; a plain run allows ten."""
+    source = tool.read_text(encoding="utf-8")
+    assert "LEAST_TEST_S = 10.0" in source
+    tool.write_text(source.replace("LEAST_TEST_S = 10.0", "LEAST_TEST_S = 2.0"), encoding="utf-8")
 
 
 def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

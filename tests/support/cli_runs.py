@@ -1,8 +1,10 @@
-"""Whole runs by the command line, on a cluster or in one process."""
+"""Whole runs by the command line, on a cluster or in one process.
+
+A run that is killed or signalled is a program of its own (``start_run``). Every other one is a process
+that has torch loaded already (``complete_run``), which saves seconds."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shlex
@@ -16,25 +18,29 @@ from typing import Any
 import pytest
 
 from orchestrator.record.events import by_step, of_kind, read_events
-from tests.support.cluster import RayCluster
+from tests.support.cluster import RayCluster, connected
+from tests.support.ranks import run_ranks
 
 SIZES = shlex.split("--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --global-batch-size 50")
 QUIET = shlex.split("--trackers --no-monitor-gpu --learning-rate 1e-3 --log-every 2 --schedule constant")
 
 
+def arguments_of(run_dir: Path, *extra: str) -> list[str]:
+    return ["train", "--run-dir", str(run_dir), *SIZES, *QUIET, *extra]
+
+
 def command(run_dir: Path, *extra: str) -> list[str]:
-    return [sys.executable, "-m", "orchestrator", "train", "--run-dir", str(run_dir), *SIZES, *QUIET, *extra]
+    return [sys.executable, "-m", "orchestrator", *arguments_of(run_dir, *extra)]
 
 
-def start_run(cluster: RayCluster | None, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
-    address = ["--ray-address", cluster.address] if cluster else []
+def start_run(cluster: RayCluster, run_dir: Path, *extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command(run_dir, *extra), *address],
+        [*command(run_dir, *extra), "--ray-address", cluster.address],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=run_dir.parent,
-        env=cluster.environment if cluster else None,
+        env=cluster.environment,
         start_new_session=True,
     )
 
@@ -49,6 +55,46 @@ def finish_run(process: subprocess.Popen[str], code: int = 0, timeout: float = 4
         pytest.fail(f"did not end within {timeout} s:\n{output}")
     assert process.returncode == code, output
     return output
+
+
+def complete_run(cluster: RayCluster | None, run_dir: Path, *extra: str, code: int = 0) -> str:
+    """Run to the end, which must come with exit code ``code``. Return the output."""
+    return complete(cluster, run_dir.parent, arguments_of(run_dir, *extra), code)
+
+
+def complete(cluster: RayCluster | None, folder: Path, arguments: list[str], code: int = 0) -> str:
+    """Run a command line in a folder; on the cluster, if one is given. Return the output."""
+    environment: dict[str, str] = {}
+    if cluster is not None:
+        changed = {key: value for key, value in cluster.environment.items() if os.environ.get(key) != value}
+        environment = changed | {"RAY_ADDRESS": cluster.address}
+    (outcome,) = run_ranks(run_in_rank, 1, arguments, str(folder), environment, timeout=900)
+    exit_code, output = outcome
+    assert exit_code == code, f"{arguments}\n{output}"
+    return output
+
+
+def run_in_rank(
+    _rank: int, _size: int, _store: str, arguments: list[str], folder: str, environment: dict[str, str]
+) -> tuple[int, str]:
+    """Run a command line in this process. Returns exit code and output."""
+    from orchestrator.cli.main import main
+
+    log = enter_folder(folder, environment)
+    code = main(arguments)
+    return code, log.read_text(encoding="utf-8", errors="replace")
+
+
+def enter_folder(folder: str, environment: dict[str, str]) -> Path:
+    """Work in a folder, with all output in a file next to it. Returns the file."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    log = Path(folder).with_suffix(".log")
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    return log
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -80,27 +126,15 @@ def kill_worker(run_dir: Path, rank: int) -> None:
 
 def single_process_losses(run_dir: Path, *extra: str) -> list[float]:
     """Run in one process. Return the losses."""
-    finish_run(start_run(None, run_dir, *extra))
+    complete_run(None, run_dir, *extra)
     return losses(run_dir)
-
-
-_LIST_ACTORS = """
-import ray, sys
-ray.init(address=sys.argv[1], log_to_driver=False)
-from ray._private.state import actors
-print([a['ActorClassName'] for a in actors().values()
-       if a['State'] != 'DEAD' and 'Coordinator' not in a['ActorClassName']])
-"""
 
 
 def living_actors(cluster: RayCluster) -> list[str]:
     """Return the class names of the actors that live in the cluster."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LIST_ACTORS, cluster.address],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    with connected(cluster):
+        from ray._private.state import actors
+
+        living = [actor for actor in actors().values() if actor["State"] != "DEAD"]
+        names = [actor["ActorClassName"] for actor in living]
+    return [name for name in names if "Coordinator" not in name]

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 _START_SECONDS = 90
 
@@ -137,3 +139,23 @@ def local_cluster(cpus: int, gpus: int = 0, dashboard: bool = False) -> Iterator
         yield cluster
     finally:
         cluster.close()
+
+
+@contextmanager
+def connected(cluster: RayCluster) -> Iterator[str]:
+    """Connect this process to a cluster. Yields the id of the node."""
+    # Here, because most tests need no Ray and its import takes a second.
+    import ray
+
+    from orchestrator.runtime.ray_internals import reload_auth_mode
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
+            patch.setenv(name, cluster.environment[name])
+        reload_auth_mode()
+        try:
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield str(ray.get_runtime_context().get_node_id())
+        finally:
+            ray.shutdown()
+    reload_auth_mode()

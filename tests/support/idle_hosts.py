@@ -8,27 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import ray
 from ray.exceptions import RayActorError
 
 from experts.actor_host import ExpertHost
-from orchestrator.runtime.ray_internals import reload_auth_mode
-from tests.support.cluster import RayCluster
 from tests.support.idle_worker import idle_worker
-
-
-@contextmanager
-def connected(cluster: RayCluster) -> Iterator[str]:
-    """Connect this process to a cluster. Yields the id of the node."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED"):
-            patch.setenv(name, cluster.environment[name])
-        reload_auth_mode()
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield str(ray.get_runtime_context().get_node_id())
-        ray.shutdown()
-    reload_auth_mode()
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from orchestrator.record.events import Event, by_step, of_kind, read_events
 from tests.support.cli_runs import read_summary
-from tests.support.cluster import RayCluster
+from tests.support.cluster import RayCluster, connected
 from tests.support.fault_injector import is_alive
 from tests.support.faults import FaultFolder
 
@@ -221,22 +220,6 @@ def _open_shared_memory() -> set[str]:
     return names
 
 
-_LIST_LEFTOVERS = """
-import json, re, sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False)
-from ray._private.internal_api import memory_summary
-from ray._private.state import actors, state
-from ray.util import placement_group_table
-left = [f"actor {a['ActorClassName']} is {a['State']}" for a in actors().values()
-        if a["State"] != "DEAD" and "Coordinator" not in a["ActorClassName"]]
-left += [f"placement group {g['placement_group_id']} is {g['state']}"
-         for g in placement_group_table().values() if g["state"] != "REMOVED"]
-stored = re.search(r"(\\d+) objects", memory_summary(sys.argv[1], stats_only=True))
-left += [f"{stored[1]} objects are left in the store"] if stored and int(stored[1]) else []
-print("LEFT" + json.dumps(left))
-"""
-
-
 def leftovers_in_cluster(cluster: RayCluster) -> list[str]:
     """No actor, placement group or object stays in the cluster, once Ray has noticed that the
     driver is gone.
@@ -253,7 +236,32 @@ def leftovers_in_cluster(cluster: RayCluster) -> list[str]:
 
 
 def _list_leftovers(cluster: RayCluster) -> list[str]:
-    command = [sys.executable, "-c", _LIST_LEFTOVERS, cluster.address]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=90)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
-    return json.loads(lines[-1].removeprefix("LEFT")) if lines else [f"{_UNREADABLE}: {done.stderr[-500:]}"]
+    try:
+        with connected(cluster):
+            return [*_leftover_actors(), *_leftover_placement_groups(), *_leftover_objects(cluster)]
+    except Exception as error:  # ConnectionError, RpcError and others, depending on what is unreadable
+        return [f"{_UNREADABLE}: {error}"]
+
+
+def _leftover_actors() -> list[str]:
+    from ray._private.state import actors
+
+    return [
+        f"actor {actor['ActorClassName']} is {actor['State']}"
+        for actor in actors().values()
+        if actor["State"] != "DEAD" and "Coordinator" not in actor["ActorClassName"]
+    ]
+
+
+def _leftover_placement_groups() -> list[str]:
+    from ray.util import placement_group_table
+
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return [f"placement group {group['placement_group_id']} is {group['state']}" for group in groups]
+
+
+def _leftover_objects(cluster: RayCluster) -> list[str]:
+    from ray._private.internal_api import memory_summary
+
+    stored = re.search(r"(\d+) objects", memory_summary(cluster.address, stats_only=True))
+    return [f"{stored[1]} objects are left in the store"] if stored and int(stored[1]) else []

@@ -16,6 +16,7 @@ import pytest
 from orchestrator.record.events import by_step, of_kind, read_events
 from tests.support.cli_runs import (
     command,
+    complete_run,
     finish_run,
     kill_worker,
     living_actors,
@@ -74,7 +75,7 @@ def check_recovery(run_dir: Path) -> None:
 
 
 def test_more_workers_than_the_cluster_has_are_refused(shared_cluster: RayCluster, tmp_path: Path) -> None:
-    output = finish_run(start_run(shared_cluster, tmp_path / "run", "--workers", "9"), code=3, timeout=60)
+    output = complete_run(shared_cluster, tmp_path / "run", "--workers", "9", code=3)
     assert "--workers 9" in output
     assert "4 CPUs" in output
     assert len(output.strip().splitlines()) <= 4
@@ -85,7 +86,7 @@ def test_a_restarted_deterministic_run_is_equal_to_the_bit(
     shared_cluster: RayCluster, tmp_path: Path
 ) -> None:
     length = shlex.split("--max-steps 300 --epochs 100 --checkpoint-every 10 --workers 2 --deterministic")
-    finish_run(start_run(shared_cluster, tmp_path / "calm", *length))
+    complete_run(shared_cluster, tmp_path / "calm", *length)
     process = start_run(shared_cluster, tmp_path / "run", *length, "--max-failures", "5")
     for rank in (0, 1):
         wait_for_steps(process, tmp_path / "run", 45)
@@ -107,7 +108,7 @@ def test_ten_kills(shared_cluster: RayCluster, tmp_path: Path) -> None:
         wait_for_steps(process, run_dir, generator.randrange(30, 80))
         kill_worker(run_dir, generator.randrange(3))
     finish_run(process, timeout=900)
-    finish_run(start_run(shared_cluster, tmp_path / "calm", *length), timeout=900)
+    complete_run(shared_cluster, tmp_path / "calm", *length)
     summary = read_summary(run_dir)
     assert (summary["status"], summary["steps"]) == ("completed", 2000)
     assert (summary["failures"], summary["recoveries"]) == (10, 10)
@@ -135,7 +136,7 @@ def test_a_lost_node_leaves_the_others_to_continue(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_text_task_on_three_workers(shared_cluster: RayCluster, tmp_path: Path) -> None:
     length = shlex.split("--task text --max-steps 40 --context-length 32")
-    finish_run(start_run(shared_cluster, tmp_path / "run", *length, "--workers", "3"))
+    complete_run(shared_cluster, tmp_path / "run", *length, "--workers", "3")
     expected = single_process_losses(tmp_path / "alone", *length)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
 

@@ -9,8 +9,8 @@ import ray
 
 from orchestrator.runtime.expert_parallel.calls import GroupCalls
 from orchestrator.runtime.recovery import Failure
-from tests.support.cluster import RayCluster
-from tests.support.idle_hosts import IdlePool, connected, idle_pool, is_dead, kill_and_wait, wait_until
+from tests.support.cluster import RayCluster, connected
+from tests.support.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
 
 pytestmark = [pytest.mark.ray]
 

@@ -13,8 +13,8 @@ from ray.util import placement_group_table
 
 from orchestrator.runtime.expert_parallel import host_pool as module
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
-from tests.support.cluster import RayCluster
-from tests.support.idle_hosts import connected, wait_until
+from tests.support.cluster import RayCluster, connected
+from tests.support.idle_hosts import wait_until
 from tests.support.idle_worker import preload_or_die
 
 pytestmark = [pytest.mark.ray]

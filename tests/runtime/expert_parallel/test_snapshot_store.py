@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from orchestrator.runtime.expert_parallel.snapshot_store import References, SnapshotStore
-from tests.support.cluster import RayCluster
-from tests.support.idle_hosts import IdlePool, connected, idle_pool, kill_and_wait
+from tests.support.cluster import RayCluster, connected
+from tests.support.idle_hosts import IdlePool, idle_pool, kill_and_wait
 from tests.support.idle_worker import SNAPSHOT_BYTES, snapshot_value
 
 pytestmark = [pytest.mark.ray]

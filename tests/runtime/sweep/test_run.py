@@ -22,26 +22,31 @@ from orchestrator.errors import UserError
 from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, holds_sweep, read_sweep_record
 from orchestrator.runtime.sweep.run import make_source, trial_error
 from orchestrator.trainer import Trainer
-from tests.support.cli_runs import finish_run, living_actors, read_summary
+from tests.support.cli_runs import complete, finish_run, living_actors, read_summary
 from tests.support.cluster import RayCluster
 
 SIZES = ("--width", "16", "--expert-hidden-size", "8", "--experts", "3", "--layers", "1")
 
 
-def start_program(cluster: RayCluster, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def sweep_arguments(run_dir: Path, *arguments: str) -> list[str]:
+    return ["sweep", *SIZES, *arguments, "--run-dir", str(run_dir)]
+
+
+def start_sweep(cluster: RayCluster, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "orchestrator", *sweep_arguments(run_dir, *arguments)]
     return subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", *arguments, "--ray-address", cluster.address],
+        [*program, "--ray-address", cluster.address],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=folder,
+        cwd=run_dir.parent,
         env=cluster.environment,
         start_new_session=True,
     )
 
 
-def start_sweep(cluster: RayCluster, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    return start_program(cluster, run_dir.parent, "sweep", *SIZES, *arguments, "--run-dir", str(run_dir))
+def complete_sweep(cluster: RayCluster, run_dir: Path, *arguments: str) -> None:
+    complete(cluster, run_dir.parent, sweep_arguments(run_dir, *arguments))
 
 
 def rows_of(run_dir: Path) -> list[TrialRow]:
@@ -72,8 +77,7 @@ def test_a_killed_sweep_continues_from_its_ledger(shared_cluster: RayCluster, tm
     killed.communicate()
     before = (run_dir / LEDGER).read_text()
     assert len(rows_of(run_dir)) < 5
-    resumed = start_program(shared_cluster, tmp_path, "sweep", "--resume", str(run_dir), "--concurrent", "1")
-    output = finish_run(resumed)
+    output = complete(shared_cluster, tmp_path, ["sweep", "--resume", str(run_dir), "--concurrent", "1"])
     assert (run_dir / LEDGER).read_text().startswith(before), "finished trials count"
     rows = rows_of(run_dir)
     assert [row.point for row in rows[1:]] == POINTS, "in the order of the file"
@@ -97,7 +101,7 @@ def test_a_sweep_by_validation_loss_with_asha(shared_cluster: RayCluster, tmp_pa
     run_dir = tmp_path / "loss"
     space = ("--sweep", "learning-rate=1e-5,1e-4,3e-3,1e-2", "--workers", "1", "--batch-size", "32")
     objective = ("--objective", "validation_loss", "--trial-steps", "64", "--asha", "--concurrent", "1")
-    finish_run(start_sweep(shared_cluster, run_dir, *space, *objective))
+    complete_sweep(shared_cluster, run_dir, *space, *objective)
     record = read_sweep_record(run_dir)
     best = record.best()
     assert best is not None
@@ -111,7 +115,7 @@ def test_a_sweep_by_validation_loss_with_asha(shared_cluster: RayCluster, tmp_pa
 def test_a_sweep_over_strategies(shared_cluster: RayCluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "strategies"
     space = ("--sweep", "parallel-strategy=data_parallel,expert_parallel", "--workers", "2")
-    finish_run(start_sweep(shared_cluster, run_dir, *space, "--batch-size", "16", "--trial-seconds", "0.5"))
+    complete_sweep(shared_cluster, run_dir, *space, "--batch-size", "16", "--trial-seconds", "0.5")
     assert [(row.status, row.strategy) for row in read_sweep_record(run_dir).rows] == [
         ("completed", "data_parallel"),
         ("completed", "expert_parallel"),
@@ -124,10 +128,10 @@ def test_a_sweep_over_strategies(shared_cluster: RayCluster, tmp_path: Path) -> 
 def test_train_uses_the_best_settings_of_a_sweep(shared_cluster: RayCluster, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     space = ("--sweep", "batch-size=10,25", "workers=1,2", "--trial-seconds", "0.5")
-    finish_run(start_sweep(shared_cluster, folder, *space))
+    complete_sweep(shared_cluster, folder, *space)
     run_dir = tmp_path / "run"
-    arguments = ("--tuned", str(folder), "--max-steps", "5", "--run-dir", str(run_dir), "--trackers")
-    finish_run(start_program(shared_cluster, tmp_path, "train", *arguments))
+    arguments = ["train", "--tuned", str(folder), "--max-steps", "5", "--run-dir", str(run_dir), "--trackers"]
+    complete(shared_cluster, tmp_path, arguments)
     best = read_sweep_record(folder).best()
     assert best is not None
     summary = read_summary(run_dir)
@@ -155,7 +159,7 @@ def test_a_killed_worker_is_a_row(shared_cluster: RayCluster, tmp_path: Path) ->
     run_dir = tmp_path / "sweep"
     (tmp_path / "deadly.py").write_text(DEADLY_TASK)
     space = ("--task", "deadly:Deadly", "--sweep", "batch-size=10,13,25,30", "--workers", "1")
-    finish_run(start_sweep(shared_cluster, run_dir, *space, "--trial-seconds", "0.5", "--concurrent", "1"))
+    complete_sweep(shared_cluster, run_dir, *space, "--trial-seconds", "0.5", "--concurrent", "1")
     rows = rows_of(run_dir)
     assert [row.status for row in rows] == ["completed", "failed", "completed", "completed"]
     assert "was lost" in rows[1].reason

@@ -27,13 +27,13 @@ from tests.support.loop_runs import SMALL, losses_in, run_loop
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    """A hundred random damages."""
+    """Forty random damages."""
     _, losses = run_loop(tmp_path / "run", max_steps=8, checkpoint_every=2)
     config = Config.of(**SMALL, resume="auto", run_dir=tmp_path / "run", max_steps=8)
     prepared = Trainer(config=config, quiet=True).prepare()
     generator = random.Random(11)
     kinds = set()
-    for number in range(100):
+    for number in range(40):
         run_dir = tmp_path / f"case{number}"
         checkpoints = run_dir / "checkpoints"
         shutil.copytree(tmp_path / "run" / "checkpoints", checkpoints)
