@@ -156,7 +156,6 @@ def noise(
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         shifted_TD = (mixed_TD >> shift) & ((1 << (64 - shift)) - 1)
         mixed_TD = (mixed_TD ^ shifted_TD) * factor
-    mixed_TD = mixed_TD ^ ((mixed_TD >> 31) & ((1 << 33) - 1))
-    # The upper 24 bits: as many as fp32 holds exactly.
+    # The upper 24 bits: as many as fp32 holds exactly. The finalizer's last step changes lower bits only.
     uniform_TD = ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
     return 1.0 + size * (2.0 * uniform_TD - 1.0)

@@ -24,16 +24,15 @@ For an expert without work the first two are swapped."""
 
 
 def greedy(problem: PlacementProblem, order: Sequence[int]) -> list[int] | None:
-    """Assign the expert to the host that would finish it first, and return that host.
+    """Assign each expert, in this order, to the host that would finish it first.
 
-    None: it fits nowhere."""
+    Returns the host of each expert; None where an expert fits nowhere."""
     partial = _PartialPlacement(problem)
     speed_classes = _speed_classes(problem.speed)
     for block in _blocks(problem, order):
         queues = _make_queues(partial, speed_classes, block)
         for expert in block:
-            host = _choose_host(partial, queues, expert)
-            if host is None:
+            if not _assign(partial, queues, expert):
                 return None
     return partial.host_of
 
@@ -123,13 +122,8 @@ def _make_queues(
     return queues
 
 
-def _choose_host(
-    partial: _PartialPlacement,
-    queues: Sequence[_HostQueue],
-    expert: int,
-) -> int | None:
-    """Assign the expert to the host that would finish it first, and return that host; None where it
-    fits nowhere."""
+def _assign(partial: _PartialPlacement, queues: Sequence[_HostQueue], expert: int) -> bool:
+    """Assign the expert to the host that would finish it first. Returns whether it fits on any."""
     work = partial.problem.work[expert]
     size = partial.problem.bytes[expert]
     best: _HostKey | None = None
@@ -147,12 +141,12 @@ def _choose_host(
         if hosts:
             popped.append((queue, hosts))
     if best is None:
-        return None
+        return False
     partial.assign(expert, best[-1])
     # After the assignment: the host has another key now.
     for queue, hosts in popped:
         queue.requeue(hosts, partial)
-    return best[-1]
+    return True
 
 
 def _blocks(problem: PlacementProblem, order: Sequence[int]) -> Iterator[list[int]]:

@@ -62,7 +62,7 @@ def choose_data_on_device(config: Config, facts: ModelFacts, gpu_memory: int | N
         return Choice(False, NO_AUTO)
     share = facts.gathered_bytes / gpu_memory
     reason = f"the training data is {bytes_text(facts.gathered_bytes)}, {share:.1%} of the GPU's memory"
-    if share < _ON_DEVICE_SHARE:
+    if share <= _ON_DEVICE_SHARE:
         return Choice(True, reason)
     return Choice(
         False, f"{reason}: more than {_ON_DEVICE_SHARE:.0%}", (Rejected("on the device", "too large"),)

@@ -144,9 +144,7 @@ def _given_workers(
     present = cluster.gpus if on_gpu else cluster.cpus
     reachable = cluster.reachable_gpus if on_gpu else cluster.reachable_cpus
     if needed > reachable:
-        reach = ""
-        if cluster.autoscaling and reachable > present:
-            reach = f" and its autoscaler reaches {reachable}"
+        reach = f" and its autoscaler reaches {reachable}" if reachable > present else ""
         instead = "add nodes to the cluster"
         if on_gpu and not cluster.joined:
             instead = "use --gpu-mode cpu to train on CPUs"

@@ -64,6 +64,32 @@ def test_noise_depends_on_seed_position_and_column_only() -> None:
         assert not torch.isclose(other_TD, whole_TD).all(1).any()
 
 
+def splitmix64(state: int) -> int:
+    """The finalizer of SplitMix64 as published, in unsigned arithmetic."""
+    mask = 2**64 - 1
+    state &= mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+def test_noise_is_splitmix64_of_seed_position_and_column() -> None:
+    positions = [0, 1, 2, 700, 2**40]
+    for seed in (0, 11, -5, 2**62):
+        drawn_TD = draw(torch.tensor(positions), seed=seed, width=3)
+        for row, position in enumerate(positions):
+            for column in range(3):
+                state = position * 0x9E3779B97F4A7C15 + column * 0xBF58476D1CE4E5B9 + seed
+                uniform = (splitmix64(state) >> 40) / 2**24
+                assert float(drawn_TD[row, column]) == 1.0 + 0.25 * (2.0 * uniform - 1.0)
+
+
+def test_noise_keeps_its_values_between_versions() -> None:
+    """A resumed run must draw the noise of the run before it."""
+    drawn_TD = noise(7, torch.tensor([0, 3]), 3, 1.0, torch.float64)
+    assert (drawn_TD * 2**23).tolist() == [[1224240, 16524829, 3000803], [15112256, 341550, 2319603]]
+
+
 def test_noise_in_fp32_is_that_in_fp64_rounded() -> None:
     exact_TD = draw(torch.arange(1000))
     rounded_TD = noise(11, torch.arange(1000), 8, 0.25, torch.float32)
@@ -178,6 +204,19 @@ def test_weights_of_a_tie_are_equal() -> None:
     routing = route(gate, make_tokens(7, WIDTH))
     torch.testing.assert_close(routing.weights_TK, torch.full((7, 3), 1 / 3))
     assert int(routing.counts_E.sum()) == 21
+
+
+@pytest.mark.parametrize("bias_rate", [0.0, 0.1])
+def test_a_recomputed_pass_repeats_the_choice_of_the_first(bias_rate: float) -> None:
+    """The weights are the scores of the replayed experts, whatever the gate would choose now."""
+    gate = make_gate(normalise=False, bias_rate=bias_rate)
+    x_TD = make_tokens(3, WIDTH)
+    first_TK = torch.tensor([[4, 0], [1, 2], [3, 1]])
+    routing = route(gate, x_TD, replay=lambda _: first_TK)
+    assert torch.equal(routing.experts_TK, first_TK)
+    scores_TE = F.linear(x_TD, gate.weight_ED).softmax(-1)
+    assert torch.equal(routing.weights_TK, scores_TE.gather(1, first_TK))
+    assert routing.counts_E.tolist() == [1, 2, 1, 1, 1]
 
 
 # --- bias
@@ -306,7 +345,16 @@ def test_a_layer_under_autocast_keeps_the_type_of_its_input(dtype: torch.dtype) 
 def test_the_share_of_an_expert_is_one_for_an_even_load() -> None:
     assert scaled_share(torch.tensor([0, 0, 0]), torch.float64).tolist() == [1.0, 1.0, 1.0]
     assert scaled_share(torch.tensor([4, 4]), torch.float64).tolist() == [1.0, 1.0]
+    assert scaled_share(torch.tensor([0, 1]), torch.float64).tolist() == [0.0, 2.0]
     assert scaled_share(torch.tensor([6, 0, 3]), torch.float64).tolist() == [2.0, 0.0, 1.0]
+
+
+def test_a_new_gate_has_small_weights_a_normalised_top_k_and_no_bias() -> None:
+    gate = Gate(2000, 8, 8)
+    weight_ED = gate.weight_ED.detach()
+    assert float(weight_ED.mean()) == pytest.approx(0.0, abs=1e-3)
+    assert float(weight_ED.std()) == pytest.approx(0.02, rel=0.03)
+    assert (gate.scores, gate.normalise, gate.bias_rate) == ("softmax", True, 0.0)
 
 
 @pytest.mark.parametrize("top_k", [0, 6])

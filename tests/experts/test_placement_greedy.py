@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -52,6 +53,18 @@ def test_the_queues_choose_the_hosts_of_a_scan(
     by_work = sorted(range(num_experts), key=lambda e: (-problem.work[e], -problem.bytes[e]))
     shuffled = draw.sample(range(num_experts), num_experts)
     for order in (by_work, shuffled):
+        assert greedy(problem, order) == greedy_by_scan(problem, order)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_hosts_that_finish_together_the_one_with_fewer_experts_is_chosen(seed: int) -> None:
+    """Hosts of similar speeds share a queue; work that all speeds divide makes them finish at one time."""
+    speeds = [60, 61, 62, 63] * 2
+    draw = random.Random(seed)
+    experts = [ExpertCost(math.lcm(*speeds) * draw.randint(1, 3), draw.randint(1, 2)) for _ in range(40)]
+    hosts = [HostFacts(speed, 60) for speed in draw.sample(speeds, len(speeds))]
+    problem = placement._problem(experts, hosts, ())
+    for order in (range(40), sorted(range(40), key=lambda expert: -problem.work[expert])):
         assert greedy(problem, order) == greedy_by_scan(problem, order)
 
 

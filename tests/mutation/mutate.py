@@ -137,6 +137,8 @@ def _is_left_out(node: ast.AST) -> bool:
     """Report whether nothing below this node is mutated: assertions, errors, messages, docstrings,
     f-strings.
     """
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"  # of zip: an assertion that the lengths are equal
     if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
         return True
     if isinstance(node, ast.If):

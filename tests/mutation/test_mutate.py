@@ -56,6 +56,7 @@ def test_every_kind_of_change(source: str, expected: list[str]) -> None:
     [
         '"""Docstring 1 < 2."""',
         "assert a < b, 3",
+        "y = zip(a, b, strict=True)",
         "raise ValueError(f'{a + 1} < {b}')",
         "text = f'{a + 1}'",
         "text = 'a' + b",

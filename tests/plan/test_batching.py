@@ -13,7 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import MEMORY_CLASSES, Batching, plan_batches
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory, largest_fitting
-from orchestrator.types import GIB, MIB, Choice
+from orchestrator.types import GIB, MIB, Choice, Rejected, bytes_text
 from tests.support.inventories import configs, model, models
 
 BATCH_NAMES = (
@@ -63,7 +63,9 @@ def sizes(chosen: Batching) -> tuple[int, int, int]:
 def test_the_memory_class_sets_the_starting_value(gigabytes: float, start: str):
     chosen = batches(memory_total=gigabytes * 10**9).starting
     assert chosen.value == start
-    assert chosen.reason
+    lowest = next(row[0] for row in MEMORY_CLASSES if gigabytes >= row[0])
+    cards = f"GPUs of {lowest} GB and more" if lowest else "GPUs below 6 GB"
+    assert chosen.reason == f"{cards} start from this batch × accumulation"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,13 @@ def test_micro_batches_are_equal_unless_that_wastes_half_of_the_memory(whole: in
     assert chosen.batch_size.value == size
     assert chosen.batch_size.value * chosen.accumulation.value >= whole
     if size < whole:
-        assert "would need" in chosen.batch_size.rejected[0].why
+        twice = min(whole, 2 * size)
+        needed = bytes_text(memory_of(twice))
+        assert chosen.batch_size.rejected == (Rejected(str(twice), f"would need {needed}"),)
+        count = chosen.accumulation.value
+        assert chosen.accumulation.reason == f"{whole} samples take {count} micro-batches of {size}"
+    else:
+        assert chosen.accumulation.reason == "one micro-batch holds all samples"
 
 
 def test_accumulation_alone_does_not_force_a_batch_that_cannot_fit():
@@ -278,7 +286,27 @@ def test_sizes_over_workers(workers: int, given_settings: dict[str, Any], expect
 def test_a_batch_larger_than_a_workers_share_is_cut_and_says_so():
     chosen = shared(4, batch_size=32, global_batch_size=64)
     assert chosen.batch_size.reason == "set by --batch-size 32, cut to 16: a worker's share of 64 samples"
-    assert "3 workers" in shared(3, accumulation_steps=2).global_batch.reason
+    assert shared(4, batch_size=32).batch_size.reason == "set by --batch-size 32"
+    beyond_the_data = "set by --batch-size 20000, cut to the 10000 samples of the data"
+    assert shared(1, batch_size=20_000).batch_size.reason == beyond_the_data
+
+
+@pytest.mark.parametrize(("workers", "times"), [(1, ""), (2, " × 2 workers"), (3, " × 3 workers")])
+def test_reasons_of_the_global_batch_count_the_workers(workers: int, times: str):
+    accumulated = shared(workers, batch_size=8, accumulation_steps=2)
+    assert accumulated.global_batch.reason == f"it is batch 8 × accumulation 2{times}"
+    measured = shared(workers, known={"batch_size": 8}, batch_size="auto")
+    assert measured.global_batch.reason == f"it is one measured batch{times}"
+    in_two = shared(workers, batch_size=8, global_batch_size=16 * workers).accumulation
+    assert in_two.reason == f"{16 * workers} samples take 2 micro-batches of 8{times}"
+    over = f", over {workers} workers" if workers > 1 else ""
+    assert shared(workers).global_batch.reason == f"an optimizer step has this many samples{over}"
+
+
+def test_the_reason_of_a_batch_to_be_measured_says_how_much_fits():
+    chosen = batches(batch_size="auto", limit_bytes=memory_of(300)).batch_size
+    assert chosen.reason == "will be measured; the estimate says that up to 300 samples fit"
+    assert chosen.value == 64
 
 
 def test_a_resumed_run_keeps_its_global_batch():

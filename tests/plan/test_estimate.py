@@ -88,6 +88,30 @@ def test_recomputation_saves_less_if_there_are_several_blocks():
     assert estimate(no_blocks, 64, recompute=True) == estimate(no_blocks, 64)
 
 
+def test_activations_by_hand():
+    """Each sample needs 1,000 bytes and 1.5 times the largest tensor; recomputation keeps a quarter of
+    the 800 bytes of four blocks, and their inputs."""
+    facts = model(
+        blocks=4,
+        activation_bytes=1000.0,
+        activation_base=100.0,
+        block_bytes=800.0,
+        block_input_bytes=16.0,
+        largest_bytes=40.0,
+    )
+    assert estimate(facts, 3).activations == 100 + 3 * 1060
+    assert estimate(facts, 3, recompute=True).activations == 25 + 3 * (1060 + 16 - 600)
+    on_hosts = estimate(facts, 3, sharding=ModelSharding(2, "experts"))
+    assert on_hosts.activations == 100 + 3 * (1060 + 80)
+    assert estimate(facts, 3, sharding=ModelSharding(2, "zero2")).activations == 100 + 3 * 1060
+
+
+def test_a_frozen_gate_has_neither_gradients_nor_moments():
+    needed = estimate(model(parameters=5000, trainable=300, gate_parameters=1000))
+    assert (needed.parameters, needed.gradients, needed.optimizer) == (16_000, 0, 0)
+    assert needed.gate == 4 * (1000 + 3 * 300)
+
+
 # --- sharded over workers
 
 
@@ -221,6 +245,8 @@ def test_a_primary_gate_leaves_one_data_rank(sharding: ModelSharding, data_ranks
 def test_without_a_limit_everything_fits():
     assert estimate(model(parameters=10**12, trainable=10**12), 10**6).fits
     assert not MemoryEstimate(1, 0, 0, 0, 0, limit=0).fits
+    assert MemoryEstimate(1, 2, 3, 4, 5, limit=15).fits
+    assert not MemoryEstimate(1, 2, 3, 4, 5, limit=14).fits
 
 
 def test_backward_costs_two_forward_passes_and_recomputation_one():

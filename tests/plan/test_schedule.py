@@ -19,7 +19,10 @@ def test_loader_processes_take_all_cores_but_one(cores: int, workers: int):
     assert planned(machine(gpu(), cores=cores), READ_BY_SAMPLE).loader_workers.value == workers
     assert planned(machine(cores=cores), READ_BY_SAMPLE).loader_workers.value == 0
     assert planned(machine(gpu(), cores=cores)).loader_workers.value == 0
-    assert planned(machine(gpu(), cores=cores), loader_workers=5).loader_workers.value == 5
+    for count in (0, 5):
+        chosen = planned(machine(gpu(), cores=cores), READ_BY_SAMPLE, loader_workers=count)
+        assert chosen.loader_workers.value == count
+    assert planned(machine(gpu(), cores=cores), READ_BY_SAMPLE, auto=False).loader_workers.value == 0
 
 
 def test_the_cores_of_a_worker_limit_its_loader_processes():
@@ -36,11 +39,30 @@ def test_workers_on_a_node_share_its_ram_for_prefetching():
 
 
 @pytest.mark.parametrize(
-    ("gathered", "on_device"), [(None, False), (0, True), (3 * GIB, True), (5 * GIB, False)]
+    ("ram_free", "settings", "prefetch"),
+    [
+        (48 * GIB, {}, 2),
+        (48 * GIB + 1, {}, 4),
+        (2**60, {"auto": False}, 2),
+        (2**60, {"loader_workers": 0}, 2),
+    ],
+)
+def test_prefetching_doubles_above_eight_gib_for_each_loader_process(
+    ram_free: int, settings: dict[str, Any], prefetch: int
+):
+    """Two workers of three loader processes each."""
+    inventory = machine(gpu(), gpu(1), ram_free=ram_free)
+    chosen = planned(inventory, READ_BY_SAMPLE, **{"loader_workers": 3, **settings})
+    assert chosen.prefetch.value == prefetch
+
+
+@pytest.mark.parametrize(
+    ("gathered", "on_device"), [(None, False), (0, True), (4 * GIB, True), (4 * GIB + MIB, False)]
 )
 def test_small_data_is_kept_on_the_gpu(gathered: int | None, on_device: bool):
     assert planned(H200, model(gathered_bytes=gathered)).data_on_device.value == on_device
     assert not planned(CPU, model(gathered_bytes=gathered)).data_on_device.value
+    assert not planned(H200, model(gathered_bytes=gathered), auto=False).data_on_device.value
 
 
 @pytest.mark.parametrize(
@@ -52,18 +74,46 @@ def test_small_data_is_kept_on_the_gpu(gathered: int | None, on_device: bool):
         ({"batch_size": 100, "epochs": 3, "max_steps": 7000}, 300),
         ({"debug": True}, 4),
         ({"debug": True, "max_steps": 2}, 2),
+        ({"debug": True, "max_steps": 9}, 4),
     ],
 )
 def test_epochs_and_flags_set_the_number_of_steps(settings: dict[str, Any], steps: int):
     assert planned(CPU, **settings).total_steps.value == steps
 
 
-def test_a_tiny_data_set_still_has_a_step():
-    chosen = planned(CPU, model(samples=1, validation_samples=0, gathered_bytes=MIB), epochs=1)
+def test_the_reason_names_the_setting_that_ends_the_run_early():
+    settings: dict[str, Any] = {"batch_size": 100, "epochs": 3}
+    at_the_end = planned(CPU, **settings, max_steps=300).total_steps
+    assert at_the_end.reason == "3 epochs of 100 steps each (10000 samples in batches of 100)"
+    early = planned(CPU, **settings, max_steps=299).total_steps
+    assert (early.value, early.reason) == (299, f"set by --max-steps; {at_the_end.reason} would be 300")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_tiny_data_set_still_has_a_step(debug: bool):
+    chosen = planned(CPU, model(samples=1, validation_samples=0, gathered_bytes=MIB), epochs=1, debug=debug)
     assert (chosen.total_steps.value, chosen.batch_size.value, chosen.global_batch_size.value) == (1, 1, 1)
 
 
-def test_warm_up_is_a_twentieth_of_the_run_up_to_a_thousand_steps():
-    assert planned(CPU, batch_size=100, epochs=1).warmup_steps.value == 5
-    assert planned(CPU, batch_size=1, epochs=300).warmup_steps.value == 1000
-    assert planned(CPU, warmup_steps=9).warmup_steps.value == 9
+@pytest.mark.parametrize(("steps", "warmup"), [(19, 0), (20, 1), (2000, 100), (20_020, 1000), (30_000, 1000)])
+def test_warm_up_is_a_twentieth_of_the_run_up_to_a_thousand_steps(steps: int, warmup: int):
+    settings: dict[str, Any] = {"batch_size": 1, "epochs": 3, "max_steps": steps}
+    assert planned(CPU, **settings).warmup_steps.value == warmup
+    assert planned(CPU, **settings, warmup_steps=9).warmup_steps.value == 9
+    assert planned(CPU, **settings, auto=False).warmup_steps.value == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "on_cpu", "on_gpu"),
+    [(1, 1, 10), (40, 2, 10), (200, 10, 10), (220, 10, 11), (260, 10, 13), (1000, 10, 50), (3000, 10, 50)],
+)
+def test_the_loss_is_logged_a_twentieth_of_the_run_apart_within_limits(steps: int, on_cpu: int, on_gpu: int):
+    settings: dict[str, Any] = {"batch_size": 1, "max_steps": steps}
+    assert planned(CPU, **settings).log_every.value == on_cpu
+    assert planned(H200, **settings).log_every.value == on_gpu
+
+
+def test_settings_replace_the_chosen_logging_interval():
+    assert planned(CPU, max_steps=1000, log_every=3).log_every.value == 3
+    assert planned(CPU, debug=True).log_every.value == 1
+    assert planned(CPU, max_steps=20, auto=False).log_every.value == 10

@@ -141,6 +141,17 @@ def test_every_gpu_has_a_worker():
     assert workers(Cluster.of(TWO, (1,)), TWO, devices=1).value == 1
 
 
+def test_spares_take_gpus_from_the_workers():
+    on_hosts: dict[str, Any] = {"parallel_strategy": "expert_parallel"}
+    chosen = workers(cluster(4, 4), **on_hosts, spares=3)
+    assert chosen.value == 5
+    assert chosen.reason.startswith("each GPU has a worker, except the 3 of --spares: ")
+    assert workers(cluster(4), **on_hosts, spares=3).value == 1
+    for spares in (4, 5):
+        with pytest.raises(ResourceError, match=f"--spares {spares} leaves no GPU to train on"):
+            workers(cluster(4), **on_hosts, spares=spares)
+
+
 def test_more_cpu_workers_than_the_memory_holds_are_refused():
     with pytest.raises(
         ResourceError, match=r"--workers 5000 needs .* of RAM for its processes alone; .* is free"
@@ -205,6 +216,12 @@ def test_too_many_workers_are_refused_with_both_numbers(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+def test_an_autoscaler_that_reaches_no_more_is_not_named():
+    with pytest.raises(ResourceError) as caught:
+        workers(cluster(2, most_gpus=2), workers=8)
+    assert "autoscaler" not in str(caught.value)
+
+
 def test_an_autoscaler_can_add_missing_devices():
     chosen = workers(cluster(2, most_gpus=8), workers=8)
     assert chosen.value == 8
@@ -224,6 +241,25 @@ def test_devices_cannot_be_chosen_in_a_cluster():
 def test_gpu_modes_auto_and_cpu_demand_no_gpu():
     for mode in ("auto", "cpu"):
         check_gpu_mode(Config.of(gpu_mode=mode), 0, None)
+
+
+def test_gpu_modes_accept_as_many_gpus_as_they_name():
+    check_gpu_mode(Config.of(gpu_mode="single_gpu"), 1, None)
+    check_gpu_mode(Config.of(gpu_mode="multi_gpu"), 2, None)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "error", "found"),
+    [
+        (0, "no driver", "0 were found: no driver."),
+        (0, None, "0 were found."),
+        (1, "no driver", "1 was found."),
+    ],
+)
+def test_the_error_of_the_driver_explains_why_there_is_no_gpu(num_gpus: int, error: str | None, found: str):
+    with pytest.raises(ResourceError) as caught:
+        check_gpu_mode(Config.of(gpu_mode="multi_gpu"), num_gpus, error)
+    assert found in str(caught.value)
 
 
 # --- backend

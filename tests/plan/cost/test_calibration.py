@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from orchestrator.plan.cost.calibration import (
     read_calibration,
     write_calibration,
 )
-from orchestrator.plan.cost.machine import Interconnect, Link
+from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Link
 from tests.support.cost_machines import device
 
 LINKS = Interconnect(Link("shared memory", 1e-3, 1e9), Link("shared memory", 2e-3, 1e9))
@@ -46,6 +47,57 @@ def test_the_nearest_profile_is_used():
     machine, crowding = CALIBRATION.machine_for(3)
     assert (machine.devices, machine.inner, crowding) == (3, LINKS, 1.5)
     assert CALIBRATION.machine_for(1)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "nearest"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, 4), (7, 8), (8, 8), (100, 8)]
+)
+def test_one_worker_and_several_are_never_mixed(workers: int, nearest: int):
+    """A profile of one worker is nearer to two, but nothing was shared while it was measured."""
+    profiles = tuple(replace(TWO_WORKERS, workers=number) for number in (8, 1, 4))
+    assert replace(CALIBRATION, profiles=profiles).profile(workers).workers == nearest
+
+
+def test_the_only_kind_of_profile_is_used_for_all():
+    assert replace(CALIBRATION, profiles=(ONE_WORKER,)).profile(4) == ONE_WORKER
+    assert replace(CALIBRATION, profiles=(TWO_WORKERS,)).profile(1) == TWO_WORKERS
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "cores", "crowding"),
+    [(3, 1, 2, 1.5), (2, 4, 2, 4.0), (2, 1, 8, 1.0), (2, 3, 0, 6.0)],
+)
+def test_workers_crowd_each_other_if_they_have_more_threads_than_cores(
+    workers: int, threads: int, cores: int, crowding: float
+):
+    on_cpu = replace(TWO_WORKERS, threads=threads)
+    on_gpu = replace(on_cpu, device=device(asynchronous=True))
+    assert replace(CALIBRATION, cores=cores, profiles=(on_cpu,)).machine_for(workers)[1] == crowding
+    assert replace(CALIBRATION, cores=cores, profiles=(on_gpu,)).machine_for(workers)[1] == 1.0
+
+
+def test_a_machine_has_one_node_with_the_links_of_its_profile():
+    machine, _ = CALIBRATION.machine_for(5)
+    assert (machine.nodes, machine.per_node) == (1, 5)
+    assert (machine.inner, machine.outer, machine.device) == (LINKS, LINKS, TWO_WORKERS.device)
+    alone, _ = CALIBRATION.machine_for(1)
+    assert (alone.nodes, alone.per_node, alone.inner) == (1, 1, Interconnect(NO_LINK, NO_LINK))
+
+
+def test_a_file_that_is_no_text_is_refused_with_the_reason(tmp_path: Path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read: it is not text"):
+        read_calibration(tmp_path / "binary")
+    with pytest.raises(UserError, match="cannot be read: No such file or directory"):
+        read_calibration(tmp_path / "none.json")
+
+
+def test_a_file_is_written_into_a_new_folder_or_one_that_exists(tmp_path: Path):
+    for path in (tmp_path / "a" / "b" / "first.json", tmp_path / "a" / "b" / "second.json"):
+        write_calibration(CALIBRATION, path)
+        assert path.is_file()
+    with pytest.raises(UserError, match="choose another file with --calibration FILE"):
+        write_calibration(CALIBRATION, tmp_path)
 
 
 def test_a_missing_file_is_refused_with_the_command(tmp_path: Path):

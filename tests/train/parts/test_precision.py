@@ -16,6 +16,9 @@ GOOD = torch.tensor(True)
 OVERFLOW = torch.tensor(False)
 
 
+PLAIN_INTERVAL = precision_module._GROWTH_INTERVAL
+
+
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scale doubles after five good steps."""
@@ -46,6 +49,10 @@ def test_the_scale_doubles_after_five_good_steps_in_a_row() -> None:
     assert scale_of(make_precision(*[GOOD] * 5)) == 2.0**17
     assert scale_of(make_precision(*[GOOD] * 9)) == 2.0**17
     assert scale_of(make_precision(*[GOOD] * 10)) == 2.0**18
+
+
+def test_a_run_waits_as_many_good_steps_as_torchs_own_scaler() -> None:
+    assert torch.amp.GradScaler("cpu").get_growth_interval() == PLAIN_INTERVAL == 2000
 
 
 def test_an_overflow_restarts_the_count_of_good_steps() -> None:

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from experts.placement import ExpertCost, HostFacts, place
+from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.planning import plan
-from orchestrator.train.strategies.placement import PredictedPlacement, place_in_turn, predict_placement
+from orchestrator.train.parts.world import World
+from orchestrator.train.strategies import placement as placement_module
+from orchestrator.train.strategies.placement import (
+    PlacementDecision,
+    PredictedPlacement,
+    decide_placement,
+    place_in_turn,
+    predict_placement,
+)
+from orchestrator.train.strategies.shares import MeasuredDevice
 from tests.support.inventories import machine, model
 
 SIZES = (100, 100, 400, 200, 200)
@@ -72,3 +81,111 @@ def test_each_layer_leaves_less_memory_for_the_next() -> None:
     taken = [sum(layer[expert].bytes for expert in first.held(host)) for host in range(2)]
     assert used_bytes == [[0.0, 0.0], taken]
     assert sum(taken) == 7
+
+
+# --- the decision, its costs and its record
+
+
+def test_an_expert_costs_its_share_of_the_rows_and_the_state_of_its_weights() -> None:
+    """Three forward passes of two FLOP per weight and row; 16 bytes of state per weight."""
+    facts = model(experts=2, moe_layers=3, expert_weights=((100, 300), (100, 300), (100, 300)))
+    costs = placement_module._expert_costs(facts, [[0.25, 0.75], [0, 0]])
+    assert costs[0] == [ExpertCost(150.0, 1600), ExpertCost(1350.0, 4800)]
+    evenly = [ExpertCost(300.0, 1600), ExpertCost(900.0, 4800)]
+    assert costs[1:] == [evenly, evenly], "no token was seen, or nothing is known of the layer"
+    other_experts = placement_module._expert_costs(facts, [[1, 2, 3]] * 3)
+    assert other_experts == [evenly] * 3
+
+
+def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
+    """Three hosts of five experts: the estimate counts two of them on a host."""
+    config = Config.of(parallel_strategy="expert_parallel", workers=3)
+    facts = model(experts=5, expert_parameters=500, moe_layers=1, expert_weights=((100,) * 5,))
+    chosen = plan(config, machine(), facts)
+    dense_bytes = chosen.memory.total - 16 * 200
+    assert placement_module._memory_left(dense_bytes + 7.0, chosen, facts) == pytest.approx(7.0)
+    assert placement_module._memory_left(dense_bytes - 7.0, chosen, facts) == 0.0
+    assert placement_module._memory_left(None, chosen, facts) == float("inf")
+    no_experts = model(experts=0, expert_parameters=0)
+    assert placement_module._memory_left(chosen.memory.total + 5, chosen, no_experts) == pytest.approx(5)
+
+
+def place_again(known: dict[str, Any], num_hosts: int = 2, memory: float = 1e9) -> list[Placement]:
+    """The placement of a resumed run, by ``known`` fields of its plan."""
+    config = Config.of(parallel_strategy="expert_parallel", workers=num_hosts)
+    hosts = [HostFacts(1.0, memory)] * num_hosts
+    return placement_module._place_layers(config, plan(config, machine(), FACTS), FACTS, hosts, known, ())
+
+
+BEFORE = [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+KNOWN = {"placement": BEFORE, "placement_asked": "auto", "placement_hosts": 2}
+
+
+def test_a_resumed_run_keeps_its_placement() -> None:
+    layers = place_again(KNOWN)
+    assert [list(layer.host_of) for layer in layers] == BEFORE
+    assert {layer.method for layer in layers} == {"as before"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"placement": None},
+        {"placement_asked": "round_robin"},
+        {"placement_hosts": 3},
+        {"placement": [[0, 0, 1, 1, 2], BEFORE[1]]},
+        {"placement": [[0, 0, 1, 1], BEFORE[1]]},
+        {"placement": BEFORE[:1]},
+        {"placement": "auto"},
+    ],
+)
+def test_a_placement_for_other_hosts_or_experts_is_made_anew(change: dict[str, Any]) -> None:
+    assert place_again(KNOWN | change) == place_again({})
+
+
+def test_a_placement_that_fits_no_more_is_made_anew() -> None:
+    """Of 2,000 weights with 16 bytes each, the old placement has 1,000 on a host, but not evenly."""
+    uneven = KNOWN | {"placement": [[0] * 5, [0] * 5]}
+    assert [set(layer.host_of) for layer in place_again(uneven)] == [{0}, {0}]
+    tight = place_again(uneven, memory=16 * 1100)
+    assert "as before" not in {layer.method for layer in tight}
+
+
+def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
+    hosts = [HostFacts(1.0, 1e9)] * 2
+    costs = [ExpertCost(weight, weight) for weight in SIZES]
+    even = placement_of((0, 1, 0, 1, 1), costs, hosts)
+    uneven = placement_of((0, 0, 0, 0, 1), costs, hosts)
+    devices = (MeasuredDevice("a", 100.0), MeasuredDevice("b", 50.0))
+    facts = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES))
+    decision = PlacementDecision((even, uneven), devices, ("node0", "node1"))
+    assert decision.host_of == [(0, 1, 0, 1, 1), (0, 0, 0, 0, 1)]
+    assert decision.saved_fields("auto") == {
+        "device_speeds": {"a": 100.0, "b": 50.0},
+        "placement": [[0, 1, 0, 1, 1], [0, 0, 0, 0, 1]],
+        "placement_asked": "auto",
+        "placement_hosts": 2,
+    }
+    event = decision.event(facts)
+    assert event["sentence"] == uneven.sentence() + ", the least even of 2 layers"
+    assert event["hosts"][1] == {"rank": 1, "node": "node1", "name": "b", "speed": 50.0}
+    assert event["layers"][0]["costs"] == [0.1, 0.1, 0.4, 0.2, 0.2]
+    assert [layer["imbalance"] for layer in event["layers"]] == [even.imbalance, uneven.imbalance]
+    one = PlacementDecision((even,), devices, ("node0", "node1"))
+    assert one.event(model(expert_weights=(SIZES,)))["sentence"] == even.sentence()
+
+
+def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> list[MeasuredDevice]:
+        return [MeasuredDevice("measured", 7.0)]
+
+    monkeypatch.setattr(placement_module, "measure_devices", measure)
+    names: dict[bool, tuple[str, float]] = {}
+    for deterministic in (False, True):
+        config = Config.of(parallel_strategy="expert_parallel", workers=1, deterministic=deterministic)
+        chosen = plan(config, machine(), FACTS)
+        decision = decide_placement(config, chosen, FACTS, World.single_process(), {}, ())
+        (device,) = decision.devices
+        names[deterministic] = (device.name, device.speed)
+        assert decision.host_of == [(0,) * 5, (0,) * 5]
+    assert names == {False: ("measured", 7.0), True: ("cpu", 1.0)}
