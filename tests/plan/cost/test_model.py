@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.plan.cost.machine import Parallelism
+from orchestrator.plan.cost.interpolate import PiecewiseCurve
+from orchestrator.plan.cost.machine import NO_LINK, Interconnect, Machine, Parallelism
 from orchestrator.plan.cost.model import PARTS, predict
 from orchestrator.plan.cost.ops import AttentionOp, MessageOp, MicroBatchOps, ProductOp
+from orchestrator.types import StrategyName
 from tests.support.cost_machines import FLOOR_S, FLOPS_PER_S, OPS, device, machine
 
 
@@ -91,6 +94,66 @@ def test_overhead_before_a_wait_is_not_hidden_behind_later_work():
 def test_a_host_slightly_slower_than_the_device_is_the_limit():
     predicted = predict(replace(OPS, operations=34), machine(operation_s=1e-3))
     assert predicted.limited_by == "host overhead"
+
+
+def test_a_host_hidden_behind_the_device_is_not_the_limit():
+    """31 ms of the host behind 32 ms of the device, of which memory takes 30 ms."""
+    predicted = predict(replace(OPS, operations=31), machine(operation_s=1e-3))
+    assert predicted.limited_by == "memory bandwidth"
+
+
+def test_samples_are_those_of_all_devices_and_micro_batches():
+    predicted = predict(OPS, machine(1, 4), Parallelism(4, "data_parallel", micro_batches=3))
+    assert predicted.samples == 4 * 3 * 4
+
+
+def test_the_update_takes_its_bytes_without_the_overhead_of_a_host_that_waits():
+    """1,000 parameters are 4,000 bytes."""
+    update = PiecewiseCurve((1e3, 1e6), (0.01, 10.0))
+    assert predict(OPS, machine(optimizer=update)).parts["optimizer"] == pytest.approx(0.04)
+    waiting = predict(OPS, machine(optimizer=update, asynchronous=False))
+    assert waiting.parts["optimizer"] == pytest.approx(0.03)
+
+
+def test_the_host_is_hidden_behind_the_busiest_experts_too():
+    """2 ms of experts, six times as many rows on the busiest device: 42 ms hide 40 ms of the host."""
+    ops = replace(OPS, products=(ProductOp(100, 200, 50, of_experts=True),), operations=40)
+    parallelism = Parallelism(2, "expert_parallel", imbalance=6.0)
+    predicted = predict(ops, machine(1, 2, operation_s=1e-3), parallelism)
+    assert predicted.parts["imbalance"] == pytest.approx(10e-3)
+    assert predicted.step_seconds == pytest.approx(42e-3)
+
+
+def test_operations_before_a_wait_do_not_delay_what_follows():
+    """4 of 10 operations run before the wait, hidden behind 32 ms; the update's 5 ms come last."""
+    before = MicroBatchOps(samples=0, products=OPS.products, moves=OPS.moves, operations=4)
+    ops = replace(OPS, operations=10, tensors=5, before_wait=before)
+    predicted = predict(ops, machine(operation_s=1e-3, tensor_s=1e-3))
+    assert predicted.step_seconds == pytest.approx(32e-3 + 6e-3 + 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "copied"),
+    [(1, "expert_parallel", 0), (2, "expert_parallel", 2400), (2, "data_parallel", 0)],
+)
+def test_hosts_hold_buckets_of_their_shared_gradients(devices: int, strategy: StrategyName, copied: int):
+    """400 of 1,000 parameters are experts of this host, whose gradients are not reduced."""
+    ops = replace(OPS, expert_parameters=400)
+    memory = predict(ops, machine(1, 2), Parallelism(devices, strategy)).memory
+    assert memory.gradients == 4000 + copied
+
+
+def test_a_device_has_no_costs_but_those_it_is_given():
+    costs = device()
+    overheads = (costs.group_s, costs.operation_s, costs.launch_s, costs.sort_s, costs.view_s)
+    assert {*overheads, costs.tensor_s, costs.step_s, costs.reserved_bytes} == {0.0}
+    assert (costs.sustained, costs.floor) == (1.0, 0.0)
+    alone = Machine(costs)
+    assert (alone.devices, alone.nodes, alone.per_node) == (1, 1, 1)
+    assert alone.inner == alone.outer == Interconnect(NO_LINK, NO_LINK)
+    assert (NO_LINK.latency_s, NO_LINK.bytes_per_s) == (0.0, math.inf)
+    assert machine(3, 4).devices == 12
+    assert Parallelism() == Parallelism(1, "single", 1, 1.0, 1, False, 1.0)
 
 
 def test_imbalance_slows_only_the_experts():
