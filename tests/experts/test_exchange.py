@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts import exchange as exchange_module
 from experts.context import MoEContext
 from experts.exchange import GroupExchange
 from experts.layer import MoELayer
@@ -177,3 +178,53 @@ def test_rows_that_stay_on_a_host_are_not_metered() -> None:
     for num_bytes, rows, seconds in run_ranks(on_host, 2, pass_with_local_experts):
         assert (num_bytes, rows) == (0, 0)
         assert seconds > 0, "counts are exchanged all the same"
+
+
+# --- with a group that records its calls
+
+
+class RecordedGroup:
+    """A group of one host that is asked in this order; its clock advances while it waits."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.now = 100.0
+        monkeypatch.setattr(exchange_module, "perf_counter", lambda: self.now)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *_: Any) -> RecordedGroup:
+        received.copy_(sent)
+        self.calls.append("all_to_all")
+        return self
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+        self.now += 0.25
+
+    def check(self) -> None:
+        self.calls.append("check")
+
+
+def test_an_aborted_group_is_noticed_after_the_counts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an abort ends the wait with wrong counts."""
+    group: Any = RecordedGroup(monkeypatch)
+    exchange = GroupExchange(group)
+    assert exchange.all_to_all_counts(torch.tensor([[3, 4]]), [7]) == [[3, 4]]
+    assert group.calls == ["all_to_all", "wait", "check"]
+    assert exchange.all_to_all_counts(torch.tensor([[5]]), [7]) == [[5]]
+    assert exchange.meter.take() == (0, 0, 0.5)
+    assert exchange.meter.take() == (0, 0, 0.0)
+
+
+def test_rows_are_waited_for_once_and_then_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = RecordedGroup(monkeypatch)
+    exchange = GroupExchange(group)
+    pending = exchange.all_to_all_rows(torch.ones(2, 3), [2], [2])
+    assert pending.sent is not None, "the collective still reads them"
+    for _ in range(2):
+        assert pending.wait().tolist() == [[1.0] * 3] * 2
+        assert pending.sent is None
+    assert group.calls == ["all_to_all", "wait"]
+    assert exchange.meter.seconds == 0.25
