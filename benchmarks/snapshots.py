@@ -78,7 +78,7 @@ def on_cpu(arguments: argparse.Namespace) -> str:
         change = f"{with_snapshots / without - 1:+.1%}"
         rows.append([task, f"{without:.2f}", f"{with_snapshots:.2f}", change, f"{paired - 1:+.1%}"])
     columns = ["task, 2 hosts", "steps/s without", f"every {EVERY} steps", "medians", "pairs"]
-    return header("What copies in memory cost", arguments) + markdown_table(columns, rows)
+    return header("What snapshots cost", arguments) + markdown_table(columns, rows)
 
 
 @contextmanager

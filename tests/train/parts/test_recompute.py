@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from experts.balance import moe_layers
-from experts.context import MoEContext, RecomputeCache
+from experts.context import MoEContext
 from experts.exchange import GroupExchange
 from experts.model import attach
 from orchestrator.errors import UserError
@@ -220,54 +220,3 @@ def test_names_stay_and_blocks_are_counted() -> None:
     assert model.state_dict().keys() == task.build_model().state_dict().keys()
     with pytest.raises(UserError, match="needs repeated blocks"):
         recompute_blocks(Tiny((SIZES,)).build_model(), MoEContext())
-
-
-# --- the cache
-
-
-def test_the_cache_replays_values_in_order() -> None:
-    context = MoEContext()
-    cache = RecomputeCache()
-    computed: list[int] = []
-
-    def compute() -> int:
-        computed.append(len(computed))
-        return computed[-1]
-
-    assert [context.replayed(compute), context.replayed(compute)] == [0, 1], (
-        "nothing is cached without a cache"
-    )
-    with cache.recording(context):
-        assert not context.replaying
-        assert [context.replayed(compute), context.replayed(compute)] == [2, 3]
-    for _ in range(2):
-        with cache.replaying(context):
-            assert context.replaying
-            assert [context.replayed(compute), context.replayed(compute)] == [2, 3]
-    assert computed == [0, 1, 2, 3]
-    assert context.cache is None
-
-
-def test_the_cache_keeps_values_without_their_autograd_history() -> None:
-    context = MoEContext()
-    cache = RecomputeCache()
-    leaf = torch.ones(3, requires_grad=True)
-    with cache.recording(context):
-        computed = context.replayed(lambda: (leaf * 2, torch.arange(2)))
-    with cache.replaying(context):
-        replayed = context.replayed(lambda: computed)
-    assert computed[0].grad_fn is not None
-    assert replayed[0].grad_fn is None
-    assert replayed[0].requires_grad
-    assert not replayed[1].requires_grad
-    assert torch.equal(replayed[0], computed[0])
-
-
-def test_a_pass_that_fails_restores_the_cache_before_it() -> None:
-    context = MoEContext()
-    outer = RecomputeCache()
-    with outer.recording(context):
-        with pytest.raises(ZeroDivisionError), RecomputeCache().recording(context):
-            raise ZeroDivisionError
-        assert context.cache is outer
-    assert context.cache is None
