@@ -176,10 +176,10 @@ def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
 
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: Any) -> list[MeasuredDevice]:
-        return [MeasuredDevice("measured", 7.0)]
+    def measure(*_: Any) -> MeasuredDevice:
+        return MeasuredDevice("measured", 7.0)
 
-    monkeypatch.setattr(placement_module, "measure_devices", measure)
+    monkeypatch.setattr(placement_module, "own_device", measure)
     names: dict[bool, tuple[str, float]] = {}
     for deterministic in (False, True):
         config = Config.of(parallel_strategy="expert_parallel", workers=1, deterministic=deterministic)
