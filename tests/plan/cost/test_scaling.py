@@ -13,8 +13,11 @@ from orchestrator.plan.cost.machine import Parallelism
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MicroBatchOps, ProductOp
 from orchestrator.plan.cost.scaling import (
+    CHUNKS_FROM_TOKENS,
+    IMBALANCE,
     ClusterSpec,
     ScalingJob,
+    by_kind,
     counts_up_to,
     machine_of,
     parse_cluster,
@@ -87,6 +90,74 @@ def test_a_table_of_four_thousand_devices_is_fast_and_loses_efficiency():
     assert {row.micro_batch * row.micro_batches * row.devices for row in strong} == {512}
     expert_parallel = [row for row in rows if row.strategy == "expert_parallel"]
     assert max(row.devices for row in expert_parallel) == 64  # each device needs an expert
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(CHUNKS_FROM_TOKENS // 2, 2), (CHUNKS_FROM_TOKENS // 2 - 1, 1)]
+)
+def test_experts_are_divided_among_the_devices_of_expert_parallel_rows_alone(tokens: int, chunks: int):
+    """Large micro-batches are exchanged in two chunks, from two samples of so many tokens on."""
+    traced: list[tuple[int, int, int]] = []
+
+    def trace(samples: int, hosts: int, chunks: int) -> MicroBatchOps:
+        traced.append((samples, hosts, chunks))
+        return replace(OPS, samples=samples)
+
+    job = ScalingJob(trace, micro_batch=2, global_batch=8, experts=3, tokens_per_sample=tokens, tf32=False)
+    rows = scaling_rows(job, machine(1, 4))
+    assert [(row.kind, row.strategy, row.devices, row.micro_batch, row.micro_batches) for row in rows] == [
+        ("weak", "single", 1, 2, 1),
+        ("weak", "data_parallel", 2, 2, 1),
+        ("weak", "data_parallel", 4, 2, 1),
+        ("weak", "expert_parallel", 2, 2, 1),
+        ("strong", "single", 1, 2, 4),
+        ("strong", "data_parallel", 2, 2, 2),
+        ("strong", "data_parallel", 4, 2, 1),
+        ("strong", "expert_parallel", 2, 2, 2),
+    ]
+    of_one_kind = [(2, 1, 1)] * 4 + [(2, 2, chunks)]
+    assert traced == of_one_kind * 2, "the first is the base of the speed-ups"
+
+
+def test_experts_of_several_devices_are_loaded_unevenly():
+    experts = ProductOp(10, 20, 30, batch=4, of_experts=True)
+    job = ScalingJob(
+        lambda samples, *_: replace(OPS, samples=samples, products=(experts,)), 2, 8, 4, 1, False
+    )
+    imbalance = {
+        (row.strategy, row.devices): row.predicted.parts["imbalance"] / row.predicted.parts["compute"]
+        for row in scaling_rows(job, machine(1, 2))
+        if row.kind == "weak"
+    }
+    uneven = pytest.approx(IMBALANCE - 1.0)
+    assert imbalance == {("single", 1): 0.0, ("data_parallel", 2): 0.0, ("expert_parallel", 2): uneven}
+
+
+def test_each_table_begins_with_one_device():
+    job = ScalingJob(lambda samples, *_: replace(OPS, samples=samples), 2, 8, 2, 1, False)
+    tables = by_kind(scaling_rows(job, machine(1, 4)))
+    assert {name: [row.devices for row in rows] for name, rows in tables.items()} == {
+        ("weak", "data_parallel"): [1, 2, 4],
+        ("weak", "expert_parallel"): [1, 2],
+        ("strong", "data_parallel"): [1, 2, 4],
+        ("strong", "expert_parallel"): [1, 2],
+    }
+    alone = by_kind(scaling_rows(job, machine()))
+    assert {name: len(rows) for name, rows in alone.items()} == {
+        ("weak", "single"): 1,
+        ("strong", "single"): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpu=h200,net=1gbit", "1 × 1 H200, nvlink, 1 Gbit/s between nodes"),
+        ("nodes=2,gpu=l4,gpus=4,nics=2", "2 × 4 L4, pcie, 2 × 100 Gbit/s between nodes"),
+    ],
+)
+def test_a_cluster_describes_itself(text: str, expected: str):
+    assert parse_cluster(text).text() == expected
 
 
 def test_counts_are_powers_of_two_and_the_last():
