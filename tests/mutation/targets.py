@@ -61,7 +61,6 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/data.py": ("train/test_loading.py",),
     "orchestrator/train/parts/optim.py": ("test_step.py", _SILENT_GRADIENTS),
     "orchestrator/train/parts/precision.py": ("test_step.py", _STEP_FP16),
-    "orchestrator/train/parts/clock.py": ("test_step.py", "test_loop.py"),
     "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
     "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),
     "orchestrator/train/strategies/buffers.py": ("strategies/test_ddp.py",),
