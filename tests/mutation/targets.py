@@ -59,7 +59,6 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/step.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
     "orchestrator/train/totals.py": ("test_step.py",),
     "orchestrator/train/data.py": ("train/test_loading.py",),
-    "orchestrator/train/parts/optim.py": ("test_step.py", _SILENT_GRADIENTS),
     "orchestrator/train/parts/precision.py": ("test_step.py", _STEP_FP16),
     "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
     "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),
