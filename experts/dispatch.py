@@ -5,6 +5,7 @@ Forward and backward sums run in a fixed order. See ``types`` for the letters of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,32 +37,53 @@ def combine(rows_RD: Tensor, trip: Trip) -> Tensor:
     return sum_rows(rows_RD, trip.row_map)
 
 
+@dataclass(frozen=True)
+class SlotOrder:
+    """Choices of tokens, sorted by slot and within a slot by token."""
+
+    key_R: Tensor
+    """Slots in ascending order, absent choices last."""
+    index_R: Tensor
+    """Place of each choice in the flat (T, K) table before sorting."""
+    counts_L: Tensor
+    """Choices per slot."""
+    top_k: int
+
+    @classmethod
+    def of(cls, key_TK: Tensor, num_slots: int) -> SlotOrder:
+        """Sort choices by key: a slot, or ``num_slots`` for an absent choice."""
+        # Stable: within a slot, rows stay in the order of tokens, so that results are reproducible.
+        key_R, index_R = key_TK.reshape(-1).to(key_dtype(num_slots)).sort(stable=True)
+        slot_L = torch.arange(num_slots, device=key_R.device).to(key_R.dtype)
+        # The keys are sorted, so a binary search finds the counts, without atomics on a GPU.
+        ends_L = torch.searchsorted(key_R, slot_L, right=True)
+        counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
+        return cls(key_R, index_R, counts_L, key_TK.shape[1])
+
+    def row_map(self, num_rows: int | None) -> RowMap:
+        """Return the map of the first ``num_rows`` choices; None says that no choice is absent."""
+        index_R = self.index_R if num_rows is None else self.index_R[:num_rows]
+        # The inverse of the order: where each choice went.
+        row_R = torch.arange(len(index_R), device=index_R.device)
+        row_TK = torch.full_like(self.index_R, -1).scatter_(0, index_R, row_R).view(-1, self.top_k)
+        return RowMap(index_R // self.top_k, row_TK, complete=num_rows is None)
+
+
 def sort_by_slot(
     slots_TK: Tensor,
     weights_TK: Tensor,
     num_slots: int,
     num_rows: int | None,
 ) -> Trip:
-    slot_R = slots_TK.flatten()
     # Absent choices get the key after the last slot: they are sorted to the end and cut off there.
-    key_R = slot_R if num_rows is None else torch.where(slot_R < 0, num_slots, slot_R)
-    # Stable: within a slot, rows stay in the order of tokens, so that results are reproducible.
-    key_R, order_R = key_R.to(_key_dtype(num_slots)).sort(stable=True)
-    slot_L = torch.arange(num_slots, device=key_R.device).to(key_R.dtype)
-    # The keys are sorted, so a binary search finds the counts, without atomics on a GPU.
-    ends_L = torch.searchsorted(key_R, slot_L, right=True)
-    counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
-    if num_rows is not None:
-        order_R = order_R[:num_rows]
-    # The inverse of the order: where each choice went.
-    row_R = torch.arange(len(order_R), device=order_R.device)
-    row_TK = torch.full_like(slot_R, -1).scatter_(0, order_R, row_R).view_as(slots_TK)
-    row_map = RowMap(order_R // slots_TK.shape[1], row_TK, complete=num_rows is None)
-    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), order_R)  # pyright: ignore[reportAssignmentType]
-    return Trip(row_map, weights_R, counts_L)
+    key_TK = slots_TK if num_rows is None else torch.where(slots_TK < 0, num_slots, slots_TK)
+    order = SlotOrder.of(key_TK, num_slots)
+    index_R = order.index_R if num_rows is None else order.index_R[:num_rows]
+    weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
+    return Trip(order.row_map(num_rows), weights_R, order.counts_L)
 
 
-def _key_dtype(num_slots: int) -> torch.dtype:
+def key_dtype(num_slots: int) -> torch.dtype:
     """Return the shortest type that holds all slots and the key of absent choices, ``num_slots``.
 
     A GPU sorts byte by byte, so a short key saves time."""
@@ -93,20 +115,28 @@ def sum_in_order(rows_RD: Tensor, row_map: RowMap) -> Tensor:
 
     Not differentiable: for forward and backward functions."""
     row_TK = row_map.row_TK
-    tokens, top_k = row_TK.shape
-    width = rows_RD.shape[1]
+    if fused.available(rows_RD):
+        return fused.sum_rows(rows_RD, row_TK, row_map.token_R)
     # index_add_ on a CPU adds rows one after another, in their order. Short types would be rounded
     # after each row.
     if rows_RD.device.type == "cpu" and rows_RD.dtype in (torch.float32, torch.float64):
-        return rows_RD.new_zeros(tokens, width).index_add_(0, row_map.token_R, rows_RD)
-    if row_map.complete:
-        index_R = row_TK.reshape(-1)
-    else:
-        # -1 becomes the index of a row of zeros at the end.
-        rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, width)])
-        index_R = (row_TK % len(rows_RD)).reshape(-1)
-    picked = rows_RD.index_select(0, index_R)
-    return picked if top_k == 1 else picked.view(tokens, top_k, width).sum(1)
+        sum_TD = rows_RD.new_zeros(len(row_TK), rows_RD.shape[1])
+        return sum_TD.index_add_(0, row_map.token_R, rows_RD)
+    return _sum_columns(rows_RD, row_map)
+
+
+def _sum_columns(rows_RD: Tensor, row_map: RowMap) -> Tensor:
+    """Sum one row of each token at a time, so that memory does not grow with their number."""
+    dtype = torch.promote_types(rows_RD.dtype, torch.float32)
+    sum_TD = rows_RD.new_zeros(len(row_map.row_TK), rows_RD.shape[1], dtype=dtype)
+    if not len(rows_RD):
+        return sum_TD.to(rows_RD.dtype)
+    for row_T in row_map.row_TK.unbind(1):
+        picked_TD = rows_RD.index_select(0, row_T.clamp(min=0))
+        if not row_map.complete:
+            picked_TD.masked_fill_((row_T < 0).unsqueeze(1), 0.0)
+        sum_TD += picked_TD
+    return sum_TD.to(rows_RD.dtype)
 
 
 class _CopyRows(torch.autograd.Function):

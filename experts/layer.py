@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.bank import ExpertBank, computing_dtype
+from experts.capacity import capacity_mask
 from experts.context import MoEContext
 from experts.dispatch import combine, dispatch
 from experts.gate import Gate, noise
 from experts.kernels.loop import activate
-from experts.token_exchange import TokenExchange, capacity_mask
+from experts.token_exchange import TokenExchange
 from experts.types import Kind, Routing, Scores
 
 

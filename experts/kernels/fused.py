@@ -164,14 +164,17 @@ def _copy_rows(x_TD: Tensor, row_TK: Tensor, rows: int) -> Tensor:
 
 
 def _sum_rows(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
-    rows_RD = rows_RD.contiguous()
+    # Rows may be a section of packed rows, which are longer: a copy would cost as much as the sum.
+    if rows_RD.stride(1) != 1:
+        rows_RD = rows_RD.contiguous()
     row_TK = row_TK.contiguous()
     tokens, top_k = row_TK.shape
     width = rows_RD.shape[1]
     shape = tile(width, 1024)
     x_TD = rows_RD.new_empty(tokens, width)
     grid = (num_blocks(tokens, shape.rows), num_blocks(width, shape.columns))
-    launch(_sum_kernel, shape, grid, rows_RD, row_TK, x_TD, tokens, D=width, K=top_k)
+    tensors = (rows_RD, row_TK, x_TD)
+    launch(_sum_kernel, shape, grid, *tensors, tokens, rows_RD.stride(0), D=width, K=top_k)
     return x_TD
 
 
@@ -235,6 +238,7 @@ def _sum_kernel(
     row_of,
     out,
     tokens,
+    stride,
     D: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -247,7 +251,7 @@ def _sum_kernel(
     for k in tl.static_range(K):
         row = tl.load(row_of + token * K + k, mask=token < tokens, other=-1).to(tl.int64)
         total += tl.load(
-            rows + row[:, None] * D + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
+            rows + row[:, None] * stride + column[None, :], mask=inside & (row >= 0)[:, None], other=0.0
         ).to(tl.float32)
     tl.store(out + token[:, None] * D + column[None, :], total.to(out.dtype.element_ty), mask=inside)
 

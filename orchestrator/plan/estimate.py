@@ -14,7 +14,8 @@ _ADAM_MOMENTS = 2
 # of it in another precision.
 _BACKWARD_FACTOR = 1.5
 # The token exchange holds a layer's rows to send and to receive, each about as large as the
-# largest activation.
+# largest activation. A token has at most one row for each of its experts, however many hosts there
+# are.
 _EXCHANGE_FACTOR = 2.0
 
 

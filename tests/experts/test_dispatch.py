@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.dispatch import _key_dtype, combine, dispatch
+from experts.dispatch import combine, dispatch, key_dtype
 
 WIDTH = 3
 
@@ -49,7 +49,7 @@ def test_the_sort_key_is_the_shortest_that_holds_the_key_of_absent_choices(
 ) -> None:
     """That key is the number of slots: 255 is the largest of 8 bits, 2**15 - 1 of 16 bits with a
     sign."""
-    assert _key_dtype(num_slots) == dtype
+    assert key_dtype(num_slots) == dtype
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 100, 254, 255, 256, 257, 2**15 - 2, 2**15 - 1, 2**15, 2**15 + 1])
@@ -105,3 +105,22 @@ def test_the_gradient_of_a_weight_comes_from_its_row() -> None:
     trip.weights_R.backward(torch.tensor([10.0, 20.0, 30.0]))
     assert weights_TK.grad is not None
     assert weights_TK.grad.tolist() == [[20.0, 0.0], [10.0, 30.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_token_without_rows_is_zero_next_to_rows_of_nan(dtype: torch.dtype) -> None:
+    slots_TK = torch.tensor([[0, 1], [-1, -1], [-1, 0]])
+    _, trip = dispatch(torch.zeros(3, WIDTH, dtype=dtype), slots_TK, torch.ones(3, 2, dtype=dtype), 2, 3)
+    rows_RD = torch.full((3, WIDTH), torch.nan, dtype=dtype)
+    rows_RD[1] = 2.0
+    y_TD = combine(rows_RD, trip)
+    assert y_TD[0].isnan().all()
+    assert torch.equal(y_TD[1:], torch.tensor([[0.0], [2.0]], dtype=dtype).expand(2, WIDTH))
+
+
+def test_short_types_are_summed_in_fp32() -> None:
+    """256 + 1 is 256 in bf16: added one after another in that type, the small rows would vanish."""
+    slots_TK = torch.tensor([[0, 1, 2]])
+    _, trip = dispatch(torch.zeros(1, WIDTH), slots_TK, torch.ones(1, 3), 3)
+    rows_RD = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16).unsqueeze(1).expand(3, WIDTH)
+    assert torch.equal(combine(rows_RD, trip), torch.full((1, WIDTH), 258.0, dtype=torch.bfloat16))

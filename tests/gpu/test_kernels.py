@@ -124,6 +124,18 @@ def test_indices_of_both_widths_and_any_strides(index_dtype: torch.dtype) -> Non
     assert torch.equal(fused.sum_rows(transposed_RD, row_TK, token_R), plain_sum(rows_RD, row_TK))
 
 
+@DTYPES
+@pytest.mark.parametrize("padding", [1, 4, 16])
+def test_a_section_of_longer_rows_is_summed(dtype: torch.dtype, padding: int) -> None:
+    """The rows of an exchange carry weights behind their features."""
+    token_R, row_TK = make_row_map(70, 2, 0.3)
+    packed_RD = draw(len(token_R), 200 + padding, dtype=dtype)
+    section_RD = packed_RD[:, :200]
+    assert torch.equal(fused.sum_rows(section_RD, row_TK, token_R), plain_sum(section_RD, row_TK))
+    tail_RD = packed_RD[:, 200:]
+    assert torch.equal(fused.sum_rows(tail_RD, row_TK, token_R), plain_sum(tail_RD, row_TK))
+
+
 def test_a_token_without_rows_is_zero() -> None:
     """Freed memory full of NaN shows results that are left uninitialised."""
     token_R, row_TK = make_row_map(300, 2, 1.0)

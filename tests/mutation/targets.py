@@ -15,6 +15,8 @@ TARGETS = (
     "experts/bank.py",
     "experts/layer.py",
     "experts/token_exchange.py",
+    "experts/destinations.py",
+    "experts/capacity.py",
     "experts/exchange.py",
     "experts/transfer.py",
     "experts/balance.py",

@@ -209,6 +209,12 @@ def test_frozen_parameters_are_counted_as_experts():
     assert of_experts(4, trainable=300_000).gradients == 4 * 300_000
 
 
+def test_the_token_exchange_needs_no_more_memory_with_more_hosts():
+    two_hosts = of_experts(2, largest_bytes=1.0 * MIB)
+    many_hosts = of_experts(128, largest_bytes=1.0 * MIB)
+    assert many_hosts.activations == two_hosts.activations
+
+
 def test_the_token_exchange_needs_memory_only_between_hosts():
     two_hosts = of_experts(2, largest_bytes=1.0 * MIB)
     one_host = of_experts(1, largest_bytes=1.0 * MIB)

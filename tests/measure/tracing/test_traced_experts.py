@@ -21,8 +21,8 @@ SMALL_MOE: dict[str, Any] = {
 }
 
 
-def traced(hosts: int, **settings: Any) -> MicroBatchOps:
-    return trace_micro_batch(load_task(Config.of(**settings)), 16, TraceOptions(hosts=hosts))
+def traced(hosts: int, samples: int = 16, **settings: Any) -> MicroBatchOps:
+    return trace_micro_batch(load_task(Config.of(**settings)), samples, TraceOptions(hosts=hosts))
 
 
 def test_a_layer_exchanges_counts_once_and_rows_four_times() -> None:
@@ -45,6 +45,14 @@ def test_the_first_host_holds_its_own_experts() -> None:
     assert two_hosts.expert_parameters == 3 * 2 * (32 * 48 + 24 * 32)
     assert one_host.parameters - two_hosts.parameters == two_hosts.expert_parameters
     assert one_host.expert_parameters == 0
+
+
+def test_the_peak_of_memory_does_not_grow_with_the_number_of_hosts() -> None:
+    """A token has rows for the hosts of its experts alone."""
+    settings = SMALL_MOE | {"experts": 128}
+    few_hosts = traced(8, samples=1024, **settings)
+    many_hosts = traced(128, samples=1024, **settings)
+    assert many_hosts.peak_bytes <= 1.1 * few_hosts.peak_bytes
 
 
 @pytest.mark.parametrize("hosts", [3, 8, 16])
