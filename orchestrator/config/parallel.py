@@ -71,7 +71,8 @@ class ParallelSettings:
     """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each
     needs a device."""
     max_failures: int = 3
-    """Recoveries from a lost worker, a lost node or a lack of memory, before the run gives up."""
+    """Recoveries from a lost worker, a lost node or a lack of memory, before the run gives up. A
+    failure counts until the run is 100 steps past it."""
     collective_timeout: int | None = None
     """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in
     expert parallel, where only that host is replaced, else 120."""

@@ -38,7 +38,7 @@ from orchestrator.runtime.ray_internals import (
     remove_placement_group_by_id,
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Restart, decide_restart
-from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
+from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
 from orchestrator.tasks.load import loads_by_name
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.restore import restore_model
@@ -120,6 +120,11 @@ class _RunRecord:
         """Hand new events to the readers."""
         self._follower.poll()
 
+    @property
+    def last_step(self) -> int:
+        """The last step that the workers have recorded."""
+        return last_recorded_step(self._path)
+
     def add_restart(self, failure: Failure, decision: Restart, workers: int, detected_at: float) -> None:
         """Record a failure of ``workers`` workers, which are restarted now."""
         events = last_events(self._path)
@@ -181,7 +186,7 @@ class _Driver:
             if result.given_up is not None:
                 raise final_error(failure, result.error, result.given_up)
             detected_at = time.time()  # before the wait for devices, which is part of the regrouping
-            history = history.with_failure(failure)
+            history = history.with_failure(failure, self.record.last_step)
             # An error of the run itself is final: no need to wait for devices.
             slots = _available_slots(workers, gpu) if failure.kind != "error" else workers
             decision = decide_restart(

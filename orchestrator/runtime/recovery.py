@@ -75,20 +75,36 @@ class Wait:
     reason: str
 
 
+PROGRESS_WINDOW = 100
+"""Steps of progress after which a failure no longer counts."""
+
+
 @dataclass(frozen=True)
 class FailureHistory:
-    """The failures of a run so far."""
+    """The failures of a run that count towards ``--max-failures``.
 
-    failures: int = 0
+    A failure counts until the run is ``PROGRESS_WINDOW`` steps past the furthest step that it had
+    reached by then. So a long run survives any number of failures that lie far apart, and one that
+    fails at the same step again and again ends."""
+
+    steps: tuple[int, ...] = ()
+    """The furthest step that the run had reached at each of the failures that count."""
     halvings: int = 0
     faulty_step: int | None = None
     """The step of the last failure with an unknown cause."""
 
-    def with_failure(self, failure: Failure, step: int | None = None) -> FailureHistory:
-        """Return the history with one more failure, at ``step`` if that matters later."""
+    @property
+    def failures(self) -> int:
+        return len(self.steps)
+
+    def with_failure(self, failure: Failure, step: int) -> FailureHistory:
+        """Return the history with one more failure, at ``step``, without those that count no more."""
+        # A run that fails while it repeats lost steps has made no progress.
+        furthest = max(step, *self.steps, 0)
+        counted = tuple(earlier for earlier in self.steps if furthest - earlier < PROGRESS_WINDOW)
         return replace(
             self,
-            failures=self.failures + 1,
+            steps=(*counted, furthest),
             halvings=self.halvings + (failure.kind == "memory"),
             faulty_step=step if failure.kind == "fault" else self.faulty_step,
         )
@@ -128,7 +144,7 @@ def _must_give_up(failure: Failure, failures: int, max_failures: int) -> GiveUp 
         limit = f"--max-failures is {max_failures}"
         if max_failures == 0:
             limit = "no restart is allowed (--max-failures 0)"
-        count = "once" if failures == 1 else f"{failures} times"
+        count = "once" if failures == 1 else f"{failures} times within {PROGRESS_WINDOW} steps of progress"
         return GiveUp(
             f"{failure.message}; the run has failed {count}, and {limit}."
             " Continue from the newest checkpoint with --resume auto"

@@ -48,6 +48,12 @@ class Recovery:
     """When the first step after the failure was done."""
 
 
+def last_recorded_step(path: Path) -> int:
+    """Return the last step that an event log has; 0 without one."""
+    steps = (event.get("step") for event in of_kind(last_events(path), "step")[-1:])
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
 class RecoveryLog:
     """Writes the ``failure`` and ``recovery`` events of a run."""
 
@@ -73,8 +79,7 @@ class RecoveryLog:
         if writer_lost:
             truncate_torn_line(self._path)
         # A recorded step was done, even if the last heartbeat is older.
-        last_recorded = [event.get("step") for event in of_kind(last_events(self._path), "step")[-1:]]
-        step = max([step, *(number for number in last_recorded if isinstance(number, int))])
+        step = max(step, last_recorded_step(self._path))
         self.begin(reason, workers, step, times)
         self._log.write(
             "failure", kind=failure.kind, message=reason, rank=failure.rank, step=step, final=False

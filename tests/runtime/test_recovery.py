@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.runtime.recovery import (
+    PROGRESS_WINDOW,
     Failure,
     FailureHistory,
     FailureKind,
@@ -31,8 +34,8 @@ LOST = Failure("worker", "worker 1 was lost", 1)
 
 def decide(failure: Failure, failures: int = 1, max_failures: int = 3, slots: int = 4) -> Restart | GiveUp:
     """Decide on the restart of four workers whose micro-batch was halved once before the failure."""
-    earlier = FailureHistory(failures=failures - 1, halvings=1)
-    history = earlier.with_failure(failure)
+    earlier = FailureHistory((5,) * (failures - 1), halvings=1)
+    history = earlier.with_failure(failure, 5)
     return decide_restart(failure, history, max_failures=max_failures, workers=4, slots=slots)
 
 
@@ -72,7 +75,7 @@ def test_restarts_are_limited(failures: int, max_failures: int) -> None:
 # New groups of expert hosts
 
 THREE = (0, 1, 2)
-ONCE = FailureHistory(failures=1)
+ONCE = FailureHistory((5,))
 
 
 def after_loss(
@@ -192,7 +195,7 @@ def test_a_fault_that_repeats_at_the_same_step_is_final() -> None:
 )
 def test_new_groups_are_limited(failures: int, max_failures: int, gives_up: bool) -> None:
     hosts = HostStatus(THREE, frozenset({1}), (3,))
-    decision = decide_regroup(LOST, hosts, FailureHistory(failures), max_failures=max_failures)
+    decision = decide_regroup(LOST, hosts, FailureHistory((5,) * failures), max_failures=max_failures)
     assert isinstance(decision, GiveUp) == gives_up
     if gives_up:
         assert "--max-failures" in decision.reason
@@ -231,13 +234,55 @@ def test_of_equal_failures_the_first_is_the_root_cause() -> None:
 
 def test_the_history_counts_failures_and_halvings_and_remembers_the_last_faulty_step() -> None:
     history = FailureHistory().with_failure(LOST, 5)
-    assert history == FailureHistory(1, 0, None)
+    assert history == FailureHistory((5,), 0, None)
     history = history.with_failure(Failure("fault", "once"), 6)
-    assert history == FailureHistory(2, 0, 6)
+    assert history == FailureHistory((5, 6), 0, 6)
     history = history.with_failure(Failure("memory", "ran out"), 9)
-    assert history == FailureHistory(3, 1, 6)
+    assert history == FailureHistory((5, 6, 9), 1, 6)
     history = history.with_failure(Failure("fault", "once"), 0)
-    assert history == FailureHistory(4, 1, 0), "step 0 is a step"
+    assert history == FailureHistory((5, 6, 9, 9), 1, 0), "step 0 is a step"
+
+
+# The window of progress
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12))
+def test_a_failure_counts_until_the_run_is_a_hundred_steps_past_it(steps: list[int]) -> None:
+    """Against a count from scratch: of all failures, those less than the window behind."""
+    history = FailureHistory()
+    for step in steps:
+        history = history.with_failure(LOST, step)
+    furthest = [max(steps[: number + 1]) for number in range(len(steps))]
+    assert history.failures == sum(furthest[-1] - reached < PROGRESS_WINDOW for reached in furthest)
+
+
+@given(st.integers(0, 6), st.integers(0, 10_000), st.lists(st.integers(-50, 0), min_size=8, max_size=8))
+def test_a_run_that_makes_no_progress_ends_after_max_failures(
+    max_failures: int, step: int, steps_back: list[int]
+) -> None:
+    """It fails at the same step, or while it repeats the steps before."""
+    history = FailureHistory()
+    for number, back in enumerate(steps_back, start=1):
+        history = history.with_failure(LOST, max(0, step + back * (number > 1)))
+        decision = decide_restart(LOST, history, max_failures=max_failures, workers=2, slots=2)
+        assert isinstance(decision, GiveUp) == (number > max_failures)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(PROGRESS_WINDOW, 500), max_size=50))
+def test_failures_that_lie_far_apart_never_end_a_run(max_failures: int, distances: list[int]) -> None:
+    history = FailureHistory()
+    step = 0
+    for distance in distances:
+        step += distance
+        history = history.with_failure(LOST, step)
+        decision = decide_restart(LOST, history, max_failures=max_failures, workers=2, slots=2)
+        assert isinstance(decision, Restart)
+
+
+def test_giving_up_names_the_count_and_the_window() -> None:
+    decision = decide(LOST, failures=4)
+    assert isinstance(decision, GiveUp)
+    assert "failed 4 times within 100 steps of progress, and --max-failures is 3" in decision.reason
 
 
 # Stuck hosts

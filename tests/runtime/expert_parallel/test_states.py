@@ -36,8 +36,8 @@ from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, HostS
 
 LIMITS = RunLimits(num_hosts=3, max_failures=3)
 MEMBERS = (0, 1, 2)
-ONCE = FailureHistory(failures=1)
-TWICE = FailureHistory(failures=2)
+ONCE = FailureHistory((7,))
+TWICE = FailureHistory((7, 7))
 LOST = Failure("worker", "host 1 was lost", 1)
 FAULT = Failure("fault", "host 1: OSError: once", 1)
 JOINING = Joining(4, MEMBERS, ONCE)
@@ -238,12 +238,12 @@ def test_the_root_cause_decides() -> None:
 def test_out_of_memory_halves_the_micro_batch() -> None:
     exhausted = Failure("memory", "host 2 ran out", 2, 8)
     joining, (join,) = advance(LEAVING, stopped(exhausted), LIMITS)
-    assert joining == Joining(5, MEMBERS, FailureHistory(failures=2, halvings=1))
+    assert joining == Joining(5, MEMBERS, FailureHistory((7, 7), halvings=1))
     assert isinstance(join, JoinGroup)
     assert join.halvings == 1
-    leaving = Leaving(5, MEMBERS, FailureHistory(2, 1))
+    leaving = Leaving(5, MEMBERS, FailureHistory((7, 7), 1))
     later, (join,) = advance(leaving, stopped(replace(exhausted, micro_batch=4)), LIMITS)
-    assert later == Joining(6, MEMBERS, FailureHistory(failures=3, halvings=2))
+    assert later == Joining(6, MEMBERS, FailureHistory((7, 7, 7), halvings=2))
     assert isinstance(join, JoinGroup)
     assert join.halvings == 2
 
@@ -257,13 +257,13 @@ def test_an_error_of_the_run_itself_ends_it() -> None:
 
 def test_one_failure_too_many_ends_the_run() -> None:
     event = stopped(lost=(1,), ready=(3,))
-    ended, commands = advance(Leaving(4, MEMBERS, FailureHistory(failures=3)), event, LIMITS)
+    ended, commands = advance(Leaving(4, MEMBERS, FailureHistory((7, 7, 7))), event, LIMITS)
     assert isinstance(ended, Ended)
     assert ended.failure == LOST
     assert ended.given_up is not None
     assert "--max-failures is 3" in ended.given_up.reason
     assert commands == ()
-    allowed, _ = advance(Leaving(4, MEMBERS, FailureHistory(failures=2)), event, LIMITS)
+    allowed, _ = advance(Leaving(4, MEMBERS, FailureHistory((7, 7))), event, LIMITS)
     assert isinstance(allowed, Joining)
 
 
@@ -276,10 +276,10 @@ def test_the_loss_of_all_hosts_without_replacements_ends_the_run() -> None:
 
 def test_an_unknown_fault_may_happen_once_at_a_step() -> None:
     joining, _ = advance(LEAVING, stopped(FAULT), LIMITS)
-    assert joining == Joining(5, MEMBERS, FailureHistory(failures=2, faulty_step=7))
-    leaving = Leaving(5, MEMBERS, FailureHistory(2, faulty_step=7))
+    assert joining == Joining(5, MEMBERS, FailureHistory((7, 7), faulty_step=7))
+    leaving = Leaving(5, MEMBERS, FailureHistory((7, 7), faulty_step=7))
     elsewhere, _ = advance(leaving, stopped(FAULT, step=8), LIMITS)
-    assert elsewhere == Joining(6, MEMBERS, FailureHistory(failures=3, faulty_step=8))
+    assert elsewhere == Joining(6, MEMBERS, FailureHistory((7, 7, 8), faulty_step=8))
     ended, commands = advance(leaving, stopped(FAULT), LIMITS)
     reason = "host 1: OSError: once; the same step failed twice"
     assert ended == Ended(failure=FAULT, given_up=GiveUp(reason))
@@ -287,9 +287,9 @@ def test_an_unknown_fault_may_happen_once_at_a_step() -> None:
 
 
 def test_another_failure_at_the_step_of_a_fault_is_no_repetition() -> None:
-    leaving = Leaving(5, MEMBERS, FailureHistory(1, faulty_step=7))
+    leaving = Leaving(5, MEMBERS, FailureHistory((7,), faulty_step=7))
     joining, _ = advance(leaving, stopped(lost=(1,), ready=(3,)), LIMITS)
-    assert joining == Joining(6, (0, 3, 2), FailureHistory(failures=2, faulty_step=7))
+    assert joining == Joining(6, (0, 3, 2), FailureHistory((7, 7), faulty_step=7))
 
 
 # WaitingForHosts
@@ -335,7 +335,7 @@ def test_waiting_for_all_hosts_ends_the_run_only_when_none_is_being_started() ->
 
 
 def test_halvings_are_kept_while_waiting() -> None:
-    waiting = replace(WAITING, history=FailureHistory(2, halvings=2))
+    waiting = replace(WAITING, history=FailureHistory((7, 7), halvings=2))
     _, (join,) = advance(waiting, HostsReady(MEMBERS), LIMITS)
     assert isinstance(join, JoinGroup)
     assert join.halvings == 2

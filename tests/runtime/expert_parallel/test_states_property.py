@@ -145,7 +145,7 @@ class AnyRun(RuleBasedStateMachine):
             assert set(state.members) <= set(self.host_ids)
         if isinstance(state, Joining | Running | Leaving | WaitingForHosts):
             assert state.history.failures == self.num_failures <= self.limits.max_failures
-            assert state.history.halvings <= state.history.failures
+            assert state.history.halvings <= self.num_failures
 
     @invariant()
     def an_end_has_a_status_or_a_reason(self) -> None:
