@@ -344,7 +344,7 @@ YAML_LOADS = {
 IMPORTERS = {
     "orchestrator": "re-exports a fixed list of names",
     "orchestrator.cli.main": "imports the module of a verb, from a fixed list",
-    "orchestrator.runtime.cluster.prestart": "imports a fixed list of modules",
+    "orchestrator.runtime.cluster.import_hook": "imports a fixed list of modules",
     "orchestrator.train.parts.compiling": "imports one private module of torch by a fixed name",
     "orchestrator.tasks.load": "the user names a task on the command line or in a config",
 }

@@ -3,13 +3,12 @@
 A new actor takes an idle process of its node that has the same environment, if there is one.
 Then the actor waits neither for a process nor for its imports. So every process of a group
 requests its own successor once it is at work, and all of them import what they need as they
-start.
+start: beside work at the lowest priority, so that it costs no step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
@@ -18,7 +17,7 @@ from typing import Any
 import ray
 
 from orchestrator.plan.inventory.cpu import usable_memory
-from orchestrator.runtime.cluster.environment import make_variable_setter
+from orchestrator.runtime.cluster.import_hook import make_importer, marked_as_working
 from orchestrator.runtime.ray_internals import (
     TRAIN_CONTROLLER_MODULES,
     export_setup_hook,
@@ -77,34 +76,13 @@ def _export_hook(modules: tuple[str, ...]) -> dict[str, str]:
     environment.
     """
     package = str(Path(__file__).parents[2] / "__init__.py")
-    return export_setup_hook(make_importer(modules, package), _REQUEST_TIMEOUT_S)
+    return export_setup_hook(make_importer(modules, package, _run_marker()), _REQUEST_TIMEOUT_S)
 
 
-def make_importer(modules: tuple[str, ...], package: str) -> Callable[[], None]:
-    """Return a function that imports modules; those of ours only from this very package.
-
-    ``package`` is the path of our ``__init__.py``: a node may have another package of the same
-    name. The function is pickled by value, so that a process that does not find our code starts
-    all the same.
-    """
-    # Ray sets one OpenMP thread for each CPU of an actor, but later; torch reads the number when it
-    # is imported.
-    set_threads = make_variable_setter({"OMP_NUM_THREADS": "1"})
-
-    def import_modules() -> None:
-        import importlib
-        from importlib.util import find_spec
-
-        set_threads()
-        for name in modules:
-            try:
-                spec = find_spec("orchestrator") if name.startswith("orchestrator.") else None
-                if spec is None or spec.origin == package:
-                    importlib.import_module(name)
-            except Exception:  # the code that needs the module reports the error
-                continue
-
-    return import_modules
+def _run_marker() -> str:
+    """Return a name that the processes of this job share, on every node of its cluster."""
+    context = ray.get_runtime_context()
+    return f"expert-orchestrator/{context.get_session_name()}/{context.get_job_id()}"
 
 
 def prestart_successors(processes: int = 1) -> None:
@@ -113,18 +91,19 @@ def prestart_successors(processes: int = 1) -> None:
     Failures are not reported: without successors the next group starts like the first.
     """
     with suppress(Exception):
-        arguments = (_raylet_address(), prestart_request(processes, _KEEP_ALIVE_S))
+        arguments = (_raylet_address(), prestart_request(processes, _KEEP_ALIVE_S), _run_marker())
         threading.Thread(target=_repeat_request, args=arguments, name="prestart", daemon=True).start()
 
 
-def _repeat_request(address: str, request: Any) -> None:
+def _repeat_request(address: str, request: Any, marker: str) -> None:
     """Send the request, and again when the processes have reached the end of their life."""
     sleep(_DELAY_S)
-    while True:
-        with suppress(Exception):
-            if usable_memory()[1] > _MIN_FREE_BYTES:
-                send_prestart_request(address, request, _REQUEST_TIMEOUT_S)
-        sleep(_KEEP_ALIVE_S)
+    with marked_as_working(marker):
+        while True:
+            with suppress(Exception):
+                if usable_memory()[1] > _MIN_FREE_BYTES:
+                    send_prestart_request(address, request, _REQUEST_TIMEOUT_S)
+            sleep(_KEEP_ALIVE_S)
 
 
 def _raylet_address() -> str:

@@ -1,12 +1,8 @@
-"""Tests of prestarted processes: their imports, that the next group takes them, and that none is left."""
+"""Tests of prestarted processes: the next group takes them, and none is left."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,64 +12,8 @@ import psutil
 import pytest
 
 from orchestrator.record.events import of_kind, read_events
-from orchestrator.runtime.cluster.prestart import make_importer
 from tests.support.cli_runs import finish_run, kill_worker, start_run, wait_for_steps
 from tests.support.cluster import RayCluster
-
-PACKAGE = str(Path(__file__).parents[3] / "orchestrator" / "__init__.py")
-
-
-def test_a_module_that_cannot_be_imported_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_module.py").write_text("raise OSError('a library is missing')")
-    (tmp_path / "sound_module.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    make_importer(("no.such.module", "broken_module", "sound_module"), PACKAGE)()
-    assert "sound_module" in sys.modules
-    del sys.modules["sound_module"]
-
-
-@pytest.mark.parametrize(
-    ("package", "is_ours"), [(PACKAGE, True), ("/elsewhere/orchestrator/__init__.py", False)]
-)
-def test_another_package_of_our_name_is_not_imported(
-    package: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imported: list[str] = []
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(importlib, "import_module", imported.append)
-    make_importer(("torch", "orchestrator.train.worker.run"), package)()
-    assert imported == ["torch", *["orchestrator.train.worker.run"] * is_ours]
-
-
-def test_the_number_of_threads_is_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread, as Ray gives to an actor of one CPU; a value that the node's owner has set stays."""
-    seen: list[str | None] = []
-    monkeypatch.setattr(importlib, "import_module", lambda _: seen.append(os.environ.get("OMP_NUM_THREADS")))
-    for set_before, expected in ((None, "1"), ("5", "5")):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if set_before:
-            monkeypatch.setenv("OMP_NUM_THREADS", set_before)
-        make_importer(("torch",), PACKAGE)()
-        assert seen.pop() == expected
-
-
-def test_a_process_without_our_code_can_run_the_hook(tmp_path: Path) -> None:
-    """The hook is pickled by value, and its bytes are the same every time."""
-    from ray import cloudpickle
-
-    hooks = [make_importer(("colorsys", "orchestrator.errors"), "/elsewhere/__init__.py") for _ in range(2)]
-    pickles = [cloudpickle.dumps(hook) for hook in hooks]  # pyright: ignore[reportPrivateImportUsage]
-    assert pickles[0] == pickles[1]
-    (tmp_path / "hook").write_bytes(pickles[0])
-    code = (
-        "import sys; sys.modules['orchestrator'] = None; from ray import cloudpickle;"
-        "cloudpickle.loads(open('hook', 'rb').read())(); print('colorsys' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout.strip() == "True", result.stderr
 
 
 def idle_processes(cluster: RayCluster) -> set[int]:
