@@ -1,8 +1,9 @@
 """A host of experts as a Ray actor.
 
 The actor owns one device and runs the work that it is given, a segment at a time. It knows nothing
-about training: the training code arrives as a function. The driver calls the host between segments;
-inside a segment there is no Ray call.
+about training: the training code arrives as a function. The driver grants segments ahead: their calls
+wait in the actor's queue, and the host goes from one to the next without waiting for the driver.
+Inside a segment there is no Ray call.
 
 Next to the thread that works, the actor has one thread per concurrency group. So the driver can
 make a host leave its group while the host waits for its peers, and can fetch snapshots while the
@@ -113,6 +114,7 @@ class ExpertHost:
     def open(self, start: Callable[..., AbstractContextManager[HostedWork]], *arguments: Any) -> None:
         """Prepare work without a membership: ``start(*arguments)``."""
         self.close()
+        self._context.membership = GroupMembership()
         self._work = self._stack.enter_context(start(*arguments))
 
     def join(
@@ -132,9 +134,13 @@ class ExpertHost:
         self._work = self._stack.enter_context(start(self._context, *arguments))
 
     def advance(self, segment: Any) -> Any:
-        """Work for one segment. Return the result of the work."""
-        assert self._work is not None, "advance before open or join"
+        """Work for one segment. Return the result of the work.
+
+        Return None at once if an earlier segment has failed: this one was granted before that."""
+        if self._work is None:
+            return None
         try:
+            self._context.membership.check()
             return self._work.advance(segment)
         except BaseException:
             # Closing the work finishes what it writes in the background, such as a checkpoint.

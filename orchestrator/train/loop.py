@@ -63,8 +63,8 @@ class Loop:
     def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
         """Train for a segment of ``num_steps``. Return the outcome if the run has ended, else None.
 
-        Every exit writes the events of the steps done. The end of a run, unless it is a failure,
-        leaves a checkpoint of the last step. A segment leaves a snapshot of its last step if
+        The end of a run writes the events of all steps done and, unless it is a failure, leaves a
+        checkpoint of the last step. A segment leaves a snapshot of its last step if
         ``take_snapshot``."""
         if self._steps_in_progress is None:
             # Not in the constructor: starting the observers takes time that belongs to no step.
@@ -73,7 +73,7 @@ class Loop:
         try:
             for _ in range(num_steps):
                 next(self._steps_in_progress)
-            self._recorder.flush()
+            # The steps are not written here: fetching their figures would stop the device.
             if take_snapshot:
                 self._take_snapshot()
             self._heartbeat.enter_phase("rest")

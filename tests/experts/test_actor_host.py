@@ -89,6 +89,29 @@ def test_a_host_that_left_before_it_joined_does_not_wait(pool: IdlePool) -> None
     host.leave.remote(21)
 
 
+def test_a_segment_granted_behind_one_that_fails_is_not_run(pool: IdlePool) -> None:
+    pool.join(25, 0)
+    host = pool.actor(0)
+    failing, *behind = [host.advance.remote((action, 1)) for action in ("fail", "go on", "put")]
+    with pytest.raises(RayTaskError):
+        ray.get(failing)
+    assert ray.get(behind) == [None, None]
+    pool.join(26, 0)
+    assert pool.advance("go on", 2, 0) == [2]
+
+
+def test_a_segment_does_not_begin_in_a_group_that_was_left(pool: IdlePool) -> None:
+    """The host had finished one segment, and had not begun the next, when the driver saw a failure."""
+    pool.join(27, 0)
+    host = pool.actor(0)
+    ray.get(host.leave.remote(27))
+    first, second = host.advance.remote(("go on", 1)), host.advance.remote(("go on", 2))
+    with pytest.raises(RayTaskError) as caught:
+        ray.get(first)
+    assert isinstance(caught.value.cause, GroupLeft)
+    assert ray.get(second) is None
+
+
 def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
     pool.join(30, 0)
     pool.advance("put", 1, 0)

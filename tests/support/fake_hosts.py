@@ -18,6 +18,7 @@ from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel import calls as calls_module
 from orchestrator.runtime.expert_parallel import group as group_module
 from orchestrator.runtime.expert_parallel import run as run_module
+from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 from orchestrator.runtime.expert_parallel.states import Running
 from orchestrator.runtime.recovery import HostHealth
@@ -53,6 +54,17 @@ class FakeActor:
 
     def last_call(self, name: str) -> FakeCall:
         return next(call for call in reversed(self.calls) if call.name == name)
+
+    def finish(self, name: str, result: Any = None) -> None:
+        """Finish the oldest open call of a name.
+
+        After an error or the end of the run, the calls behind it return at once, as in a host."""
+        first, *behind = [call for call in self.calls if call.name == name and not call.done]
+        first.finish(result)
+        is_error = isinstance(result, Exception)
+        if is_error or (isinstance(result, SegmentResult) and result.status is not None):
+            for call in behind:
+                call.finish(None if is_error and not isinstance(result, RayError) else result)
 
 
 def _wait(
@@ -203,9 +215,13 @@ class FakeRun:
         return self.run.wait(0.0)
 
     def finish(self, name: str, result: Any = None, *host_ids: int) -> None:
-        """Finish the last call of a name on these hosts, or on all members."""
+        """Finish the oldest open call of a name on these hosts, or on all members.
+
+        For a segment, ``result`` is its (status, step) or (status, step, seconds), or an error."""
+        if name == "advance" and isinstance(result, tuple):
+            result = SegmentResult(*result)
         for host_id in host_ids or self.state.members:
-            self.pool.actor(host_id).last_call(name).finish(result)
+            self.pool.actor(host_id).finish(name, result)
         self.poll()
 
     def begin_first_segment(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -19,18 +20,27 @@ from orchestrator.runtime.recovery import Failure, LossCause
 from orchestrator.types import first_line
 
 
+@dataclass
+class _Round:
+    """One call to each member."""
+
+    pending: dict[Any, int] = field(default_factory=dict)
+    """The host id of each call that has not returned."""
+    results: dict[int, Any] = field(default_factory=dict)
+
+
 class GroupCalls:
-    """Calls all members of a group at once and collects the results."""
+    """Calls all members of a group at once and collects the results.
+
+    Several rounds of calls may be under way: a host carries out its calls in order."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self.members: tuple[int, ...] = ()
         """Host ids in the order of ranks."""
-        self.pending: dict[Any, int] = {}
-        """The host id of each call that has not returned."""
-        self.results: dict[int, Any] = {}
+        self._rounds: list[_Round] = []
         self.errors: dict[int, BaseException] = {}
-        """The exceptions of members that live on."""
+        """The first exception of each member that lives on."""
         self.lost: dict[int, Failure] = {}
         """Members that cannot be used any more."""
 
@@ -45,30 +55,55 @@ class GroupCalls:
 
     def call_all(self, call: Callable[[Any, int, int], Any]) -> None:
         """Start ``call(actor, host_id, rank)`` for each member that is not lost."""
-        self.results = {}
-        self.pending = {}
-        for rank, host_id in enumerate(self.members):
-            if host_id not in self.lost:
-                reference = call(self._pool.actor(host_id), host_id, rank)
-                self.pending[reference] = host_id
+        self._rounds = []
+        self.queue_all(call)
+
+    def queue_all(self, call: Callable[[Any, int, int], Any]) -> None:
+        """Start another round: each member makes this call when it has done those before."""
+        pending = {
+            call(self._pool.actor(host_id), host_id, rank): host_id
+            for rank, host_id in enumerate(self.members)
+            if host_id not in self.lost
+        }
+        self._rounds.append(_Round(pending))
+
+    @property
+    def pending(self) -> dict[Any, int]:
+        """The host id of each call that has not returned, oldest calls first."""
+        return {call: host_id for each in self._rounds for call, host_id in each.pending.items()}
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._rounds)
+
+    @property
+    def round_is_done(self) -> bool:
+        """Whether all calls of the oldest round have returned."""
+        return not self._rounds or not self._rounds[0].pending
+
+    def end_round(self) -> None:
+        """Forget the oldest round. The next one takes its place."""
+        self._rounds.pop(0)
 
     def collect(self) -> None:
         """Take in the calls that have returned."""
-        if not self.pending:
+        pending = self.pending
+        if not pending:
             return
-        done, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
-        for reference in done:
-            host_id = self.pending.pop(reference)
-            try:
-                self.results[host_id] = ray.get(reference)
-            except Exception as error:
-                self._add_error(host_id, error)
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for each in self._rounds:
+            for reference in [call for call in done if call in each.pending]:
+                host_id = each.pending.pop(reference)
+                try:
+                    each.results[host_id] = ray.get(reference)
+                except Exception as error:
+                    self._add_error(host_id, error)
 
     def _add_error(self, host_id: int, error: BaseException) -> None:
         failure = classify(error, self.rank(host_id), noun="host")
         match failure.loss:
             case None:
-                self.errors[host_id] = error
+                self.errors.setdefault(host_id, error)
             case "died":
                 self.lost[host_id] = failure
             case _:
@@ -77,7 +112,8 @@ class GroupCalls:
     def drop(self, host_id: int, cause: LossCause, detail: str, frozen: bool = False) -> None:
         """End a member that does not respond or cannot be used. Its call is not waited for."""
         self.lost[host_id] = lost_host(self.rank(host_id), cause, detail)
-        self.pending = {call: other for call, other in self.pending.items() if other != host_id}
+        for each in self._rounds:
+            each.pending = {call: other for call, other in each.pending.items() if other != host_id}
         self._pool.stop(host_id, frozen)
 
     @property
@@ -86,8 +122,13 @@ class GroupCalls:
 
     @property
     def main_result(self) -> Any:
-        """The result of the main host; None until it has returned."""
-        return self.results.get(self.members[0])
+        """The main host's result of the oldest round; None until it has returned."""
+        return next(iter(self.main_results), None)
+
+    @property
+    def main_results(self) -> list[Any]:
+        """The main host's result of each round, oldest first; None where it has not returned."""
+        return [each.results.get(self.members[0]) for each in self._rounds]
 
     def failures(self, retry_task_errors: bool) -> tuple[Failure, ...]:
         """Return what went wrong in this group: losses first, then the errors by host id."""

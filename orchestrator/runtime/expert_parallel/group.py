@@ -59,8 +59,9 @@ class HostGroup:
         self.calls.call_all(call_join)
         self.snapshots.follow(command.generation, command.members)
 
-    def run_segment(self, segment: Segment) -> None:
-        self.calls.call_all(lambda actor, *_: actor.advance.remote(segment))
+    def grant_segment(self, segment: Segment) -> None:
+        """Let the members run a segment, after those that they were granted before."""
+        self.calls.queue_all(lambda actor, *_: actor.advance.remote(segment))
 
     def leave(self, generation: int) -> None:
         """Make all members leave the group, wherever they wait for each other."""

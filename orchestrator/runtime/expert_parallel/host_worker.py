@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -62,17 +63,37 @@ class Segment:
     snapshot_at_end: bool = False
 
 
+@dataclass(frozen=True)
+class SegmentResult:
+    """What a host reports at the end of a segment."""
+
+    status: str | None
+    """How the run ended; None if it goes on."""
+    step: int
+    """The steps done."""
+    seconds: float = 0.0
+    """How long the segment took."""
+
+
 class HostWorker:
     """The work of a host in one generation."""
 
     def __init__(self, run: WorkerRun) -> None:
         self._run = run
+        self._end: SegmentResult | None = None
 
-    def advance(self, segment: Segment) -> tuple[str | None, int]:
-        """Train for a segment. Return the status if the run has ended, and the steps done."""
+    def advance(self, segment: Segment) -> SegmentResult:
+        """Train for a segment."""
+        if self._end is not None:
+            return self._end  # the segment was granted before the end of the run was known
+        began_s = perf_counter()
         with masked_errors(self._run.prepared.hidden):
             outcome = self._run.advance(segment.steps, segment.snapshot_at_end)
-        return outcome.status if outcome is not None else None, self._run.loop.progress.step
+        status = outcome.status if outcome is not None else None
+        result = SegmentResult(status, self._run.loop.progress.step, perf_counter() - began_s)
+        if outcome is not None:
+            self._end = result
+        return result
 
 
 def preload(context: HostContext, assignment: Assignment, store_address: tuple[str, int]) -> None:

@@ -1,8 +1,9 @@
 """Expert parallel: Ray actors that each own a device and hold some of the experts.
 
-The hosts form their group themselves and train in segments of a few seconds; between segments the
-driver can act. When a host is lost, the others keep their processes: they leave the group, another
-host takes its rank, and all continue from snapshots of their state in memory.
+The hosts form their group themselves and train in segments of a few seconds. The driver grants
+segments ahead, so that no host waits for it, and can change the group at the end of the last one.
+When a host is lost, the others keep their processes: they leave the group, another host takes its
+rank, and all continue from snapshots of their state in memory.
 
 ``ExpertParallelRun`` turns what it observes into events of the state machine in ``states`` and
 carries out the commands that it returns."""
@@ -22,8 +23,8 @@ from orchestrator.runtime.cluster.prestart import host_hook
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel.group import HostGroup
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
-from orchestrator.runtime.expert_parallel.host_worker import Segment
-from orchestrator.runtime.expert_parallel.segments import SegmentLengths
+from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
+from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SegmentLengths
 from orchestrator.runtime.expert_parallel.states import (
     AllClosed,
     AllJoined,
@@ -172,42 +173,60 @@ class ExpertParallelRun:
                 limit_s = phase_limit_s("join", self._step_limit_s)
                 if not calls.pending or perf_counter() - self._closing_since > limit_s:
                     self._handle(AllClosed())
-            case Running() if calls.main_result is not None and calls.main_result[0] is not None:
-                self._handle_end(*calls.main_result)
+            case Running() if (end := self._end_result()) is not None:
+                self._handle_end(end)
             case _ if calls.has_failed:
                 # The last heartbeats of lost hosts may still be read later: keep the times of now.
                 self._detected_at = time.time()
                 self._last_seen = self._group.heartbeats.last_seen()
                 self._handle(FailureSeen())
-            case _ if not calls.pending:
+            case _ if calls.round_is_done:
                 self._handle_results()
 
-    def _handle_end(self, status: str, step: int) -> None:
+    def _end_result(self) -> SegmentResult | None:
+        """Return the result of the main host that says how the run ended, if there is one."""
+        results = (result for result in self._group.calls.main_results if result is not None)
+        return next((result for result in results if result.status is not None), None)
+
+    def _handle_end(self, end: SegmentResult) -> None:
         """Finish: the main host has recorded the end of the run.
 
         The others may return too; a failure of theirs no longer matters."""
         if not self._group.calls.pending or self._group.calls.has_failed:
-            self._recovery_log.stepped(step, time.time())
-            self._handle(RunFinished(status))
+            assert end.status is not None
+            self._recovery_log.stepped(end.step, time.time())
+            self._handle(RunFinished(end.status))
 
     def _handle_results(self) -> None:
         """All members have returned from joining, or from a segment."""
         match self._state:
             case Joining():
+                self._group.calls.end_round()
                 self._recovery_log.restored(time.time())
                 self._handle(AllJoined())
             case Running(snapshot_at_end=snapshot_at_end):
-                _, step = self._group.calls.main_result
-                snapshots = self._group.snapshots
-                if snapshot_at_end and snapshots.expects(step):
-                    return  # until the snapshots of the segment's end are complete
-                self._recovery_log.stepped(step, time.time())
-                ready, _ = self._pool.poll(busy=self._group.calls.members)
-                if snapshot_at_end and (snapshots.step != step or not snapshots.references()):
-                    ready = ()  # without a complete set no one can join
-                self._handle(SegmentDone(ready))
+                self._handle_segment(self._group.calls.main_result, snapshot_at_end)
             case _:
                 pass
+
+    def _handle_segment(self, result: SegmentResult, snapshot_at_end: bool) -> None:
+        """All members have finished the oldest of the granted segments.
+
+        ``snapshot_at_end``: the last of them ends with a snapshot, and the group may change then."""
+        calls = self._group.calls
+        snapshots = self._group.snapshots
+        at_snapshot = snapshot_at_end and calls.num_rounds == 1
+        if at_snapshot and snapshots.expects(result.step):
+            return  # until the snapshots of the segment's end are complete
+        calls.end_round()
+        self._segments.finish(result.seconds)
+        self._recovery_log.stepped(result.step, time.time())
+        if snapshot_at_end and not at_snapshot:
+            return
+        ready, _ = self._pool.poll(busy=calls.members)
+        if at_snapshot and (snapshots.step != result.step or not snapshots.references()):
+            ready = ()  # without a complete set no one can join
+        self._handle(SegmentDone(ready))
 
     def _handle_stopped_group(self) -> None:
         """Each member has stopped, failed or is lost. Report what happened to the state machine."""
@@ -269,14 +288,25 @@ class ExpertParallelRun:
             case JoinGroup():
                 self._join_group(command)
             case RunSegment(snapshot_at_end=snapshot_at_end):
-                steps = self._segments.next_length(perf_counter(), self._recovery_log.steps_to_replay)
                 self._proven_hosts = self._group.calls.members
-                self._group.run_segment(Segment(steps, snapshot_at_end))
+                self._grant_segments(snapshot_at_end)
             case LeaveGroup(generation=generation):
                 self._group.leave(generation)
             case CloseHosts():
                 self._closing_since = perf_counter()
                 self._group.close()
+
+    def _grant_segments(self, snapshot_at_end: bool) -> None:
+        """Grant segments ahead, so that the hosts need not wait for the driver.
+
+        Until the steps of a failure are repeated, it is one at a time: the first step says how many
+        there are. No segment follows one that ends with a snapshot: the group may change there."""
+        steps_to_replay = self._recovery_log.steps_to_replay
+        wanted = 1 if steps_to_replay else MAX_GRANTED
+        num_missing = 1 if snapshot_at_end else wanted - self._group.calls.num_rounds
+        for _ in range(num_missing):
+            steps = self._segments.grant(steps_to_replay)
+            self._group.grant_segment(Segment(steps, snapshot_at_end))
 
     def _join_group(self, command: JoinGroup) -> None:
         """Form the group of a generation. It resumes from snapshots, unless a checkpoint is newer."""

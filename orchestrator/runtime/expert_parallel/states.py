@@ -58,13 +58,13 @@ class Joining:
 
 @dataclass(frozen=True)
 class Running:
-    """The members run a segment of steps."""
+    """The members run the segments that they were granted."""
 
     generation: int
     members: tuple[int, ...]
     history: FailureHistory = field(default_factory=FailureHistory)
     snapshot_at_end: bool = False
-    """Whether the segment ends with a snapshot, from which more hosts can continue."""
+    """Whether the last granted segment ends with a snapshot, from which more hosts can continue."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class AllJoined:
 
 @dataclass(frozen=True)
 class SegmentDone:
-    """All members have finished a segment, and its snapshot is complete if it ends with one."""
+    """All members have finished a segment; if one was to end with a snapshot, it is that one."""
 
     ready: tuple[int, ...] = ()
 
@@ -187,7 +187,7 @@ class JoinGroup:
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Train for the next segment."""
+    """Grant the next segment. ``snapshot_at_end``: and no more until it has ended."""
 
     snapshot_at_end: bool = False
 

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from orchestrator.runtime.expert_parallel.calls import GroupCalls
+from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.recovery import Failure
 from tests.support.cluster import RayCluster, connected
 from tests.support.idle_hosts import IdlePool, idle_pool, is_dead, kill_and_wait, wait_until
@@ -52,3 +53,31 @@ def test_a_dropped_host_is_ended_and_not_waited_for(pool: IdlePool) -> None:
     assert calls.pending == {}
     assert calls.lost == {2: Failure("worker", "host 0 was stuck", 0, loss="stuck")}
     wait_until(lambda: is_dead(actor))
+
+
+def test_rounds_of_calls_end_in_order_and_the_first_error_of_a_host_counts(pool: IdlePool) -> None:
+    pool.start(0, 1)
+    pool.join(0, 0, 1)
+    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls.set_members((0, 1))
+    for number, action in enumerate(("go on", "fail", "go on")):
+        calls.queue_all(lambda actor, host_id, rank, job=(action, number): actor.advance.remote(job))
+    assert (calls.num_rounds, len(calls.pending)) == (3, 6)
+    ray.wait(list(calls.pending), num_returns=6)
+    calls.collect()
+    assert calls.main_results == [0, None, None], "the third call was granted before the second failed"
+    assert [type(cause_of(calls.errors[host_id])) for host_id in (0, 1)] == [ValueError] * 2
+    assert calls.round_is_done
+    calls.end_round()
+    assert (calls.num_rounds, calls.main_result) == (2, None)
+
+
+def test_a_dropped_host_leaves_every_round(pool: IdlePool) -> None:
+    pool.start(0, 1)
+    pool.join(0, 0, 1)
+    calls = GroupCalls(pool)  # pyright: ignore[reportArgumentType]
+    calls.set_members((0, 1))
+    for _ in range(2):
+        calls.queue_all(lambda actor, host_id, rank: actor.advance.remote(("wait", 0)))
+    calls.drop(1, "stuck", "was stuck")
+    assert list(calls.pending.values()) == [0, 0]

@@ -1,4 +1,4 @@
-"""The connections of an expert host to the driver's store."""
+"""An expert host's part of a run: its segments, and its connections to the driver's store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 
 from experts.actor_host import HostContext, Outbox
 from experts.membership import GroupMembership
-from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, _reusing_client, _sender
+from orchestrator.runtime.expert_parallel.host_worker import (
+    HostWorker,
+    JoinRequest,
+    Segment,
+    _reusing_client,
+    _sender,
+)
 
 
 def broken(*_: Any) -> bool:
@@ -49,3 +55,20 @@ def test_a_broken_heartbeat_connection_is_not_used_again() -> None:
     with pytest.raises(RuntimeError, match="connection reset"):
         send("1 text")
     assert context.cache == {}
+
+
+def test_a_segment_granted_beyond_the_end_of_the_run_reports_the_end_again() -> None:
+    progress = SimpleNamespace(step=0)
+
+    def advance(steps: int, take_snapshot: bool) -> Any:
+        assert progress.step < 5, "the run has ended"
+        progress.step = min(5, progress.step + steps)
+        return SimpleNamespace(status="completed") if progress.step == 5 else None
+
+    run: Any = SimpleNamespace(
+        advance=advance, loop=SimpleNamespace(progress=progress), prepared=SimpleNamespace(hidden=())
+    )
+    worker = HostWorker(run)
+    results = [worker.advance(Segment(3)) for _ in range(4)]
+    assert [result.step for result in results] == [3, 5, 5, 5]
+    assert [result.status for result in results] == [None, *["completed"] * 3]

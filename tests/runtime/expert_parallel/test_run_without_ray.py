@@ -9,6 +9,8 @@ from ray.exceptions import RayActorError
 
 from orchestrator.errors import UserError
 from orchestrator.record.events import EventLog
+from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
+from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED
 from orchestrator.runtime.expert_parallel.states import (
     Closing,
     Ended,
@@ -116,7 +118,7 @@ def test_all_hosts_that_died_are_named(make_run: MakeRun) -> None:
     run = make_run(hosts=4)
     run.begin_first_segment()
     for host_id in (3, 0, 1):
-        run.pool.actor(host_id).last_call("advance").finish(RayActorError())
+        run.pool.actor(host_id).finish("advance", RayActorError())
     run.poll()
     run.finish("advance", CONNECTION_CLOSED, 2)
     (failure,) = run.events("failure")
@@ -156,7 +158,7 @@ def test_the_recovery_says_how_the_run_went_on(make_run: MakeRun) -> None:
 def test_a_host_that_dies_after_its_last_call_returned_is_missed(make_run: MakeRun) -> None:
     run = make_run()
     run.begin_first_segment()
-    run.pool.actor(2).last_call("advance").finish((None, 5))
+    run.pool.actor(2).finish("advance", SegmentResult(None, 5))
     run.snapshots.dead_hosts = {2}
     run.poll()
     assert isinstance(run.state, Leaving)
@@ -271,6 +273,8 @@ def test_a_host_that_freezes_before_its_snapshot_arrives_is_found(make_run: Make
     run.begin_first_segment()
     run.run._state = Running(0, (0, 1, 2), snapshot_at_end=True)
     run.snapshots.expected_steps = {5}
+    for step in (3, 4):
+        run.finish("advance", (None, step))
     run.finish("advance", (None, 5))
     assert isinstance(run.state, Running)
     run.heartbeats.hosts = [stuck(0, silent_s=11.0)]
@@ -287,9 +291,8 @@ def run_that_can_grow(make_run: MakeRun) -> FakeRun:
     run.run._state = Running(0, (0, 1), snapshot_at_end=True)
     run.pool.reserve(0.0)
     run.run._group.calls.set_members((0, 1))
-    run.run._segments.next_length(1000.0, 0)
     run.run._proven_hosts = (0, 1)
-    run.run._group.calls.call_all(lambda actor, *_: actor.advance.remote(None))
+    run.run._grant_segments(snapshot_at_end=True)
     run.snapshots.step = 5
     return run
 
@@ -326,3 +329,78 @@ def test_snapshots_that_may_have_failed_the_join_are_dropped(make_run: MakeRun) 
     run.finish("join", ValueError("cannot restore"), 0)
     run.finish("join", CONNECTION_CLOSED, 1, 2)
     assert run.snapshots.cleared
+
+
+# Segments ahead
+
+
+def granted_segments(run: FakeRun, host_id: int = 0) -> list[Segment]:
+    """Return the segments that a host was granted and has not finished."""
+    calls = run.pool.actor(host_id).calls
+    return [call.arguments[0] for call in calls if call.name == "advance" and not call.done]
+
+
+def test_hosts_have_two_segments_ahead_of_the_one_they_run(make_run: MakeRun) -> None:
+    run = make_run()
+    run.begin_first_segment()
+    for step in (2, 4, 6):
+        assert [len(granted_segments(run, host_id)) for host_id in range(3)] == [MAX_GRANTED] * 3
+        run.finish("advance", (None, step, 1.0))
+    assert isinstance(run.state, Running)
+
+
+def test_a_driver_that_was_away_hands_out_the_segments_it_owes(make_run: MakeRun) -> None:
+    """All granted segments have ended before it looks: their own times count, not its clock."""
+    run = make_run()
+    run.begin_first_segment()
+    for host_id in range(3):
+        for step in (2, 4, 6):
+            run.pool.actor(host_id).finish("advance", SegmentResult(None, step, 5.0))
+    for _ in range(3):
+        run.poll()
+    assert [segment.steps for segment in granted_segments(run)] == [2, 2, 2]
+
+
+def test_a_group_grows_only_after_all_granted_segments(make_run: MakeRun) -> None:
+    run = make_run()
+    run.pool.reserve(0.0)
+    run.run._state = Running(0, (0, 1))
+    run.run._group.calls.set_members((0, 1))
+    run.run._grant_segments(snapshot_at_end=False)
+    run.finish("advance", (None, 2, 1.0))
+    assert [segment.snapshot_at_end for segment in granted_segments(run)] == [False, False, True]
+    run.snapshots.step = 8
+    for step in (4, 6):
+        run.finish("advance", (None, step, 1.0))
+        assert isinstance(run.state, Running), "the hosts have segments that were granted before"
+        assert granted_segments(run)[-1].snapshot_at_end, "and no more beyond"
+    run.finish("advance", (None, 8, 1.0))
+    assert isinstance(run.state, Joining)
+    assert run.state.members == (0, 1, 2)
+
+
+def test_segments_are_granted_one_by_one_until_lost_steps_are_repeated(make_run: MakeRun) -> None:
+    run = make_run()
+    run.begin_first_segment()
+    run.finish("advance", RayActorError(), 1)
+    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.poll()
+    run.finish("join")
+    assert [segment.steps for segment in granted_segments(run)] == [1]
+    run.finish("advance", (None, 3, 1.0))
+    assert [segment.steps for segment in granted_segments(run)] == [4], "steps 4 to 7 were lost"
+    run.finish("advance", (None, 7, 1.0))
+    assert len(granted_segments(run)) == MAX_GRANTED
+    assert len(run.events("recovery")) == 1
+
+
+def test_the_end_counts_though_a_host_dies_before_the_driver_looks(make_run: MakeRun) -> None:
+    """The main host reports the end in a later segment than the one the driver waits for."""
+    run = make_run()
+    run.begin_first_segment()
+    for host_id in (0, 1):
+        run.pool.actor(host_id).finish("advance", SegmentResult(None, 2))
+        run.pool.actor(host_id).finish("advance", SegmentResult("completed", 3))
+    run.finish("advance", RayActorError(), 2)
+    assert isinstance(run.state, Closing)
+    assert run.events("failure") == []
