@@ -39,6 +39,11 @@ reads these lines.
 |            | failure until the first step after it is done                                              |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
 
+Each file has one writer. ``events.jsonl`` is written by the main worker, or by the only process of a
+run; the driver of several workers writes its own events (``failure``, ``recovery``, warnings, and the
+``end`` of a run that failed) to ``events.driver.jsonl`` (see ``DriverLog``). ``read_events`` and
+``tail.Follower`` merge the two: an event of the driver follows what the workers had written by then.
+
 A step replayed after a restart is appended again: readers take its last line (``by_step``). A
 killed writer can leave a torn final line. Readers drop it, and the next writer cuts it off before
 it appends. A run that restarts its workers after a failure writes ``failure``, ``recovery`` and, if
@@ -51,6 +56,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -59,10 +65,14 @@ from typing import Any
 from orchestrator.redaction import Secrets, mask, mask_tree
 
 Event = dict[str, Any]
+PositionedEvent = tuple[int, Event]
+"""An event, and the byte of its file at which its line begins."""
 Listener = Callable[[Event], None]
 
 _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
+_POSITION = "worker_bytes"
+"""Field of the driver's events: the bytes of the workers' file that they follow. Readers drop it."""
 _STEP_KINDS = {"step", "evaluate", "epoch", "phases", "exchange", "load", "monitor"}
 """Events that describe one step or the steps before it."""
 
@@ -113,6 +123,27 @@ class EventLog:
             self._file.close()
 
 
+class DriverLog(EventLog):
+    """The driver's own events, in a file beside that of the workers.
+
+    Appends of two machines to one file can overwrite each other on a network drive, and their clocks
+    differ. So each event says how much of the workers' file it follows."""
+
+    def __init__(self, path: Path, secrets: Secrets = ()) -> None:
+        """``path`` is the workers' file."""
+        super().__init__(driver_path(path), secrets=secrets)
+        self._workers_path = path
+
+    def write_all(self, events: Iterable[Event]) -> None:
+        position = whole_line_bytes(self._workers_path)
+        super().write_all([{**event, _POSITION: position} for event in events])
+
+
+def driver_path(path: Path) -> Path:
+    """Return the file of the driver's events that belongs to the workers' file."""
+    return path.with_suffix(".driver.jsonl")
+
+
 def encode_event(event: Mapping[str, Any]) -> str:
     """Return an event as one line of JSON; numbers that JSON lacks (nan, inf) become text."""
     try:
@@ -132,15 +163,53 @@ def _without_nan(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a file in order; lines that are no events are skipped, a missing file has none."""
+    """Return the events of a file in order, with those of the driver where they belong.
+
+    Lines that are no events are skipped; a missing file has none."""
+    driver_events = [event for _, event in _positioned_events(driver_path(path))]
+    return merge_events(_positioned_events(path), driver_events)
+
+
+def _positioned_events(path: Path) -> list[PositionedEvent]:
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        return [event for line in lines if (event := parse_event(line)) is not None]
+        return parse_lines(lines, 0)
+
+
+def parse_lines(lines: Iterable[bytes], begin: int) -> list[PositionedEvent]:
+    """Return the events of lines, which follow each other in a file from the byte ``begin`` on."""
+    events: list[PositionedEvent] = []
+    for line in lines:
+        event = parse_event(line)
+        if event is not None:
+            events.append((begin, event))
+        begin += len(line)
+    return events
+
+
+def merge_events(worker_events: Iterable[PositionedEvent], driver_events: Iterable[Event]) -> list[Event]:
+    """Return all events in one order, which is that of each writer.
+
+    An event of the driver follows the lines that the workers had written by then."""
+    merged: list[Event] = []
+    remaining = deque(worker_events)
+    for event in driver_events:
+        position = driver_position(event)
+        while remaining and remaining[0][0] < position:
+            merged.append(remaining.popleft()[1])
+        merged.append({name: value for name, value in event.items() if name != _POSITION})
+    return merged + [event for _, event in remaining]
+
+
+def driver_position(event: Event) -> int:
+    """Return how many bytes of the workers' file an event of the driver follows."""
+    position = event.get(_POSITION)
+    return position if isinstance(position, int) else 0
 
 
 def last_events(path: Path) -> list[Event]:
-    """Return the events in the last megabyte of a file that may be long."""
+    """Return the events in the last megabyte of a file that may be long, without those of the driver."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -250,17 +319,26 @@ def truncate_torn_line(path: Path) -> None:
     """Cut off the unfinished last line that a killed writer left."""
     if not path.exists():
         return
+    whole_bytes = whole_line_bytes(path)
+    if whole_bytes != path.stat().st_size:
+        os.truncate(path, whole_bytes)
+
+
+def whole_line_bytes(path: Path, max_bytes: int | None = None) -> int:
+    """Return the number of bytes up to the last newline, within the first ``max_bytes`` if given."""
+    if not path.exists():
+        return 0
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        whole_bytes = size
+        end = file.seek(0, os.SEEK_END)
+        if max_bytes is not None:
+            end = min(end, max_bytes)
         # Search backwards, block by block: the file may be long, and a torn line longer than one
         # block.
-        while whole_bytes:
-            start = max(0, whole_bytes - _TAIL_BYTES)
+        while end:
+            start = max(0, end - _TAIL_BYTES)
             file.seek(start)
-            newline = file.read(whole_bytes - start).rfind(b"\n")
-            whole_bytes = start + newline + 1 if newline >= 0 else start
+            newline = file.read(end - start).rfind(b"\n")
             if newline >= 0:
-                break
-    if whole_bytes != size:
-        os.truncate(path, whole_bytes)
+                return start + newline + 1
+            end = start
+    return 0

@@ -22,10 +22,10 @@ from orchestrator.errors import TrainingFailed
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
-from orchestrator.record.events import Event, EventLog, Listener, last_events
+from orchestrator.record.events import DriverLog, Event, EventLog, Listener, last_events
 from orchestrator.record.log_copy import copy_masked
 from orchestrator.record.screen import Screen
-from orchestrator.record.tail import Follower, whole_line_bytes
+from orchestrator.record.tail import Follower
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.runtime.bootstrap import NONCE_FILE, STOP_FILE, Assignment
@@ -107,14 +107,16 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
 
 
 class _RunRecord:
-    """The event log of a run: the driver writes to it, and follows what the workers write."""
+    """The event log of a run: the driver writes its own file, and follows that of the workers."""
 
     def __init__(self, run_dir: Path, readers: Sequence[Listener]) -> None:
         self._path = run_dir / "events.jsonl"
         self._restarted = False
-        self.log = EventLog(self._path, secrets=secret_values())
+        # Readers look for this file, also in a run whose workers never started.
+        self._path.touch()
+        self._follower = Follower(self._path, [*readers, self._observe_restart], only_new=True)
+        self.log = DriverLog(self._path, secrets=secret_values())
         self.recovery_log = RecoveryLog(self.log, run_dir)
-        self._follower = Follower(self._path, [*readers, self._observe_restart], whole_line_bytes(self._path))
 
     def poll(self) -> None:
         """Hand new events to the readers."""
@@ -131,7 +133,7 @@ class _RunRecord:
         # The last event is the last sign of life of the workers.
         failed_at = events[-1]["time"] if events else detected_at
         times = FailureTimes(failed_at, detected_at)
-        self.recovery_log.failed(failure, decision.reason, workers, 0, times, writer_lost=True)
+        self.recovery_log.failed(failure, decision.reason, workers, 0, times)
         self._restarted = True
         self.poll()
 

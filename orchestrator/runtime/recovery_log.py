@@ -1,4 +1,4 @@
-"""The cost of each failure, written to the event log by the driver, which outlives all workers.
+"""The cost of each failure, recorded by the driver, which outlives all workers.
 
 Every failure has one ``failure`` event, as soon as it is decided how the run goes on, and one
 ``recovery`` event, when the lost steps have been repeated:
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.record.events import Event, EventLog, last_events, of_kind, truncate_torn_line
+from orchestrator.record.events import Event, EventLog, last_events, of_kind
 from orchestrator.runtime.recovery import Failure
 
 
@@ -70,14 +70,10 @@ class RecoveryLog:
         workers: int,
         step: int,
         times: FailureTimes,
-        writer_lost: bool,
     ) -> None:
         """Record a failure once it is decided how the run goes on (``reason``).
 
-        ``step`` is the last step that the workers reported. ``writer_lost``: the worker that writes
-        the event log is lost, perhaps in the middle of a line."""
-        if writer_lost:
-            truncate_torn_line(self._path)
+        ``step`` is the last step that the workers reported."""
         # A recorded step was done, even if the last heartbeat is older.
         step = max(step, last_recorded_step(self._path))
         self.begin(reason, workers, step, times)

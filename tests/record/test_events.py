@@ -2,15 +2,20 @@
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.record import events as events_module
 from orchestrator.record.events import (
+    DriverLog,
     Event,
     EventLog,
     by_step,
+    driver_path,
     encode_event,
     last_events,
     of_kind,
@@ -168,3 +173,61 @@ def test_unicode_line_separators_do_not_split_an_event(path: Path) -> None:
 
 def test_a_missing_file_has_no_events(path: Path) -> None:
     assert read_events(path) == []
+
+
+# The driver's file
+
+
+class Writers:
+    """The workers' and the driver's logs of a run, whose main worker may be killed inside a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.workers = EventLog(path)
+        self.driver = DriverLog(path)
+        self.written: list[int] = []
+
+    def act(self, action: str) -> None:
+        if action == "kill":
+            self.workers.close()
+            with self.path.open("a") as torn:
+                torn.write('{"event": "step", "numb')
+        elif action == "restart":
+            self.workers.close()
+            self.workers = EventLog(self.path)  # cuts the torn line
+        else:
+            number = len(self.written)
+            self.written.append(number)
+            log = self.driver if action == "driver" else self.workers
+            log.write("notice", number=number)
+
+
+@given(st.lists(st.sampled_from(["worker", "driver", "driver", "kill"]), max_size=30))
+def test_events_of_two_writers_are_read_in_the_order_of_writing(actions: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        writers = Writers(Path(folder, "events.jsonl"))
+        is_torn = False
+        for action in actions:
+            if action == "worker" and is_torn:
+                writers.act("restart")
+            is_torn = (is_torn and action == "driver") or action == "kill"
+            writers.act(action)
+        events = read_events(writers.path)
+        assert [event["number"] for event in events] == writers.written
+        assert all(set(event) == {"event", "time", "number"} for event in events)
+
+
+def test_the_order_does_not_follow_clocks(path: Path) -> None:
+    """The machines of the driver and of the main worker may differ by minutes."""
+    EventLog(path).write_all([{"event": "step", "time": 9000.0, "step": 1}])
+    DriverLog(path).write_all([{"event": "failure", "time": 1.0, "step": 1}])
+    EventLog(path).write_all([{"event": "start", "time": 10_000.0, "step": 0}])
+    assert [event["event"] for event in read_events(path)] == ["step", "failure", "start"]
+
+
+@pytest.mark.parametrize("position", ["null", '"many"', "1e300", "[]", "-5", "10000000000000000000000"])
+def test_a_damaged_position_costs_the_order_alone(path: Path, position: str) -> None:
+    EventLog(path).write("step", step=1)
+    line = f'{{"event": "failure", "worker_bytes": {position}}}\n'
+    driver_path(path).write_text(line, encoding="utf-8")
+    assert {event["event"] for event in read_events(path)} == {"step", "failure"}

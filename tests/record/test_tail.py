@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.record.events import Event, EventLog
+from orchestrator.record.events import DriverLog, Event, EventLog, read_events, whole_line_bytes
 from orchestrator.record.screen import Screen
-from orchestrator.record.tail import Follower, whole_line_bytes
+from orchestrator.record.tail import Follower
 
 
 @pytest.fixture
@@ -86,12 +86,10 @@ def test_a_torn_line_that_the_next_writer_cuts_off_is_never_passed_on(path: Path
     assert [event["event"] for event in received] == ["step", "start"]
 
 
-def test_following_may_start_at_an_offset(path: Path) -> None:
+def test_following_may_start_after_the_whole_lines_that_are_there(path: Path) -> None:
     append(path, line(1) + line(2) + b'{"event": "st')
     received: list[Event] = []
-    follower = Follower(
-        path, [received.append], from_offset=path.stat().st_size
-    )  # in the middle of a torn line
+    follower = Follower(path, [received.append], only_new=True)
     assert whole_line_bytes(path) == len(line(1) + line(2))
     log = EventLog(path)
     log.write("step", step=3, note="longer than the torn line")
@@ -198,3 +196,85 @@ def test_the_screen_shows_a_run_of_another_process(path: Path) -> None:
     assert lines[2].startswith("epoch 1  step 1/200  loss 1")
     assert lines[-1].startswith("epoch 1  step 200/200")
     assert "warning: slow" in lines
+
+
+# The driver's file
+
+
+def test_the_drivers_events_are_passed_on_where_they_belong(path: Path) -> None:
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
+    workers, driver = EventLog(path), DriverLog(path)
+    workers.write("step", step=1)
+    driver.write("failure", step=2)
+    workers.write("start", step=3)
+    driver.write("recovery", step=4)
+    assert follower.poll() == 4
+    workers.write("step", step=5)
+    assert follower.poll() == 1
+    assert steps(received) == [1, 2, 3, 4, 5]
+    assert set(received[1]) == {"event", "time", "step"}, "the position is no field for readers"
+
+
+def test_an_event_of_the_driver_waits_for_the_lines_that_it_follows(path: Path) -> None:
+    """A network drive may show a line of the workers late; at the end nothing waits."""
+    received: list[Event] = []
+    workers, driver = EventLog(path), DriverLog(path)
+    workers.write("step", step=1)
+    driver.write("failure", step=2)
+    seen = path.read_bytes()
+    path.write_bytes(b"")
+    follower = Follower(path, [received.append])
+    assert follower.poll() == 0
+    path.write_bytes(seen)
+    assert follower.poll() == 2
+    assert steps(received) == [1, 2]
+    driver.write("recovery", step=3)
+    os.truncate(path, 0)
+    follower.close()
+    assert steps(received) == [1, 2, 3]
+
+
+def test_following_a_resumed_run_skips_the_old_events_of_both_files(path: Path) -> None:
+    EventLog(path).write("step", step=1)
+    driver = DriverLog(path)
+    driver.write("failure", step=2)
+    received: list[Event] = []
+    follower = Follower(path, [received.append], only_new=True)
+    driver.write("recovery", step=3)
+    follower.poll()
+    assert steps(received) == [3]
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from orchestrator.record.events import EventLog
+log = EventLog(Path(sys.argv[1]))
+for step in range(1, 2001):
+    log.write("step", step=step, text="x" * (step % 50))
+"""
+
+
+def test_two_writers_at_once_lose_nothing_and_keep_cause_before_effect(path: Path) -> None:
+    """The driver writes what it has seen of the workers: that must follow it, for every reader."""
+    received: list[Event] = []
+    follower = Follower(path, [received.append])
+    driver = DriverLog(path)
+    num_written = 0
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(path)]) as writer:
+        while writer.poll() is None or not read_events(path):
+            seen = [event["step"] for event in received if event["event"] == "step"]
+            driver.write("warning", step=max(seen, default=0), number=num_written)
+            num_written += 1
+            follower.poll()
+    follower.close()
+    for events in (received, read_events(path)):
+        kinds = [event["event"] for event in events]
+        assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 2001))
+        numbers = [event["number"] for event in events if event["event"] == "warning"]
+        assert numbers == list(range(num_written))
+        for index, event in enumerate(events):
+            if event["event"] == "warning" and event["step"]:
+                assert kinds[:index].count("step") >= event["step"]
+    assert num_written > 1

@@ -3,6 +3,7 @@ ones do."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,6 +168,18 @@ def test_a_restart_is_recorded_by_the_driver_from_the_workers_events(fake_cluste
     assert recovery["total_seconds"] == pytest.approx(steps[0]["time"] - last_sign_of_life, abs=1e-4)
     assert screen.shown.count("recovery") == 1
     assert cluster.assignments[1].resume is not None
+
+
+def test_the_driver_writes_nothing_to_the_file_of_the_workers(fake_cluster: FakeClusters) -> None:
+    cluster = fake_cluster((FAILED, range(1, 9)), (COMPLETED, range(6, 12)))
+    screen = FakeScreen()
+    drive_run(cluster, screen)
+    lines = (cluster.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["event"] for line in lines} == {"start", "step"}
+    events = read_events(cluster.run_dir / "events.jsonl")
+    markers = [event["event"] for event in events if event["event"] != "step"]
+    assert markers == ["start", "failure", "start", "recovery"]
+    assert screen.shown == [event["event"] for event in events], "shown in the order of the record"
 
 
 def test_a_run_that_ends_before_the_lost_steps_are_repeated_has_its_recovery(

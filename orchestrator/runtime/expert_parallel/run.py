@@ -332,9 +332,8 @@ class ExpertParallelRun:
         if last.recorded:
             self._recovery_log.revise(reason)
             return
-        members = self._group.calls.members
-        writer_lost = members[0] in self._group.calls.lost
-        self._recovery_log.failed(last.failure, reason, len(members), last.step, last.times, writer_lost)
+        num_members = len(self._group.calls.members)
+        self._recovery_log.failed(last.failure, reason, num_members, last.step, last.times)
         last.recorded = True
 
     def _checkpoint_step(self) -> int:

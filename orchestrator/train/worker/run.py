@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch import nn
 
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.events import DriverLog, EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.redaction import mask
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
@@ -244,6 +244,8 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
 def record_failure(run_dir: Path, error: BaseException, seconds: float, log: EventLog | None = None) -> None:
     """Record that a run failed, and write its summary and report.
 
+    ``log`` is that of a run in one process; without it, the driver's own is opened.
+
     An error in here must not hide the failure itself: a full disk may be the cause of both."""
     from orchestrator.report.run.page import draw_report
 
@@ -251,8 +253,9 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
     # Masked before it is cut: half a secret would not be recognised.
     message = mask(str(error) or type(error).__name__, secrets)
     with suppress(Exception):
-        event_log = log or EventLog(run_dir / "events.jsonl", secrets=secrets)
-        steps = of_kind(read_events(run_dir / "events.jsonl"), "step")
+        path = run_dir / "events.jsonl"
+        event_log = log or DriverLog(path, secrets)
+        steps = of_kind(read_events(path), "step")
         last_step = steps[-1]["step"] if steps else 0
         event_log.write(
             "failure",

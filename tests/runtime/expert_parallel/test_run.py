@@ -126,7 +126,7 @@ def test_a_killed_host_costs_some_steps_and_nothing_else(shared_cluster: RayClus
     output = finish_run(process)
     expected = single_process_losses(tmp_path / "alone", *length)
     assert losses(run_dir)[:50] == pytest.approx(expected[:50], rel=1e-5)
-    assert "worker 0 was lost" in output or "worker 0 lost" in output
+    assert "host 0 was lost" in output
     summary = read_summary(run_dir)
     assert (summary["status"], summary["workers"]) == ("completed", 2)
     assert (summary["failures"], summary["recoveries"]) == (1, 1)
