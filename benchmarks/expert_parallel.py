@@ -1,8 +1,9 @@
 """Experts on one and two hosts of one core each: our step against a layer by hand, the exchange
 against Ray's object store.
 
-``layer``: tokens per second of one MoE layer in training, ours against ``spmd_layer.py`` under
-torchrun, on one host and on two, and the weak-scaling efficiency of both. ``exchange``: two actors
+``layer``: tokens per second of one MoE layer in training, by the median and by the mean step, ours
+(with live recovery) against ``spmd_layer.py`` under torchrun, on one host and on two, and the
+weak-scaling efficiency of both. ``exchange``: two actors
 send each other rows and get as many back (``exchange_actors.py``), by ``all_to_all_single`` in a
 gloo group and by ``ray.put`` and ``ray.get``. Rounds alternate; medians are compared.
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,16 @@ def _ending(code: int | None) -> str:
     return f"ended with code {code}" if code is not None else f"did not end within {LONGEST_S:.0f} s"
 
 
-def by_hand(hosts: int, steps: int) -> float:
-    """Return the tokens per second of ``spmd_layer.py``."""
+@dataclass(frozen=True)
+class StepTimes:
+    """The median and the mean step of a run, in seconds."""
+
+    median: float
+    mean: float
+
+
+def by_hand(hosts: int, steps: int) -> StepTimes:
+    """Return the step times of ``spmd_layer.py``."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
     module = ["benchmarks.spmd_layer", "--steps", str(steps)]
     command = [*ONE_THREAD, sys.executable, "-m", *launcher, "-m", *module]
@@ -62,11 +72,12 @@ def by_hand(hosts: int, steps: int) -> float:
         # result was printed
         if not results:
             raise RuntimeError(f"the layer by hand on {hosts} ranks {_ending(code)}:\n{tail(folder)}")
-    return json.loads(results[-1])["tokens_per_s"]
+    figures = json.loads(results[-1])
+    return StepTimes(figures["median_step_s"], figures["mean_step_s"])
 
 
-def ours(hosts: int, steps: int) -> float:
-    """Return the tokens per second of ``orchestrator train`` with the same layer.
+def ours(hosts: int, steps: int) -> StepTimes:
+    """Return the step times of ``orchestrator train`` with the same layer.
 
     One host is one process on one core, as under torchrun; two are Ray actors.
     """
@@ -77,7 +88,8 @@ def ours(hosts: int, steps: int) -> float:
         if code != 0 or not events.is_file():
             raise RuntimeError(f"our run on {hosts} hosts {_ending(code)}:\n{tail(folder)}")
         measured = of_kind(read_events(events), "step")[WARM_UP:]
-    return hosts * TOKENS / statistics.median(step["seconds"] for step in measured)
+    seconds = [step["seconds"] for step in measured]
+    return StepTimes(statistics.median(seconds), statistics.mean(seconds))
 
 
 def our_command(hosts: int, steps: int, run_dir: Path) -> list[str]:
@@ -101,29 +113,44 @@ def our_command(hosts: int, steps: int, run_dir: Path) -> list[str]:
     return [*ONE_THREAD, *command, "--parallel-strategy", "expert_parallel"]
 
 
-CONTESTANTS: dict[str, tuple[str, Callable[[int, int], float]]] = {
+CONTESTANTS: dict[str, tuple[str, Callable[[int, int], StepTimes]]] = {
     "hand": ("by hand, torchrun", by_hand),
     "ours": ("orchestrator", ours),
 }
 
 
 def compare_layers(names: Sequence[str], rounds: int, steps: int) -> str:
-    rates: dict[str, dict[int, list[float]]] = {name: {hosts: [] for hosts in HOSTS} for name in names}
+    times: dict[str, dict[int, list[StepTimes]]] = {name: {hosts: [] for hosts in HOSTS} for name in names}
     for number in range(rounds):
         # the order alternates, so that none is always first
         for name in names if number % 2 == 0 else list(reversed(names)):
             label, measure = CONTESTANTS[name]
             for hosts in HOSTS:
-                rate = measure(hosts, steps)
-                rates[name][hosts].append(rate)
-                print(f"{label}, {hosts} hosts: {rate:,.0f} tokens/s", flush=True)
-    rows = [
-        [f"tokens/s, {hosts} host{'s'[: hosts - 1]}", *cells([rates[name][hosts] for name in names], ",.0f")]
-        for hosts in HOSTS
-    ]
-    rows.append(["weak-scaling efficiency", *cells([efficiencies(rates[name]) for name in names], ".2f")])
+                step = measure(hosts, steps)
+                times[name][hosts].append(step)
+                milliseconds = f"median step {1000 * step.median:.1f} ms, mean {1000 * step.mean:.1f} ms"
+                print(f"{label}, {hosts} hosts: {milliseconds}", flush=True)
+    rows = []
+    for statistic in ("median", "mean"):
+        rates = {name: tokens_per_second(times[name], statistic) for name in names}
+        rows += [
+            [
+                f"tokens/s by the {statistic} step, {hosts} host{'s'[: hosts - 1]}",
+                *cells([rates[name][hosts] for name in names], ",.0f"),
+            ]
+            for hosts in HOSTS
+        ]
+        efficiency = [efficiencies(rates[name]) for name in names]
+        rows.append([f"weak-scaling efficiency by the {statistic} step", *cells(efficiency, ".2f")])
     labels = [CONTESTANTS[name][0] for name in names]
     return markdown_table(["median (range)", *labels, "last to first"], rows)
+
+
+def tokens_per_second(times: dict[int, list[StepTimes]], statistic: str) -> dict[int, list[float]]:
+    """Return the tokens per second of each round, by the number of hosts."""
+    return {
+        hosts: [hosts * TOKENS / getattr(step, statistic) for step in steps] for hosts, steps in times.items()
+    }
 
 
 def efficiencies(rates: dict[int, list[float]]) -> list[float]:

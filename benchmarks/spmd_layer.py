@@ -124,11 +124,10 @@ def train(steps: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - begun)
     loss = loss.detach()
     dist.all_reduce(loss)
-    step_s = statistics.median(seconds[WARM_UP:])
     return {
         "ranks": world_size,
-        "tokens_per_s": world_size * TOKENS / step_s,
-        "step_ms": 1000 * step_s,
+        "median_step_s": statistics.median(seconds[WARM_UP:]),
+        "mean_step_s": statistics.mean(seconds[WARM_UP:]),
         "loss": loss.item(),
     }
 
