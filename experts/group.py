@@ -2,18 +2,21 @@
 
 Collectives go to the process group itself and not to torch's global one, so that several groups, of
 several generations, can exist at once. A host can leave a group while a collective waits for a
-frozen peer: gloo's own abort does not end the wait, but a host that waits in short intervals can
-stop between two of them. The abandoned group is destroyed in a thread of its own, because its
-destructor waits for the collectives under way."""
+frozen peer. Over gloo the host waits: gloo's own abort does not end the wait, but a host that waits
+in short intervals can stop between two of them. Over NCCL the device waits: an abort ends its
+kernels. The abandoned group is destroyed in a thread of its own, because its destructor waits for
+the collectives under way."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
@@ -21,6 +24,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions
 
 from experts.membership import GroupLeft, GroupMembership
 
+_CPU = torch.device("cpu")
 _POLL_INTERVAL = timedelta(milliseconds=100)
 _NO_TIMEOUT = timedelta(days=30)  # the driver decides when a host has waited too long
 _CONNECT_TIMEOUT = timedelta(seconds=60)  # all hosts have arrived; after it, a futile attempt ends
@@ -41,13 +45,11 @@ class _InterruptibleWork:
     membership: GroupMembership
 
     def wait(self) -> None:
-        self.membership.waiting = True
-        try:
-            while not self._completes():
-                pass
-        finally:
-            self.membership.waiting = False
-        self.membership.completed_waits += 1
+        self.membership.record_wait(self._wait_in_intervals)
+
+    def _wait_in_intervals(self) -> None:
+        while not self._completes():
+            pass
 
     def _completes(self) -> bool:
         """Whether the work completes within the poll interval."""
@@ -61,6 +63,27 @@ class _InterruptibleWork:
                 raise
             return False
         return True
+
+
+@dataclass
+class _DeviceWork:
+    """NCCL work, which the device waits for. An abort of the group ends that wait."""
+
+    work: Any
+    membership: GroupMembership
+
+    def wait(self) -> None:
+        """Make the device wait, and record where: the heartbeat tells a waiting device from a stuck
+        one by these two events."""
+        arrived = _recorded_event()
+        self.work.wait()
+        self.membership.record_device_wait(arrived, _recorded_event())
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 @dataclass
@@ -118,12 +141,12 @@ class Group:
         return self.handle
 
     def _interruptible(self, work: Any) -> AsyncWork:
-        """Make gloo's work, which the host waits for, interruptible.
-
-        For NCCL's work the device waits; an abort ends it."""
-        if self.membership is not None and isinstance(self.handle, ProcessGroupGloo):
+        """Return work whose wait ends when the group is left, and shows in the heartbeat."""
+        if self.membership is None:
+            return work
+        if isinstance(self.handle, ProcessGroupGloo):
             return _InterruptibleWork(work, self.membership)
-        return work
+        return _DeviceWork(work, self.membership)
 
 
 @dataclass
@@ -140,34 +163,37 @@ class GroupFactory:
     size: int
     membership: GroupMembership
     _groups: list[Group] = field(default_factory=list)
+    _to_abort: deque[Any] = field(default_factory=deque)
+    """NCCL's groups, which are aborted when they are left."""
     _closed: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False
     """Whether a thread that forms a group uses the store, perhaps in vain."""
 
-    def form(self, backend: str = "gloo") -> Group:
+    def form(self, backend: str = "gloo", device: torch.device = _CPU) -> Group:
         """Form one more group of the same hosts, whose collectives are independent of the others.
 
-        All hosts must call it."""
+        All hosts must call it. ``device`` is where NCCL connects."""
         store = PrefixStore(f"{self.name}/{len(self._groups)}", self.store)
         # A counter, so that each host waits for a single key however many hosts there are.
         if store.add("arrived", 1) == self.size:
             store.set("all arrived", "")
         # Connecting cannot be interrupted, so that no host begins before all have arrived.
         self.membership.wait_until(lambda: store.check(["all arrived"]))
-        handle = self._connect(backend, store)
+        handle = self._connect(backend, store, device)
         group = Group(self.rank, self.size, handle, self.membership)
         self._groups.append(group)
         if backend != "gloo":
-            arguments = (handle, self.membership, self._closed)
-            threading.Thread(target=_abort_when_left, args=arguments, name="aborting", daemon=True).start()
+            self._to_abort.append(handle)
+            if len(self._groups) == 1:
+                threading.Thread(target=self._abort_when_left, name="aborting", daemon=True).start()
         return group
 
-    def _connect(self, backend: str, store: Store) -> Backend:
+    def _connect(self, backend: str, store: Store, device: torch.device) -> Backend:
         outcome: list[Any] = []
 
         def connect() -> None:
             try:
-                outcome.append(_new_backend(backend, store, self.rank, self.size))
+                outcome.append(_new_backend(backend, store, self.rank, self.size, device))
             except Exception as error:
                 outcome.append(error)
             self.connecting = False
@@ -178,6 +204,28 @@ class GroupFactory:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
+
+    def _abort_when_left(self) -> None:
+        """Abort the NCCL groups as soon as the generation is left or closed.
+
+        NCCL's kernels wait on the device, and the host waits for the device: an abort ends both
+        waits."""
+        interval_s = _POLL_INTERVAL.total_seconds()
+        while not self.membership.wait_until_left(interval_s) and not self._closed.is_set():
+            pass
+        self._abort_all()
+        # A group that was forming when the generation was left comes late.
+        while not self._closed.wait(interval_s):
+            self._abort_all()
+        self._abort_all()
+
+    def _abort_all(self) -> None:
+        """Abort all groups at once.
+
+        The abort of one waits for its kernels, which may be queued behind those of another."""
+        while self._to_abort:
+            handle = self._to_abort.popleft()
+            threading.Thread(target=handle.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
         """Abandon the groups, without waiting for collectives that hang in them."""
@@ -190,7 +238,8 @@ class GroupFactory:
         threading.Thread(target=handles.clear, name="leaving", daemon=True).start()
 
 
-def _new_backend(backend: str, store: Store, rank: int, size: int) -> Backend:
+def _new_backend(backend: str, store: Store, rank: int, size: int, device: torch.device) -> Backend:
+    """Connect a new group. All hosts have arrived; a host that is lost meanwhile ends the attempt."""
     if backend == "gloo":
         gloo = ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
         gloo._set_default_timeout(_NO_TIMEOUT)
@@ -198,14 +247,9 @@ def _new_backend(backend: str, store: Store, rank: int, size: int) -> Backend:
     # Builds of torch without CUDA have no NCCL.
     from torch.distributed import ProcessGroupNCCL
 
-    return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
-
-
-def _abort_when_left(handle: Any, membership: GroupMembership, closed: threading.Event) -> None:
-    """Abort an NCCL group as soon as it is left or closed.
-
-    NCCL's kernels wait on the device, and the host waits for the device: an abort ends both
-    waits."""
-    while not membership.left and not closed.wait(_POLL_INTERVAL.total_seconds()):
-        pass
-    handle.abort()
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NO_TIMEOUT
+    nccl = ProcessGroupNCCL(store, rank, size, options)
+    # A communicator that connects in its first collective blocks the host, out of reach of an abort.
+    nccl.eager_connect_single_device(device)
+    return nccl

@@ -1,12 +1,14 @@
-"""A group membership that can be cancelled from outside.
+"""A group membership that can be cancelled from outside, and the waits of its host.
 
 The driver aborts a rank; blocked peers cannot tell which one failed."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from time import monotonic, sleep
+from typing import NamedTuple, Protocol
 
 _POLL_SECONDS = 0.002
 _LONGEST_POLL_SECONDS = 0.05
@@ -19,16 +21,44 @@ class GroupLeft(RuntimeError):
     """The group was left while this host waited for the others."""
 
 
+class DeviceEvent(Protocol):
+    """A point in the work of a device, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached the point."""
+        ...
+
+
+class _DeviceWait(NamedTuple):
+    """A wait of the device for a collective."""
+
+    arrived: DeviceEvent
+    """The device has done all work before the wait."""
+    done: DeviceEvent
+    """The collective is complete."""
+
+
+class WaitState(NamedTuple):
+    """The waits of a host, as its heartbeat reports them."""
+
+    num_completed: int
+    waiting: bool
+    """Whether the host or its device waits for the peers now."""
+
+
 class GroupMembership:
     """A host's membership in one generation of a process group.
 
-    It also holds what the heartbeat reports: whether this host waits for its peers, and how many
-    waits have succeeded so far."""
+    It also records the waits for the peers: a host that waits is not stuck, and a wait that ends
+    is progress. Over gloo the host waits itself; over NCCL its device waits, and the host is not
+    told when."""
 
     def __init__(self) -> None:
         self._left = threading.Event()
-        self.waiting = False
-        self.completed_waits = 0
+        self._host_waits = False
+        self._num_completed = 0
+        self._device_waits = deque[_DeviceWait]()
+        self._observing = threading.Lock()
 
     def leave(self) -> None:
         """End all waiting in this group. May be called from any thread."""
@@ -43,15 +73,47 @@ class GroupMembership:
         if self._left.is_set():
             raise GroupLeft("the group was left")
 
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """Wait for the group to be left. Return whether it was."""
+        return self._left.wait(timeout_s)
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, without a time limit, or until the group is left."""
-        self.waiting = True
-        began_at = monotonic()
-        try:
+
+        def poll() -> None:
+            began_at = monotonic()
             while not condition():
                 self.check()
                 pause_s = _POLL_SHARE * (monotonic() - began_at)
                 sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, pause_s)))
+
+        self.record_wait(poll)
+
+    def record_wait(self, wait: Callable[[], None]) -> None:
+        """Run a function in which this host waits for its peers."""
+        self._host_waits = True
+        try:
+            wait()
         finally:
-            self.waiting = False
-        self.completed_waits += 1
+            self._host_waits = False
+        self._num_completed += 1
+
+    def record_device_wait(self, arrived: DeviceEvent, done: DeviceEvent) -> None:
+        """Record that the device waits for a collective between two points of its work."""
+        self._device_waits.append(_DeviceWait(arrived, done))
+
+    def observe(self) -> WaitState:
+        """Return the state of the waits. Called by the thread that sends heartbeats."""
+        with self._observing:
+            device_waits = self._oldest_device_wait_is_blocked()
+        return WaitState(self._num_completed, self._host_waits or device_waits)
+
+    def _oldest_device_wait_is_blocked(self) -> bool:
+        """Drop the device's completed waits. Return whether it has arrived at the next one."""
+        while self._device_waits:
+            oldest = self._device_waits[0]
+            if not oldest.done.query():
+                return oldest.arrived.query()
+            self._device_waits.popleft()
+            self._num_completed += 1
+        return False

@@ -28,6 +28,7 @@ _RAY_FILES = (
     "tests/runtime/expert_parallel/test_host_pool.py",
     "tests/runtime/expert_parallel/test_run.py",
     "tests/runtime/expert_parallel/test_snapshot_store.py",
+    "tests/runtime/expert_parallel/test_stuck_hosts.py",
     "tests/runtime/sweep/test_run.py",
 )
 

@@ -1,4 +1,4 @@
-"""Decisions after a failure: restart, regroup, wait or give up; and which hosts count as stuck.
+"""Decisions after a failure: restart, regroup, wait or give up.
 
 Pure functions: they return values that say what to do and why. The driver and
 ``expert_parallel/run`` carry them out."""
@@ -211,67 +211,3 @@ def _replace_lost(hosts: HostStatus) -> tuple[int, ...]:
     replacements = dict(zip(lost, standby, strict=False))
     survivors = [host for host in hosts.members if host in replacements or host not in hosts.lost]
     return tuple(replacements.get(host, host) for host in survivors)
-
-
-# Hosts that are stuck
-
-
-@dataclass(frozen=True)
-class HostHealth:
-    """The state of a host as its heartbeats show it."""
-
-    host_id: int
-    phase: str
-    waiting: bool
-    """Whether the host waits for its peers."""
-    silent_s: float
-    """Seconds since the last heartbeat."""
-    unchanged_s: float
-    """Seconds since the last heartbeat that showed progress."""
-
-
-_PHASE_FACTORS = {
-    "step": 1,
-    "rest": 1,
-    "join": 6,
-    "data": 6,
-    "snapshot": 6,
-    "evaluate": 12,
-    "first step": 60,
-    "build": 60,
-    "save": 60,
-}
-"""Time limits of the phases, as multiples of the time limit of a step."""
-_SLOWEST_STEP_FACTOR = 3
-_SILENCE_FACTOR = 0.95
-"""Of a phase's limit: a frozen host must be found before its waiting peers exceed theirs."""
-_LONGEST_SILENCE = 3
-"""Times the limit of a step: a thread of its own sends the heartbeats, in every phase."""
-
-
-def phase_limit_s(phase: str, step_limit_s: float, slowest_step_s: float = 0.0) -> float:
-    """Return how long a phase may last without progress."""
-    return max(_PHASE_FACTORS.get(phase, 1) * step_limit_s, _SLOWEST_STEP_FACTOR * slowest_step_s)
-
-
-def find_stuck(
-    health: Iterable[HostHealth], step_limit_s: float, slowest_step_s: float = 0.0
-) -> tuple[HostHealth, ...]:
-    """Return the hosts that are frozen, unreachable, or in one phase for too long.
-
-    A host that waits for its peers is not stuck, unless all of them wait."""
-    hosts = tuple(health)
-    limits = {host.host_id: phase_limit_s(host.phase, step_limit_s, slowest_step_s) for host in hosts}
-
-    def is_stuck(host: HostHealth) -> bool:
-        limit = limits[host.host_id]
-        may_rest = host.waiting or host.phase == "rest"
-        if host.unchanged_s > limit and not may_rest:
-            return True
-        # A joining host has not sent a heartbeat yet: it has the whole time of its phase.
-        silence = limit if host.phase == "join" else min(limit, _LONGEST_SILENCE * step_limit_s)
-        return host.silent_s > _SILENCE_FACTOR * silence
-
-    stuck = tuple(filter(is_stuck, hosts))
-    deadlocked = all(host.waiting and host.unchanged_s > limits[host.host_id] for host in hosts)
-    return hosts if deadlocked and not stuck else stuck

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -35,6 +36,8 @@ class Evaluation:
     precision: Precision
     max_batches: int | None = None
     name: str = "evaluate"
+    on_progress: Callable[[], None] = lambda: None
+    """Called after each micro-batch."""
     _reduce_totals: TotalsReducer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class Evaluation:
                 if micro_batch.num_samples or self.strategy.lockstep:
                     more, limit = self._evaluate(micro_batch, device, limit)
                     totals = _add(totals, more)
+                self.on_progress()
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
                 free_cached(device)
         return totals, samples

@@ -13,13 +13,14 @@ from experts.membership import GroupMembership
 
 _INTERVAL_SECONDS = 0.2
 
-Phase = Literal["build", "rest", "data", "first step", "step", "evaluate", "save", "snapshot"]
+Phase = Literal["build", "rest", "data", "first step", "step", "compile", "evaluate", "save", "snapshot"]
 
 
 class Heartbeat:
     """The phase and the step of a host, set by its loop.
 
-    ``num_changes`` grows with every sign of progress."""
+    ``num_changes`` grows with every sign of progress: a phase, a micro-batch, a batch of an
+    evaluation, a piece of a checkpoint."""
 
     def __init__(self) -> None:
         self.phase: Phase = "build"
@@ -32,12 +33,27 @@ class Heartbeat:
             self.step = step
         self.num_changes += 1
 
+    def advance(self) -> None:
+        """Show progress within a phase."""
+        self.num_changes += 1
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Be in another phase for as long as the block lasts."""
+        before = self.phase
+        self.enter_phase(phase)
+        try:
+            yield
+        finally:
+            self.enter_phase(before)
+
     def encode(self, membership: GroupMembership) -> str:
         """Return the heartbeat as text for the driver.
 
         A completed wait for the peers is progress too."""
-        progress = self.num_changes + membership.completed_waits
-        return json.dumps([self.phase, self.step, progress, membership.waiting])
+        waits = membership.observe()
+        progress = self.num_changes + waits.num_completed
+        return json.dumps([self.phase, self.step, progress, waits.waiting])
 
 
 @contextmanager

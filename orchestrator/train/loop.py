@@ -48,7 +48,7 @@ class Loop:
         self._stop_flag = StopFlag(training.stepper.world.device, hooks.stop_requested)
         self._after_step = hooks.after_step
         self._monitor = hooks.monitor
-        self._heartbeat = hooks.heartbeat
+        self._heartbeat = training.heartbeat
         self._first_step = training.progress.step
         self._last_saved_step = training.progress.step
         self._steps_in_progress: Generator[None, None, Outcome] | None = None

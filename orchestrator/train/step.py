@@ -26,6 +26,7 @@ from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device, slice_batch
 from orchestrator.train.data import MicroBatch, StepBatch
+from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.compiling import Compiled, is_compile_error
@@ -63,6 +64,7 @@ class Stepper:
     clock: PhaseClock
     emit: Emit
     compiled: Compiled | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     max_pass_samples: int = field(init=False)
     """Most samples of one forward and backward pass; halved when memory runs out."""
     _reduce_totals: TotalsReducer = field(init=False)
@@ -142,7 +144,8 @@ class Stepper:
 
         A dummy micro-batch is computed too, but adds nothing.
         """
-        data = micro_batch.fetch()
+        with self.heartbeat.within("data"):
+            data = micro_batch.fetch()
         self.clock.mark("data")
         dummy = not micro_batch.num_samples
         samples = micro_batch.num_dummies if dummy else micro_batch.num_samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.record.log import Log
@@ -45,6 +45,7 @@ class Training:
     progress: Progress
     log: Log
     checkpoints: CheckpointWriter
+    heartbeat: Heartbeat
     evaluation: Evaluation | None = None
     snapshots: Snapshots | None = None
     """Only expert hosts take snapshots."""
@@ -67,4 +68,3 @@ class LoopHooks:
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     monitor: Callable[[], dict[str, Any]] | None = None
     """Returns the newest reading of the machine's memory and utilisation."""
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from experts import group as group_module
-from experts.group import Group
+from experts.group import Group, GroupFactory
 from experts.membership import GroupLeft, GroupMembership
 from tests.support.group_hosts import (
     LARGE,
@@ -86,7 +87,8 @@ def group_of_one(rank: int, size: int, _: str, address: Address) -> tuple[list[f
     factory = host.join("only", rank, size)
     result = all_reduced(factory.form())
     factory.close()
-    return result, host.membership.completed_waits, host.membership.waiting
+    waits = host.membership.observe()
+    return result, waits.num_completed, waits.waiting
 
 
 def test_a_group_of_one() -> None:
@@ -167,22 +169,63 @@ def test_files_and_threads_do_not_grow_with_generations(left: bool) -> None:
             assert max(threads) == 0, threads
 
 
-# --- abort of groups whose work the device waits for
+# --- groups whose work the device waits for
+
+
+class DeviceBackend:
+    """A backend that is aborted instead of left, such as NCCL's."""
+
+    def __init__(self, abort: Callable[[], object]) -> None:
+        self.abort = abort
+
+
+def form_device_groups(
+    monkeypatch: pytest.MonkeyPatch, membership: GroupMembership, abort: Callable[[], object]
+) -> GroupFactory:
+    """Form two groups of one host, over a backend that cannot be run here."""
+    monkeypatch.setattr(group_module, "_new_backend", lambda *_: DeviceBackend(abort))
+    factory = GroupFactory(HashStore(), "generation0", 0, 1, membership)
+    factory.form("nccl")
+    factory.form("nccl")
+    return factory
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "closed"])
-def test_a_device_group_is_aborted_when_it_is_left_or_closed(left: bool) -> None:
+def test_device_groups_are_aborted_when_they_are_left_or_closed(
+    monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    """Both at once: the abort of one may wait for the kernels of the other."""
     membership = GroupMembership()
-    closed = threading.Event()
-    aborted = threading.Event()
-    handle: Any = SimpleNamespace(abort=aborted.set)
-    arguments = (handle, membership, closed)
-    thread = threading.Thread(target=group_module._abort_when_left, args=arguments)
-    thread.start()
-    assert not aborted.wait(0.3)
+    aborted = threading.Barrier(3)
+    factory = form_device_groups(monkeypatch, membership, lambda: aborted.wait(30.0))
+    assert aborted.n_waiting == 0
     if left:
         membership.leave()
     else:
-        closed.set()
-    thread.join(30.0)
-    assert aborted.is_set()
+        factory.close()
+    aborted.wait(30.0)
+    factory.close()
+
+
+def test_a_device_group_that_was_forming_when_its_generation_was_left_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    membership = GroupMembership()
+    aborts = threading.Semaphore(0)
+    factory = form_device_groups(monkeypatch, membership, aborts.release)
+    membership.leave()
+    assert aborts.acquire(timeout=30.0)
+    assert aborts.acquire(timeout=30.0)
+    factory._to_abort.append(DeviceBackend(aborts.release))
+    assert aborts.acquire(timeout=30.0)
+    factory.close()
+
+
+def test_the_wait_of_a_device_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(group_module, "_recorded_event", lambda: order.append("event"))
+    membership = GroupMembership()
+    backend: Any = SimpleNamespace(allreduce=lambda *_: SimpleNamespace(wait=lambda: order.append("wait")))
+    Group(0, 1, backend, membership).all_reduce(torch.zeros(1)).wait()
+    assert order == ["event", "wait", "event"]
+    assert len(membership._device_waits) == 1

@@ -26,7 +26,7 @@ def test_a_condition_that_holds_already_ends_the_wait_after_leaving() -> None:
     membership = GroupMembership()
     membership.leave()
     membership.wait_until(lambda: True)
-    assert (membership.completed_waits, membership.waiting) == (1, False)
+    assert membership.observe() == (1, False)
 
 
 def test_an_observer_sees_that_a_host_waits() -> None:
@@ -35,19 +35,18 @@ def test_an_observer_sees_that_a_host_waits() -> None:
     observed: list[bool] = []
 
     def condition() -> bool:
-        observed.append(membership.waiting)
+        observed.append(membership.observe().waiting)
         return done.is_set()
 
     thread = threading.Thread(target=membership.wait_until, args=(condition,))
     thread.start()
     while not observed:
         time.sleep(0.001)
-    assert membership.waiting
-    assert membership.completed_waits == 0
+    assert membership.observe() == (0, True)
     done.set()
     thread.join()
     assert all(observed)
-    assert (membership.waiting, membership.completed_waits) == (False, 1)
+    assert membership.observe() == (1, False)
 
 
 def test_leaving_from_another_thread_ends_the_wait() -> None:
@@ -85,3 +84,55 @@ def test_a_long_wait_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(pause <= max(0.0021, 0.06 * sum(pauses[:index])) for index, pause in enumerate(pauses[:200]))
     assert len(pauses) < 20 * 60 + 200, "at most 20 looks a second later on"
     assert max(pauses) <= 0.05, "a host that is to leave notices soon"
+
+
+# --- waits of the device
+
+
+class Point:
+    """A point in the work of a device."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_a_device_waits_once_it_has_arrived_at_a_collective() -> None:
+    membership = GroupMembership()
+    arrived = Point()
+    done = Point()
+    membership.record_device_wait(arrived, done)
+    assert membership.observe() == (0, False), "the device still computes"
+    arrived.reached = True
+    assert membership.observe() == (0, True)
+    done.reached = True
+    assert membership.observe() == (1, False)
+    assert membership.observe() == (1, False), "a wait is counted once"
+
+
+def test_a_device_that_computes_between_two_collectives_does_not_wait() -> None:
+    """The host has queued the second collective already; only the oldest tells where the device is."""
+    membership = GroupMembership()
+    computing = Point()
+    membership.record_device_wait(Point(True), Point(True))
+    membership.record_device_wait(computing, Point())
+    membership.record_device_wait(Point(), Point())
+    assert membership.observe() == (1, False)
+    computing.reached = True
+    assert membership.observe() == (1, True)
+
+
+def test_waits_of_host_and_device_are_counted_together() -> None:
+    membership = GroupMembership()
+    membership.wait_until(lambda: True)
+    membership.record_device_wait(Point(True), Point(True))
+    assert membership.observe() == (2, False)
+
+
+def test_waiting_to_be_left_returns_at_once_when_it_is() -> None:
+    membership = GroupMembership()
+    assert not membership.wait_until_left(0.0)
+    membership.leave()
+    assert membership.wait_until_left(3600.0)

@@ -14,15 +14,12 @@ from orchestrator.runtime.recovery import (
     FailureHistory,
     FailureKind,
     GiveUp,
-    HostHealth,
     HostStatus,
     Regroup,
     Restart,
     Wait,
     decide_regroup,
     decide_restart,
-    find_stuck,
-    phase_limit_s,
     root_cause,
 )
 
@@ -283,101 +280,3 @@ def test_giving_up_names_the_count_and_the_window() -> None:
     decision = decide(LOST, failures=4)
     assert isinstance(decision, GiveUp)
     assert "failed 4 times within 100 steps of progress, and --max-failures is 3" in decision.reason
-
-
-# Stuck hosts
-
-
-def host(
-    host_id: int,
-    phase: str = "step",
-    waiting: bool = False,
-    silent_s: float = 0.1,
-    unchanged_s: float = 0.1,
-) -> HostHealth:
-    return HostHealth(host_id, phase, waiting, silent_s, unchanged_s)
-
-
-def stuck_ids(*hosts: HostHealth, slowest_step_s: float = 0.0) -> list[int]:
-    return [stuck.host_id for stuck in find_stuck(hosts, 10.0, slowest_step_s)]
-
-
-def test_hosts_that_make_progress_are_not_stuck() -> None:
-    assert stuck_ids() == []
-    assert stuck_ids(host(0), host(1, waiting=True)) == []
-    assert stuck_ids(host(0, silent_s=9.0), host(1, unchanged_s=10.0)) == [], "the limit itself is allowed"
-
-
-def test_a_frozen_host_is_found_by_its_silence() -> None:
-    waiting = host(0, waiting=True, unchanged_s=12.0)
-    assert stuck_ids(waiting, host(1, silent_s=10.1, unchanged_s=10.1)) == [1]
-    frozen_while_waiting = host(1, waiting=True, silent_s=10.1, unchanged_s=10.1)
-    assert stuck_ids(waiting, frozen_while_waiting) == [1]
-
-
-def test_a_host_without_progress_is_stuck_though_it_sends_heartbeats() -> None:
-    assert stuck_ids(host(0, waiting=True, unchanged_s=11.0), host(1, unchanged_s=11.0)) == [1]
-
-
-def test_a_waiting_host_is_not_stuck_while_another_one_works() -> None:
-    waiting = [host(host_id, waiting=True, unchanged_s=1000.0) for host_id in (0, 1)]
-    assert stuck_ids(*waiting, host(2, unchanged_s=9.0)) == []
-
-
-def test_hosts_that_all_wait_for_each_other_are_stuck() -> None:
-    waiting = [host(host_id, waiting=True, unchanged_s=10.5) for host_id in THREE]
-    assert stuck_ids(*waiting) == [0, 1, 2]
-    just_began = host(2, waiting=True, unchanged_s=9.0)
-    assert stuck_ids(*waiting[:2], just_began) == []
-    assert stuck_ids(host(0, waiting=True, unchanged_s=11.0)) == [0]
-
-
-def test_a_resting_host_may_stay_unchanged_but_not_silent() -> None:
-    assert stuck_ids(host(0, "rest", unchanged_s=500.0)) == []
-    assert stuck_ids(host(0, "rest", silent_s=10.5, unchanged_s=500.0)) == [0]
-
-
-PHASE_FACTORS = {
-    "step": 1,
-    "rest": 1,
-    "join": 6,
-    "data": 6,
-    "snapshot": 6,
-    "evaluate": 12,
-    "first step": 60,
-    "build": 60,
-    "save": 60,
-}
-
-
-@pytest.mark.parametrize("phase", PHASE_FACTORS)
-def test_long_phases_have_longer_limits(phase: str) -> None:
-    limit = 10.0 * PHASE_FACTORS[phase]
-    assert phase_limit_s(phase, 10.0) == limit
-    assert stuck_ids(host(0, phase, unchanged_s=limit)) == []
-    assert stuck_ids(host(0, phase, unchanged_s=limit + 0.1)) == ([0] if phase != "rest" else [])
-
-
-@pytest.mark.parametrize("phase", [phase for phase in PHASE_FACTORS if phase != "join"])
-def test_in_no_phase_may_a_host_be_silent_for_long(phase: str) -> None:
-    """Heartbeats come from a thread of their own: three times the limit of a step is long enough in
-    any phase."""
-    silence = min(10.0 * PHASE_FACTORS[phase], 30.0)
-    waiting = host(1, waiting=True, unchanged_s=silence)
-    shorter = 0.9 * silence
-    assert stuck_ids(host(0, phase, silent_s=shorter, unchanged_s=shorter), waiting) == []
-    assert stuck_ids(host(0, phase, silent_s=silence, unchanged_s=silence), waiting) == [0]
-
-
-def test_a_joining_host_may_be_silent_for_its_whole_phase() -> None:
-    assert stuck_ids(host(0, "join", silent_s=50.0, unchanged_s=50.0)) == []
-    assert stuck_ids(host(0, "join", silent_s=60.0, unchanged_s=60.0)) == [0]
-
-
-def test_slow_steps_raise_the_limit() -> None:
-    assert phase_limit_s("step", 10.0, slowest_step_s=2.0) == 10.0
-    assert phase_limit_s("step", 10.0, slowest_step_s=5.0) == 15.0
-    assert phase_limit_s("evaluate", 10.0, slowest_step_s=50.0) == 150.0
-    assert phase_limit_s("a phase of a later version", 10.0) == 10.0
-    assert stuck_ids(host(0, unchanged_s=14.0), slowest_step_s=5.0) == []
-    assert stuck_ids(host(0, unchanged_s=15.5), slowest_step_s=5.0) == [0]

@@ -21,7 +21,7 @@ from orchestrator.runtime.expert_parallel import run as run_module
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
 from orchestrator.runtime.expert_parallel.states import Running
-from orchestrator.runtime.recovery import HostHealth
+from orchestrator.runtime.expert_parallel.stuck import HostHealth
 from orchestrator.runtime.recovery_log import RecoveryLog
 
 
@@ -168,7 +168,6 @@ class FakeHeartbeats:
 
     def __init__(self, *_: Any) -> None:
         self.last_step = 7
-        self.slowest_step_s = 0.0
         self.hosts: list[HostHealth] = []
 
     def follow(self, *_: Any) -> None: ...

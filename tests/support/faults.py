@@ -18,10 +18,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-FaultKind = Literal["sigkill", "sigstop", "exception", "oom", "disk", "raylet", "driver"]
+FaultKind = Literal[
+    "sigkill", "sigstop", "exception", "oom", "disk", "raylet", "driver", "delay", "gil", "kernel", "compile"
+]
 VictimKind = Literal["ranks", "idle", "newcomer", "buddy", "nobody"]
-Phase = Literal["anywhere", "forward", "backward", "exchange", "snapshot", "checkpoint", "recovery"]
-INSIDE_PHASES: frozenset[Phase] = frozenset({"forward", "backward", "exchange", "snapshot", "checkpoint"})
+Phase = Literal[
+    "anywhere", "data", "forward", "backward", "exchange", "evaluate", "snapshot", "checkpoint", "recovery"
+]
+INSIDE_PHASES: frozenset[Phase] = frozenset(
+    {"data", "forward", "backward", "exchange", "evaluate", "snapshot", "checkpoint"}
+)
 """Phases that only the process itself can recognise."""
 PHASE_WEIGHTS: dict[Phase, float] = {
     "anywhere": 0.4,
@@ -84,7 +90,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. ``wakes_after_s``: when a stopped process continues; None means never."""
+    """One fault. ``wakes_after_s``: when a stopped or delayed process continues; None means never.
+
+    ``delay``: the process sleeps. ``gil``: a thread holds the interpreter lock. ``kernel``: the GPU
+    runs a kernel that does not end. ``compile``: torch compiles."""
 
     kind: FaultKind
     victim: Victim
@@ -99,7 +108,8 @@ class Fault:
                 f"{self.kind} of {self.victim.kind}: a raylet or the driver has no rank, and other "
                 f"faults need one"
             )
-        if self.kind in ("exception", "oom", "disk") and not self.moment.inside:
+        happens_outside = ("sigkill", "sigstop", "raylet", "driver")
+        if self.kind not in happens_outside and not self.moment.inside:
             raise ValueError(
                 f"{self.kind} happens inside a step; phase {self.moment.phase} is seen from outside"
             )
@@ -133,6 +143,17 @@ class FaultSchedule:
         self, rank: int, step: int = 0, phase: Phase = "anywhere", wakes_after_s: float | None = None
     ) -> FaultSchedule:
         return self.add(Fault("sigstop", _victim(rank), Moment(phase, step), wakes_after_s))
+
+    def delay(
+        self,
+        kind: FaultKind,
+        rank: int,
+        seconds: float | None = None,
+        step: int = 0,
+        phase: Phase = "forward",
+    ) -> FaultSchedule:
+        """Add a process that is slow or hangs; ``seconds`` None means for ever."""
+        return self.add(Fault(kind, _victim(rank), Moment(phase, step), seconds))
 
     def fail(self, kind: FaultKind, rank: int = 0, step: int = 0, phase: Phase = "forward") -> FaultSchedule:
         """Add an exception, an out-of-memory error, or a full disk."""

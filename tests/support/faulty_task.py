@@ -8,6 +8,7 @@ beginning of each step."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import json
@@ -29,6 +30,9 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from tests.support.faults import Fault, FaultFolder, Phase
 
+_FOR_EVER_S = 3600.0
+_MAX_QUEUED_KERNELS = 600
+"""Launching more than about a thousand would block the host, too."""
 MESSAGE = "a fault of the schedule"
 _ROW_EXCHANGE = 2
 """The exchange of a step that sends rows; the one before sends counts."""
@@ -137,10 +141,40 @@ def carry_out(fault: Fault) -> None:
             raise RuntimeError(MESSAGE)
         case "oom":
             raise torch.OutOfMemoryError(MESSAGE)
+        case "delay":
+            sleep(_seconds(fault))
+        case "gil":
+            # ctypes releases the lock in calls of a CDLL, and holds it in those of a PyDLL.
+            ctypes.PyDLL(None).sleep(round(_seconds(fault)))
+        case "kernel":
+            hang_kernel(_seconds(fault))
+        case "compile":
+            compile_slowly(_seconds(fault))
         case "disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case _:
             raise ValueError(f"{fault.kind} cannot happen inside a process")
+
+
+def _seconds(fault: Fault) -> float:
+    return _FOR_EVER_S if fault.wakes_after_s is None else fault.wakes_after_s
+
+
+def hang_kernel(seconds: float) -> None:
+    """Queue kernels that occupy the device's stream for a time."""
+    cycles_per_second = 2_000_000_000
+    for _ in range(min(_MAX_QUEUED_KERNELS, round(seconds))):
+        torch.cuda._sleep(cycles_per_second)
+
+
+def compile_slowly(seconds: float) -> None:
+    """Let torch compile a function with a backend that takes its time."""
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        sleep(seconds)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=compile_graph)(torch.zeros(2))
 
 
 # Phases that a task does not see: functions of the product are wrapped.
@@ -174,6 +208,9 @@ class WrappedFunction:
 
 
 WRAPPED = (
+    WrappedFunction(
+        "orchestrator.train.data", "_GatherRows.__call__", lambda agent: agent.enter_phase("data"), False
+    ),
     WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
     WrappedFunction(
         "orchestrator.train.checkpoint.snapshots",
@@ -247,4 +284,6 @@ class FaultyDigits(Digits):
             self.agent.enter_phase("forward")
             sleep(self.agent.pace_s)
             self.agent.watch_backward(model.blocks[-1].norm.weight)
+        elif not model.training:
+            self.agent.enter_phase("evaluate")
         return super().loss(model, (images, labels))

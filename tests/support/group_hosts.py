@@ -81,7 +81,7 @@ class GroupHost:
         polls_waiting = 0
         while not membership.left:
             time.sleep(0.01)
-            polls_waiting = polls_waiting + 1 if membership.waiting else 0
+            polls_waiting = polls_waiting + 1 if membership.observe().waiting else 0
             if polls_waiting == 10:
                 self._watch_store.set(f"{name}/waits/{self.rank}", "")
             if self._watch_store.check([f"{name}/leave"]):

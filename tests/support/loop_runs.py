@@ -10,6 +10,7 @@ from torch import nn
 
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, by_step, read_events
+from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import LoopHooks, Training
@@ -45,10 +46,17 @@ class StepCounter(nn.Module):
         return x * self.weight
 
 
-def build_small_training(run_dir: Path, log: EventLog, task: Any = None, **settings: Any) -> Training:
+def build_small_training(
+    run_dir: Path,
+    log: EventLog,
+    task: Any = None,
+    heartbeat: Heartbeat | None = None,
+    **settings: Any,
+) -> Training:
     config = Config.of(**SMALL | {"run_dir": run_dir} | settings)
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
-    return build_training(WorkerContext(prepared, World.single_process(), run_dir, log))
+    world = World.single_process()
+    return build_training(WorkerContext(prepared, world, run_dir, log, heartbeat or Heartbeat()))
 
 
 def run_loop(

@@ -58,8 +58,26 @@ def test_a_phase_and_a_completed_wait_are_progress() -> None:
     assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 3, False], "the step stays"
     membership.wait_until(lambda: True)
     assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 4, False]
-    membership.waiting = True
-    assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 4, True]
+    heartbeat.advance()
+    assert json.loads(heartbeat.encode(membership)) == ["evaluate", 8, 5, False], "a batch of it"
+    waiting: list[Any] = []
+    membership.record_wait(lambda: waiting.extend(json.loads(heartbeat.encode(membership))))
+    assert waiting == ["evaluate", 8, 5, True]
+
+
+def test_a_phase_within_a_phase_ends_with_its_block() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.enter_phase("first step", 7)
+    phases: list[str] = []
+
+    def fail() -> None:
+        phases.append(heartbeat.phase)
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"), heartbeat.within("data"):
+        fail()
+    assert phases == ["data"]
+    assert (heartbeat.phase, heartbeat.num_changes) == ("first step", 3)
 
 
 def test_no_two_heartbeats_are_equal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,20 @@ def test_the_monitor_is_read_at_its_interval(tmp_path: Path) -> None:
 
 def test_the_heartbeat_follows_the_phases(tmp_path: Path) -> None:
     heartbeat = PhaseRecorder()
-    hooks = LoopHooks(heartbeat=heartbeat)
-    run_loop(tmp_path, hooks=hooks, max_steps=2, evaluate_every=2, checkpoint_every=2)
-    assert heartbeat.phases[:4] == ["data", "first step", "data", "step"]
+    run_loop(tmp_path, heartbeat=heartbeat, max_steps=2, evaluate_every=2, checkpoint_every=2)
+    fetch_micro_batch = ["data", "first step"]
+    assert heartbeat.phases[:5] == ["data", "first step", *fetch_micro_batch, "data"]
     assert heartbeat.phases.index("evaluate") < heartbeat.phases.index("save")
     assert heartbeat.step == 1, "the step in progress, counted from 0"
+
+
+def test_each_micro_batch_and_each_batch_of_an_evaluation_is_progress(tmp_path: Path) -> None:
+    heartbeat = PhaseRecorder()
+    training: dict[str, Any] = {"batch_size": 4, "global_batch_size": 64, "eval_batch_size": 40}
+    run_loop(tmp_path, heartbeat=heartbeat, max_steps=1, evaluate_every=1, **training)
+    assert heartbeat.phases.count("first step") == 1 + 16, "entered again after each micro-batch's data"
+    # 359 samples of the digits are for validation.
+    assert heartbeat.num_changes - len(heartbeat.phases) == 9
 
 
 def test_the_first_steps_of_a_process_are_marked_as_warm_up(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
     from orchestrator.train.parts.stores import tcp_store
     from orchestrator.train.parts.world import process_group_world
     from orchestrator.train.worker.run import Supervision, WorkerRun
+    from orchestrator.train.worker.torch_settings import torch_settings
 
     address = variable("MASTER_ADDR")
     port = int(variable("MASTER_PORT"))
@@ -105,6 +106,7 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
     supervision = Supervision(stop_requested(assignment, rank))
     with (
         open_log(assignment, rank) as log,
+        torch_settings(prepared.resolved.config, prepared.plan, device),
         process_group_world(store, rank, world_size, device, backend, timeout_s) as world,
         WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
     ):

@@ -13,8 +13,8 @@ from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, Segment, host_worker
 from orchestrator.runtime.expert_parallel.snapshot_store import References, SnapshotStore
 from orchestrator.runtime.expert_parallel.states import JoinGroup
+from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck
 from orchestrator.runtime.failures import HostsDeadlocked
-from orchestrator.runtime.recovery import find_stuck, phase_limit_s
 
 
 class HostGroup:
@@ -92,11 +92,11 @@ class HostGroup:
     def _drop_stuck_hosts(self, leaving: bool) -> None:
         """Drop members whose heartbeats have shown no progress for too long."""
         calls = self.calls
-        slowest_step_s = self.heartbeats.slowest_step_s
         # If all calls have returned, the driver waits for the snapshots of all members.
         expected = set(calls.pending.values()) or set(calls.members) - calls.lost.keys()
         health = [host for host in self.heartbeats.health() if host.host_id in expected]
-        stuck = find_stuck(health, self._step_limit_s, slowest_step_s)
+        # Members that have left wait for those that have not.
+        stuck = find_stuck(health, self._step_limit_s, waited_for=leaving)
         all_alive = all(host.waiting and host.silent_s < self._step_limit_s for host in stuck)
         if stuck and all_alive and not leaving:
             # They wait for each other, and none is known to have failed: all leave and join again.
@@ -104,6 +104,11 @@ class HostGroup:
             calls.errors[stuck[0].host_id] = HostsDeadlocked("all hosts wait for each other")
             return
         for host in stuck:
-            limit_s = phase_limit_s(host.phase, self._step_limit_s, slowest_step_s)
-            detail = f"was stuck for over {limit_s:g} s (in phase: {host.phase})"
-            calls.drop(host.host_id, "stuck", detail, frozen=True)
+            calls.drop(host.host_id, "stuck", _describe(host), frozen=True)
+
+
+def _describe(host: HostHealth) -> str:
+    """Return why a host counts as stuck, for the failure's message."""
+    if host.silent_s >= 0.9 * host.unchanged_s:
+        return f"was stuck: it sent no heartbeat for {host.silent_s:.1f} s (in phase: {host.phase})"
+    return f"was stuck: it made no progress for {host.unchanged_s:.1f} s (in phase: {host.phase})"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import Any
 
-from orchestrator.runtime.recovery import HostHealth
+from orchestrator.runtime.expert_parallel.stuck import HostHealth
 
 _READ_SECONDS = 0.2
+_NUM_INTERVALS = 50
+"""Intervals that count as recent: the slow first step is forgotten once steps are known."""
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_NUM_INTERVALS)
 
 
 def heartbeat_key(generation: int, host_id: int) -> str:
@@ -29,7 +36,8 @@ class _LastBeat:
     waiting: bool = False
     received_at: float = 0.0
     progressed_at: float = 0.0
-    step_began_at: float = 0.0
+    silences: deque[float] = field(default_factory=_recent)
+    """Seconds between two heartbeats."""
 
 
 class Heartbeats:
@@ -41,17 +49,15 @@ class Heartbeats:
         self._beats: dict[int, _LastBeat] = {}
         self._generation = -1
         self._read_at = 0.0
-        self.slowest_step_s = 0.0
-        """The longest step of the run so far."""
+        self._intervals: dict[str, deque[float]] = {}
+        """Seconds between two signs of progress in a phase, on any host, over all generations."""
 
     def follow(self, generation: int, members: tuple[int, ...]) -> None:
         """Read the heartbeats of a new group from now on."""
         now = self._clock()
         self._generation = generation
         self._read_at = now
-        self._beats = {
-            host_id: _LastBeat(received_at=now, progressed_at=now, step_began_at=now) for host_id in members
-        }
+        self._beats = {host_id: _LastBeat(received_at=now, progressed_at=now) for host_id in members}
 
     def read(self, immediately: bool = False) -> bool:
         """Read the store, unless it was read a moment ago. Return whether it was read."""
@@ -70,22 +76,19 @@ class Heartbeats:
         if text == beat.text:
             return
         phase, step, progress, waiting = json.loads(text.partition(" ")[2])
+        if beat.text:
+            beat.silences.append(now - beat.received_at)
+        if progress != beat.progress:
+            if beat.text:
+                kind = _limit_kind(beat.phase)
+                self._intervals.setdefault(kind, _recent()).append(now - beat.progressed_at)
+            beat.progress = progress
+            beat.progressed_at = now
         beat.text = text
         beat.received_at = now
         beat.phase = phase
+        beat.step = step
         beat.waiting = waiting
-        if progress != beat.progress:
-            beat.progress = progress
-            beat.progressed_at = now
-        # The slowest step excludes the first step and the phases between steps, such as an
-        # evaluation: the time limit grows with it, and a frozen host would be found late.
-        if phase not in ("step", "data"):
-            beat.step_began_at = now
-        if step != beat.step:
-            if step == beat.step + 1 and phase == "step":
-                self.slowest_step_s = max(self.slowest_step_s, now - beat.step_began_at)
-            beat.step = step
-            beat.step_began_at = now
 
     @property
     def last_step(self) -> int:
@@ -101,6 +104,19 @@ class Heartbeats:
         """Return the state of each member."""
         now = self._clock()
         return [
-            HostHealth(host_id, beat.phase, beat.waiting, now - beat.received_at, now - beat.progressed_at)
+            HostHealth(
+                host_id,
+                beat.phase,
+                beat.waiting,
+                silent_s=now - beat.received_at,
+                unchanged_s=now - beat.progressed_at,
+                longest_silence_s=max(beat.silences, default=0.0),
+                longest_unchanged_s=max(self._intervals.get(_limit_kind(beat.phase), ()), default=0.0),
+            )
             for host_id, beat in self._beats.items()
         ]
+
+
+def _limit_kind(phase: str) -> str:
+    """Return the kind of phases that share a limit: the first step tells how long others may take."""
+    return "step" if phase == "first step" else phase

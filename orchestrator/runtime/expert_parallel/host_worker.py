@@ -24,6 +24,7 @@ from orchestrator.runtime.bootstrap import (
     stop_requested,
     uses_cuda,
 )
+from orchestrator.runtime.cluster.environment import set_variables
 from orchestrator.runtime.cluster.prestart import prestart_successors
 from orchestrator.runtime.expert_parallel.heartbeats import heartbeat_key
 
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
     from orchestrator.train.worker.run import WorkerRun
 
 _STORE_TIMEOUT_S = 60
+_NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+"""Settings of torch's NCCL watchdog, read when the first group is formed.
+
+By default it ends the process of a survivor a minute after a peer was lost, and leaves the error in
+the store, where later groups find it. Here the driver decides, and aborts the group."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +144,12 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
     from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
     from orchestrator.train.checkpoint.snapshots import SnapshotTarget
     from orchestrator.train.heartbeat import Heartbeat, send_heartbeats
+    from orchestrator.train.parts.compiling import report_compilation
     from orchestrator.train.parts.memory import free_cached
     from orchestrator.train.parts.world import recoverable_world
     from orchestrator.train.worker.resume import ResumeFrom
     from orchestrator.train.worker.run import Supervision, WorkerRun
+    from orchestrator.train.worker.torch_settings import torch_settings
 
     rank = request.rank
     membership = context.membership
@@ -162,7 +175,9 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
             with (
                 open_log(assignment, rank) as log,
                 _reusing_client(context, factory),
+                torch_settings(prepared.resolved.config, prepared.plan, device),
                 recoverable_world(factory, device, prepared.plan.backend.value) as world,
+                report_compilation(heartbeat),
                 WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run,
             ):
                 snapshots.clear()  # they are restored and need not stay in memory
@@ -175,6 +190,7 @@ def _prepare(context: HostContext, assignment: Assignment, rank: int) -> Prepare
     task = context.cache.get("task")
     if task is not None and assignment.prepared.task is None:
         assignment = replace(assignment, prepared=replace(assignment.prepared, task=task))
+    set_variables(_NCCL_VARIABLES)
     prepared = prepare_worker(assignment, rank)
     context.cache["task"] = prepared.task
     return prepared

@@ -52,8 +52,9 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
     advance,
 )
+from orchestrator.runtime.expert_parallel.stuck import phase_limit_s
 from orchestrator.runtime.failures import cause_of, classify
-from orchestrator.runtime.recovery import Failure, HostStatus, phase_limit_s, root_cause
+from orchestrator.runtime.recovery import Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import open_store

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from experts.bank import ExpertBank
 from experts.gate import Gate
 from orchestrator.config.settings import CompileMode, CompileParts
 from orchestrator.errors import UserError
+from orchestrator.train.heartbeat import Heartbeat, Phase
 
 _TORCH_LOGGING: Any = importlib.import_module("torch._logging")
 _RECOMPILES = logging.getLogger("torch._dynamo.guards.__recompiles")
@@ -96,6 +98,33 @@ class _RecompileHandler(logging.Handler):
         if "Recompiling function" in text:
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             self._on_recompile(" ".join([lines[0], lines[-1]])[:300])
+
+
+@contextmanager
+def report_compilation(heartbeat: Heartbeat) -> Iterator[None]:
+    """Show in the heartbeat when torch compiles, whichever code asked for it.
+
+    A compilation may come late in a run, with a new shape, and take minutes without any other sign of
+    progress."""
+    # Importing it takes a second, which a process without a supervisor saves.
+    from torch._dynamo.callback import callback_handler
+
+    phases: list[Phase] = []
+
+    def begin(_: Any) -> None:
+        phases.append(heartbeat.phase)
+        heartbeat.enter_phase("compile")
+
+    def end(_: Any) -> None:
+        heartbeat.enter_phase(phases.pop())
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -137,7 +137,8 @@ class World:
         """Form a second group of the same workers, independent of the first. All workers must call."""
         assert self.group is not None, "one process has no group"
         if self.group_factory is not None:
-            return self.group_factory.form("nccl" if self.cpu_group is not None else "gloo")
+            backend = "nccl" if self.cpu_group is not None else "gloo"
+            return self.group_factory.form(backend, self.device)
         handle = dist.new_group(timeout=self.timeout)
         assert isinstance(handle, dist.ProcessGroup)
         _KEEP_ALIVE.append((handle, self.store))
@@ -289,8 +290,8 @@ def recoverable_world(factory: GroupFactory, device: torch.device, backend: str)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        group = factory.form(backend)
-        cpu_group = factory.form("gloo") if backend == "nccl" else None
+        group = factory.form(backend, device)
+        cpu_group = factory.form("gloo", device) if backend == "nccl" else None
         store = PrefixStore(f"{factory.name}/world", factory.store)
         yield World(
             factory.rank,

@@ -55,6 +55,8 @@ class ExpertParallelStrategy(Strategy):
         world.broadcast([tensor.detach() for tensor in [*dense, *persistent_buffers(model)]])
         self._dense = [p for p in dense if p.requires_grad]
         self._trained_ids = {id(p) for p in model.parameters()}
+        self._may_overlap = False
+        """Whether gradients are summed while the backward pass runs."""
         self._all_reduce = GradientAllReduce(self._dense, world.new_group(), bucket_mb or BUCKET_MB)
         self.num_expert_grads = sum(len(_ROLES) * len(bank.sizes) for bank in self._banks)
 
@@ -62,12 +64,15 @@ class ExpertParallelStrategy(Strategy):
         self._trained_ids = {id(p) for p in parameters}
 
     def loss(self, batch: object, last: bool) -> object:
-        # Gradients of a dummy pass are discarded when it ends, so they must not be sent while it runs.
-        self._all_reduce.armed = last and not self.context.step.dummy
+        self._all_reduce.armed = last and self._may_overlap
         return super().loss(batch, last)
 
     def begin_step(self, all_have_samples: bool) -> None:
         super().begin_step(all_have_samples)
+        # Gradients of a dummy pass are discarded when it ends, so they must not be sent while it runs.
+        # Then no host sends them early: NCCL may hang where hosts launch the collectives of two
+        # communicators in different orders.
+        self._may_overlap = all_have_samples
         # An optimizer clears its own parameters only; the all-reduce covers all that require a gradient.
         self.model.zero_grad(set_to_none=True)
         self.world.broadcast(self._buffers)

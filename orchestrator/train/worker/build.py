@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from experts.model import mix
@@ -20,6 +20,7 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
@@ -42,6 +43,7 @@ class WorkerContext:
     world: World
     run_dir: Path
     log: Log
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
 
 def build_training(
@@ -61,7 +63,7 @@ def build_training(
     log = worker.log
     parts = build_parts(config, plan, task, world, log.write, host_of)
     feed = build_feed(plan, task, world, config.run.seed)
-    evaluation = build_evaluation(config, plan, task, world, parts)
+    evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
     store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_python_and_numpy(mix(config.run.seed, "run"))
@@ -76,12 +78,13 @@ def build_training(
     # In lockstep all workers do passes of the same size, the mean; else each its own largest.
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
     return Training(
-        stepper=build_stepper(config, world, parts, micro_batch, log.write),
+        stepper=build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat),
         feed=feed,
         cadence=_build_cadence(config, plan, total_steps),
         progress=progress,
         log=log,
         checkpoints=CheckpointWriter(store, parts.state, world, log),
+        heartbeat=worker.heartbeat,
         evaluation=evaluation,
         snapshots=_build_snapshots(config, parts.state, world, snapshots),
     )
@@ -124,7 +127,12 @@ def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
 
 
 def build_evaluation(
-    config: Config, plan: Plan, task: Task, world: World, parts: ModelParts
+    config: Config,
+    plan: Plan,
+    task: Task,
+    world: World,
+    parts: ModelParts,
+    heartbeat: Heartbeat | None = None,
 ) -> Evaluation | None:
     """Return the evaluation on the task's validation data, or None if it has none."""
     with user_code("reading the validation data"):
@@ -151,7 +159,10 @@ def build_evaluation(
                 f"{', '.join(['loss', *metrics])}"
             )
     max_batches = _DEBUG_EVALUATION_BATCHES if config.run.debug else None
-    return Evaluation(parts.strategy, feed, parts.precision, max_batches)
+    evaluation = Evaluation(parts.strategy, feed, parts.precision, max_batches)
+    if heartbeat is not None:
+        evaluation.on_progress = heartbeat.advance
+    return evaluation
 
 
 def _loader_options(plan: Plan) -> LoaderOptions:

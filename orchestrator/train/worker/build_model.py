@@ -19,6 +19,7 @@ from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import seed_python_and_numpy
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
@@ -219,7 +220,14 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
     )
 
 
-def build_stepper(config: Config, world: World, parts: ModelParts, micro_batch: int, emit: Emit) -> Stepper:
+def build_stepper(
+    config: Config,
+    world: World,
+    parts: ModelParts,
+    micro_batch: int,
+    emit: Emit,
+    heartbeat: Heartbeat | None = None,
+) -> Stepper:
     return Stepper(
         world=world,
         strategy=parts.strategy,
@@ -231,4 +239,5 @@ def build_stepper(config: Config, world: World, parts: ModelParts, micro_batch: 
         clock=DevicePhaseClock(world.device) if world.device.type == "cuda" else PhaseClock(),
         emit=emit,
         compiled=parts.compiled,
+        heartbeat=heartbeat or Heartbeat(),
     )

@@ -60,8 +60,9 @@ def run_worker(
     supervision: Supervision,
     resume: ResumeFrom | None = None,
 ) -> tuple[Outcome, nn.Module]:
-    """Carry out one worker's part of a run. Return its outcome and the trained model."""
-    with WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
+    """Carry out a run in this process. Return its outcome and the trained model."""
+    settings = torch_settings(prepared.resolved.config, prepared.plan, world.device)
+    with settings, WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
         outcome = None
         while outcome is None:
             outcome = run.advance(sys.maxsize)
@@ -69,7 +70,10 @@ def run_worker(
 
 
 class WorkerRun:
-    """One worker's part of a run in segments of steps, to the end or until it is aborted."""
+    """One worker's part of a run in segments of steps, to the end or until it is aborted.
+
+    The caller has entered ``torch_settings``, before it formed the world: NCCL is deterministic only
+    if torch was so when the group was formed."""
 
     loop: Loop
 
@@ -124,11 +128,9 @@ class WorkerRun:
 
     def _open(self, stack: ExitStack) -> None:
         opened_at = time.time()
-        config = self.prepared.resolved.config
-        stack.enter_context(torch_settings(config, self.prepared.plan, self.world.device))
         placement = self._complete_plan()
         training = build_training(
-            WorkerContext(self.prepared, self.world, self.run_dir, self.log),
+            WorkerContext(self.prepared, self.world, self.run_dir, self.log, self._supervision.heartbeat),
             placement.host_of if placement else None,
             self._resume,
             self._supervision.snapshots,
@@ -189,10 +191,7 @@ class WorkerRun:
         """Start the monitor and the profiler.
 
         The profiler must not start before the model is built."""
-        hooks = LoopHooks(
-            stop_requested=self._supervision.stop_requested,
-            heartbeat=self._supervision.heartbeat,
-        )
+        hooks = LoopHooks(stop_requested=self._supervision.stop_requested)
         watch = self.prepared.resolved.config.watch
         if watch.monitor_gpu and self.world.is_main:
             monitor = stack.enter_context(monitor_readings(self.prepared, self.world, self.log))

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.runtime.expert_parallel import heartbeats as module
 from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats, heartbeat_key
-from orchestrator.runtime.recovery import find_stuck
+from orchestrator.runtime.expert_parallel.stuck import find_stuck
 
 
 class Store:
@@ -142,56 +142,70 @@ def test_the_last_step_is_that_of_the_host_furthest_ahead(group: Group) -> None:
     assert group.heartbeats.last_step == 9
 
 
-def test_the_slowest_step(group: Group) -> None:
-    assert group.heartbeats.slowest_step_s == 0.0
-    for second, step in ((101.0, 5), (103.0, 6), (108.0, 7), (109.0, 8)):
-        group.send(2, "step", step, step)
-        group.read_at(second)
-    assert group.heartbeats.slowest_step_s == 5.0
-    group.send(2, "step", 18, 90)
-    group.read_at(140.0)
-    assert group.heartbeats.slowest_step_s == 5.0, "ten steps between two readings are not one"
+def longest(group: Group, host_id: int = 2) -> tuple[float, float]:
+    """Return the longest time without progress in the host's phase, and without a heartbeat."""
+    host = next(host for host in group.heartbeats.health() if host.host_id == host_id)
+    return host.longest_unchanged_s, host.longest_silence_s
 
 
-def test_a_step_that_lasts_several_readings_is_one(group: Group) -> None:
-    group.send(2, "step", 5, 1)
+def test_the_longest_time_without_progress_is_measured_from_the_first_step_on(group: Group) -> None:
+    group.send(2, "first step", 0, 1)
     group.read_at(101.0)
-    for second, progress in ((103.0, 2), (105.0, 3)):
-        group.send(2, "step", 5, progress)
+    assert longest(group) == (0.0, 0.0), "the time before the first heartbeat is not a step's"
+    for second in (111.0, 121.0):
+        group.send(2, "first step", 0, 1)
         group.read_at(second)
-    group.send(2, "data", 5, 4)
-    group.read_at(106.0)
-    group.send(2, "step", 6, 5)
-    group.read_at(107.0)
-    assert group.heartbeats.slowest_step_s == 6.0
+    assert longest(group) == (0.0, 10.0), "the step has not ended"
+    group.send(2, "step", 1, 2)
+    group.read_at(131.0)
+    assert longest(group) == (30.0, 10.0)
 
 
-def slowest_step_after(group: Group, phase: str, step: int) -> float:
-    """Let a host stay in a phase for a minute, sending heartbeats, and then make steps of a second
-    each."""
-    second = 101.0
-    group.send(2, "step" if step else "build", step, 0)
-    group.read_at(second)
-    for beat in range(60):
-        second += 1.0
-        group.send(2, phase, step, 1 + beat // 30)
-        group.read_at(second)
-    for steps_done in (1, 2, 3):
-        second += 1.0
-        group.send(2, "step", step + steps_done, 10 + steps_done)
-        group.read_at(second)
-    return group.heartbeats.slowest_step_s
+def test_one_slow_host_raises_the_limit_of_all(group: Group) -> None:
+    """Any of them may get the long sequence next."""
+    group.send(0, "step", 1, 1)
+    group.send(2, "step", 1, 1)
+    group.read_at(101.0)
+    group.send(0, "step", 2, 2)
+    group.read_at(108.0)
+    assert longest(group, 2)[0] == 7.0
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "save", "snapshot", "rest"])
-def test_the_phases_between_steps_are_no_slow_steps(group: Group, phase: str) -> None:
-    """A limit that grew with an evaluation would find a frozen host minutes late."""
-    assert slowest_step_after(group, phase, 5) <= 2.0
+@pytest.mark.parametrize("phase", ["evaluate", "save", "snapshot", "build", "compile"])
+def test_each_phase_has_a_limit_of_its_own(group: Group, phase: str) -> None:
+    """A limit of steps that grew with an evaluation would find a hung host minutes late."""
+    group.send(2, phase, 5, 1)
+    group.read_at(101.0)
+    group.send(2, "step", 5, 2)
+    group.read_at(161.0)
+    assert longest(group)[0] == 0.0
+    group.send(2, phase, 5, 3)
+    group.read_at(163.0)
+    assert longest(group)[0] == 60.0
 
 
-@pytest.mark.parametrize("phase", ["build", "first step"])
-def test_building_and_the_first_step_are_no_slow_steps(group: Group, phase: str) -> None:
-    assert slowest_step_after(group, phase, 0) <= 2.0
+def test_a_slow_first_step_is_forgotten_once_steps_are_known(group: Group) -> None:
+    group.send(2, "first step", 0, 0)
+    group.read_at(101.0)
+    group.send(2, "step", 1, 1)
+    group.read_at(161.0)
+    for step in range(2, 52):
+        assert longest(group)[0] == 60.0
+        group.send(2, "step", step, step)
+        group.read_at(160.0 + step)
+    assert longest(group)[0] == 1.0
+
+
+def test_measured_limits_survive_a_regroup(group: Group) -> None:
+    """The steps of the next generation take as long as those of the last."""
+    group.send(2, "step", 1, 1)
+    group.read_at(101.0)
+    group.send(2, "step", 2, 2)
+    group.read_at(121.0)
+    group.heartbeats.follow(4, (2, 5))
+    group.send(2, "step", 2, 1, generation=4)
+    group.read_at(122.0)
+    assert longest(group) == (20.0, 0.0)
 
 
 def test_the_time_of_each_hosts_last_heartbeat(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

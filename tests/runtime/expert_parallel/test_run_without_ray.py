@@ -19,7 +19,7 @@ from orchestrator.runtime.expert_parallel.states import (
     Running,
     WaitingForHosts,
 )
-from orchestrator.runtime.recovery import HostHealth
+from orchestrator.runtime.expert_parallel.stuck import HostHealth
 from tests.support.fake_hosts import FakeRun, MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")

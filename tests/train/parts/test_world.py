@@ -219,7 +219,7 @@ def leave_when_blocked(membership: GroupMembership) -> None:
     looks = 0
     while looks < 5:
         time.sleep(0.01)
-        looks = looks + 1 if membership.waiting else 0
+        looks = looks + 1 if membership.observe().waiting else 0
     membership.leave()
 
 

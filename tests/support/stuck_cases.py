@@ -1,0 +1,92 @@
+"""Hosts that are slow and must be waited for, and hosts that hang and must be replaced.
+
+The same cases run over gloo on CPUs and over NCCL on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrator.record.events import Event, of_kind
+from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
+from tests.support.faults import FaultSchedule
+from tests.support.run_checks import check_losses, check_steps
+
+TIMEOUT_S = 4
+"""``--collective-timeout`` of the runs."""
+LONG_S = 3.0 * TIMEOUT_S
+STEPS = 12
+HUNG_RANK = 1
+_STEP = 6
+
+
+@dataclass(frozen=True)
+class StuckCase:
+    """A fault, and whether it is to cost the host that it hits."""
+
+    schedule: FaultSchedule
+    lost: bool
+    extra: tuple[str, ...] = ()
+    steps: int = STEPS
+    pace_s: float = 0.0
+    needs_gpu: bool = False
+
+
+def _slow(kind: str, phase: str, step: int = _STEP, **options: object) -> StuckCase:
+    schedule = FaultSchedule().delay(kind, HUNG_RANK, LONG_S, step, phase)  # pyright: ignore[reportArgumentType]
+    return StuckCase(schedule, lost=False, **options)  # pyright: ignore[reportArgumentType]
+
+
+def _hung(kind: str, phase: str = "forward", **options: object) -> StuckCase:
+    schedule = FaultSchedule().delay(kind, HUNG_RANK, None, _STEP, phase)  # pyright: ignore[reportArgumentType]
+    return StuckCase(schedule, lost=True, **options)  # pyright: ignore[reportArgumentType]
+
+
+_SAVES = ("--checkpoint-every", "6", "--snapshot-every", "6")
+CASES = {
+    "steps of 3 times the timeout": StuckCase(FaultSchedule(), lost=False, steps=4, pace_s=LONG_S),
+    "one host slow in its data": _slow("delay", "data"),
+    "a recompilation late in the run": _slow("compile", "forward"),
+    "a slow batch of an evaluation": _slow("delay", "evaluate", extra=("--evaluate-every", "6")),
+    "a slow checkpoint": _slow("delay", "checkpoint", extra=_SAVES),
+    "a slow snapshot": _slow("delay", "snapshot", extra=_SAVES),
+    "SIGSTOP": StuckCase(FaultSchedule().stop(HUNG_RANK, step=_STEP), lost=True),
+    "a loop that holds the interpreter lock": _hung("gil"),
+    "a host that sleeps for ever in a step": _hung("delay"),
+    "a kernel that does not end": _hung("kernel", needs_gpu=True),
+}
+"""By name. A step of 12 s with a timeout of 4 s is slow for all hosts; the others for one."""
+
+
+def run_case(job: Job, folder: Path, case: StuckCase) -> FinishedRun:
+    job = replace(
+        job,
+        steps=case.steps,
+        collective_timeout=TIMEOUT_S,
+        pace_s=case.pace_s,
+        extra=(*job.extra, *case.extra),
+    )
+    return run_with_faults(job, folder / "run", case.schedule, timeout=300.0)
+
+
+def check_case(run: FinishedRun, case: StuckCase, calm: Sequence[Event]) -> list[str]:
+    """Return what is wrong: a run that failed, other losses, a healthy host that was replaced."""
+    if run.exit_code:
+        return [f"ended with code {run.exit_code}: {run.output[-2000:]}"]
+    problems = [*check_steps(run.events, case.steps), *check_losses(run.events, calm)]
+    if len(run.fired) != len(case.schedule.faults):
+        problems.append(f"{len(run.fired)} of {len(case.schedule.faults)} faults happened")
+    failures = [(event["rank"], event["message"]) for event in of_kind(run.events, "failure")]
+    expected_ranks = [HUNG_RANK] if case.lost else []
+    if [rank for rank, _ in failures] != expected_ranks:
+        problems.append(f"failures of ranks {expected_ranks} were expected, and seen were: {failures}")
+    return problems
+
+
+def seconds_to_detect(run: FinishedRun) -> float | None:
+    """Return the seconds from the fault to its detection; None where nothing was to be detected."""
+    failures = of_kind(run.events, "failure")
+    if not run.fired or not failures:
+        return None
+    return failures[0]["time"] - run.fired[0].time
