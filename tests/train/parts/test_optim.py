@@ -151,6 +151,12 @@ def test_gradients_are_scaled_and_then_clipped(
         torch.testing.assert_close(gradient, value)
 
 
+def test_a_single_gradient_of_another_type_is_scaled_by_a_factor_on_the_device() -> None:
+    gradient = torch.full((2,), 8.0, dtype=torch.bfloat16)
+    scale_and_clip([gradient], torch.tensor(1.0), torch.tensor(0.5, dtype=torch.float64), 0.0)
+    assert (gradient.tolist(), gradient.dtype) == ([4.0, 4.0], torch.bfloat16)
+
+
 def test_a_worker_without_gradients_takes_part_in_the_norm() -> None:
     """The norm is that of all workers."""
     assert float(scale_and_clip([], torch.tensor(5.0), 0.5, 1.0)) == 2.5
