@@ -58,6 +58,12 @@ def test_one_worker_and_several_are_never_mixed(workers: int, nearest: int):
     assert replace(CALIBRATION, profiles=profiles).profile(workers).workers == nearest
 
 
+def test_two_workers_are_several():
+    profiles = tuple(replace(TWO_WORKERS, workers=number) for number in (4, 1, 2))
+    assert replace(CALIBRATION, profiles=profiles).profile(2).workers == 2
+    assert replace(CALIBRATION, profiles=profiles[:2]).profile(2).workers == 4
+
+
 def test_the_only_kind_of_profile_is_used_for_all():
     assert replace(CALIBRATION, profiles=(ONE_WORKER,)).profile(4) == ONE_WORKER
     assert replace(CALIBRATION, profiles=(TWO_WORKERS,)).profile(1) == TWO_WORKERS

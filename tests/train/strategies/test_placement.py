@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
@@ -108,6 +110,19 @@ def test_memory_for_experts_is_the_limit_less_the_dense_part() -> None:
     assert placement_module._memory_left(None, chosen, facts) == float("inf")
     no_experts = model(experts=0, expert_parameters=0)
     assert placement_module._memory_left(chosen.memory.total + 5, chosen, no_experts) == pytest.approx(5)
+
+
+def test_a_gpu_of_another_size_than_the_smallest_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's limit is that of the smallest device."""
+    config = Config.of(parallel_strategy="expert_parallel", workers=2, gpu_memory_fraction=0.5)
+    chosen = plan(config, machine(), FACTS)
+    total = 4 * chosen.memory.total
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    on_gpu = World.single_process("cuda")
+    left = placement_module._expert_memory(config, chosen, FACTS, on_gpu)
+    assert left == placement_module._memory_left(0.5 * total, chosen, FACTS)
+    on_cpu = placement_module._expert_memory(config, chosen, FACTS, World.single_process())
+    assert on_cpu == placement_module._memory_left(chosen.memory.limit, chosen, FACTS) != left
 
 
 def place_again(known: dict[str, Any], num_hosts: int = 2, memory: float = 1e9) -> list[Placement]:
