@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from orchestrator.config.flags import read_options
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.checks.probes import CheckResult, MachineProbe, probes_for, run_guarded
-from orchestrator.plan.inventory.hardware import Inventory, inventory
+from orchestrator.plan.inventory.hardware import Inventory, inventory, nccl_may_share_gpus
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.types import bytes_text
 
@@ -112,30 +113,38 @@ def _print_result(console: Console, result: CheckResult) -> None:
 
 def _all_probes(machine: Inventory, full: bool) -> Iterator[MachineProbe]:
     yield from probes_for(machine, Path.cwd())
-    yield MachineProbe(
-        "collective",
-        lambda: _probe_collective(len(machine.gpus)),
-        "see 'workers hang' in docs/troubleshooting.md",
-    )
+    advice = "see 'workers hang' in docs/troubleshooting.md"
+    yield MachineProbe("collective", partial(_probe_collective, "collective", "gloo", 2), advice)
+    if machine.gpus:
+        size = _nccl_ranks(len(machine.gpus), nccl_may_share_gpus())
+        yield MachineProbe("NCCL", partial(_probe_collective, "NCCL", "nccl", size), advice)
     if full:
         yield MachineProbe(
             "training", _probe_training, "run 'orchestrator train --debug' and see its message"
         )
 
 
-def _probe_collective(num_gpus: int) -> CheckResult:
-    """Sum a tensor over two processes: with NCCL on two GPUs, otherwise with gloo."""
+def _nccl_ranks(num_gpus: int, may_share: bool) -> int:
+    """Return how many processes can form a group over NCCL: one for each GPU."""
+    return max(num_gpus, 2 if may_share else 1)
+
+
+def _probe_collective(name: str, backend: str, size: int) -> CheckResult:
+    """Sum and exchange a tensor between processes."""
     from orchestrator.plan.checks.collective import probe_collective
 
-    backend = "nccl" if num_gpus >= 2 else "gloo"
-    problem = probe_collective(backend)
+    problem = probe_collective(backend, size)
+    processes = f"{size} processes" if size > 1 else "one process"
     if problem is None:
-        return CheckResult("collective", "pass", f"two processes summed a tensor over {backend}")
+        found = f"{processes} summed and exchanged a tensor over {backend}"
+        if size == 1:
+            found += "; between GPUs it is tested where there are two"
+        return CheckResult(name, "pass", found)
     fix = (
         "look at the firewall and at the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); "
         "NCCL_DEBUG=INFO tells more"
     )
-    return CheckResult("collective", "fail", problem, "a sum over two processes", fix)
+    return CheckResult(name, "fail", problem, f"a sum and an exchange between {processes}", fix)
 
 
 def _probe_training() -> CheckResult:

@@ -1,4 +1,4 @@
-"""Probe of collectives: fresh processes form a group and all-reduce a tensor."""
+"""Probe of collectives: fresh processes form a group, sum a tensor and exchange rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ import tempfile
 _RANK_SCRIPT = """
 import sys, datetime, torch, torch.distributed as dist
 rank, size, backend, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+device = torch.device("cpu")
+if backend == "nccl":
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
 timeout = datetime.timedelta(seconds=30)
 dist.init_process_group(backend, init_method="file://" + store, rank=rank, world_size=size, timeout=timeout)
-device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-x = torch.full((1024,), float(rank + 1), device=device)
-dist.all_reduce(x)
-assert x.eq(size * (size + 1) / 2).all(), x[0].item()
+total = torch.full((1024,), float(rank + 1), device=device)
+dist.all_reduce(total)
+assert total.eq(size * (size + 1) / 2).all(), f"a wrong sum: {total[0].item()}"
+received = torch.empty(size, device=device)
+dist.all_to_all_single(received, torch.full((size,), float(rank), device=device))
+assert received.tolist() == list(range(size)), f"wrong rows: {received.tolist()}"
 dist.destroy_process_group()
 """
 
 
 def probe_collective(backend: str, size: int = 2, timeout_s: float = 90.0) -> str | None:
-    """All-reduce a tensor over ``size`` fresh processes. Return None if the sum is right, else the
-    problem."""
+    """All-reduce and exchange a tensor over ``size`` fresh processes. Return the problem, or None.
+
+    Over NCCL each process takes a GPU; with fewer GPUs than processes they share them."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start_rank(rank, size, backend, f"{folder}/store") for rank in range(size)]
         try:

@@ -149,6 +149,11 @@ def set_environment(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def nccl_may_share_gpus() -> bool:
+    """Return whether the user has allowed several ranks of NCCL on one GPU (NCCL 2.30 and later)."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def in_cluster() -> bool:
     """Return whether this process runs inside a Ray job, or RAY_ADDRESS names a cluster."""
     return os.environ.get("RAY_ADDRESS", "local") != "local"
