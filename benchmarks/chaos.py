@@ -5,6 +5,7 @@
     python -m benchmarks.chaos --minutes 10 --every 60         one kill a minute: the goodput
     python -m benchmarks.chaos --kills 20 --plain 5            and plain TorchTrainer with
     FailureConfig for comparison
+    python -m benchmarks.chaos --kills 50 --gpu --backend nccl  on GPUs
 
 The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample
 once per epoch, and no process, memory or file left behind. The cost of a kill is the time until the
@@ -18,13 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+
+import torch
 
 from benchmarks.chaos_table import (
     Cost,
@@ -43,8 +48,9 @@ from orchestrator.record.events import of_kind
 from orchestrator.types import MIB
 from tests.support.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary
+from tests.support.cluster import RayCluster, local_cluster
 from tests.support.faults import FaultFolder, FaultSchedule, kills_every, random_kills
-from tests.support.run_checks import check_sample_counts, check_samples, check_steps
+from tests.support.run_checks import check_sample_counts, check_samples, check_steps, check_survivors
 
 STEPS_BEFORE = 20  # before the first kill
 STEPS_AFTER = 40  # after the last kill
@@ -62,7 +68,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, Fini
     """
     steps = STEPS_BEFORE + STEPS_AFTER + arguments.kills * arguments.steps_per_kill
     job = job_of(arguments, steps)
-    calm = run_with_faults(replace(job, pace=0.0), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
+    calm = run_with_faults(replace(job, pace_s=0.0), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
     step_ms = seconds_per_step(calm) * 1000
     say(f"undisturbed: {steps} steps, {step_ms:.1f} ms each; {calm.leftovers or 'nothing left behind'}")
     schedule = random_kills(
@@ -73,7 +79,8 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, Fini
         last=steps - STEPS_AFTER,
     )
     ended = run_with_faults(job, folder / "soak", schedule, timeout=LONGEST_S)
-    return calm, ended, [*calm.leftovers, *ended.problems(calm, steps)]
+    restarted = check_survivors(FaultFolder.of_run(ended.run_dir), arguments.hosts)
+    return calm, ended, [*calm.leftovers, *ended.problems(calm, steps), *restarted]
 
 
 def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
@@ -97,14 +104,32 @@ def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Finished
 
 
 def job_of(arguments: argparse.Namespace, steps: int) -> Job:
+    flags = ("--backend", arguments.backend)
+    if arguments.cluster is not None:
+        flags += ("--gpu-mode", "multi_gpu")
     return Job(
         steps,
         arguments.hosts,
         arguments.spares,
         arguments.snapshot_every,
         arguments.checkpoint_every,
+        extra=flags,
+        cluster=arguments.cluster,
         pace_s=arguments.pace,
     )
+
+
+@contextmanager
+def gpu_cluster(arguments: argparse.Namespace) -> Iterator[RayCluster | None]:
+    """With ``--gpu``, a node with a GPU for each host and spare; they share one where there are fewer."""
+    if not arguments.gpu:
+        yield None
+        return
+    num_gpus = arguments.hosts + arguments.spares
+    if torch.cuda.device_count() < num_gpus:
+        os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    with local_cluster(cpus=2 * num_gpus, gpus=num_gpus) as cluster:
+        yield cluster
 
 
 def seconds_per_step(calm: FinishedRun) -> float:
@@ -272,6 +297,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--snapshot-every", type=int, default=10)
     parser.add_argument("--checkpoint-every", type=int, default=50)
+    parser.add_argument("--gpu", action="store_true", help="hosts on GPUs; on one GPU they share it")
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary one")
     return parser.parse_args()
 
@@ -290,7 +317,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]
 
 def main() -> None:
     arguments = parse()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name, gpu_cluster(arguments) as cluster:
+        arguments.cluster = cluster
         text, wrong = measure(arguments, (arguments.folder or Path(name)).resolve())
     publish(text, arguments.out)
     sys.exit(1 if wrong else 0)

@@ -4,17 +4,19 @@ run continues with the same results."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from orchestrator.record.events import of_kind
 from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import local_cluster
-from tests.support.faults import FaultSchedule
+from tests.support.faults import FaultFolder, FaultSchedule, Phase
 from tests.support.gpu_ranks import skip_without
-from tests.support.run_checks import recoveries
+from tests.support.run_checks import check_survivors, recoveries
 from tests.support.stuck_cases import CASES, check_case, run_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(500)]
@@ -48,6 +50,32 @@ def test_killed_hosts_cost_nothing_on_a_gpu(job: Job, calm: FinishedRun, tmp_pat
     assert (len(run.fired), len(recoveries(run.events))) == (4, 3)
     assert [recovery["source"] for recovery in recoveries(run.events)] == ["memory"] * 3
     assert read_summary(run.run_dir)["device"] == read_summary(calm.run_dir)["device"] != "cpu"
+
+
+@pytest.mark.parametrize("phase", ["counts", "exchange", "backward", "gradients", "snapshot"])
+def test_an_aborted_exchange_harms_no_survivor(
+    job: Job, calm: FinishedRun, tmp_path: Path, phase: Phase
+) -> None:
+    """The survivor keeps its process and its CUDA context, whatever its device was waiting for."""
+    run = run_with_faults(job, tmp_path / "run", FaultSchedule().kill(1, step=23, phase=phase))
+    assert run.problems(calm, KILL_STEPS) == []
+    assert check_survivors(FaultFolder.of_run(run.run_dir), hosts=2) == []
+    assert len(run.fired) == len(recoveries(run.events)) == 1
+
+
+@pytest.mark.slow
+def test_survivors_train_on_for_five_minutes_after_three_kills(job: Job, tmp_path: Path) -> None:
+    """torch's watchdog of NCCL would end them after one."""
+    pace_s = 0.5
+    schedule = FaultSchedule().kill(1, step=8).kill(1, step=16).kill(1, step=24)
+    long_job = replace(job, steps=24 + round(320 / pace_s), pace_s=pace_s)
+    run = run_with_faults(long_job, tmp_path / "run", schedule)
+    assert run.exit_code == 0, run.output[-2000:]
+    assert check_survivors(FaultFolder.of_run(run.run_dir), hosts=2) == []
+    assert len(recoveries(run.events)) == 3
+    last_recovery = recoveries(run.events)[-1]["time"]
+    steps = of_kind(run.events, "step")
+    assert steps[-1]["time"] - last_recovery > 300.0
 
 
 @pytest.mark.parametrize("name", CASES)

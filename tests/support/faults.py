@@ -23,17 +23,29 @@ FaultKind = Literal[
 ]
 VictimKind = Literal["ranks", "idle", "newcomer", "buddy", "nobody"]
 Phase = Literal[
-    "anywhere", "data", "forward", "backward", "exchange", "evaluate", "snapshot", "checkpoint", "recovery"
+    "anywhere",
+    "data",
+    "forward",
+    "counts",
+    "exchange",
+    "backward",
+    "gradients",
+    "evaluate",
+    "snapshot",
+    "checkpoint",
+    "recovery",
 ]
 INSIDE_PHASES: frozenset[Phase] = frozenset(
-    {"data", "forward", "backward", "exchange", "evaluate", "snapshot", "checkpoint"}
+    {"data", "forward", "counts", "exchange", "backward", "gradients", "evaluate", "snapshot", "checkpoint"}
 )
 """Phases that only the process itself can recognise."""
 PHASE_WEIGHTS: dict[Phase, float] = {
-    "anywhere": 0.4,
+    "anywhere": 0.3,
     "forward": 0.1,
-    "backward": 0.1,
+    "counts": 0.05,
     "exchange": 0.1,
+    "backward": 0.1,
+    "gradients": 0.05,
     "snapshot": 0.08,
     "checkpoint": 0.07,
     "recovery": 0.15,

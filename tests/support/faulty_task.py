@@ -186,8 +186,13 @@ AGENTS: list[FaultAgent] = []
 
 def _enter_exchange(agent: FaultAgent) -> None:
     agent.exchanges += 1
+    agent.enter_phase("exchange" if agent.exchanges >= _ROW_EXCHANGE else "counts")
+
+
+def _enter_gradients(agent: FaultAgent) -> None:
+    """In a step, an all-reduce after the exchanges sums gradients."""
     if agent.exchanges >= _ROW_EXCHANGE:
-        agent.enter_phase("exchange")
+        agent.enter_phase("gradients")
 
 
 def _enter_checkpoint(agent: FaultAgent) -> None:
@@ -212,6 +217,7 @@ WRAPPED = (
         "orchestrator.train.data", "_GatherRows.__call__", lambda agent: agent.enter_phase("data"), False
     ),
     WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
+    WrappedFunction("experts.group", "Group.all_reduce", _enter_gradients, True),
     WrappedFunction(
         "orchestrator.train.checkpoint.snapshots",
         "_copy_tensors",

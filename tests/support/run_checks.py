@@ -155,6 +155,17 @@ def _last_attempt(records: list[dict[str, Any]], interruptions: list[float]) -> 
     return ids
 
 
+def check_survivors(folder: FaultFolder, hosts: int) -> list[str]:
+    """Only killed hosts are replaced: all others keep their processes.
+
+    By the ranks' own records, each kill brings at most one process more."""
+    pids = {path.stem for path in folder.folder.glob("seen/*.jsonl")}
+    num_killed = sum(fault.kind == "sigkill" for fault in folder.fired())
+    if len(pids) <= hosts + num_killed:
+        return []
+    return [f"{len(pids)} processes trained, where {hosts} hosts and {num_killed} kills explain fewer"]
+
+
 def check_run(run_dir: Path, calm: Path, steps: int, samples: int) -> list[str]:
     """All of the above, for a completed run on as many hosts as the undisturbed one."""
     events = read_events(run_dir / "events.jsonl")

@@ -29,7 +29,16 @@ from tests.support.run_checks import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 STEPS = 90
-PHASES: tuple[Phase, ...] = ("forward", "backward", "exchange", "snapshot", "checkpoint")
+PHASES: tuple[Phase, ...] = (
+    "data",
+    "forward",
+    "counts",
+    "exchange",
+    "backward",
+    "gradients",
+    "snapshot",
+    "checkpoint",
+)
 
 
 @pytest.fixture(scope="module")
