@@ -48,6 +48,7 @@ RAY_FREE = {
     "orchestrator.runtime.expert_parallel.states",
     "orchestrator.runtime.recovery_log",
     "orchestrator.runtime.expert_parallel.heartbeats",
+    "orchestrator.runtime.expert_parallel.stuck",
 }
 PRIVATE_RAY = ("ray._private", "ray._raylet", "ray._common", "ray.core.generated", "ray.train.v2._internal")
 PRIVATE_RAY_HOMES = {"orchestrator.runtime.ray_internals"}
