@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from experts.exchange import Exchange, LocalExchange
+from experts.received_rows import RowCheck
 
 T = TypeVar("T")
 
@@ -77,6 +78,18 @@ class MoEContext:
     way."""
     step: StepContext = field(default_factory=StepContext)
     cache: RecomputeCache | None = None
+    row_checks: list[RowCheck] = field(default_factory=list)
+    """Checks of received rows whose figures the host has not read yet."""
+
+    def finish_row_checks(self) -> None:
+        """Raise ``InvalidRows`` if rows received since the last call were wrong.
+
+        Call it where the host has waited for the device and knows that the group was not left: rows
+        of an aborted exchange are expected to be wrong."""
+        checks = self.row_checks
+        self.row_checks = []
+        for check in checks:
+            check.finish()
 
     @contextmanager
     def use_step(self, step: StepContext) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Destinations:
     @property
     def rows_N(self) -> Tensor:
         """Rows sent to each host."""
-        return self.order.counts_L
+        return self.order.counts_L()
 
     def transfer_plan(
         self,

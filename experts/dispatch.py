@@ -45,8 +45,8 @@ class SlotOrder:
     """Slots in ascending order, absent choices last."""
     index_R: Tensor
     """Place of each choice in the flat (T, K) table before sorting."""
-    counts_L: Tensor
-    """Choices per slot."""
+    ends_L: Tensor
+    """Where the choices of each slot end."""
     top_k: int
 
     @classmethod
@@ -57,8 +57,18 @@ class SlotOrder:
         slot_L = torch.arange(num_slots, device=key_R.device).to(key_R.dtype)
         # The keys are sorted, so a binary search finds the counts, without atomics on a GPU.
         ends_L = torch.searchsorted(key_R, slot_L, right=True)
-        counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
-        return cls(key_R, index_R, counts_L, key_TK.shape[1])
+        return cls(key_R, index_R, ends_L, key_TK.shape[1])
+
+    def counts_L(self, num_rows: int | None = None) -> Tensor:
+        """Return the choices per slot. They sum to ``num_rows``, if given, whatever the choices are.
+
+        Choices that came from another host may differ from its announcement. Kernels trust the
+        counts, and would read beyond the rows."""
+        ends_L = self.ends_L
+        if num_rows is not None:
+            ends_L = ends_L.clamp(max=num_rows)
+            ends_L[-1:] = num_rows
+        return torch.diff(ends_L, prepend=ends_L.new_zeros(1))
 
     def row_map(self, num_rows: int | None) -> RowMap:
         """Return the map of the first ``num_rows`` choices; None says that no choice is absent."""
@@ -80,7 +90,7 @@ def sort_by_slot(
     order = SlotOrder.of(key_TK, num_slots)
     index_R = order.index_R if num_rows is None else order.index_R[:num_rows]
     weights_R: Tensor = _Pick.apply(weights_TK.reshape(-1), index_R)  # pyright: ignore[reportAssignmentType]
-    return Trip(order.row_map(num_rows), weights_R, order.counts_L)
+    return Trip(order.row_map(num_rows), weights_R, order.counts_L(num_rows))
 
 
 def key_dtype(num_slots: int) -> torch.dtype:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from experts.group import AsyncWork, Group
 
 _COUNT_COLUMNS = 64  # the columns of a table of counts are padded to a multiple of this
+_MAX_COUNT = 2**31 - 1  # more rows than any device holds
 
 
 class Exchange(Protocol):
@@ -132,7 +133,9 @@ class GroupExchange:
         self._check_headers(header, table)
         begin = len(header)
         end = begin + counts_NC.shape[1]
-        return [row[begin:end] for row in table]
+        counts = [row[begin:end] for row in table]
+        self._check_counts(counts)
+        return counts
 
     def _check_headers(self, header: list[int], table: list[list[int]]) -> None:
         for host, row in enumerate(table):
@@ -141,6 +144,15 @@ class GroupExchange:
                 raise RuntimeError(
                     f"host {self.rank} is at exchange {header}, host {host} at {received}: out of "
                     f"step; nothing was sent"
+                )
+
+    def _check_counts(self, counts: list[list[int]]) -> None:
+        for host, row in enumerate(counts):
+            if row and not (min(row) >= 0 and max(row) <= _MAX_COUNT):
+                raise RuntimeError(
+                    f"host {host} sent counts from {min(row)} to {max(row)} to host {self.rank}; 0 to "
+                    f"{_MAX_COUNT} were needed: they were damaged on the way. If it happens again, check the "
+                    f"network between the hosts"
                 )
 
     def all_to_all_rows(

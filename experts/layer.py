@@ -17,7 +17,8 @@ from experts.context import MoEContext
 from experts.dispatch import combine, dispatch
 from experts.gate import Gate, noise
 from experts.kernels.loop import activate
-from experts.token_exchange import TokenExchange
+from experts.received_rows import RowCheck, local_slots
+from experts.token_exchange import ExchangeChunk, TokenExchange
 from experts.types import Kind, Routing, Scores
 
 
@@ -32,7 +33,8 @@ class MoELayer(nn.Module):
     - ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads
       it; the training loop sums the counts of a step and passes them to ``balance.update_balance``.
     - ``host_E`` is the host of each expert: this one, until ``model.place`` distributes them.
-    - ``layer_id`` is a number that is the same on all hosts, and another in each layer."""
+    - ``layer_id`` is a number that is the same on all hosts, and another in each layer.
+      ``layer_name`` is for messages."""
 
     load_E: Tensor
     host_E: Tensor
@@ -67,6 +69,7 @@ class MoELayer(nn.Module):
         self.capacity = capacity
         self.context = MoEContext()
         self.layer_id = 0
+        self.layer_name = ""
         self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
@@ -125,18 +128,26 @@ class MoELayer(nn.Module):
         shared_TD = self.shared(x_TD) if self.shared is not None else None
         for chunk in tokens.chunks:
             rows_GD, weights_GK, ids_GK = chunk.receive()
-            # Ids of -1 belong to experts of other hosts: clamped to index, then masked again.
-            slots_GK = self.bank.slot_E[ids_GK.clamp(min=0)]
-            slots_GK = torch.where(ids_GK < 0, -1, slots_GK)
+            slots_GK = self._received_slots(ids_GK, chunk)
             output_GD = self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows)
             chunk.send_back(output_GD)
         y_TD = tokens.receive_back()
         return y_TD if shared_TD is None else y_TD + shared_TD
 
+    def _received_slots(self, ids_GK: Tensor, chunk: ExchangeChunk) -> Tensor:
+        """Return the local slots of received ids, and start the check of these ids."""
+        slots_GK = local_slots(ids_GK, self.bank.slot_E)
+        if not self.context.replaying:
+            receive_counts = chunk.outbound.plan.receive_counts
+            check = RowCheck.start(self.layer_name, ids_GK, slots_GK, receive_counts, chunk.num_rows)
+            self.context.row_checks.append(check)
+        return slots_GK
+
     def _kept(self, routing: Routing) -> Tensor | None:
         """Return the choices that are not dropped; None where all are kept."""
         capacity = self.capacity
-        if capacity is None:
+        # A traced layer has shapes and no numbers: all choices are kept.
+        if capacity is None or isinstance(routing.experts_TK, FakeTensor):
             return None
         return self.context.replayed(
             lambda: capacity_mask(routing.experts_TK, len(self.load_E), capacity, self.context)

@@ -31,6 +31,7 @@ def attach(model: nn.Module, context: MoEContext) -> None:
         layer.context = context
         # 43 bits, so that a seed plus a layer's id stays within int64.
         layer.layer_id = mix("layer", name) >> 20
+        layer.layer_name = name
 
 
 def place(model: nn.Module, host_of: Sequence[Sequence[int]], rank: int) -> None:

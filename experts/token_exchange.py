@@ -17,7 +17,6 @@ from torch import Tensor
 from experts.context import MoEContext
 from experts.destinations import Destinations
 from experts.dispatch import sum_rows
-from experts.exchange import Exchange
 from experts.transfer import Layout, Transfer, receive, receive_back, send, send_back
 from experts.types import Routing
 
@@ -99,7 +98,8 @@ class TokenExchange:
         destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
         layout = Layout.of(x_TD, routing.weights_TK)
         header = (layer_id, len(host_E), layout.size, len(slices))
-        sent, received = context.replayed(lambda: _exchange_counts(exchange, destinations, header))
+        top_k = routing.experts_TK.shape[1]
+        sent, received = context.replayed(lambda: _exchange_counts(context, destinations, header, top_k))
         anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
         chunks: list[ExchangeChunk] = []
         is_single = len(slices) == 1
@@ -131,17 +131,33 @@ class TokenExchange:
 
 
 def _exchange_counts(
-    exchange: Exchange,
+    context: MoEContext,
     destinations: Sequence[Destinations],
     header: Sequence[int],
+    top_k: int,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the tables of counts that this host sent and received.
 
     A table has a row per host and two columns per chunk: rows, and rows for experts."""
     columns = [counts_N for each in destinations for counts_N in (each.rows_N, each.expert_rows_N)]
     counts_NC = torch.stack(columns, dim=1)
-    received = exchange.all_to_all_counts(counts_NC, header)
+    received = context.exchange.all_to_all_counts(counts_NC, header)
+    # The host has waited for the device, and would have raised if the group had been left.
+    context.finish_row_checks()
+    _check_counts(received, top_k)
     return counts_NC.tolist(), received
+
+
+def _check_counts(received: Sequence[Sequence[int]], top_k: int) -> None:
+    """Refuse counts that no host can mean, before memory is allocated for their rows."""
+    for host, counts in enumerate(received):
+        for rows, expert_rows in zip(counts[::2], counts[1::2], strict=True):
+            if not 0 <= rows <= expert_rows <= top_k * rows:
+                raise RuntimeError(
+                    f"host {host} announced {rows} rows for {expert_rows} choices of experts; each row has "
+                    f"1 to {top_k} of them: they were damaged on the way. If it happens "
+                    f"again, check the network between the hosts"
+                )
 
 
 def _column(table: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:

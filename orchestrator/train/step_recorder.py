@@ -63,6 +63,7 @@ class StepRecorder:
         figures = fetch_figures(steps)
         # Figures of a group that was left meanwhile may be wrong: do not record them.
         self._stepper.world.membership.check()
+        self._stepper.strategy.context.finish_row_checks()
         if self._stepper.world.device.type != "cpu":
             # The host ran ahead of the device and has waited for it only now: single step times
             # mean nothing.

@@ -102,6 +102,22 @@ def test_every_host_names_the_one_that_is_out_of_step() -> None:
     assert third == "host 2 is at exchange [2, 5], host 0 at [1, 5]: out of step; nothing was sent"
 
 
+def exchange_counts_of(exchange: GroupExchange, counts: Sequence[int]) -> str:
+    """The error of an exchange in which the second host sends these counts to all."""
+    own_counts = counts if exchange.rank == 1 else [1, 2]
+    counts_NC = torch.tensor([own_counts] * exchange.size)
+    with pytest.raises(RuntimeError) as caught:
+        exchange.all_to_all_counts(counts_NC, (5,))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("counts", [(-1, 3), (4, 2**31), (0, -(2**63))], ids=str)
+def test_counts_that_no_host_can_mean_are_refused(counts: tuple[int, int]) -> None:
+    errors = run_ranks(on_host, 2, exchange_counts_of, counts)
+    for rank, text in enumerate(errors):
+        assert text.startswith(f"host 1 sent counts from {min(counts)} to {max(counts)} to host {rank}; ")
+
+
 def send_other_number(exchange: GroupExchange, announced: int) -> tuple[str, int]:
     with pytest.raises(RuntimeError) as caught:
         exchange.all_to_all_rows(torch.zeros(3, 4), [announced, 0], [1, 1])

@@ -17,6 +17,7 @@ TARGETS = (
     "experts/token_exchange.py",
     "experts/destinations.py",
     "experts/capacity.py",
+    "experts/received_rows.py",
     "experts/exchange.py",
     "experts/transfer.py",
     "experts/balance.py",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from experts.received_rows import InvalidRows, RowCheck
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
@@ -140,3 +141,18 @@ def test_a_diverged_run_is_recorded_and_not_saved(tmp_path: Path) -> None:
     log.close()
     assert float(losses_in(tmp_path)[-1]) == float("inf")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_steps_with_wrong_rows_from_another_host_are_neither_recorded_nor_saved(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    training = build_small_training(tmp_path, log, max_steps=10)
+    ids_GK = torch.tensor([[0], [9]])
+    wrong_rows = RowCheck.start("blocks.0", ids_GK, torch.tensor([[0], [-1]]), (1, 1), 2)
+    context = training.stepper.strategy.context
+    hooks = LoopHooks(after_step=lambda step: context.row_checks.append(wrong_rows) if step == 4 else None)
+    with pytest.raises(InvalidRows, match=r"layer blocks.0: .* from host 1"):
+        Loop(training, hooks).run()
+    log.close()
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["step"] for event in of_kind(events, "step")] == [1, 2, 3, 4]
+    assert not of_kind(events, "checkpoint")
