@@ -61,7 +61,8 @@ class MoeSettings:
     """Weight of the loss that keeps gate scores small."""
     capacity_factor: float | None = None
     """Most rows of a micro-batch for one expert, as a multiple of the even share. The rest is
-    dropped: later choices first, then later tokens. Default: nothing is dropped."""
+    dropped: later choices first, then later tokens. Several workers must be expert-parallel.
+    Default: nothing is dropped."""
 
     def __post_init__(self) -> None:
         at_least("experts", self.experts, 0)

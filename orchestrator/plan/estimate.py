@@ -57,6 +57,8 @@ class ModelFacts:
     """How the facts were found, for people."""
     expert_weights: tuple[tuple[int, ...], ...] = ()
     """Parameters of each expert, by MoE layer."""
+    limits_capacity: bool = False
+    """Whether a MoE layer drops rows beyond a capacity."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def settle_strategy(
     """Decide between data-parallel and expert-parallel workers, now that the model is known.
 
     Replicas are preferred if they fit, because they exchange no tokens. Otherwise the experts are
-    divided, if that helps more than sharding would.
+    divided, if that helps more than sharding would. Experts with a capacity are always divided.
     """
     if strategy.value == "expert_parallel" and not facts.experts:
         raise UserError(
@@ -39,6 +39,8 @@ def settle_strategy(
             f"or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in "
             f"your own model"
         )
+    if strategy.value == "data_parallel" and facts.limits_capacity and workers > 1:
+        return _divide_for_capacity(config, strategy)
     if strategy.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
         return strategy
     why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, on_gpu)
@@ -53,6 +55,24 @@ def settle_strategy(
     data_parallel = Rejected(
         "data_parallel", f"with a copy on every worker one sample would need {bytes_text(replica.total)}"
     )
+    return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
+
+
+def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choice[StrategyName]:
+    """Divide experts that have a capacity, or refuse where the settings ask for replicas.
+
+    The capacity is a share of the tokens of all workers. Expert hosts exchange their counts;
+    data-parallel workers do not wait for each other in a layer."""
+    own_tokens = "each worker would limit the experts by its own tokens, and drop others than one process"
+    conflict = needs_data_parallel(config.parallel, config.batch)
+    if config.parallel.parallel_strategy != "auto" or not config.run.auto or conflict:
+        needed_by = f", which {conflict[0]} needs" if conflict else ""
+        raise UserError(
+            f"the experts have a capacity (--capacity-factor), and the workers are data-parallel{needed_by}: "
+            f"{own_tokens}. Use --parallel-strategy expert_parallel or --workers 1, or leave the capacity out"
+        )
+    data_parallel = Rejected("data_parallel", own_tokens)
+    reason = f"{strategy.reason}; a capacity of experts counts the tokens of all workers"
     return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
 
 

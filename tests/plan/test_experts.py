@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,34 @@ def test_experts_are_divided_if_a_recomputed_replica_does_not_fit():
     )
     assert chosen.rejected[0].option == "data_parallel"
     assert "14.9 GiB" in chosen.rejected[0].why
+
+
+LIMITED = replace(EXPERTS, limits_capacity=True)
+
+
+def test_experts_with_a_capacity_are_divided_even_if_a_replica_fits():
+    """Data-parallel workers would each count their own tokens."""
+    chosen = settled(needed_bytes("none"), LIMITED)
+    assert chosen.value == "expert_parallel"
+    assert chosen.reason.endswith("a capacity of experts counts the tokens of all workers")
+    assert chosen.rejected[0].option == "data_parallel"
+    assert settled(needed_bytes("none"), LIMITED, workers=1).value == "data_parallel"
+
+
+@pytest.mark.parametrize(
+    ("given", "needed_by"),
+    [
+        ({"parallel_strategy": "data_parallel"}, "data-parallel: "),
+        ({"auto": False}, "data-parallel: "),
+        ({"sync_batchnorm": True}, "data-parallel, which sync_batchnorm needs: "),
+        ({"sharding": "zero3"}, "data-parallel, which sharding zero3 needs: "),
+    ],
+    ids=str,
+)
+def test_a_capacity_is_refused_on_data_parallel_workers(given: dict[str, Any], needed_by: str):
+    with pytest.raises(UserError, match="Use --parallel-strategy expert_parallel or --workers 1") as caught:
+        settled(needed_bytes("none"), LIMITED, **given)
+    assert needed_by in str(caught.value)
 
 
 def test_experts_of_a_model_that_fits_are_not_divided_and_the_reason_says_why():

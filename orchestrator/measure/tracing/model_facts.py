@@ -219,6 +219,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int) -> 
         own_optimizer=_has_own_optimizer(task, parameters),
         method=traced.method,
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
+        limits_capacity=any(layer.capacity is not None for layer in layers),
     )
 
 

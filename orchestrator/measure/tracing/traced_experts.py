@@ -52,8 +52,23 @@ def record_experts(model: nn.Module, grouped: bool, recorder: OpRecorder) -> Non
     """Replace the computation of the model's experts by records of their products."""
     for _, layer in moe_layers(model):
         layer.bank._compute = partial(_record_bank, layer.bank, grouped, recorder)  # pyright: ignore[reportAttributeAccessIssue]
-        if layer.capacity is not None:  # the host reads how many rows are left
-            layer.register_forward_pre_hook(lambda *_: recorder.record_wait())
+        if layer.capacity is not None:
+            layer.register_forward_pre_hook(partial(_record_capacity, recorder))
+
+
+def _record_capacity(recorder: OpRecorder, layer: nn.Module, _: Any) -> None:
+    """Record the counts of choices that hosts exchange to limit their experts' rows.
+
+    In one process the host reads how many rows are left."""
+    assert isinstance(layer, MoELayer)
+    context = layer.context
+    if context.exchange.size == 1:
+        recorder.record_wait()
+    elif not context.replaying:
+        num_experts = len(layer.load_E)
+        top_k = layer.gate.top_k
+        counts_NC = torch.empty(context.exchange.size, num_experts * top_k, dtype=torch.int64)
+        context.exchange.all_to_all_counts(counts_NC, (num_experts, top_k))
 
 
 class _RecordingExchange:

@@ -39,6 +39,20 @@ def test_a_layer_exchanges_counts_once_and_rows_four_times() -> None:
     }
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hosts_exchange_counts_of_choices_to_limit_their_experts(recompute: bool) -> None:
+    """A host sends 8 counts (4 experts, 2 choices) in a message of 64; a recomputed pass sends none."""
+    task = load_task(Config.of(**SMALL_MOE, capacity_factor=1.25))
+    ops = trace_micro_batch(task, 16, TraceOptions(hosts=2, recompute=recompute))
+    counts = [message for message in ops.messages if message.kind == "counts"]
+    assert sum(message.times for message in counts) == 2 * 3
+    assert {message.bytes for message in counts} == {64 * 8}
+    without_limit = trace_micro_batch(
+        load_task(Config.of(**SMALL_MOE)), 16, TraceOptions(hosts=2, recompute=recompute)
+    )
+    assert ops.products == without_limit.products
+
+
 def test_the_first_host_holds_its_own_experts() -> None:
     one_host = traced(1, **SMALL_MOE)
     two_hosts = traced(2, **SMALL_MOE)
