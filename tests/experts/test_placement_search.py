@@ -52,7 +52,7 @@ def test_the_heuristic_is_within_five_percent_of_the_optimum(block: int) -> None
 
 
 def test_the_largest_experts_come_first_where_the_heaviest_first_do_not_fit() -> None:
-    """Neither greedy by work nor round robin has room for the two experts of 5 bytes."""
+    """Neither greedy by work nor round robin has memory for the two experts of 5 bytes."""
     experts = [ExpertCost(9, 2), ExpertCost(6, 5), ExpertCost(8, 5)]
     problem = placement._problem(experts, [HostFacts(1, 6), HostFacts(1, 8)], ())
     assert heuristic(problem)[0] in ([1, 1, 0], [1, 0, 1])
@@ -61,7 +61,7 @@ def test_the_largest_experts_come_first_where_the_heaviest_first_do_not_fit() ->
 def random_problem(draw: random.Random, num_experts: int, num_hosts: int) -> PlacementProblem:
     experts = [ExpertCost(draw.randint(0, 20), draw.randint(1, 4)) for _ in range(num_experts)]
     memory = [draw.choice([math.inf, 5 * num_experts / num_hosts]) for _ in range(num_hosts)]
-    hosts = [HostFacts(draw.choice([0.5, 1, 2, 3]), room) for room in memory]
+    hosts = [HostFacts(draw.choice([0.5, 1, 2, 3]), num_bytes) for num_bytes in memory]
     return placement._problem(experts, hosts, ())
 
 

@@ -59,6 +59,31 @@ CASES = {
 """By name. A step of 12 s with a timeout of 4 s is slow for all hosts; the others for one."""
 
 
+SLOW_EVERYWHERE = StuckCase(
+    FaultSchedule()
+    .delay("delay", HUNG_RANK, LONG_S, step=3, phase="data")
+    .delay("compile", HUNG_RANK, LONG_S, step=5)
+    .delay("delay", HUNG_RANK, LONG_S, step=6, phase="evaluate")
+    .delay("delay", HUNG_RANK, LONG_S, step=7, phase="checkpoint")
+    .delay("delay", HUNG_RANK, LONG_S, step=9, phase="snapshot"),
+    lost=False,
+    extra=("--evaluate-every", "6", *_SAVES),
+    steps=14,
+)
+"""Every slow case in one run."""
+HUNG_IN_TURN = StuckCase(
+    FaultSchedule()
+    .stop(HUNG_RANK, step=4)
+    .delay("gil", HUNG_RANK, None, step=10)
+    .delay("kernel", HUNG_RANK, None, step=16)
+    .delay("delay", HUNG_RANK, None, step=22),
+    lost=True,
+    steps=30,
+    needs_gpu=True,
+)
+"""Every hung case in one run: each replacement hangs in another way."""
+
+
 def run_case(job: Job, folder: Path, case: StuckCase) -> FinishedRun:
     job = replace(
         job,
@@ -78,15 +103,13 @@ def check_case(run: FinishedRun, case: StuckCase, calm: Sequence[Event]) -> list
     if len(run.fired) != len(case.schedule.faults):
         problems.append(f"{len(run.fired)} of {len(case.schedule.faults)} faults happened")
     failures = [(event["rank"], event["message"]) for event in of_kind(run.events, "failure")]
-    expected_ranks = [HUNG_RANK] if case.lost else []
+    expected_ranks = [HUNG_RANK] * len(case.schedule.faults) if case.lost else []
     if [rank for rank, _ in failures] != expected_ranks:
         problems.append(f"failures of ranks {expected_ranks} were expected, and seen were: {failures}")
     return problems
 
 
-def seconds_to_detect(run: FinishedRun) -> float | None:
-    """Return the seconds from the fault to its detection; None where nothing was to be detected."""
+def seconds_to_detect(run: FinishedRun) -> list[float]:
+    """Return the seconds from each fault to its detection."""
     failures = of_kind(run.events, "failure")
-    if not run.fired or not failures:
-        return None
-    return failures[0]["time"] - run.fired[0].time
+    return [event["time"] - fault.time for event, fault in zip(failures, run.fired, strict=False)]
