@@ -48,7 +48,7 @@ def wait_until(ready: Callable[[], object], message: str, seconds: float = 90) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_next_group_takes_the_successors_and_none_is_left(
     shared_cluster: RayCluster, tmp_path: Path
 ) -> None:
@@ -61,13 +61,17 @@ def test_the_next_group_takes_the_successors_and_none_is_left(
     settings = ("--epochs", "100000", "--checkpoint-every", "10", "--workers", "2")
     process = start_run(shared_cluster, run_dir, *settings)
     wait_for_steps(process, run_dir, 20)
+    # They import at the lowest priority, beside workers that leave little of the cores.
     wait_until(
-        lambda: len(with_library("libtorch", new_processes())) >= 2, "no successors of the two workers"
+        lambda: len(with_library("libtorch", new_processes())) >= 2,
+        "no successors of the two workers",
+        seconds=300,
     )
     successors = new_processes()
     wait_until(
         lambda: with_library("pandas", successors) > with_library("libtorch", successors),
         "no successor of the controller",
+        seconds=300,
     )
     kill_worker(run_dir, 1)
     wait_until(lambda: of_kind(read_events(run_dir / "events.jsonl"), "recovery"), "not recovered")

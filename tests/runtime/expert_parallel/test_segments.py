@@ -31,10 +31,10 @@ def test_each_granted_segment_is_measured_by_its_own_length() -> None:
     granted = [lengths.grant(0) for _ in range(MAX_GRANTED)]
     assert granted == [40, 40, 40]
     lengths.finish(4.0)
-    assert lengths.grant(0) == 50
-    lengths.finish(8.0)
-    lengths.finish(4.0)
     assert lengths.grant(0) == 50, "forty steps took four seconds"
+    lengths.finish(8.0)
+    assert lengths.grant(0) == 25, "forty steps took eight seconds"
+    lengths.finish(4.0)
     lengths.finish(2.5)
     assert lengths.grant(0) == 100, "fifty steps took 2.5 seconds"
 
