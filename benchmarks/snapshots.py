@@ -159,11 +159,11 @@ def on_gpu(arguments: argparse.Namespace) -> str:
         """Fetch snapshots as the driver does: one is dropped when the next has arrived."""
         newest = None
         while not is_over.is_set():
-            description, data = host.next_snapshot.remote()
+            description, *parts = host.next_snapshot.remote()
             if not ray.wait([description], timeout=60)[0]:
                 return
             arrivals.append(perf_counter())
-            newest = description, data
+            newest = description, parts
         del newest
 
     threading.Thread(target=fetch, daemon=True).start()

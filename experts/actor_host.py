@@ -25,8 +25,6 @@ import ray
 
 from experts.membership import GroupMembership
 
-_CHECK_SECONDS = 0.05
-
 BackupKey = tuple[int, int, int]
 """The generation, rank and step of a snapshot."""
 
@@ -37,26 +35,29 @@ class HostedWork(Protocol):
     def advance(self, segment: Any) -> Any: ...
 
 
+SnapshotParts = tuple[Any, Any, Any]
+"""The header of a snapshot, the bytes of its experts, and those of its dense part."""
+
+
 class Outbox:
     """A mailbox with one place. Writers wait until it is empty, readers until it is full."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._content: tuple[Any, Any] | None = None
+        self._content: SnapshotParts | None = None
 
     def wait_for_space(self, membership: GroupMembership) -> None:
-        """Wait until the last item is being fetched; the item before it has then arrived."""
-        with self._changed:
-            while self._content is not None:
-                membership.check()
-                self._changed.wait(_CHECK_SECONDS)
+        """Wait until the last item is being fetched; the item before it has then arrived.
 
-    def put(self, header: Any, data: Any) -> None:
+        A slow transfer is no fault of this host: it counts as waiting."""
+        membership.wait_until(lambda: self._content is None)
+
+    def put(self, header: Any, experts: Any, dense: Any) -> None:
         with self._changed:
-            self._content = header, data
+            self._content = header, experts, dense
             self._changed.notify_all()
 
-    def fetch(self) -> tuple[Any, Any]:
+    def fetch(self) -> SnapshotParts:
         with self._changed:
             while self._content is None:
                 self._changed.wait()
@@ -96,6 +97,7 @@ class ExpertHost:
         # membership.
         self._lock = threading.Lock()
         self._backups: dict[BackupKey, tuple[Any, Any]] = {}
+        """The bytes of the experts and of the dense part."""
 
     def warm_up(self, preload: Callable[..., None], *arguments: Any) -> tuple[str, int]:
         """Call ``preload(context, *arguments)``. Return the id of this node and of this process."""
@@ -161,23 +163,24 @@ class ExpertHost:
             if self._generation <= generation:
                 self._context.membership.leave()
 
-    @ray.method(concurrency_group="snapshots", num_returns=2)
-    def next_snapshot(self) -> tuple[Any, Any]:
-        """Wait for the next snapshot of this host. Return its header and its bytes."""
+    @ray.method(concurrency_group="snapshots", num_returns=3)
+    def next_snapshot(self) -> SnapshotParts:
+        """Wait for the next snapshot of this host. Its parts are objects of their own, so that a
+        host can fetch the dense part without the experts."""
         return self._context.outbox.fetch()
 
     @ray.method(concurrency_group="backups")
-    def store_backup(self, key: BackupKey, header: Any, data: Any, oldest_step: int) -> None:
+    def store_backup(self, key: BackupKey, experts: Any, dense: Any, oldest_step: int) -> None:
         """Keep another host's snapshot in this process; delete those from before ``oldest_step``.
 
         The bytes are copied out of the object store, whose copy is lost with the node of the other
         host."""
         self._backups = {known: backup for known, backup in self._backups.items() if known[2] >= oldest_step}
-        self._backups[key] = header, data.copy()
+        self._backups[key] = experts.copy(), dense.copy()
 
     @ray.method(concurrency_group="backups", num_returns=2)
     def load_backup(self, key: BackupKey) -> tuple[Any, Any]:
-        """Return the snapshot that this host keeps for another one."""
+        """Return the bytes that this host keeps for another one: the experts', the dense part's."""
         return self._backups[key]
 
 

@@ -36,6 +36,12 @@ def remote_expert_names(model: nn.Module) -> set[str]:
     return names
 
 
+def held_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the ids of this host's experts, by the name of their bank."""
+    banks = {name: module for name, module in model.named_modules() if isinstance(module, ExpertBank)}
+    return {name: bank.held for name, bank in banks.items()}
+
+
 def is_expert_parallel(model: nn.Module) -> bool:
     """Whether the model's experts are distributed over several hosts."""
     return any(layer.context.exchange.size > 1 for _, layer in moe_layers(model))

@@ -44,8 +44,8 @@ def test_a_host_puts_two_snapshots_and_waits_with_the_third(pool: IdlePool) -> N
     second = host.next_snapshot.remote()
     assert ray.get(third) == 3
     last = host.next_snapshot.remote()
-    assert [step_of(header) for header, _ in (first, second, last)] == [1, 2, 3]
-    assert [int(ray.get(data)[-1]) for _, data in (first, second, last)] == [1, 2, 3]
+    assert [step_of(header) for header, _, _ in (first, second, last)] == [1, 2, 3]
+    assert [int(ray.get(experts)[-1]) for _, experts, _ in (first, second, last)] == [1, 2, 3]
 
 
 def test_a_host_leaves_its_group_while_it_waits(pool: IdlePool) -> None:
@@ -71,7 +71,7 @@ def test_a_host_leaves_its_group_while_the_mailbox_is_full(pool: IdlePool) -> No
     ray.get(host.leave.remote(10))
     with pytest.raises(RayTaskError):
         ray.get(call)
-    header, _ = host.next_snapshot.remote()
+    header, _, _ = host.next_snapshot.remote()
     pool.join(11, 0)
     pool.advance("put", 9, 0)
     assert step_of(header) in (1, 9)
@@ -117,7 +117,7 @@ def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
     pool.advance("put", 1, 0)
     pool.join(31, 0)
     pool.advance("put", 2, 0)
-    header, _ = pool.actor(0).next_snapshot.remote()
+    header, _, _ = pool.actor(0).next_snapshot.remote()
     assert ray.get(header) == IdleHeader(31, 2, 0, 1)
 
 
@@ -125,10 +125,10 @@ def test_old_backups_are_deleted(pool: IdlePool) -> None:
     host = pool.actor(0)
     data = np.zeros(SNAPSHOT_BYTES, np.uint8)
     for step in (10, 20, 30):
-        ray.get(host.store_backup.remote((0, 1, step), f"header {step}", data + step, step - 10))
-    header, _ = host.load_backup.remote((0, 1, 30))
-    assert ray.get(header) == "header 30"
-    _, bytes_before = host.load_backup.remote((0, 1, 20))
+        ray.get(host.store_backup.remote((0, 1, step), data + step, data[:1] + step + 1, step - 10))
+    newest = ray.get(host.load_backup.remote((0, 1, 30)))
+    assert [int(part[0]) for part in newest] == [30, 31], "the experts and the dense part"
+    bytes_before, _ = host.load_backup.remote((0, 1, 20))
     assert int(ray.get(bytes_before)[0]) == 20, "kept until the next set is complete"
     with pytest.raises(RayTaskError):
         ray.get(host.load_backup.remote((0, 1, 10))[0])

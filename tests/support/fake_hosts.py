@@ -20,6 +20,7 @@ from orchestrator.runtime.expert_parallel import group as group_module
 from orchestrator.runtime.expert_parallel import run as run_module
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
+from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.expert_parallel.states import Running
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
 from orchestrator.runtime.recovery_log import RecoveryLog
@@ -160,7 +161,9 @@ class FakeSnapshots:
         return step in self.expected_steps
 
     def references(self) -> tuple[Any, ...]:
-        return (("header", "data"),) if self.is_readable and self.step >= 0 else ()
+        header = SimpleNamespace(generation=-1, size=3)
+        one_host = SnapshotReferences(header, "experts", "dense")
+        return (one_host,) if self.is_readable and self.step >= 0 else ()
 
 
 class FakeHeartbeats:

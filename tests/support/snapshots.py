@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import (
     Bytes,
-    HostSnapshots,
     SnapshotHeader,
+    SnapshotPart,
+    merge_snapshots,
 )
 from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.state import TrainState
@@ -44,7 +46,10 @@ PROGRESS = Progress(
     validation={"loss": 0.5, "step": 3},
 )
 
-HostSnapshot = tuple[SnapshotHeader, Bytes]
+HostSnapshot = tuple[SnapshotHeader, Bytes, Bytes]
+"""The header, the bytes of the experts, and those of the dense part."""
+HostSnapshots = Sequence[HostSnapshot]
+"""One snapshot of each host, all of the same step."""
 HostResult = tuple[HostSnapshot, Contents | None]
 """A host's snapshot, and on the main host the checkpoint of the same step."""
 
@@ -57,8 +62,48 @@ class CopyingSink:
 
     def wait_for_space(self, membership: GroupMembership) -> None: ...
 
-    def put(self, header: Any, data: Any) -> None:
-        self.snapshots.append((header, data.copy()))
+    def put(self, header: Any, experts: Any, dense: Any) -> None:
+        self.snapshots.append((header, experts.copy(), dense.copy()))
+
+
+class CountingSource:
+    """Snapshots in this process, as a source that counts the bytes that are fetched from it."""
+
+    def __init__(self, snapshots: HostSnapshots) -> None:
+        self._snapshots = {header.rank: (header, experts, dense) for header, experts, dense in snapshots}
+        self.bytes_fetched = 0
+        self.ranks_read: list[int] = []
+
+    @property
+    def headers(self) -> list[SnapshotHeader]:
+        return [header for header, _, _ in self._snapshots.values()]
+
+    def fetch_dense(self) -> tuple[SnapshotHeader, Bytes]:
+        header, _, dense = self._snapshots[0]
+        self.bytes_fetched += dense.size
+        return header, dense
+
+    def fetch_experts(self, rank: int) -> Bytes:
+        experts = self._snapshots[rank][1]
+        self.bytes_fetched += experts.size
+        self.ranks_read.append(rank)
+        return experts
+
+
+def experts_part(snapshot: HostSnapshot) -> SnapshotPart:
+    header, experts, _ = snapshot
+    return SnapshotPart(header.rank, header.experts_end, experts)
+
+
+def dense_part(snapshot: HostSnapshot) -> SnapshotPart:
+    header, _, dense = snapshot
+    return SnapshotPart(header.rank, header.dense_end, dense)
+
+
+def merge_all(snapshots: HostSnapshots, rank: int = 0, without: Set[str] = frozenset()) -> Contents:
+    """Merge the snapshots of all hosts."""
+    (main,) = [snapshot for snapshot in snapshots if snapshot[0].rank == 0]
+    return merge_snapshots(dense_part(main), list(map(experts_part, snapshots)), rank, without)
 
 
 def state_of(stepper: Stepper) -> TrainState:

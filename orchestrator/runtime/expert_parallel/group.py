@@ -11,7 +11,8 @@ from orchestrator.runtime.expert_parallel.calls import GroupCalls
 from orchestrator.runtime.expert_parallel.heartbeats import Heartbeats
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, Segment, host_worker
-from orchestrator.runtime.expert_parallel.snapshot_store import References, SnapshotStore
+from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences, references_for
+from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from orchestrator.runtime.expert_parallel.states import JoinGroup
 from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck
 from orchestrator.runtime.failures import HostsDeadlocked
@@ -38,21 +39,22 @@ class HostGroup:
         self.heartbeats = Heartbeats(store)
         self.snapshots = SnapshotStore(pool, warn)
 
-    def join(self, command: JoinGroup, snapshots: tuple[References, ...]) -> None:
+    def join(self, command: JoinGroup, snapshots: tuple[SnapshotReferences, ...]) -> None:
         """Make hosts the members of a new generation. They resume from ``snapshots``, if any."""
         self.calls.set_members(command.members)
         self.heartbeats.follow(command.generation, command.members)
+        size = len(command.members)
 
         def call_join(actor: Any, host_id: int, rank: int) -> Any:
             request = JoinRequest(
                 command.generation,
                 host_id,
                 rank,
-                len(command.members),
+                size,
                 self._store_address,
                 resumed=command.generation > 0,
                 halvings=command.halvings,
-                snapshots=snapshots,
+                snapshots=references_for(snapshots, rank, size, command.generation),
             )
             return actor.join.remote(host_worker, command.generation, self._assignment, request)
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from orchestrator.runtime.bootstrap import (
     Assignment,
     check_run_dir,
@@ -27,6 +25,7 @@ from orchestrator.runtime.bootstrap import (
 from orchestrator.runtime.cluster.environment import set_variables
 from orchestrator.runtime.cluster.prestart import prestart_successors
 from orchestrator.runtime.expert_parallel.heartbeats import heartbeat_key
+from orchestrator.runtime.expert_parallel.snapshot_references import ReferencedSnapshots, SnapshotReferences
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +61,8 @@ class JoinRequest:
     resumed: bool = False
     """Whether the run has begun before."""
     halvings: int = 0
-    snapshots: tuple[tuple[Any, Any], ...] = ()
-    """References to all hosts' snapshots (header, bytes); without any, a checkpoint is read."""
+    snapshots: tuple[SnapshotReferences, ...] = ()
+    """References to the snapshots that the host may need; without any, a checkpoint is read."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,8 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
         store, heartbeat_store = _store_clients(context, request.store_address)
         heartbeat = Heartbeat()
         with send_heartbeats(heartbeat, membership, _sender(context, heartbeat_store, request)):
-            snapshots: Any = [(ray.get(header), ray.get(data)) for header, data in request.snapshots]
-            # The request outlives the join; without its references the memory can be freed.
+            snapshots = ReferencedSnapshots(request.snapshots) if request.snapshots else None
+            # The request outlives the join, and must not keep the snapshots in memory.
             request = replace(request, snapshots=())
             device = _device(prepared)
             if request.resumed and device.type == "cuda":
@@ -180,7 +179,8 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
                 report_compilation(heartbeat),
                 WorkerRun(prepared, world, assignment.run_dir, log, supervision, resume) as run,
             ):
-                snapshots.clear()  # they are restored and need not stay in memory
+                if snapshots is not None:
+                    snapshots.release()
                 yield HostWorker(run)
 
 

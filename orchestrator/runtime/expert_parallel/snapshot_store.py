@@ -16,11 +16,9 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from orchestrator.runtime.expert_parallel.host_pool import HostPool, is_node_alive
+from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.failures import cause_of
 from orchestrator.types import first_line
-
-References = tuple[Any, Any]
-"""Object references to the header and the bytes of a snapshot."""
 
 
 @dataclass
@@ -29,7 +27,7 @@ class _SnapshotSet:
 
     generation: int
     size: int
-    references: dict[int, References] = field(default_factory=dict)
+    references: dict[int, SnapshotReferences] = field(default_factory=dict)
     node_ids: dict[int, str | None] = field(default_factory=dict)
     backup_hosts: dict[int, int] = field(default_factory=dict)
     """The host that keeps a backup."""
@@ -44,7 +42,8 @@ class _Fetch:
     """A call for a host's next snapshot."""
 
     host_id: int
-    data: Any
+    experts: Any
+    dense: Any
     actor: Any
 
 
@@ -104,8 +103,8 @@ class SnapshotStore:
 
     def _fetch(self, host_id: int) -> None:
         actor = self._pool.actor(host_id)
-        header, data = actor.next_snapshot.remote()
-        self._fetches[header] = _Fetch(host_id, data, actor)
+        header, experts, dense = actor.next_snapshot.remote()
+        self._fetches[header] = _Fetch(host_id, experts, dense, actor)
 
     def collect(self) -> None:
         """Take in the snapshots that have arrived."""
@@ -126,10 +125,11 @@ class SnapshotStore:
             # A host may have put a snapshot before it left the last group. Its step may occur in
             # this generation too, with other contents.
             if header.generation == self._generation:
-                self._add(header, fetch.host_id, (reference, fetch.data))
+                self._add(fetch.host_id, SnapshotReferences(header, fetch.experts, fetch.dense))
         self._update_complete()
 
-    def _add(self, header: Any, host_id: int, references: References) -> None:
+    def _add(self, host_id: int, references: SnapshotReferences) -> None:
+        header = references.header
         incoming = self._incoming.setdefault(header.step, _SnapshotSet(header.generation, header.size))
         node_id = self._pool.node_id(host_id)
         incoming.references[header.rank] = references
@@ -140,7 +140,8 @@ class SnapshotStore:
             backup_host = elsewhere[header.rank % len(elsewhere)]
             # With the generation: a step can occur in several, with other ranks and contents.
             key = header.generation, header.rank, header.step
-            call = self._pool.actor(backup_host).store_backup.remote(key, *references, self.step)
+            actor = self._pool.actor(backup_host)
+            call = actor.store_backup.remote(key, references.experts, references.dense, self.step)
             incoming.backup_hosts[header.rank] = backup_host
             incoming.backup_calls[header.rank] = call
 
@@ -184,7 +185,7 @@ class SnapshotStore:
                     )
         return True
 
-    def references(self) -> tuple[References, ...]:
+    def references(self) -> tuple[SnapshotReferences, ...]:
         """Return the newest complete set, by rank; empty if a snapshot is lost.
 
         Snapshots on a node that is gone come from their backups."""
@@ -193,7 +194,7 @@ class SnapshotStore:
         step, complete = self._complete
         node_ids = {node_id for node_id in complete.node_ids.values() if node_id is not None}
         dead_nodes = {node_id for node_id in node_ids if not is_node_alive(node_id)}
-        found: list[References] = []
+        found: list[SnapshotReferences] = []
         for rank, references in sorted(complete.references.items()):
             if complete.node_ids[rank] not in dead_nodes:
                 found.append(references)
@@ -201,6 +202,6 @@ class SnapshotStore:
             backup_host = self._actor(complete.backup_hosts.get(rank, -1))
             if backup_host is None:
                 return ()
-            header, data = backup_host.load_backup.remote((complete.generation, rank, step))
-            found.append((header, data))
+            experts, dense = backup_host.load_backup.remote((complete.generation, rank, step))
+            found.append(SnapshotReferences(references.header, experts, dense))
         return tuple(found)

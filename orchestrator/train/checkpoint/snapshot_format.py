@@ -1,14 +1,14 @@
-"""The bytes of a snapshot, and the snapshots of all hosts merged into the contents of a checkpoint.
+"""The bytes of a snapshot, and the snapshots of hosts merged into the contents of a checkpoint.
 
-A snapshot is one array of bytes: the tensors, each aligned, then a JSON text with their names
-and with the state that is not a tensor. The main host's snapshot holds the dense part; every
-host's holds its own experts."""
+Every host's snapshot has a part with its own experts; the main host's also has the dense part. A
+part is one array of bytes: the tensors, each aligned, then a JSON text with their names and with
+the state that is not a tensor."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -35,12 +35,28 @@ class SnapshotHeader:
     step: int
     rank: int
     size: int
-    tensor_bytes: int
+    experts_end: int
+    """Where the tensors of the experts' part end and its JSON text begins."""
+    dense_end: int
+    """The same of the dense part; 0 on hosts without one."""
+    held: Mapping[str, tuple[int, ...]]
+    """The ids of the host's experts, by the name of their bank."""
+    stall_s: float = 0.0
+    """How long the snapshot kept this host from its steps."""
+    taken_at: float = 0.0
+    """When it was taken, in unix seconds."""
+
+    def holds(self, bank: str, expert: int) -> bool:
+        return expert in self.held.get(bank, ())
+
+
+class SnapshotPart(NamedTuple):
+    """One part of a host's snapshot."""
+
+    rank: int
+    end: int
     """Where the tensors end and the JSON text begins."""
-
-
-HostSnapshots = Sequence[tuple[SnapshotHeader, Bytes]]
-"""One snapshot of each host, all of the same step."""
+    data: Bytes
 
 
 @dataclass(frozen=True)
@@ -141,9 +157,32 @@ def _entries(live: LiveTensor, offset: int) -> Iterator[TensorEntry]:
         yield TensorEntry(kind, expert_name, dtype, shape[1:], offset + index * stride)
 
 
-def read_snapshot(header: SnapshotHeader, data: Bytes) -> tuple[list[TensorEntry], dict[str, Any]]:
-    """Return the entries of a snapshot's tensors, and the state that is not a tensor."""
-    description = json.loads(data[header.tensor_bytes :].tobytes())
+@dataclass(frozen=True)
+class CollectedPart:
+    """The tensors of a part and the text that follows them, before they are copied."""
+
+    layout: SnapshotLayout
+    tensors: list[Tensor]
+    text: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.tensor_bytes + len(self.text)
+
+    def copy_into(self, buffer: Tensor) -> Bytes:
+        """Copy the part. The bytes are complete once the device has done what it was given."""
+        if self.tensors:
+            views = self.layout.views(buffer)
+            torch._foreach_copy_(views, self.tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        # The text is written while the device still copies.
+        data = buffer.numpy()[: self.num_bytes]
+        data[self.layout.tensor_bytes :] = np.frombuffer(self.text, dtype=np.uint8)
+        return data
+
+
+def read_part(part: SnapshotPart) -> tuple[list[TensorEntry], dict[str, Any]]:
+    """Return the entries of a part's tensors, and the state that is not a tensor."""
+    description = json.loads(part.data[part.end :].tobytes())
     entries = [
         TensorEntry(kind, name, dtype, tuple(shape), offset)
         for kind, name, dtype, shape, offset in description["tensors"]
@@ -151,25 +190,30 @@ def read_snapshot(header: SnapshotHeader, data: Bytes) -> tuple[list[TensorEntry
     return entries, description["state"]
 
 
-def merge_snapshots(snapshots: HostSnapshots, rank: int, without: Set[str]) -> Contents:
-    """Return the snapshots of all hosts as the contents of a checkpoint, for the host of ``rank``.
+def merge_snapshots(
+    dense: SnapshotPart, experts: Sequence[SnapshotPart], rank: int, without: Set[str]
+) -> Contents:
+    """Return the dense part and experts' parts as the contents of a checkpoint, for the host of ``rank``.
 
     Tensors named in ``without``, which that host does not need, are left out. The others share
     the memory of the snapshots. The state of Python's generators is that of the same rank, where
     there was one."""
-    states: dict[int, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     optimizer_values: dict[str, Any] = {}
-    for header, data in snapshots:
-        entries, states[header.rank] = read_snapshot(header, data)
-        optimizer_values |= states[header.rank]["optimizer"]["values"]
+    main_state: dict[str, Any] = {}
+    random_state = None
+    for part in (dense, *experts):
+        entries, state = read_part(part)
+        main_state = main_state or state
+        optimizer_values |= state["optimizer"]["values"]
+        if part.rank == rank:
+            random_state = state["random"]
         for entry in entries:
             name = entry.name.partition("/")[2] if entry.kind == "optimizer" else entry.name
             if name not in without:
-                tensors[entry.kind][entry.name] = _tensor(entry, data)
-    main_state = states[0]
+                tensors[entry.kind][entry.name] = _tensor(entry, part.data)
     optimizer = {**main_state["optimizer"], "values": optimizer_values}
-    random_state = states.get(rank, main_state)["random"]
+    random_state = main_state["random"] if random_state is None else random_state
     return Contents(tensors, {**main_state, "optimizer": optimizer, "random": random_state})
 
 

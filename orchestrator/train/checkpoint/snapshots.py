@@ -5,18 +5,18 @@ without the disk."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from experts.expert_state import stacked_names
+from experts.expert_state import held_experts, stacked_names
 from experts.membership import GroupMembership
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import (
+    CollectedPart,
     LiveTensor,
     SnapshotHeader,
     SnapshotLayout,
@@ -30,6 +30,8 @@ from orchestrator.train.checkpoint.state import (
 )
 from orchestrator.train.parts.world import World
 
+_BLOCK_BYTES = 2**16
+
 
 class SnapshotSink(Protocol):
     """Holds a snapshot until the driver has fetched it."""
@@ -38,7 +40,7 @@ class SnapshotSink(Protocol):
         """Wait until the last snapshot is being fetched; the one before it has then arrived."""
         ...
 
-    def put(self, header: Any, data: Any) -> None: ...
+    def put(self, header: Any, experts: Any, dense: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Snapshots:
         self._target = target
         self._last_step = -1
         self._prepared = False
-        self._layout = SnapshotLayout([])
+        self._dense_layout = SnapshotLayout([])
+        self._experts_layout = SnapshotLayout([])
 
     def due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
@@ -72,25 +75,23 @@ class Snapshots:
         if self._prepared or self._every == 0:
             return
         self._prepared = True
-        _, description = self._collect(Progress())
-        self._target.buffers.prepare(self._layout.tensor_bytes + len(description))
+        dense, experts = self._collect(Progress())
+        self._target.buffers.prepare(_begin_of_experts(dense) + experts.num_bytes)
 
     def take(self, progress: Progress) -> None:
         """Copy the state of this step into a buffer for the driver, unless that is done already."""
         if progress.step == self._last_step:
             return
         self._last_step = progress.step
+        began_s = time.perf_counter()
         # Before the state is collected: the older of the two buffers may still be on its way to the
         # driver.
         self._target.sink.wait_for_space(self._world.membership)
-        tensors, description = self._collect(progress)
-        end = self._layout.tensor_bytes
-        num_bytes = end + len(description)
-        buffer = self._target.buffers.next_buffer(num_bytes)
-        _copy_tensors(self._layout.views(buffer), tensors)
-        # The text is written while the device still copies; the wait comes last.
-        data = buffer.numpy()[:num_bytes]
-        data[end:] = np.frombuffer(description, dtype=np.uint8)
+        dense, experts = self._collect(progress)
+        begin = _begin_of_experts(dense)
+        buffer = self._target.buffers.next_buffer(begin + experts.num_bytes)
+        dense_data = dense.copy_into(buffer) if dense is not None else buffer.numpy()[:0]
+        experts_data = experts.copy_into(buffer[begin:])
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         header = SnapshotHeader(
@@ -98,36 +99,51 @@ class Snapshots:
             progress.step,
             self._world.rank,
             self._world.size,
-            end,
+            experts.layout.tensor_bytes,
+            dense.layout.tensor_bytes if dense is not None else 0,
+            held_experts(self._state.model),
+            stall_s=time.perf_counter() - began_s,
+            taken_at=time.time(),
         )
-        self._target.sink.put(header, data)
+        self._target.sink.put(header, experts_data, dense_data)
 
-    def _collect(self, progress: Progress) -> tuple[list[Tensor], bytes]:
-        """Return the tensors that this host copies, and the text that follows them.
-
-        Updates the layout."""
+    def _collect(self, progress: Progress) -> tuple[CollectedPart | None, CollectedPart]:
+        """Return the dense part, which the main host alone copies, and the experts of this host."""
         stacked = stacked_names(self._state.model)
         optimizer = optimizer_state(self._state, stacked)
+        state = plain_state(self._state, optimizer, progress)
         live_tensors = self._live_tensors(optimizer, stacked)
-        if not self._layout.fits(live_tensors):
-            self._layout = SnapshotLayout(live_tensors)
-        description = self._layout.describe(plain_state(self._state, optimizer, progress))
-        return [live.tensor for live in live_tensors], description
+        experts = [live for live in live_tensors if live.experts is not None]
+        if not self._experts_layout.fits(experts):
+            self._experts_layout = SnapshotLayout(experts)
+        experts_part = _part(self._experts_layout, experts, state)
+        if not self._world.is_main:
+            return None, experts_part
+        dense = [live for live in live_tensors if live.experts is None]
+        if not self._dense_layout.fits(dense):
+            self._dense_layout = SnapshotLayout(dense)
+        return _part(self._dense_layout, dense, state), experts_part
 
     def _live_tensors(self, optimizer: OptimizerState, stacked: dict[str, list[str]]) -> list[LiveTensor]:
-        """Return the tensors of this host: its experts, and on the main host the dense part too."""
-        live_tensors = []
-        for name, tensor in model_tensors(self._state.model).items():
-            if self._world.is_main or name in stacked:
-                live_tensors.append(LiveTensor("model", name, tensor.detach(), stacked.get(name)))
+        """Return all tensors of this host's model and optimizer."""
+        live_tensors = [
+            LiveTensor("model", name, tensor.detach(), stacked.get(name))
+            for name, tensor in model_tensors(self._state.model).items()
+        ]
         for slot, tensors in optimizer.slots.items():
             for name, tensor in tensors.items():
-                if self._world.is_main or name in stacked:
-                    entry_name = f"{slot}/{name}"
-                    live_tensors.append(LiveTensor("optimizer", entry_name, tensor, stacked.get(name)))
+                live_tensors.append(LiveTensor("optimizer", f"{slot}/{name}", tensor, stacked.get(name)))
         return live_tensors
 
 
-def _copy_tensors(views: list[Tensor], tensors: list[Tensor]) -> None:
-    if tensors:
-        torch._foreach_copy_(views, tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+def _part(layout: SnapshotLayout, tensors: list[LiveTensor], state: dict[str, Any]) -> CollectedPart:
+    return CollectedPart(layout, [live.tensor for live in tensors], layout.describe(state))
+
+
+def _begin_of_experts(dense: CollectedPart | None) -> int:
+    """Return where the experts' part begins, after the dense part.
+
+    The length of a text varies a little from step to step. Whole blocks keep the place, and with it
+    the layout's views."""
+    num_blocks = -(-dense.num_bytes // _BLOCK_BYTES) if dense is not None else 0
+    return num_blocks * _BLOCK_BYTES

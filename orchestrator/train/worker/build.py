@@ -97,7 +97,7 @@ def _restore(
     resume: ResumeFrom | None,
 ) -> Progress:
     """Restore the state that the run starts from. Return its progress."""
-    if resume is not None and resume.snapshots:
+    if resume is not None and resume.snapshots is not None:
         return restore_snapshots(resume.snapshots, state, worker.world, worker.log)
     config = worker.prepared.resolved.config
     restarted = resume is not None

@@ -13,7 +13,7 @@ from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore, restore_model
-from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots
+from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped
 from orchestrator.train.parts.world import World
@@ -26,8 +26,8 @@ class ResumeFrom:
     A run that starts for the first time has none. Without snapshots the worker loads the run's
     newest good checkpoint."""
 
-    snapshots: HostSnapshots = ()
-    """The state of all hosts, as the driver kept it in memory."""
+    snapshots: SnapshotSource | None = None
+    """The state of the hosts, as the driver kept it in memory."""
     halvings: int = 0
     """How often the micro-batch was halved because a worker ran out of memory."""
 
@@ -44,9 +44,9 @@ def check_start_checkpoint(config: Config) -> None:
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
 
 
-def restore_snapshots(snapshots: HostSnapshots, state: TrainState, world: World, log: Log) -> Progress:
-    """Restore the snapshots of all hosts. Return their progress."""
-    contents = merge_snapshots(snapshots, world.rank, remote_expert_names(state.model))
+def restore_snapshots(snapshots: SnapshotSource, state: TrainState, world: World, log: Log) -> Progress:
+    """Restore this host's part of the snapshots. Return their progress."""
+    contents = fetch_contents(snapshots, world.rank, state.model)
     progress = restore(contents, state)
     log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
     return progress

@@ -11,7 +11,8 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError
 
-from orchestrator.runtime.expert_parallel.snapshot_store import References, SnapshotStore
+from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
+from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from tests.support.cluster import RayCluster, connected
 from tests.support.idle_hosts import IdlePool, idle_pool, kill_and_wait
 from tests.support.idle_worker import SNAPSHOT_BYTES, snapshot_value
@@ -43,11 +44,17 @@ def collect_until(store: SnapshotStore, condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def contents(references: tuple[References, ...]) -> list[tuple[int, int]]:
-    """Return the rank of each snapshot and the byte that it is filled with."""
-    found: list[Any] = [(ray.get(header), ray.get(data)) for header, data in references]
-    assert all(data.size == SNAPSHOT_BYTES and (data == data[0]).all() for _, data in found)
-    return [(header.rank, int(data[0])) for header, data in found]
+def contents(references: tuple[SnapshotReferences, ...]) -> list[tuple[int, int]]:
+    """Return the rank of each snapshot and the byte that its parts are filled with."""
+    found: list[tuple[int, int]] = []
+    for reference in references:
+        rank = reference.header.rank
+        experts: Any = ray.get(reference.experts)
+        dense: Any = ray.get(reference.dense)
+        assert (experts.size, dense.size) == (SNAPSHOT_BYTES, 0 if rank else SNAPSHOT_BYTES)
+        assert len({*experts.tolist(), *dense.tolist()}) == 1
+        found.append((rank, int(experts[0])))
+    return found
 
 
 def expected(generation: int, step: int) -> list[tuple[int, int]]:
@@ -161,7 +168,7 @@ def test_a_set_survives_the_loss_of_a_backup_but_not_of_a_snapshot(pool: IdlePoo
 
     # A backup host that died: its death is reported as a failure, and needs no warning.
     kill_and_wait(pool.actor(1))
-    snapshots.backup_calls[0] = pool.actor(1).store_backup.remote((0, 0, 1), *snapshots.references[0], 0)
+    snapshots.backup_calls[0] = pool.actor(1).store_backup.remote((0, 0, 1), None, None, 0)
     ray.wait([snapshots.backup_calls[0]])
     assert store._is_backed_up(snapshots)
     assert (snapshots.backup_hosts, len(warnings)) == ({}, 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.snapshot_format import HostSnapshots
-from tests.support.snapshots import HOST_OF, TASK, take_snapshots
+from tests.support.snapshots import HOST_OF, TASK, HostSnapshots, take_snapshots
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.snapshot_format import (
-    HostSnapshots,
-    merge_snapshots,
-    read_snapshot,
-)
+from orchestrator.train.checkpoint.snapshot_format import read_part
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -25,7 +21,11 @@ from tests.support.snapshots import (
     SIZES,
     TASK,
     HostResult,
+    HostSnapshots,
     assert_same_contents,
+    dense_part,
+    experts_part,
+    merge_all,
     snapshot_and_checkpoint,
     state_of,
     take_snapshots,
@@ -40,24 +40,36 @@ def test_merged_snapshots_are_the_checkpoint(
     three_hosts: tuple[HostSnapshots, Contents],
 ) -> None:
     snapshots, contents = three_hosts
-    assert_same_contents(merge_snapshots(snapshots, 0, set()), contents)
-    assert_same_contents(merge_snapshots(list(reversed(snapshots)), 0, set()), contents)
+    assert_same_contents(merge_all(snapshots), contents)
+    assert_same_contents(merge_all(list(reversed(snapshots))), contents)
 
 
 def test_a_snapshot_names_its_host_and_its_tensors(
     three_hosts: tuple[HostSnapshots, Contents],
 ) -> None:
     snapshots, _ = three_hosts
-    headers = [header for header, _ in snapshots]
+    headers = [header for header, _, _ in snapshots]
     origins = [(header.generation, header.step, header.rank, header.size) for header in headers]
     assert origins == [(GENERATION, 4, rank, 3) for rank in range(3)]
-    entries = [read_snapshot(*snapshot)[0] for snapshot in snapshots]
+    held = [dict(header.held) for header in headers]
+    placed = [
+        {
+            f"blocks.{layer}.ffn.bank": tuple(e for e in range(7) if hosts[e] == rank)
+            for layer, hosts in enumerate(HOST_OF)
+        }
+        for rank in range(3)
+    ]
+    assert held == placed
+    entries = [read_part(experts_part(snapshot))[0] for snapshot in snapshots]
     main, second, third = [{(entry.kind, entry.name) for entry in of_host} for of_host in entries]
     assert not main & second
     assert not second & third
-    assert all("bank" in name for _, name in second | third), "the dense part is in the main host's snapshot"
-    dense = [entry for of_host in entries for entry in of_host if "bank" not in entry.name]
+    assert all(".bank." in name for _, name in main | second | third)
+    dense = read_part(dense_part(snapshots[0]))[0]
+    assert dense
+    assert not any(".bank." in entry.name for entry in dense)
     assert all(entry.offset % 64 == 0 for entry in dense)
+    assert [dense.size > 0 for _, _, dense in snapshots] == [True, False, False], "the main host's alone"
 
 
 def test_names_that_a_host_does_not_need_are_left_out(
@@ -65,7 +77,7 @@ def test_names_that_a_host_does_not_need_are_left_out(
 ) -> None:
     snapshots, contents = three_hosts
     not_needed = {name for name in contents.tensors["model"] if ".bank.3." in name}
-    merged = merge_snapshots(snapshots, 1, not_needed)
+    merged = merge_all(snapshots, 1, not_needed)
     assert not_needed
     assert contents.tensors["model"].keys() - merged.tensors["model"].keys() == not_needed
     missing = contents.tensors["optimizer"].keys() - merged.tensors["optimizer"].keys()
@@ -76,19 +88,18 @@ def test_each_rank_gets_its_own_random_state(
     three_hosts: tuple[HostSnapshots, Contents],
 ) -> None:
     snapshots, _ = three_hosts
-    states = [merge_snapshots(snapshots, rank, set()).state["random"] for rank in range(4)]
-    assert states[:3] == [read_snapshot(*snapshot)[1]["random"] for snapshot in snapshots]
+    states = [merge_all(snapshots, rank).state["random"] for rank in range(4)]
+    assert states[:3] == [read_part(experts_part(snapshot))[1]["random"] for snapshot in snapshots]
     assert states[0] != states[1] != states[2] != states[0]
     assert states[3] == states[0], "a new host gets the state of the main host"
 
 
 def test_a_host_without_experts_has_an_empty_snapshot() -> None:
     snapshots, contents = take_snapshots(TASK, NONE_ON_LAST_HOST)
-    header, data = snapshots[2]
-    entries, state = read_snapshot(header, data)
-    assert (entries, header.tensor_bytes) == ([], 0)
+    entries, state = read_part(experts_part(snapshots[2]))
+    assert (entries, snapshots[2][0].experts_end) == ([], 0)
     expected = replace(contents, state={**contents.state, "random": state["random"]})
-    assert_same_contents(merge_snapshots(snapshots, 2, set()), expected)
+    assert_same_contents(merge_all(snapshots, 2), expected)
 
 
 def low_precision_host(rank: int, size: int, store: str) -> HostResult:
@@ -114,7 +125,7 @@ def test_types_and_step_counters_of_experts_are_kept() -> None:
     results = run_ranks(low_precision_host, 3)
     contents = results[0][1]
     assert contents is not None
-    merged = merge_snapshots([snapshot for snapshot, _ in results], 0, set())
+    merged = merge_all([snapshot for snapshot, _ in results])
     assert_same_contents(merged, contents)
     assert torch.bfloat16 in {tensor.dtype for tensor in merged.tensors["model"].values()}
     counters = [
@@ -150,7 +161,7 @@ def test_plain_values_of_an_optimizer_are_kept() -> None:
     results = run_ranks(counting_host, 3)
     contents = results[0][1]
     assert contents is not None
-    merged = merge_snapshots([snapshot for snapshot, _ in results], 0, set())
+    merged = merge_all([snapshot for snapshot, _ in results])
     same_random = replace(merged, state={**merged.state, "random": contents.state["random"]})
     assert_same_contents(same_random, contents)
     assert set(merged.state["optimizer"]["values"].values()) == {2}

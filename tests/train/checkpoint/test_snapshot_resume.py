@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
-from orchestrator.train.checkpoint.snapshot_format import HostSnapshots, merge_snapshots
+from orchestrator.train.checkpoint.snapshot_source import fetch_contents
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import build_adamw
 from orchestrator.train.parts.precision import Precision
@@ -27,7 +26,10 @@ from tests.support.snapshots import (
     CPU,
     PROGRESS,
     TASK,
+    CountingSource,
+    HostSnapshots,
     assert_same_contents,
+    merge_all,
     seed_generators,
     state_of,
 )
@@ -54,7 +56,7 @@ def test_a_host_draws_the_random_numbers_of_its_rank(
     python_state = random.getstate()
     numpy_state = np.random.get_state(legacy=True)
     try:
-        restore(merge_snapshots(three_hosts[0], 2, set()), untrained_state())
+        restore(merge_all(three_hosts[0], 2), untrained_state())
         drawn = draw_numbers()
         seed_generators(2)
         assert drawn == draw_numbers()
@@ -68,8 +70,7 @@ def test_one_process_resumes_from_three_hosts(
 ) -> None:
     snapshots, contents = three_hosts
     state = untrained_state()
-    merged = merge_snapshots(snapshots, 0, remote_expert_names(state.model))
-    assert restore(merged, state) == PROGRESS
+    assert restore(fetch_contents(CountingSource(snapshots), 0, state.model), state) == PROGRESS
     captured = capture(state, PROGRESS, World.single_process())
     assert captured is not None
     same_random = replace(captured, state={**captured.state, "random": contents.state["random"]})
@@ -82,7 +83,7 @@ def resume_on_host(
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
         state = state_of(stepper)
-        progress = restore(merge_snapshots(snapshots, rank, remote_expert_names(state.model)), state)
+        progress = restore(fetch_contents(CountingSource(snapshots), rank, state.model), state)
         return capture(state, progress, world), progress
 
 
@@ -116,7 +117,7 @@ def test_the_losses_after_a_resume_are_those_of_an_undisturbed_run(
     stepper, feed = make_stepper(TASK, 4, 12, learning_rate=1e-2)
     expected = [mean_loss(totals) for totals in run_steps(stepper, feed, 8)][4:]
     resumed, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2)
-    restore(merge_snapshots(three_hosts[0], 0, set()), state_of(resumed))
+    restore(merge_all(three_hosts[0]), state_of(resumed))
     batches = [batch for epoch in range(3) for batch in feed.steps(epoch)]
     losses = [mean_loss(resumed.run(batches[step], step)) for step in range(4, 8)]
     assert losses == pytest.approx(expected, rel=1e-10)

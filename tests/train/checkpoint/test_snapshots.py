@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.snapshot_format import merge_snapshots, read_snapshot
+from orchestrator.train.checkpoint.snapshot_format import read_part
 from orchestrator.train.checkpoint.snapshots import (
     Snapshots,
     SnapshotSink,
@@ -25,7 +27,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import open_store
 from orchestrator.train.parts.world import World
-from tests.support.snapshots import CPU, CopyingSink, HostSnapshot
+from tests.support.snapshots import CPU, CopyingSink, HostSnapshot, dense_part, merge_all
 
 
 class AddressRecorder(Outbox):
@@ -35,9 +37,9 @@ class AddressRecorder(Outbox):
         super().__init__()
         self.addresses: list[int] = []
 
-    def put(self, header: Any, data: Any) -> None:
-        self.addresses.append(data.__array_interface__["data"][0])
-        super().put(header, data)
+    def put(self, header: Any, experts: Any, dense: Any) -> None:
+        self.addresses.append(dense.__array_interface__["data"][0])
+        super().put(header, experts, dense)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def fill_weights(model: nn.Module, value: float) -> None:
 
 
 def weight_in(snapshot: HostSnapshot) -> float:
-    values = merge_snapshots([snapshot], 0, set()).tensors["model"]["weight"].unique().tolist()
+    values = merge_all([snapshot]).tensors["model"]["weight"].unique().tolist()
     assert len(values) == 1, f"the snapshot mixes several steps: {values}"
     return values[0]
 
@@ -77,7 +79,7 @@ def test_a_step_is_copied_once(state: TrainState) -> None:
     snapshots = make_snapshots(4, state, sink)
     for step in (4, 4, 8):
         snapshots.take(Progress(step=step))
-    assert [header.step for header, _ in sink.snapshots] == [4, 8]
+    assert [header.step for header, _, _ in sink.snapshots] == [4, 8]
 
 
 def test_a_snapshot_keeps_the_state_of_its_step(state: TrainState) -> None:
@@ -90,7 +92,7 @@ def test_a_snapshot_keeps_the_state_of_its_step(state: TrainState) -> None:
     progress.step = 2
     progress.samples = 99
     assert weight_in(sink.snapshots[0]) == 1.0
-    assert read_snapshot(*sink.snapshots[0])[1]["progress"]["samples"] == 0
+    assert read_part(dense_part(sink.snapshots[0]))[1]["progress"]["samples"] == 0
 
 
 def test_a_snapshot_that_is_being_fetched_is_not_overwritten(state: TrainState) -> None:
@@ -124,6 +126,23 @@ def test_a_snapshot_that_is_not_fetched_blocks_the_next(state: TrainState) -> No
     assert weight_in(outbox.fetch()) == 1.0
 
 
+def test_a_host_whose_last_snapshot_is_not_fetched_yet_counts_as_waiting(state: TrainState) -> None:
+    outbox = Outbox()
+    membership = GroupMembership()
+    snapshots = make_snapshots(1, state, outbox, world_with(membership))
+    snapshots.take(Progress(step=1))
+    thread = threading.Thread(target=snapshots.take, args=(Progress(step=2),))
+    thread.start()
+    while not membership.waiting:
+        assert thread.is_alive(), "the second snapshot was taken without waiting"
+        time.sleep(0.001)
+    waits_before = membership.completed_waits
+    outbox.fetch()
+    thread.join()
+    assert (membership.waiting, membership.completed_waits) == (False, waits_before + 1)
+    assert outbox.fetch()[0].step == 2
+
+
 def world_with(membership: GroupMembership) -> World:
     factory = GroupFactory(open_store("127.0.0.1")[0], "x", 0, 1, membership)
     return replace(World.single_process(), group_factory=factory)
@@ -139,11 +158,11 @@ def test_growing_state_gets_larger_buffers(state: TrainState) -> None:
         for parameter in state.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    sizes = [data.size for _, data in sink.snapshots]
+    sizes = [dense.size for _, _, dense in sink.snapshots]
     assert sizes[0] < sizes[1]
-    tensor_bytes = [header.tensor_bytes for header, _ in sink.snapshots]
+    tensor_bytes = [header.dense_end for header, _, _ in sink.snapshots]
     assert tensor_bytes[0] < tensor_bytes[1] == tensor_bytes[2]
-    merged = merge_snapshots(sink.snapshots[2:], 0, set())
+    merged = merge_all(sink.snapshots[2:])
     assert torch.equal(merged.tensors["optimizer"]["exp_avg/weight"], torch.full((40, 40), 0.19))
 
 
@@ -173,7 +192,7 @@ def test_the_layout_is_computed_once_per_buffer(state: TrainState, monkeypatch: 
     ]
     state.model.weight = nn.Parameter(torch.full((20, 80), 7.0))
     snapshots.take(Progress(step=7))
-    assert merge_snapshots(sink.snapshots[6:], 0, set()).tensors["model"]["weight"].shape == (
+    assert merge_all(sink.snapshots[6:]).tensors["model"]["weight"].shape == (
         20,
         80,
     )

@@ -1,0 +1,64 @@
+"""References to snapshots in Ray's object store, and a host's access to what they refer to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True)
+class SnapshotReferences:
+    """The header of a host's snapshot, and object references to its parts."""
+
+    header: Any
+    experts: Any
+    """None where only the dense part is needed."""
+    dense: Any
+
+
+def references_for(
+    references: Sequence[SnapshotReferences], rank: int, size: int, generation: int
+) -> tuple[SnapshotReferences, ...]:
+    """Return the references that one host of a new generation may need, the main host's first.
+
+    As many hosts as in the generation of the snapshots keep its placement, so that each needs its own
+    experts and the main host's dense part. Otherwise the hosts place the experts anew once they have
+    joined, and may need those of any host."""
+    if not references:
+        return ()
+    header = references[0].header
+    if (header.size, header.generation) != (size, generation - 1):
+        return tuple(references)
+    main, own = references[0], references[rank]
+    return (main,) if rank == 0 else (replace(main, experts=None), own)
+
+
+class ReferencedSnapshots:
+    """Snapshots whose parts are fetched from the object store. Every fetch counts its bytes."""
+
+    def __init__(self, references: Sequence[SnapshotReferences]) -> None:
+        self._references = {reference.header.rank: reference for reference in references}
+        self.bytes_fetched = 0
+
+    @property
+    def headers(self) -> list[Any]:
+        return [entry.header for entry in self._references.values() if entry.experts is not None]
+
+    def fetch_dense(self) -> tuple[Any, Any]:
+        main = self._references[0]
+        return main.header, self._get(main.dense)
+
+    def fetch_experts(self, rank: int) -> Any:
+        return self._get(self._references[rank].experts)
+
+    def _get(self, reference: Any) -> Any:
+        data = ray.get(reference)
+        self.bytes_fetched += data.size
+        return data
+
+    def release(self) -> None:
+        """Drop the references: without them the memory can be freed."""
+        self._references = {}
