@@ -107,7 +107,8 @@ def snapshot_worker(services: Any, gigabytes: float, rounds: int) -> Iterator[An
     optimizer.zero_grad(set_to_none=True)
     state = TrainState(model, optimizer, Precision("fp32", device))
     target = SnapshotTarget(services.outbox, PinnedBuffers(device), 0)
-    snapshots = Snapshots(1, state, World.single_process(device), target)
+    snapshots = Snapshots(state, World.single_process(device), target)
+    snapshots.every = 1
 
     def compute() -> float:
         """Return the seconds of some work that stands for a step."""

@@ -17,9 +17,10 @@ class CheckpointSettings:
 
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves at the end of each epoch."""
-    snapshot_every: int = 10
+    snapshot_every: int | Literal["auto"] = "auto"
     """Expert parallel: steps between snapshots of the hosts' state in memory, from which a run
-    continues after the loss of a host; 0: from checkpoints only."""
+    continues after the loss of a host; auto: as often as 2% of the time allows, as measured; 0:
+    from checkpoints only."""
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
@@ -30,7 +31,8 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         at_least("checkpoint_every", self.checkpoint_every, 0)
-        at_least("snapshot_every", self.snapshot_every, 0)
+        if self.snapshot_every != "auto":
+            at_least("snapshot_every", self.snapshot_every, 0)
         at_least("keep", self.keep, 1)
         if self.resume is not None and self.init_from is not None:
             raise ValueError(

@@ -50,6 +50,7 @@ from orchestrator.plan.schedule import (
     choose_total_steps,
     choose_warmup,
 )
+from orchestrator.plan.snapshots import NodeMemory, choose_snapshots, snapshot_memory
 from orchestrator.plan.workers import (
     choose_backend,
     choose_sharding,
@@ -75,6 +76,7 @@ class Plan:
     placement: Choice[str]
     exchange_chunks: Choice[int]
     expert_kernel: Choice[str]
+    snapshots: Choice[str]
     starting_batch: Choice[str]
     batch_size: Choice[int]
     accumulation_steps: Choice[int]
@@ -125,6 +127,7 @@ class _WorkerSetup:
     model_sharding: ModelSharding
     workers_on_node: int
     limit_bytes: float
+    object_store_bytes: int | None = None
 
 
 def plan(
@@ -196,7 +199,15 @@ def _worker_group(
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
     return _WorkerSetup(
-        strategy, device, workers, backend, sharding, model_sharding, workers_on_node, limit_bytes
+        strategy,
+        device,
+        workers,
+        backend,
+        sharding,
+        model_sharding,
+        workers_on_node,
+        limit_bytes,
+        cluster.object_store,
     )
 
 
@@ -240,6 +251,7 @@ def _complete_plan(
             config, unused, count, setup.backend.value, gpu is not None, tokens_per_host
         ),
         expert_kernel=choose_kernel(config, facts, precision.value, gpu.capability if gpu else None),
+        snapshots=_plan_snapshots(config, inventory, facts, setup, unused),
         starting_batch=batching.starting,
         batch_size=batching.batch_size,
         accumulation_steps=batching.accumulation,
@@ -259,3 +271,17 @@ def _complete_plan(
         memory=estimate_memory(facts, batch, recompute, setup.limit_bytes, model_sharding),
         flops_per_step=flops,
     )
+
+
+def _plan_snapshots(
+    config: Config, inventory: Inventory, facts: ModelFacts, setup: _WorkerSetup, unused: str | None
+) -> Choice[str]:
+    """Choose whether the hosts keep snapshots in the memory of their nodes."""
+    hosts_on_node = setup.workers_on_node
+    training_bytes = 0.0
+    if setup.device.value == "cpu":
+        one_sample = estimate_memory(facts, 1, False, None, setup.model_sharding)
+        training_bytes = hosts_on_node * one_sample.total
+    node = NodeMemory(inventory.ram_free, training_bytes, setup.object_store_bytes)
+    needed = snapshot_memory(facts, setup.workers.value, hosts_on_node)
+    return choose_snapshots(config, unused, needed, node)

@@ -91,6 +91,11 @@ class Loop:
         self._finish_checkpoints()
         return outcome
 
+    def set_snapshot_interval(self, steps: int) -> None:
+        """Set the steps between two snapshots; 0 takes none. Call it on all hosts at the same step."""
+        if self._snapshots is not None:
+            self._snapshots.every = steps
+
     def close(self) -> None:
         """Drop the steps in progress, which hold the model. ``Training.close`` ends the parts."""
         # The checkpoint writer may still be at work: the driver allows a save more time.

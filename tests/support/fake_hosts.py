@@ -20,10 +20,12 @@ from orchestrator.runtime.expert_parallel import group as group_module
 from orchestrator.runtime.expert_parallel import run as run_module
 from orchestrator.runtime.expert_parallel.host_worker import SegmentResult
 from orchestrator.runtime.expert_parallel.run import ExpertParallelRun
+from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.expert_parallel.states import Running
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
 from orchestrator.runtime.recovery_log import RecoveryLog
+from orchestrator.types import Choice
 
 
 @dataclass(eq=False)
@@ -139,7 +141,9 @@ class FakePool:
 class FakeSnapshots:
     """A snapshot store whose contents the test sets."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, backups: bool = True) -> None:
+        self.backups = backups
+        self.costs: list[SnapshotCost] = []
         self.step = -1
         self.dead_hosts: set[int] = set()
         self.is_readable = True
@@ -156,6 +160,11 @@ class FakeSnapshots:
 
     def clear(self) -> None:
         self.cleared = True
+
+    def take_costs(self) -> list[SnapshotCost]:
+        costs = self.costs
+        self.costs = []
+        return costs
 
     def expects(self, step: int) -> bool:
         return step in self.expected_steps
@@ -246,16 +255,17 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     for module in (run_module, group_module, calls_module):
         monkeypatch.setattr(module, "ray", FAKE_RAY)
     monkeypatch.setattr(run_module, "HostPool", FakePool)
-    monkeypatch.setattr(group_module, "SnapshotStore", FakeSnapshots)
+    monkeypatch.setattr(run_module, "SnapshotStore", FakeSnapshots)
     monkeypatch.setattr(group_module, "Heartbeats", FakeHeartbeats)
     monkeypatch.setattr(run_module, "perf_counter", clock)
     monkeypatch.setattr(run_module, "host_hook", lambda task: {})
     monkeypatch.setattr(run_module, "open_store", lambda address: (None, (address, 1)))
     monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
 
-    def make_run(hosts: int = 3, **settings: Any) -> FakeRun:
+    def make_run(hosts: int = 3, snapshots: Choice[str] | None = None, **settings: Any) -> FakeRun:
         config = Config.of(run_dir=folder, **settings)
-        prepared = SimpleNamespace(resolved=SimpleNamespace(config=config))
+        plan = SimpleNamespace(snapshots=snapshots or Choice("on", "they fit"))
+        prepared = SimpleNamespace(resolved=SimpleNamespace(config=config), plan=plan)
         assignment: Any = SimpleNamespace(prepared=prepared, run_dir=folder)
         log = EventLog(folder / "events.jsonl")
         run = ExpertParallelRun(assignment, hosts, False, log, RecoveryLog(log, folder))

@@ -28,6 +28,8 @@ class IdleHeader:
     step: int
     rank: int
     size: int
+    stall_s: float = 0.25
+    taken_at: float = 0.0
 
 
 def preload_or_die(context: HostContext, deaths_file: str, store_address: tuple[str, int]) -> None:

@@ -237,7 +237,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "ray_address": st.sampled_from(["auto", "local", "10.0.0.1:6379", "head.example.org:1", "[::1]:65535"]),
     "nccl_debug": st.booleans(),
     "checkpoint_every": st.integers(0, 300),
-    "snapshot_every": st.integers(0, 300),
+    "snapshot_every": st.just("auto") | st.integers(0, 300),
     "keep": _small,
     "resume": _maybe(_words),
     "init_from": _maybe(_paths),

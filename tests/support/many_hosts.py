@@ -63,7 +63,7 @@ class ManyHosts:
         for rank in range(self.hosts):
             target = SnapshotTarget(sink, buffers, GENERATION)
             state = self.state_of(rank, seed=rank)
-            Snapshots(1, state, World(rank, self.hosts, CPU), target).take(Progress(step=1))
+            Snapshots(state, World(rank, self.hosts, CPU), target).take(Progress(step=1))
         return [SnapshotReferences(*parts) for parts in sink.snapshots]
 
     def restore(self, snapshots: list[SnapshotReferences], rank: int) -> tuple[TrainState, int]:

@@ -121,7 +121,7 @@ def snapshot_and_checkpoint(state: TrainState, world: World) -> HostResult:
     """Take a snapshot of the state, and a checkpoint of the same step."""
     sink = CopyingSink()
     target = SnapshotTarget(sink, PinnedBuffers(CPU), GENERATION)
-    Snapshots(2, state, world, target).take(PROGRESS)
+    Snapshots(state, world, target).take(PROGRESS)
     return sink.snapshots[0], capture(state, PROGRESS, world)
 
 

@@ -21,6 +21,8 @@ class Node:
     cpus: int
     gpus: int
     cores: int
+    object_store: int | None = None
+    """Bytes of Ray's object store; None before Ray is started."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Cluster:
     @property
     def cpus(self) -> int:
         return sum(node.cpus for node in self.nodes)
+
+    @property
+    def object_store(self) -> int | None:
+        """Bytes of the smallest object store of a node; None if it is not known."""
+        return min((node.object_store for node in self.nodes if node.object_store is not None), default=None)
 
     @property
     def autoscaling(self) -> bool:

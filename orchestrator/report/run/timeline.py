@@ -137,14 +137,19 @@ def _placement_text(event: Event) -> str:
     return str(event.get("sentence") or event.get("method") or "")
 
 
+def _snapshot_interval_text(event: Event) -> str:
+    return f"every {event.get('every', '?')} steps: {event.get('reason', '')}"
+
+
 def _end_text(event: Event) -> str:
     return str(event.get("status", "")) + (f": {event['reason']}" if event.get("reason") else "")
 
 
-_NAMES = {"oom": "out of memory", "compile": "compilation"}
+_NAMES = {"oom": "out of memory", "compile": "compilation", "snapshot_interval": "snapshots"}
 _TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "compile": ("calm", _compile_text),
     "placement": ("calm", _placement_text),
+    "snapshot_interval": ("calm", _snapshot_interval_text),
     "warning": ("warn", _warning_text),
     "oom": ("bad", _oom_text),
     "resume": ("info", _resume_text),

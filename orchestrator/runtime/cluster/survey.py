@@ -41,7 +41,11 @@ def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
 def _node(node: RayNode, known: Inventory | None) -> Node:
     cpus = int(node["Resources"].get("CPU", 0))
     gpus = int(node["Resources"].get("GPU", 0))
-    return Node(node["NodeManagerAddress"], cpus, gpus, known.cores if known else cpus)
+    cores = known.cores if known else cpus
+    object_store = node["Resources"].get("object_store_memory")
+    return Node(
+        node["NodeManagerAddress"], cpus, gpus, cores, int(object_store) if object_store is not None else None
+    )
 
 
 def _request_inventories(nodes: list[RayNode]) -> dict[str, Inventory]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,7 +27,7 @@ class HostGroup:
         store_address: tuple[str, int],
         assignment: Any,
         step_limit_s: float,
-        warn: Callable[[str], None],
+        snapshots: SnapshotStore,
     ) -> None:
         """``store`` is the driver's; ``assignment`` is an object reference."""
         self._pool = pool
@@ -37,7 +36,7 @@ class HostGroup:
         self._step_limit_s = step_limit_s
         self.calls = GroupCalls(pool)
         self.heartbeats = Heartbeats(store)
-        self.snapshots = SnapshotStore(pool, warn)
+        self.snapshots = snapshots
 
     def join(self, command: JoinGroup, snapshots: tuple[SnapshotReferences, ...]) -> None:
         """Make hosts the members of a new generation. They resume from ``snapshots``, if any."""

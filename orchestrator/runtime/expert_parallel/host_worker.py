@@ -67,10 +67,13 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class Segment:
-    """A number of steps to train, and whether to take a snapshot after the last one."""
+    """A number of steps to train, and when to take snapshots."""
 
     steps: int
     snapshot_at_end: bool = False
+    """Whether to take a snapshot after the last step."""
+    snapshot_every: int = 0
+    """Steps between snapshots, the same for all hosts; 0 takes none."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class HostWorker:
             return self._end  # the segment was granted before the end of the run was known
         began_s = perf_counter()
         with masked_errors(self._run.prepared.hidden):
+            self._run.loop.set_snapshot_interval(segment.snapshot_every)
             outcome = self._run.advance(segment.steps, segment.snapshot_at_end)
         status = outcome.status if outcome is not None else None
         result = SegmentResult(status, self._run.loop.progress.step, perf_counter() - began_s)

@@ -25,6 +25,8 @@ from orchestrator.runtime.expert_parallel.group import HostGroup
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
 from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED, SegmentLengths
+from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotInterval
+from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from orchestrator.runtime.expert_parallel.states import (
     AllClosed,
     AllJoined,
@@ -87,7 +89,10 @@ class ExpertParallelRun:
         self._run_dir = assignment.run_dir
         self._log = log
         self._recovery_log = recovery_log
-        self._limits = RunLimits(hosts, parallel.max_failures, can_grow=config.checkpoint.snapshot_every > 0)
+        snapshots = assignment.prepared.plan.snapshots
+        takes_snapshots = snapshots.value != "off"
+        self._snapshot_interval = SnapshotInterval(config.checkpoint.snapshot_every if takes_snapshots else 0)
+        self._limits = RunLimits(hosts, parallel.max_failures, can_grow=takes_snapshots)
         self._step_limit_s = parallel.step_timeout_s(hosts=True)
         self._start_limit_s = parallel.resource_timeout
         # On fewer hosts the sums round differently: a deterministic run waits for the replacement.
@@ -97,7 +102,12 @@ class ExpertParallelRun:
         store, store_address = open_store(ray.util.get_node_ip_address())
         variables = host_hook(config.task) if parallel.max_failures else {}
         self._pool = HostPool(hosts + parallel.spares, gpu, reference, store_address, variables)
-        self._group = HostGroup(self._pool, store, store_address, reference, self._step_limit_s, self._warn)
+        snapshot_store = SnapshotStore(self._pool, self._warn, backups=snapshots.value == "on")
+        self._group = HostGroup(
+            self._pool, store, store_address, reference, self._step_limit_s, snapshot_store
+        )
+        for rejected in snapshots.rejected:
+            self._warn(f"snapshots are {snapshots.value}: {rejected.why}; {snapshots.reason}")
         self._segments = SegmentLengths()
         self._state: State = Starting()
         self._closing_since = 0.0
@@ -222,12 +232,20 @@ class ExpertParallelRun:
         calls.end_round()
         self._segments.finish(result.seconds)
         self._recovery_log.stepped(result.step, time.time())
+        self._adapt_snapshots(result)
         if snapshot_at_end and not at_snapshot:
             return
         ready, _ = self._pool.poll(busy=calls.members)
         if at_snapshot and (snapshots.step != result.step or not snapshots.references()):
             ready = ()  # without a complete set no one can join
         self._handle(SegmentDone(ready))
+
+    def _adapt_snapshots(self, result: SegmentResult) -> None:
+        """Choose the interval between snapshots again, now that a segment has ended."""
+        costs = self._group.snapshots.take_costs()
+        chosen = self._snapshot_interval.segment_done(result.step, result.seconds, costs)
+        if chosen is not None:
+            self._log.write("snapshot_interval", step=result.step, every=chosen.value, reason=chosen.reason)
 
     def _handle_stopped_group(self) -> None:
         """Each member has stopped, failed or is lost. Report what happened to the state machine."""
@@ -307,7 +325,8 @@ class ExpertParallelRun:
         num_missing = 1 if snapshot_at_end else wanted - self._group.calls.num_rounds
         for _ in range(num_missing):
             steps = self._segments.grant(steps_to_replay)
-            self._group.grant_segment(Segment(steps, snapshot_at_end))
+            every = self._snapshot_interval.current.value
+            self._group.grant_segment(Segment(steps, snapshot_at_end, every))
 
     def _join_group(self, command: JoinGroup) -> None:
         """Form the group of a generation. It resumes from snapshots, unless a checkpoint is newer."""
@@ -324,6 +343,7 @@ class ExpertParallelRun:
         source = "memory" if snapshots else "disk"
         self._recovery_log.regrouped(len(command.members), source, time.time())
         self._segments.begin_group()
+        self._snapshot_interval.begin_group()
         self._group.join(command, snapshots)
 
     def _record_failure(self, reason: str) -> None:
@@ -343,4 +363,4 @@ class ExpertParallelRun:
         return max((step for step, _ in store.newest_first()), default=-1)
 
     def _warn(self, message: str) -> None:
-        self._log.write("warning", kind="copies", message=message)
+        self._log.write("warning", kind="snapshots", message=message)

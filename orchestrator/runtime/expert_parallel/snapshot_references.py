@@ -55,7 +55,7 @@ class ReferencedSnapshots:
         return self._get(self._references[rank].experts)
 
     def _get(self, reference: Any) -> Any:
-        data = ray.get(reference)
+        data: Any = ray.get(reference)
         self.bytes_fetched += data.size
         return data
 

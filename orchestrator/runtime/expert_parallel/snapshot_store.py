@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import time
 from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from orchestrator.runtime.expert_parallel.host_pool import HostPool, is_node_alive
+from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences
 from orchestrator.runtime.failures import cause_of
 from orchestrator.types import first_line
@@ -50,9 +52,12 @@ class _Fetch:
 class SnapshotStore:
     """The newest complete snapshot set, and the sets that are coming in."""
 
-    def __init__(self, pool: HostPool, warn: Callable[[str], None]) -> None:
+    def __init__(self, pool: HostPool, warn: Callable[[str], None], backups: bool = True) -> None:
+        """``backups``: whether hosts of other nodes keep copies, if there is more than one node."""
         self._pool = pool
         self._warn = warn
+        self._backups = backups
+        self._costs: list[SnapshotCost] = []
         self._generation = -1
         self._members: tuple[int, ...] = ()
         self.dead_hosts: set[int] = set()
@@ -135,7 +140,7 @@ class SnapshotStore:
         incoming.references[header.rank] = references
         incoming.node_ids[header.rank] = node_id
         elsewhere = [host for host in self._members if self._pool.node_id(host) not in (None, node_id)]
-        if elsewhere:
+        if elsewhere and self._backups:
             # The backups are spread over the hosts of the other nodes.
             backup_host = elsewhere[header.rank % len(elsewhere)]
             # With the generation: a step can occur in several, with other ranks and contents.
@@ -151,10 +156,17 @@ class SnapshotStore:
             incoming = self._incoming[step]
             if len(incoming.references) == incoming.size and self._is_backed_up(incoming):
                 self._complete = step, incoming
+                self._costs.append(_cost(incoming))
                 self._incoming = {later: other for later, other in self._incoming.items() if later > step}
                 return
         self._dropped_steps |= {step for step, incoming in self._incoming.items() if incoming.lost}
         self._incoming = {step: incoming for step, incoming in self._incoming.items() if not incoming.lost}
+
+    def take_costs(self) -> list[SnapshotCost]:
+        """Return the costs of the sets that have become complete since the last call."""
+        costs = self._costs
+        self._costs = []
+        return costs
 
     def expects(self, step: int) -> bool:
         """Return whether the set of a step may still become complete."""
@@ -205,3 +217,13 @@ class SnapshotStore:
             experts, dense = backup_host.load_backup.remote((complete.generation, rank, step))
             found.append(SnapshotReferences(references.header, experts, dense))
         return tuple(found)
+
+
+def _cost(complete: _SnapshotSet) -> SnapshotCost:
+    """Return the cost of a set that has just become complete.
+
+    Clocks of nodes differ a little. A transfer that seems too short shows in the stall of the next
+    snapshot, which waits for it."""
+    headers = [references.header for references in complete.references.values()]
+    taken_at = max(header.taken_at for header in headers)
+    return SnapshotCost(max(header.stall_s for header in headers), max(0.0, time() - taken_at))

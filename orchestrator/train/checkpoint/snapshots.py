@@ -55,24 +55,26 @@ class SnapshotTarget:
 class Snapshots:
     """Takes a snapshot every so many steps. All hosts take theirs after the same steps."""
 
-    def __init__(self, every: int, state: TrainState, world: World, target: SnapshotTarget) -> None:
-        self._every = every
+    def __init__(self, state: TrainState, world: World, target: SnapshotTarget, first_step: int = 0) -> None:
+        """``first_step`` is the number of steps that the state has behind it."""
+        self.every = 0
+        """Steps between two snapshots, the same on all hosts; 0 takes none. May change."""
         self._state = state
         self._world = world
         self._target = target
-        self._last_step = -1
+        self._last_step = first_step
         self._prepared = False
         self._dense_layout = SnapshotLayout([])
         self._experts_layout = SnapshotLayout([])
 
     def due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
+        return self.every > 0 and step >= self._last_step + self.every
 
     def prepare(self) -> None:
         """Allocate the buffers in the background.
 
         Called after each step, because an optimizer has no state before its first step."""
-        if self._prepared or self._every == 0:
+        if self._prepared or self.every == 0:
             return
         self._prepared = True
         dense, experts = self._collect(Progress())

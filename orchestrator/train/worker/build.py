@@ -86,7 +86,7 @@ def build_training(
         checkpoints=CheckpointWriter(store, parts.state, world, log),
         heartbeat=worker.heartbeat,
         evaluation=evaluation,
-        snapshots=_build_snapshots(config, parts.state, world, snapshots),
+        snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
     )
 
 
@@ -102,14 +102,6 @@ def _restore(
     config = worker.prepared.resolved.config
     restarted = resume is not None
     return restore_checkpoint(config, state, store, worker.world, worker.log, restarted)
-
-
-def _build_snapshots(
-    config: Config, state: TrainState, world: World, target: SnapshotTarget | None
-) -> Snapshots | None:
-    if target is None:
-        return None
-    return Snapshots(config.checkpoint.snapshot_every, state, world, target)
 
 
 def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:

@@ -11,6 +11,7 @@ from orchestrator.errors import UserError
 from orchestrator.record.events import EventLog
 from orchestrator.runtime.expert_parallel.host_worker import Segment, SegmentResult
 from orchestrator.runtime.expert_parallel.segments import MAX_GRANTED
+from orchestrator.runtime.expert_parallel.snapshot_interval import SnapshotCost
 from orchestrator.runtime.expert_parallel.states import (
     Closing,
     Ended,
@@ -20,6 +21,7 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
 )
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
+from orchestrator.types import Choice, Rejected
 from tests.support.fake_hosts import FakeRun, MakeRun, fake_runs
 
 CONNECTION_CLOSED = RuntimeError("gloo/ connection closed by peer")
@@ -404,3 +406,50 @@ def test_the_end_counts_though_a_host_dies_before_the_driver_looks(make_run: Mak
     run.finish("advance", RayActorError(), 2)
     assert isinstance(run.state, Closing)
     assert run.events("failure") == []
+
+
+# Snapshots
+
+
+def finish_segment(run: FakeRun, step: int, seconds: float, *costs: SnapshotCost) -> list[int]:
+    """End the segment at a step, after some seconds. Return the next interval of each host."""
+    run.snapshots.costs = list(costs)
+    run.finish("advance", (None, step, seconds))
+    return [granted_segments(run, host_id)[-1].snapshot_every for host_id in run.state.members]
+
+
+def test_all_hosts_get_the_interval_that_was_measured(make_run: MakeRun) -> None:
+    run = make_run()
+    run.begin_first_segment()
+    assert finish_segment(run, 5, 60.0, SnapshotCost(0.1, 0.5)) == [5] * 3, "the first step may compile"
+    assert run.events("snapshot_interval") == []
+    assert finish_segment(run, 25, 2.0) == [50] * 3
+    (event,) = run.events("snapshot_interval")
+    assert (event["step"], event["every"]) == (25, 50)
+    assert "2% of the time" in event["reason"]
+    assert finish_segment(run, 45, 2.1) == [50] * 3
+
+
+def test_an_interval_that_is_set_is_kept(make_run: MakeRun) -> None:
+    run = make_run(snapshot_every=7)
+    run.begin_first_segment()
+    finish_segment(run, 5, 2.0, SnapshotCost(9.0, 9.0))
+    assert finish_segment(run, 10, 2.0, SnapshotCost(9.0, 9.0)) == [7] * 3
+    assert run.events("snapshot_interval") == []
+
+
+def test_snapshots_without_memory_are_off_with_a_warning(make_run: MakeRun) -> None:
+    run = make_run(snapshots=Choice("off", "the reason", (Rejected("on", "not enough memory"),)))
+    run.begin_first_segment()
+    finish_segment(run, 5, 2.0, SnapshotCost(0.1, 0.1))
+    assert finish_segment(run, 10, 2.0, SnapshotCost(0.1, 0.1)) == [0] * 3
+    assert not run.run._limits.can_grow
+    (warning,) = run.events("warning")
+    assert warning["message"] == "snapshots are off: not enough memory; the reason"
+
+
+def test_snapshots_without_memory_for_backups_have_none(make_run: MakeRun) -> None:
+    assert make_run().snapshots.backups
+    reduced = make_run(snapshots=Choice("without backups", "the reason", (Rejected("on", "not enough"),)))
+    assert not reduced.snapshots.backups
+    assert reduced.run._limits.can_grow

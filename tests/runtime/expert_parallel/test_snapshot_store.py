@@ -74,6 +74,10 @@ def test_snapshots_outlive_their_hosts(pool: IdlePool) -> None:
     assert (store.step, store.references()) == (-1, ())
     pool.advance("put", 1, 0, 1)
     collect_until(store, lambda: store.step == 1)
+    (cost,) = store.take_costs()
+    assert cost.stall_s == 0.25, "the slowest host's"
+    assert cost.transfer_s > 1e9, "since it was taken, which these hosts date to 1970"
+    assert store.take_costs() == []
     pool.advance("put", 2, 0)
     collect_until(store, lambda: bool(store._incoming))
     assert store.step == 1, "the set of step 2 is not complete"
@@ -129,6 +133,18 @@ def test_a_backup_replaces_a_snapshot_on_a_dead_node(pool: IdlePool) -> None:
     assert contents(references) == expected(0, 2)
     pool.stop(0)
     assert store.references() == (), "the backup is lost too"
+
+
+def test_a_node_without_memory_for_backups_gets_none(pool: IdlePool) -> None:
+    pool.node_ids = (pool.node_ids[0], "another node")
+    pool.start(0, 1)
+    pool.join(0, 0, 1)
+    store = SnapshotStore(pool, print, backups=False)  # pyright: ignore[reportArgumentType]
+    store.follow(0, (0, 1))
+    pool.advance("put", 1, 0, 1)
+    collect_until(store, lambda: store.step == 1)
+    assert store._complete is not None
+    assert store._complete[1].backup_calls == {}
 
 
 @ray.remote(num_cpus=0, max_retries=0)

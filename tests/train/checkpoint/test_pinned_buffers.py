@@ -36,7 +36,9 @@ def make_snapshots(every: int, buffers: PinnedBuffers) -> Snapshots:
     model = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = TrainState(model, optimizer, Precision("fp32", CPU))
-    return Snapshots(every, state, World.single_process(), SnapshotTarget(CopyingSink(), buffers, 0))
+    snapshots = Snapshots(state, World.single_process(), SnapshotTarget(CopyingSink(), buffers, 0))
+    snapshots.every = every
+    return snapshots
 
 
 def test_a_thread_allocates_both_buffers_once(allocations: list[tuple[int, str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,9 @@ def make_snapshots(
     every: int, state: TrainState, sink: SnapshotSink, world: World | None = None
 ) -> Snapshots:
     target = SnapshotTarget(sink, PinnedBuffers(CPU), 0)
-    return Snapshots(every, state, world or World.single_process(), target)
+    snapshots = Snapshots(state, world or World.single_process(), target)
+    snapshots.every = every
+    return snapshots
 
 
 def fill_weights(model: nn.Module, value: float) -> None:
@@ -67,11 +70,42 @@ def weight_in(snapshot: HostSnapshot) -> float:
     return values[0]
 
 
+def steps_taken(snapshots: Snapshots, steps: Iterable[int]) -> list[int]:
+    """Take the snapshots that are due. Return their steps."""
+    taken: list[int] = []
+    for step in steps:
+        if snapshots.due(step):
+            snapshots.take(Progress(step=step))
+            taken.append(step)
+    return taken
+
+
 def test_snapshots_are_due_every_few_steps(state: TrainState) -> None:
+    assert steps_taken(make_snapshots(4, state, CopyingSink()), range(1, 13)) == [4, 8, 12]
+    assert steps_taken(make_snapshots(0, state, CopyingSink()), range(13)) == []
+
+
+def test_the_interval_counts_from_the_last_snapshot(state: TrainState) -> None:
+    """A new interval may change it, and a host that resumes begins with the state of its snapshot."""
     snapshots = make_snapshots(4, state, CopyingSink())
-    assert [step for step in range(1, 13) if snapshots.due(step)] == [4, 8, 12]
-    never = make_snapshots(0, state, CopyingSink())
-    assert not any(never.due(step) for step in range(13))
+    assert steps_taken(snapshots, range(1, 7)) == [4]
+    snapshots.every = 5
+    assert steps_taken(snapshots, range(7, 21)) == [9, 14, 19]
+    snapshots.every = 2
+    assert steps_taken(snapshots, range(21, 25)) == [21, 23]
+    target = SnapshotTarget(CopyingSink(), PinnedBuffers(CPU), 0)
+    resumed = Snapshots(state, World.single_process(), target, first_step=23)
+    resumed.every = 4
+    assert steps_taken(resumed, range(24, 33)) == [27, 31]
+
+
+def test_a_snapshot_says_when_it_was_taken_and_how_long_it_stalled(state: TrainState) -> None:
+    sink = CopyingSink()
+    before = time.time()
+    make_snapshots(1, state, sink).take(Progress(step=1))
+    header = sink.snapshots[0][0]
+    assert before <= header.taken_at <= time.time()
+    assert 0.0 < header.stall_s <= time.time() - before + 0.1
 
 
 def test_a_step_is_copied_once(state: TrainState) -> None:
@@ -153,7 +187,7 @@ def test_growing_state_gets_larger_buffers(state: TrainState) -> None:
     optimizer = torch.optim.AdamW(state.model.parameters())
     sink = CopyingSink()
     snapshots = make_snapshots(1, replace(state, optimizer=optimizer), sink)
-    for step in range(3):
+    for step in range(1, 4):
         snapshots.take(Progress(step=step))
         for parameter in state.model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -1,0 +1,93 @@
+"""Whether the memory of a node holds the snapshots of its hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import ResourceError
+from orchestrator.plan.inventory.cluster import Cluster, Node
+from orchestrator.plan.planning import plan
+from orchestrator.plan.snapshots import NodeMemory, SnapshotMemory, choose_snapshots, snapshot_memory
+from orchestrator.types import GIB, Choice
+from tests.support.inventories import machine, model
+
+NEEDED = SnapshotMemory(buffers=10 * GIB, object_store=10 * GIB, backups=10 * GIB)
+
+
+def choose(node: NodeMemory, **settings: Any) -> Choice[str]:
+    return choose_snapshots(Config.of(**settings), None, NEEDED, node)
+
+
+def test_a_node_keeps_its_experts_and_the_dense_part_once() -> None:
+    """Seven experts on three hosts: the largest host has three of them."""
+    facts = model(parameters=100 + 70, trainable=170, expert_parameters=70, experts=7)
+    one_set = 12 * (2 * 30 + 100)
+    assert snapshot_memory(facts, 3, 2) == SnapshotMemory(2 * one_set, 2 * one_set, 2 * one_set)
+    one_node = snapshot_memory(facts, 3, 3)
+    assert one_node.backups == 0, "there is no other node"
+    frozen = model(parameters=170, trainable=0, expert_parameters=70, experts=7)
+    assert snapshot_memory(frozen, 3, 2).buffers == 2 * 4 * 160, "frozen weights have no moments"
+
+
+def test_snapshots_that_fit_name_their_memory() -> None:
+    choice = choose(NodeMemory(free=100 * GIB, object_store=30 * GIB))
+    assert choice.value == "on"
+    assert "30.0 GiB" in choice.reason
+    assert not choice.rejected
+
+
+@pytest.mark.parametrize(
+    ("node", "value", "shortage"),
+    [
+        (NodeMemory(29 * GIB, 0, 30 * GIB), "without backups", "30.0 GiB of a node's memory, of which 29.0"),
+        (NodeMemory(19 * GIB, 0, 30 * GIB), "off", "20.0 GiB of a node's memory, of which 19.0 GiB"),
+        (NodeMemory(100 * GIB, 81 * GIB, 30 * GIB), "off", "of which 19.0 GiB is free"),
+        (NodeMemory(900 * GIB, 0, 9 * GIB), "off", "10.0 GiB of Ray's object store, which has 9.0 GiB"),
+        (NodeMemory(32 * GIB), "off", "Ray's object store, which has 9.6 GiB"),
+    ],
+    ids=["backups", "memory", "training", "object store", "object store of the default size"],
+)
+def test_snapshots_are_reduced_with_a_reason(node: NodeMemory, value: str, shortage: str) -> None:
+    choice = choose(node)
+    assert choice.value == value
+    assert "since the last checkpoint" in choice.reason
+    (rejected,) = choice.rejected
+    assert rejected.option == "on"
+    assert shortage in rejected.why
+
+
+def test_an_interval_that_was_set_is_refused_instead() -> None:
+    node = NodeMemory(900 * GIB, 0, 9 * GIB)
+    with pytest.raises(ResourceError, match=r"--snapshot-every 10: .*has 9\.0 GiB.* --snapshot-every 0"):
+        choose(node, snapshot_every=10)
+    without_backups = NodeMemory(29 * GIB, 0, 30 * GIB)
+    assert choose(without_backups, snapshot_every=10).value == "without backups"
+
+
+def test_snapshots_that_are_not_wanted_or_not_used_are_off() -> None:
+    node = NodeMemory(100 * GIB)
+    assert "--snapshot-every 0" in choose(node, snapshot_every=0).reason
+    no_recovery = choose(node, max_failures=0)
+    assert (no_recovery.value, no_recovery.rejected) == ("off", ())
+    assert choose(node, max_failures=0, snapshot_every=5).value == "on"
+    unused = choose_snapshots(Config.of(snapshot_every=5), "not used: no experts", NEEDED, node)
+    assert (unused.value, unused.reason) == ("off", "not used: no experts, instead of --snapshot-every 5")
+
+
+def test_the_plan_takes_the_smallest_object_store_of_the_cluster() -> None:
+    facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, experts=8, moe_layers=1)
+    config = Config.of(parallel_strategy="expert_parallel", workers=2, gpu_mode="cpu")
+    inventory = machine(ram_free=900 * GIB)
+
+    def planned(*stores: int) -> Choice[str]:
+        nodes = tuple(Node(f"10.0.0.{number}", 8, 0, 8, store) for number, store in enumerate(stores))
+        return plan(config, inventory, facts, cluster=Cluster(nodes, joined=True)).snapshots
+
+    assert planned(100 * GIB, 100 * GIB).value == "on"
+    assert planned(100 * GIB, 1 * GIB).value == "off"
+    assert plan(Config.of(), machine(), facts).snapshots.value == "off", (
+        "one process recovers from checkpoints"
+    )
