@@ -101,7 +101,7 @@ class _Meeting:
 
 
 class _Done:
-    def wait(self) -> None: ...
+    def wait(self, timeout: timedelta) -> None: ...
 
 
 class ThreadBackend:
@@ -158,6 +158,8 @@ def _meeting_in_memory(size: int, all_counts: list[HostCounts]) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_module, "_new_backend", new_backend)
+        # The groups count as gloo's, whose collectives the host waits for.
+        patch.setattr(group_module, "ProcessGroupGloo", ThreadBackend)
         yield
 
 

@@ -73,3 +73,9 @@ def test_markup_in_a_message_stays_text(tmp_path):
     text = timeline_list(events_record(tmp_path, [{"event": "warning", "message": "<img src=x>"}]))
     assert "&lt;img src=x&gt;" in text
     assert timeline_list(events_record(tmp_path / "none", [])) == ""
+
+
+def test_an_interval_of_snapshots_is_shown_with_its_reason(tmp_path):
+    event = {"event": "snapshot_interval", "step": 25, "every": 50, "reason": "2% of the time"}
+    (row,) = timeline_rows(events_record(tmp_path / "a", [event]))
+    assert (row.kind, row.step, row.text) == ("snapshots", 25, "every 50 steps: 2% of the time")

@@ -65,10 +65,11 @@ def test_a_segment_granted_beyond_the_end_of_the_run_reports_the_end_again() -> 
         progress.step = min(5, progress.step + steps)
         return SimpleNamespace(status="completed") if progress.step == 5 else None
 
-    run: Any = SimpleNamespace(
-        advance=advance, loop=SimpleNamespace(progress=progress), prepared=SimpleNamespace(hidden=())
-    )
+    intervals: list[int] = []
+    loop = SimpleNamespace(progress=progress, set_snapshot_interval=intervals.append)
+    run: Any = SimpleNamespace(advance=advance, loop=loop, prepared=SimpleNamespace(hidden=()))
     worker = HostWorker(run)
-    results = [worker.advance(Segment(3)) for _ in range(4)]
+    results = [worker.advance(Segment(3, snapshot_every=every)) for every in (7, 8, 9, 10)]
     assert [result.step for result in results] == [3, 5, 5, 5]
     assert [result.status for result in results] == [None, *["completed"] * 3]
+    assert intervals == [7, 8], "each segment sets the interval of the snapshots"

@@ -167,13 +167,13 @@ def test_a_host_whose_last_snapshot_is_not_fetched_yet_counts_as_waiting(state: 
     snapshots.take(Progress(step=1))
     thread = threading.Thread(target=snapshots.take, args=(Progress(step=2),))
     thread.start()
-    while not membership.waiting:
+    while not membership.observe().waiting:
         assert thread.is_alive(), "the second snapshot was taken without waiting"
         time.sleep(0.001)
-    waits_before = membership.completed_waits
+    waits_before = membership.observe().num_completed
     outbox.fetch()
     thread.join()
-    assert (membership.waiting, membership.completed_waits) == (False, waits_before + 1)
+    assert membership.observe() == (waits_before + 1, False)
     assert outbox.fetch()[0].step == 2
 
 
