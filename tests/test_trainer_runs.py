@@ -62,7 +62,7 @@ def test_an_error_in_a_loader_process_is_reported_like_any_other(tmp_path: Path)
 def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from orchestrator.train.checkpoint import store
 
-    write_checkpoint = store.write_checkpoint
+    write_manifest = store.write_manifest
     num_calls = 0
 
     def fail_once(*arguments: Any) -> None:
@@ -70,9 +70,9 @@ def test_a_full_disk_is_a_warning_until_the_end(tmp_path: Path, monkeypatch: pyt
         num_calls += 1
         if num_calls == 1:
             raise OSError(28, "No space left on device")
-        write_checkpoint(*arguments)
+        write_manifest(*arguments)
 
-    monkeypatch.setattr(store, "write_checkpoint", fail_once)
+    monkeypatch.setattr(store, "write_manifest", fail_once)
     result = trainer(settings(tmp_path, epochs=2)).fit()
     assert result.status == "completed"
     (warning,) = of_kind(events_of(tmp_path), "warning")

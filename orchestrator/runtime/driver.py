@@ -41,11 +41,12 @@ from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Resta
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
 from orchestrator.tasks.load import loads_by_name
 from orchestrator.tasks.validate import build_checked_model
+from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.prepared_run import PreparedRun
-from orchestrator.train.worker.resume import ResumeFrom, find_checkpoint
+from orchestrator.train.worker.resume import ResumeFrom, find_candidates
 from orchestrator.train.worker.run import record_failure
 
 _POLL_SECONDS = 0.1
@@ -273,11 +274,13 @@ def trained_model(prepared: PreparedRun, run_dir: Path) -> nn.Module:
     """Return the model with the weights of the last checkpoint."""
     model = build_checked_model(prepared.task)
     store = CheckpointStore(run_dir / "checkpoints", repair=False)
-    checkpoint, _ = store.newest_good()
+    weights = frozenset({"model"})
+    checkpoint, _ = store.newest_good(weights)
     resume = prepared.resolved.config.checkpoint.resume
     if checkpoint is None and resume not in (None, "auto"):
         # The run was resumed from another run that had no step left to do.
-        checkpoint, _ = find_checkpoint(str(resume), store)
+        candidates = find_candidates(str(resume), store)
+        checkpoint, _ = candidates.first_good(lambda path: load(path, kinds=weights))
     if checkpoint is None:
         raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
     _, contents = checkpoint

@@ -71,7 +71,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/strategies/fsdp.py": (_STEP_FP16,),
     "orchestrator/train/strategies/placement_file.py": ("strategies/test_placement.py",),
     "orchestrator/train/checkpoint/state.py": ("test_snapshots.py", "test_snapshot_resume.py"),
-    "orchestrator/train/checkpoint/capture.py": ("test_snapshots.py", "test_snapshot_resume.py"),
+    "orchestrator/train/checkpoint/capture.py": ("test_capture.py", "test_snapshot_resume.py"),
     "orchestrator/train/checkpoint/restore.py": ("test_snapshots.py", "test_snapshot_resume.py"),
     "orchestrator/plan/schedule.py": ("test_planning.py",),
     "orchestrator/plan/cost/devices.py": ("cost/test_scaling.py",),

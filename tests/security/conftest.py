@@ -31,7 +31,7 @@ def scene(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(trained_run, scene.folder)
     # Drawing the pictures takes most of the time of a short run.
     monkeypatch.setattr("orchestrator.report.run.page.draw_all", lambda *_: [])
-    shutil.copy(scene.newest / "model.safetensors", scene.outside)
+    shutil.copy(scene.newest / "model_00000.safetensors", scene.outside)
     before = hashes_outside(tmp_path)
     with recorded_changes() as changed:
         yield scene

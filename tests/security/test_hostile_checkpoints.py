@@ -62,8 +62,8 @@ def manifest(change: Callable[[dict[str, Any]], Any]) -> Spoil:
 
 
 def _link_member(scene: Scene) -> None:
-    (scene.newest / "model.safetensors").unlink()
-    (scene.newest / "model.safetensors").symlink_to(scene.outside)
+    (scene.newest / "model_00000.safetensors").unlink()
+    (scene.newest / "model_00000.safetensors").symlink_to(scene.outside)
 
 
 def pipe_for(name: str) -> Spoil:
@@ -89,47 +89,75 @@ OVERLAP = {
     for name, start in (("a", 0), ("b", 4))
 }
 SKIPPED: dict[str, Spoil] = {
-    "a pickle for tensors": member("model.safetensors", lambda scene: pickled(scene.canary)),
+    "a pickle for tensors": member("model_00000.safetensors", lambda scene: pickled(scene.canary)),
     "a pickle for the state": member("state.json", lambda scene: pickled(scene.canary)),
-    "a huge header length": member("model.safetensors", lambda _: tensors_file(b"{}", length=2**62)),
-    "overlapping tensors": member("model.safetensors", lambda _: tensors_file(OVERLAP, b"\0" * 12)),
+    "a huge header length": member("model_00000.safetensors", lambda _: tensors_file(b"{}", length=2**62)),
+    "overlapping tensors": member("model_00000.safetensors", lambda _: tensors_file(OVERLAP, b"\0" * 12)),
     "a huge tensor": member(
-        "model.safetensors",
+        "model_00000.safetensors",
         lambda _: tensors_file(
             {"a": {"dtype": "F32", "shape": [2**40] * 2, "data_offsets": [0, 8]}}, b"\0" * 8
         ),
     ),
     "a path to the parent folder": manifest(
-        lambda m: m["files"].update({"../x": m["files"].pop("model.safetensors")})
+        lambda m: m["files"].update({"../x": m["files"].pop("model_00000.safetensors")})
     ),
     "a name that is a folder": manifest(
-        lambda m: m["files"].update({"..": m["files"].pop("model.safetensors")})
+        lambda m: m["files"].update({"..": m["files"].pop("model_00000.safetensors")})
     ),
     "an absolute path": manifest(
-        lambda m: m["files"].update({"/etc/passwd": m["files"].pop("model.safetensors")})
+        lambda m: m["files"].update({"/etc/passwd": m["files"].pop("model_00000.safetensors")})
     ),
     "a name with a zero": manifest(
-        lambda m: m["files"].update({"a\0b": m["files"].pop("model.safetensors")})
+        lambda m: m["files"].update({"a\0b": m["files"].pop("model_00000.safetensors")})
     ),
     "a very long name": manifest(
-        lambda m: m["files"].update({"x" * 5000: m["files"].pop("model.safetensors")})
+        lambda m: m["files"].update({"x" * 5000: m["files"].pop("model_00000.safetensors")})
     ),
-    "a huge size": manifest(lambda m: m["files"]["model.safetensors"].update(bytes=10**30)),
-    "wrong types": manifest(lambda m: m["files"].update({"model.safetensors": {"bytes": [], "sha256": {}}})),
+    "a huge piece": manifest(lambda m: m["files"]["model_00000.safetensors"][0].__setitem__(0, 10**30)),
+    "a negative piece": manifest(lambda m: m["files"]["model_00000.safetensors"][0].__setitem__(0, -8)),
+    "a piece that is a fraction": manifest(lambda m: m["files"]["state.json"][0].__setitem__(0, 1.5)),
+    "too many pieces": manifest(lambda m: m["files"]["state.json"].extend([[1, "0" * 64]] * 10**4)),
+    "a hash that is no hash": manifest(lambda m: m["files"]["state.json"][0].__setitem__(1, "x")),
+    "wrong types": manifest(
+        lambda m: m["files"].update({"model_00000.safetensors": {"bytes": [], "sha256": {}}})
+    ),
+    "a tensor in two files": lambda scene: (
+        shutil.copy(scene.newest / "model_00000.safetensors", scene.newest / "model_00001.safetensors"),
+        reseal(scene.newest),
+    ),
+    "a file that no run writes": member("model_1.safetensors", lambda _: tensors_file({})),
+    "values that are a list": member("values_00001.json", lambda _: b"[1]"),
+    "a shape with a fraction": member(
+        "model_00000.safetensors",
+        lambda _: tensors_file({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, b"\0" * 8),
+    ),
+    "a gap between tensors": member(
+        "model_00000.safetensors",
+        lambda _: tensors_file({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8),
+    ),
+    "bytes of no tensor": member("model_00000.safetensors", lambda _: tensors_file({}, b"\0" * 8)),
+    "an empty file": member("model_00000.safetensors", lambda _: b""),
+    "an empty tensor of huge sizes": member(
+        "model_00000.safetensors",
+        lambda _: tensors_file({"a": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}),
+    ),
     "no format": manifest(lambda m: m.pop("format")),
     "a deeply nested manifest": lambda scene: (scene.newest / "manifest.json").write_text(DEEP),
     "a deeply nested state": member("state.json", lambda _: DEEP.encode()),
     "a state that is a list": member("state.json", lambda _: b"[]"),
     "a link for a member": _link_member,
-    "a pipe for a member": pipe_for("model.safetensors"),
+    "a pipe for a member": pipe_for("model_00000.safetensors"),
     "a pipe for the manifest": pipe_for("manifest.json"),
     "a link for the manifest": _link_manifest,
-    "a very long manifest": lambda scene: (scene.newest / "manifest.json").write_bytes(b" " * 2**24 + b"{}"),
-    "a deeply nested header": member("model.safetensors", lambda _: tensors_file(b'{"a":' + b"[" * 10**6)),
-    "a header that is a list": member("model.safetensors", lambda _: tensors_file(b"[]")),
-    "a tensor of negative size": member("optimizer.safetensors", lambda _: negative_size("exp_avg/a")),
+    "a very long manifest": lambda scene: (scene.newest / "manifest.json").write_bytes(b" " * 2**27 + b"{}"),
+    "a deeply nested header": member(
+        "model_00000.safetensors", lambda _: tensors_file(b'{"a":' + b"[" * 10**6)
+    ),
+    "a header that is a list": member("model_00000.safetensors", lambda _: tensors_file(b"[]")),
+    "a tensor of negative size": member("optimizer_00000.safetensors", lambda _: negative_size("exp_avg/a")),
     "an unknown dtype": member(
-        "model.safetensors",
+        "model_00000.safetensors",
         lambda _: tensors_file({"a": {"dtype": "object", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8),
     ),
     "a member that is a folder": lambda scene: (
@@ -142,7 +170,7 @@ SKIPPED: dict[str, Spoil] = {
 def test_names_of_tensors_are_not_paths(scene: Scene) -> None:
     """A tensor may have any name; no file of that name is written."""
     header = {"../../../canary": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-    member("model.safetensors", lambda _: tensors_file(header, b"\0" * 8))(scene)
+    member("model_00000.safetensors", lambda _: tensors_file(header, b"\0" * 8))(scene)
     code, output = resume(scene)
     assert code == 2, output
     assert "the checkpoint has no" in output
@@ -189,28 +217,28 @@ REFUSED: dict[str, Spoil] = {
     ),
     "an optimizer of the wrong type": state(lambda s: s.update(optimizer=7)),
     "an optimizer of another model": state(lambda s: s["optimizer"].update(values={"lr/nothing": 3})),
-    "no weights": lambda scene: ((scene.newest / "model.safetensors").unlink(), reseal(scene.newest)),
+    "no weights": lambda scene: ((scene.newest / "model_00000.safetensors").unlink(), reseal(scene.newest)),
     "an expert of another size": tensors(
-        "model.safetensors", lambda t: t.update({first_ending_with(t, ".0.up"): torch.zeros(3, 3)})
+        "model_00000.safetensors", lambda t: t.update({first_ending_with(t, ".0.up"): torch.zeros(3, 3)})
     ),
     "moments of another shape": tensors(
-        "optimizer.safetensors", every("exp_avg", lambda tensor: tensor[..., :1].clone())
+        "optimizer_00000.safetensors", every("exp_avg", lambda tensor: tensor[..., :1].clone())
     ),
     "moments of another dtype": tensors(
-        "optimizer.safetensors", every("exp_avg_sq", lambda tensor: tensor.to(torch.int8))
+        "optimizer_00000.safetensors", every("exp_avg_sq", lambda tensor: tensor.to(torch.int8))
     ),
     "moments of one expert of another shape": tensors(
-        "optimizer.safetensors", lambda t: t.update({first_ending_with(t, ".0.up"): torch.zeros(2)})
+        "optimizer_00000.safetensors", lambda t: t.update({first_ending_with(t, ".0.up"): torch.zeros(2)})
     ),
-    "no moments": tensors("optimizer.safetensors", every("exp_avg", lambda _: None)),
+    "no moments": tensors("optimizer_00000.safetensors", every("exp_avg", lambda _: None)),
     "moments of one parameter missing": tensors(
-        "optimizer.safetensors", lambda t: {key: t[key] for key in t if key != MOMENT}
+        "optimizer_00000.safetensors", lambda t: {key: t[key] for key in t if key != MOMENT}
     ),
     "step counters that are matrices": tensors(
-        "optimizer.safetensors", every("step", lambda _: torch.zeros(2, 2))
+        "optimizer_00000.safetensors", every("step", lambda _: torch.zeros(2, 2))
     ),
     "unknown moments": tensors(
-        "optimizer.safetensors", lambda t: t.update({f"x{key}": t[key].clone() for key in list(t)})
+        "optimizer_00000.safetensors", lambda t: t.update({f"x{key}": t[key].clone() for key in list(t)})
     ),
     "a text for a moment": state(lambda s: s["optimizer"]["values"].update({MOMENT: "x"})),
     "a list for a moment": state(lambda s: s["optimizer"]["values"].update({MOMENT: [1, 2]})),

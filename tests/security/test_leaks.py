@@ -22,18 +22,19 @@ from orchestrator.config.settings import Config
 from orchestrator.config.writer import dump
 from orchestrator.record.events import EventLog, read_events
 from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, read_sweep_record
+from orchestrator.record.log import SilentLog
 from orchestrator.record.log_copy import copy_masked
 from orchestrator.record.screen import Screen
 from orchestrator.redaction import (
     MASK,
     secrets_of,
 )
-from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents, load
+from orchestrator.train.checkpoint.files import Contents, load, step_name
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.plan_file import read_earlier_plan, write_config_and_plan
@@ -137,9 +138,11 @@ def train_state() -> TrainState:
 
 
 def save_and_load(folder: Path, state: TrainState, progress: Progress) -> Contents:
-    contents = capture(state, progress, World.single_process())
-    assert contents is not None
-    return load(CheckpointStore(folder).save(progress.step, contents))
+    writer = CheckpointWriter(CheckpointStore(folder), state, World.single_process(), SilentLog())
+    writer.save(progress)
+    writer.finish()
+    writer.close()
+    return load(folder / step_name(progress.step))
 
 
 def test_a_checkpoint_holds_no_secret(

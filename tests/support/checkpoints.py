@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.files import Contents, HostPart, write_part
+from orchestrator.train.checkpoint.store import CheckpointStore
 
 DAMAGE_KINDS = ("flip", "truncate", "missing", "swap")
 
@@ -19,6 +20,17 @@ def small_contents(step: int) -> Contents:
         "optimizer": {"exp_avg/w": torch.full((3,), step)},
     }
     return Contents(tensors, {"progress": {"step": step}, "text": "x" * 300})
+
+
+def save_checkpoint(store: CheckpointStore, step: int, contents: Contents) -> Path:
+    """Write and publish a checkpoint as one host."""
+    folder = store.begin(step)
+    try:
+        files = write_part(folder, 0, HostPart(contents.tensors, state=contents.state))
+        return store.publish(folder, step, files)
+    except OSError:
+        store.discard(folder)
+        raise
 
 
 def damage(folder: Path, other: Path, generator: random.Random) -> tuple[str, str]:

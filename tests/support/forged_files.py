@@ -44,8 +44,8 @@ def laughs(levels: int = 12) -> str:
 def reseal(checkpoint: Path, change: Change | None = None) -> None:
     """Write a manifest that fits the files as they are; ``change`` may edit it before it is signed."""
     members = sorted(path for path in checkpoint.iterdir() if path.name != "manifest.json")
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in members}
-    manifest: dict[str, Any] = {"format": 1, "step": int(checkpoint.name.rpartition("_")[2]), "files": files}
+    files = {path.name: [[path.stat().st_size, _sha256(path)]] for path in members}
+    manifest: dict[str, Any] = {"format": 2, "step": int(checkpoint.name.rpartition("_")[2]), "files": files}
     if change is not None:
         change(manifest)
     manifest["digest"] = hashlib.sha256(_encoded(manifest)).hexdigest()

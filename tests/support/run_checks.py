@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.train.checkpoint.files import KINDS, load
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import RayCluster, connected
 from tests.support.fault_injector import is_alive
@@ -69,13 +69,15 @@ def check_weights(run_dir: Path, calm: Path) -> list[str]:
     if checkpoint.name != calm_checkpoint.name:
         return [f"the last checkpoint is {checkpoint.name}, undisturbed {calm_checkpoint.name}"]
     problems: list[str] = []
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        tensors = load_file(checkpoint / file)
-        calm_tensors = load_file(calm_checkpoint / file)
-        problems += [f"{file}: {name} is in one only" for name in sorted(set(tensors) ^ set(calm_tensors))]
+    contents = load(checkpoint)
+    calm_contents = load(calm_checkpoint)
+    for kind in sorted(KINDS):
+        tensors = contents.tensors[kind]
+        calm_tensors = calm_contents.tensors[kind]
+        problems += [f"{kind}: {name} is in one only" for name in sorted(set(tensors) ^ set(calm_tensors))]
         for name in sorted(set(tensors) & set(calm_tensors)):
             if _content(tensors[name]) != _content(calm_tensors[name]):
-                problems.append(f"{file}: {name} differs")
+                problems.append(f"{kind}: {name} differs")
     return problems
 
 

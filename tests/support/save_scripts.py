@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from orchestrator.train.checkpoint.files import Contents
@@ -19,6 +18,8 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
+from tests.support.checkpoints import save_checkpoint
+from tests.support.save_hosts import RecordingLog, SaveHost, make_hosts, run_hosts
 
 KEEP = 2
 Acknowledge = Callable[[int | None], None]
@@ -71,8 +72,8 @@ def _save(
     number: int = 1,
 ) -> None:
     try:
-        store.save(step, contents(step, number))
-    except (OSError, SafetensorError):
+        save_checkpoint(store, step, contents(step, number))
+    except OSError:
         acknowledge(None)
         return
     acknowledge(step)
@@ -89,6 +90,8 @@ SAVES: tuple[tuple[int, int | None], ...] = (
     (40, 30),
 )
 """The step and the best step at each save."""
+HOST_SAVES: tuple[tuple[int, int | None], ...] = ((10, None), (20, 10), (20, 10))
+"""The same for three hosts, each of which has files of its own to write."""
 
 
 def _retained(saves: tuple[tuple[int, int | None], ...]) -> tuple[Steps, ...]:
@@ -108,30 +111,39 @@ def save_with_store(folder: Path, acknowledge: Acknowledge) -> None:
         _save(store, step, best, acknowledge, number)
 
 
-class _AcknowledgingLog:
-    """A log whose ``checkpoint`` events acknowledge the saves."""
+def _acknowledging_log(acknowledge: Acknowledge) -> RecordingLog:
+    """Return a log whose ``checkpoint`` events acknowledge the saves."""
 
-    def __init__(self, acknowledge: Acknowledge) -> None:
-        self._acknowledge = acknowledge
+    def write(event: str, **fields: Any) -> None:
+        acknowledge(fields["step"] if event == "checkpoint" else None)
 
-    def write(self, event: str, **fields: Any) -> None:
-        self._acknowledge(fields["step"] if event == "checkpoint" else None)
-
-    def write_all(self, events: Any) -> None:
-        raise AssertionError(events)
-
-    def close(self) -> None: ...
+    return RecordingLog(write)
 
 
 def save_with_writer(folder: Path, acknowledge: Acknowledge) -> None:
     """Save as a run does: copied by the loop, written by a thread, acknowledged by an event."""
     store = CheckpointStore(checkpoints(folder), keep=KEEP)
     state = TrainState(_MODEL, _OPTIMIZER, Precision("fp32", torch.device("cpu")))
-    writer = CheckpointWriter(store, state, World.single_process(), _AcknowledgingLog(acknowledge))
+    writer = CheckpointWriter(store, state, World.single_process(), _acknowledging_log(acknowledge))
     for number, (step, best) in enumerate(SAVES, 1):
         writer.save(Progress(step=step, best_step=best, samples=number))
     writer.finish()
     writer.close()
+
+
+def save_with_hosts(folder: Path, acknowledge: Acknowledge) -> None:
+    """Save as three hosts do, each from threads of its own. All of them are killed at once."""
+    hosts = make_hosts(3, checkpoints(folder), KEEP)
+    hosts[0].log = _acknowledging_log(acknowledge)
+
+    def save_all(host: SaveHost) -> None:
+        writer = host.open_writer()
+        for number, (step, best) in enumerate(HOST_SAVES, 1):
+            writer.save(Progress(step=step, best_step=best, samples=number))
+        writer.finish()
+        writer.close()
+
+    assert run_hosts(hosts, save_all) == [None] * len(hosts)
 
 
 # Made before the fork: the first optimizer of a process takes long.
@@ -145,7 +157,7 @@ _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), momentum=0.9)
 def _three_checkpoints(folder: Path) -> CheckpointStore:
     store = CheckpointStore(checkpoints(folder), keep=3)
     for step in (10, 20, 30):
-        store.save(step, contents(step))
+        save_checkpoint(store, step, contents(step))
     return store
 
 
@@ -157,7 +169,7 @@ def _remains_of_killed_saves(folder: Path) -> None:
     (path / "step_00000030").rename(path / ".replaced_step_00000030")
     for name in (
         ".replaced_step_00000020",
-        ".writing_step_00000040",
+        ".writing_step_00000040_0123abcd",
         ".removing_step_00000010",
     ):
         shutil.copytree(path / "step_00000020", path / name)
@@ -191,6 +203,13 @@ _NUMBERED_SAVES = tuple((step, number) for number, (step, _) in enumerate(SAVES,
 SCRIPTS = (
     SaveScript("save_with_store", _retained(SAVES), Path.mkdir, best=30, saves=_NUMBERED_SAVES),
     SaveScript("save_with_writer", _retained(SAVES), Path.mkdir, best=30, saves=_NUMBERED_SAVES),
+    SaveScript(
+        "save_with_hosts",
+        _retained(HOST_SAVES),
+        Path.mkdir,
+        best=10,
+        saves=tuple((step, number) for number, (step, _) in enumerate(HOST_SAVES, 1)),
+    ),
     SaveScript(
         "repair_and_save",
         _steps({20, 30}, {20, 30}, {20, 30}, {30, 40}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence, Set
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from experts.membership import GroupMembership
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.files import Contents, HostPart, load, write_manifest, write_part
+from orchestrator.train.checkpoint.hashed_file import Hashes
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshot_format import (
@@ -50,8 +53,8 @@ HostSnapshot = tuple[SnapshotHeader, Bytes, Bytes]
 """The header, the bytes of the experts, and those of the dense part."""
 HostSnapshots = Sequence[HostSnapshot]
 """One snapshot of each host, all of the same step."""
-HostResult = tuple[HostSnapshot, Contents | None]
-"""A host's snapshot, and on the main host the checkpoint of the same step."""
+HostResult = tuple[HostSnapshot, HostPart]
+"""A host's snapshot, and its part of the checkpoint of the same step."""
 
 
 class CopyingSink:
@@ -122,7 +125,22 @@ def snapshot_and_checkpoint(state: TrainState, world: World) -> HostResult:
     sink = CopyingSink()
     target = SnapshotTarget(sink, PinnedBuffers(CPU), GENERATION)
     Snapshots(state, world, target).take(PROGRESS)
-    return sink.snapshots[0], capture(state, PROGRESS, world)
+    return sink.snapshots[0], capture(state, PROGRESS, world, PinnedBuffers(CPU)).part
+
+
+def captured_contents(state: TrainState, progress: Progress) -> Contents:
+    """Return the checkpoint of one process, as it is read from disk."""
+    return merge_parts([capture(state, progress, World.single_process(), PinnedBuffers(CPU)).part])
+
+
+def merge_parts(parts: Sequence[HostPart]) -> Contents:
+    """Return what one process reads of a checkpoint that several hosts have written."""
+    with TemporaryDirectory() as folder:
+        files: dict[str, Hashes] = {}
+        for rank, part in enumerate(parts):
+            files |= write_part(Path(folder), rank, part)
+        write_manifest(Path(folder), 4, files)
+        return load(Path(folder))
 
 
 def train_and_snapshot(rank: int, size: int, store: str, task: Tiny, host_of: Any) -> HostResult:
@@ -137,7 +155,7 @@ def train_and_snapshot(rank: int, size: int, store: str, task: Tiny, host_of: An
 def take_snapshots(task: Tiny, host_of: Any, size: int = 3) -> tuple[HostSnapshots, Contents]:
     """Train on ``size`` hosts. Return the snapshots of all, and the checkpoint of the same step."""
     results = run_ranks(train_and_snapshot, size, task, host_of)
-    (contents,) = [contents for _, contents in results if contents is not None]
+    contents = merge_parts([part for _, part in results])
     return [snapshot for snapshot, _ in results], contents
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from orchestrator.record.events import Event
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.store import CheckpointStore
 from tests.support import run_checks
+from tests.support.checkpoints import save_checkpoint
 from tests.support.faults import FaultFolder
 
 
@@ -88,12 +90,10 @@ def test_weights_are_compared_bit_by_bit(tmp_path: Path) -> None:
     weight = torch.tensor([1.0, 0.0, float("nan")])
     negative_zero = torch.tensor([1.0, -0.0, float("nan")])
     for name, value in (("a", weight), ("b", weight.clone()), ("c", negative_zero)):
-        folder = tmp_path / name / "checkpoints" / "step_00000004"
-        folder.mkdir(parents=True)
-        save_file({"w": value}, folder / "model.safetensors")
-        save_file({"exp_avg/w": weight}, folder / "optimizer.safetensors")
+        tensors = {"model": {"w": value}, "optimizer": {"exp_avg/w": weight}}
+        save_checkpoint(CheckpointStore(tmp_path / name / "checkpoints"), 4, Contents(tensors, {}))
     assert run_checks.check_weights(tmp_path / "a", tmp_path / "b") == []
-    assert run_checks.check_weights(tmp_path / "a", tmp_path / "c") == ["model.safetensors: w differs"]
+    assert run_checks.check_weights(tmp_path / "a", tmp_path / "c") == ["model: w differs"]
 
 
 @pytest.fixture

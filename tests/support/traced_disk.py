@@ -1,21 +1,20 @@
 """A process's changes below a folder: counted, recorded, and killed or refused at a chosen one.
 
 Python's own operations are seen by replacements of ``os`` functions and ``open``; an audit hook
-ends the process if one slips by. Safetensors writes from Rust, so its operations are repeated
-here in Python."""
+ends the process if one slips by. Several threads may change the disk: they do so in turn."""
 
 from __future__ import annotations
 
 import base64
 import builtins
 import errno
-import importlib
 import io
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +82,7 @@ class TracedDisk:
         self.count = 0
         self.full = False
         self.performing = False
+        self.lock = threading.Lock()
         self.real = {name: getattr(os, name) for name in _REPLACED}
 
     def relative(self, path: Any, dir_fd: int | None = None) -> str | None:
@@ -101,6 +101,10 @@ class TracedDisk:
 
     def perform(self, operation: Operation, action: Callable[[], Any]) -> Any:
         """Perform an operation and record it, or let the fault strike."""
+        with self.lock:
+            return self._perform(operation, action)
+
+    def _perform(self, operation: Operation, action: Callable[[], Any]) -> Any:
         struck = self.fault.kind if self.count == self.fault.at else ""
         self.count += 1
         if struck == "before":
@@ -197,30 +201,6 @@ class TracedDisk:
         writer = io.BufferedWriter(_TracedFile(self, self.open(file, flags, 0o666)))
         return writer if "b" in mode else io.TextIOWrapper(writer, *more, **named)
 
-    def save_tensors(self, tensors: Mapping[str, Any], path: Any) -> None:
-        """Do what safetensors does: create a file of the final size, fill it, rename it.
-
-        Found with ``strace``; a test compares the bytes."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save
-
-        data = save(dict(tensors))
-        half = len(data) // 2
-        temporary = Path(path).with_name(".tmpAbCdEf")
-        try:
-            file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.ftruncate(file, len(data))
-                os.write(file, data[:half])
-                os.write(file, data[half:])
-            finally:
-                os.close(file)
-            os.rename(temporary, path)
-        except OSError as error:
-            if temporary.exists():
-                temporary.unlink()
-            raise SafetensorError(f"Error while serializing: {error}") from None
-
     def install(self) -> None:
         for name in self.real:
             setattr(os, name, getattr(self, name))
@@ -228,8 +208,6 @@ class TracedDisk:
         os.remove = self.unlink
         io.open = self.open_file
         builtins.open = self.open_file
-        files: Any = importlib.import_module("orchestrator.train.checkpoint.files")
-        files.save_file = self.save_tensors
         sys.addaudithook(self.exit_if_untraced)
 
     def exit_if_untraced(self, event: str, details: tuple[Any, ...]) -> None:

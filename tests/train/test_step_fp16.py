@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from orchestrator.train.checkpoint.capture import capture
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
@@ -22,6 +21,7 @@ from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.fsdp import local_part
 from tests.support.planted_faults import step_batches
 from tests.support.ranks import run_ranks
+from tests.support.snapshots import captured_contents
 from tests.support.steppers import assert_gradients_equal, gradients, make_stepper, mean_loss, run_steps
 from tests.support.tiny_model import Tiny
 
@@ -91,8 +91,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_update(kind: str) -> None:
 def test_a_checkpoint_keeps_the_scale_and_the_count_of_good_steps() -> None:
     stepper, feed = make_stepper(TASK, 8, 16, precision="fp16")
     run_with_overflow(stepper, feed, overflow="dense")
-    contents = capture(state_of(stepper), Progress(3), World.single_process())
-    assert contents is not None
+    contents = captured_contents(state_of(stepper), Progress(3))
     resumed, _ = make_stepper(TASK, 8, 16, precision="fp16")
     restore(contents, state_of(resumed))
     assert resumed.precision.state_dict() == {"scale": INITIAL_SCALE / 2, "good_steps": 1.0}

@@ -1,16 +1,25 @@
-"""Copies the state of a run to the main worker's host memory, as the contents of a checkpoint."""
+"""Copies a host's part of the state of a run to host memory, as it goes into a checkpoint.
+
+Each host writes its own experts. Parameters that all hosts hold, and their optimizer state, are
+shared out among the hosts by bytes. No host sends its state to another one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from experts.expert_state import is_expert_parallel, split_experts, stacked_names
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.files import HostPart
+from orchestrator.train.checkpoint.hashed_file import no_progress
+from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import (
     OptimizerState,
@@ -19,68 +28,166 @@ from orchestrator.train.checkpoint.state import (
     optimizer_state,
     plain_state,
 )
+from orchestrator.train.checkpoint.tensor_file import check_dtype
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.fsdp import full_tensor, is_sharded, reshard_all
+from orchestrator.train.strategies.fsdp import full_tensor, reshard_all
+
+_ALIGNMENT_BYTES = 64
 
 Stacked = Mapping[str, list[str]]
 """The names of the experts in each stacked parameter."""
-_Tensors = dict[str, dict[str, Tensor]]
-"""Tensors by kind ("model", "optimizer") and name."""
 
 
-def capture(state: TrainState, progress: Progress, world: World) -> Contents | None:
-    """Return a copy of the state in host memory on the main worker, and None on the others.
+class StateTensor(NamedTuple):
+    """A tensor of the state: its kind ("model", "optimizer"), slot ("" for the model) and name."""
 
-    Where the model is sharded, or its experts live on several hosts, every worker must call it."""
-    experts_on_hosts = is_expert_parallel(state.model)
-    if not world.is_main and not is_sharded(state.model) and not experts_on_hosts:
-        return None
+    kind: str
+    slot: str
+    name: str
+    tensor: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensor with all its shards."""
+        return self.tensor.shape.numel() * self.tensor.itemsize
+
+    @property
+    def key(self) -> str:
+        return self.key_of(self.name)
+
+    def key_of(self, name: str) -> str:
+        """Return the key in a checkpoint of an expert in this tensor."""
+        return f"{self.slot}/{name}" if self.slot else name
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The tensors of the state that this host holds, and which of them it writes."""
+
+    tensors: Sequence[StateTensor]
+    """All of them, in the same order on all workers: a sharded tensor is gathered by all."""
+    own: Set[int]
+    """The indices of the tensors that this host writes."""
+    shared_digest: str
+    """Identifies the tensors that are shared out. It must be the same on all hosts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The host memory that a copy takes."""
+        return sum(_aligned(self.tensors[index].num_bytes) for index in self.own)
+
+
+def host_share(state: TrainState, world: World) -> HostShare:
+    """Return the tensors that this host writes."""
+    optimizer = optimizer_state(state, stacked_names(state.model))
+    stacked = stacked_names(state.model) if is_expert_parallel(state.model) else {}
+    parameters = {name for name, _ in state.model.named_parameters()}
+    tensors = sorted(_state_tensors(state.model, optimizer), key=lambda t: (t.kind, t.name, t.slot))
+    shared = [tensor for tensor in tensors if tensor.name not in stacked]
+    writers = _assign_writers(shared, world.size, parameters)
+    own = {
+        index
+        for index, tensor in enumerate(tensors)
+        if tensor.name in stacked or writers[tensor.kind, tensor.key] == world.rank
+    }
+    described = [(t.kind, t.key, str(t.tensor.dtype), list(t.tensor.shape)) for t in shared]
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    return HostShare(tensors, own, digest)
+
+
+def _state_tensors(model: nn.Module, optimizer: OptimizerState) -> list[StateTensor]:
+    tensors = [StateTensor("model", "", name, tensor) for name, tensor in model_tensors(model).items()]
+    for slot, named in optimizer.slots.items():
+        tensors += [StateTensor("optimizer", slot, name, tensor) for name, tensor in named.items()]
+    return tensors
+
+
+def _assign_writers(
+    shared: Sequence[StateTensor], size: int, parameters: Set[str]
+) -> dict[tuple[str, str], int]:
+    """Return the rank that writes each tensor that all hosts hold, by kind and key.
+
+    The largest come first, each to the host with the fewest bytes so far: the hosts' bytes differ by
+    no more than one tensor. Buffers may differ from host to host, so the main host writes them."""
+    writers: dict[tuple[str, str], int] = {}
+    num_bytes = [0] * size
+    for tensor in sorted(shared, key=lambda t: (-t.num_bytes, t.kind, t.key)):
+        is_buffer = tensor.name not in parameters
+        writer = 0 if is_buffer else num_bytes.index(min(num_bytes))
+        num_bytes[writer] += tensor.num_bytes
+        writers[tensor.kind, tensor.key] = writer
+    return writers
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A copy in host memory of what this host writes, and the digest of what is shared out."""
+
+    part: HostPart
+    shared_digest: str
+
+
+def capture(
+    state: TrainState,
+    progress: Progress,
+    world: World,
+    buffers: PinnedBuffers,
+    on_tensor: Callable[[], None] = no_progress,
+) -> Captured:
+    """Copy the part of the state that this host writes into the next of the buffers.
+
+    Where the model is sharded, every worker must call it."""
     # An evaluation may have left parameters gathered. The shards are the state.
     reshard_all(state.model)
+    share = host_share(state, world)
+    copies = _copy_to_host(share, world.device, buffers, on_tensor)
     stacked = stacked_names(state.model)
+    tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    experts: set[str] = set()
+    parts = [
+        (name, share.tensors[index], part)
+        for index, copy in copies.items()
+        for name, part in _split_by_expert(share.tensors[index].name, copy, stacked).items()
+    ]
+    # By the experts' names, so that in the files all tensors of an expert lie together.
+    for name, tensor, part in sorted(parts, key=lambda entry: (entry[0], entry[1].slot)):
+        tensors[tensor.kind][tensor.key_of(name)] = part
+        if tensor.name in stacked:
+            experts.add(tensor.key_of(name))
     optimizer = optimizer_state(state, stacked)
-    tensors = _local_tensors(state, optimizer, stacked, world)
-    if experts_on_hosts:
-        _gather_experts(tensors, optimizer.values, stacked, world, progress.step)
     if not world.is_main:
-        return None
+        values = _expert_values(optimizer, stacked) if is_expert_parallel(state.model) else {}
+        return Captured(HostPart(tensors, experts, values), share.shared_digest)
     plain = plain_state(state, optimizer, progress)
     # Metrics alone have names that a user's code chose. Other names must stay, to be read again.
     plain["progress"]["validation"] = mask_tree(progress.validation, secret_values())
-    return Contents(tensors, plain)
+    return Captured(HostPart(tensors, experts, state=plain), share.shared_digest)
 
 
-def _local_tensors(state: TrainState, optimizer: OptimizerState, stacked: Stacked, world: World) -> _Tensors:
-    """Copy this worker's part of the state to host memory."""
-    experts_on_hosts = is_expert_parallel(state.model)
-    keep = world.is_main or experts_on_hosts
+def _copy_to_host(
+    share: HostShare, device: torch.device, buffers: PinnedBuffers, on_tensor: Callable[[], None]
+) -> dict[int, Tensor]:
+    """Copy the tensors that this host writes into a buffer, and return them by index.
 
-    def select(named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        # The main host has the dense part itself: from the others only their experts are needed.
-        if world.is_main or not experts_on_hosts:
-            return named
-        return {name: tensor for name, tensor in named.items() if name in stacked}
-
-    model = _copy_to_host(select(model_tensors(state.model)), stacked, keep)
-    slots: dict[str, Tensor] = {}
-    for slot, named in optimizer.slots.items():
-        for name, tensor in _copy_to_host(select(named), stacked, keep).items():
-            slots[f"{slot}/{name}"] = tensor
-    return {"model": model, "optimizer": slots}
-
-
-def _copy_to_host(tensors: Mapping[str, Tensor], stacked: Stacked, keep: bool) -> dict[str, Tensor]:
-    """Copy tensors to host memory, one entry per expert.
-
-    Gathering a shard is a collective, so every worker takes part; only those that ``keep`` the
-    result copy it. One tensor at a time: a sharded model is never whole on a device."""
-    copies: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        whole = full_tensor(tensor.detach())
-        if keep:
-            for key, part in _split_by_expert(name, whole, stacked).items():
-                copies[key] = part.to("cpu", copy=True).contiguous()
+    One tensor at a time: a sharded model is never whole on a device."""
+    buffer = buffers.next_buffer(share.num_bytes)
+    copies: dict[int, Tensor] = {}
+    offset = 0
+    for index, tensor in enumerate(share.tensors):
+        whole = full_tensor(tensor.tensor.detach())
+        if index in share.own:
+            check_dtype(tensor.key, whole)
+            place = buffer[offset : offset + tensor.num_bytes].view(whole.dtype).view(whole.shape)
+            copies[index] = place.copy_(whole, non_blocking=True)
+            offset += _aligned(tensor.num_bytes)
+        on_tensor()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return copies
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _split_by_expert(name: str, tensor: Tensor, stacked: Stacked) -> dict[str, Tensor]:
@@ -92,31 +199,6 @@ def _split_by_expert(name: str, tensor: Tensor, stacked: Stacked) -> dict[str, T
     return split_experts({name: tensor}, stacked)
 
 
-def _gather_experts(
-    tensors: _Tensors,
-    values: dict[str, Any],
-    stacked: Stacked,
-    world: World,
-    step: int,
-) -> None:
-    """Add the experts of all hosts to the main host's tensors and values, in place."""
-    expert_names = {name for names in stacked.values() for name in names}
-    local_tensors: dict[str, Tensor] = {}
-    for name, tensor in tensors["model"].items():
-        if name in expert_names:
-            local_tensors[f"model/{name}"] = tensor
-    for key, tensor in tensors["optimizer"].items():
-        if _name_of(key) in expert_names:
-            local_tensors[f"optimizer/{key}"] = tensor
-    local_values = {key: value for key, value in values.items() if _name_of(key) in expert_names}
-    hosts = world.gather_to_main(local_tensors, local_values, f"experts/{step}")
-    for host_tensors, host_values in hosts:
-        for key, tensor in host_tensors.items():
-            kind, _, name = key.partition("/")
-            tensors[kind][name] = tensor
-        values |= host_values
-
-
-def _name_of(key: str) -> str:
-    """Return the name in the key ``slot/name``."""
-    return key.partition("/")[2]
+def _expert_values(optimizer: OptimizerState, stacked: Stacked) -> dict[str, Any]:
+    names = {name for names in stacked.values() for name in names}
+    return {key: value for key, value in optimizer.values.items() if key.partition("/")[2] in names}

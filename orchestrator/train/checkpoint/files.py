@@ -1,12 +1,13 @@
 """The files of one checkpoint: safetensors and JSON under a manifest of hashes.
 
-Nothing is ever unpickled.
+Each host writes files of its own, which end with its rank. Nothing is ever unpickled.
 
 step_00000040/
-    model.safetensors       parameters and buffers, by name and global expert id
-    optimizer.safetensors   optimizer state, under the same names
-    state.json              step, position in the data, best result, loss scale, random states
-    manifest.json           the name, size and sha256 of each of the above"""
+    model_00000.safetensors       parameters and buffers, by name and global expert id
+    optimizer_00000.safetensors   optimizer state, under the same names
+    values_00001.json             optimizer state that is not a tensor, of the experts of host 1
+    state.json                    step, position in the data, best result, loss scale, random states
+    manifest.json                 the name of each of the above, and the sha256 of each piece of it"""
 
 from __future__ import annotations
 
@@ -14,35 +15,56 @@ import hashlib
 import json
 import os
 import re
-import stat
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.train.checkpoint.hashed_file import (
+    PIECE_BYTES,
+    HashedReader,
+    Hashes,
+    no_progress,
+    open_regular,
+    write_hashed,
+)
+from orchestrator.train.checkpoint.tensor_file import read_tensors, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+KINDS = frozenset({"model", "optimizer"})
 _STATE = "state.json"
-_TENSORS_SUFFIX = ".safetensors"
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_MAX_MANIFEST_BYTES = 2**24
+_FILE_NAME = re.compile(r"(?:(model|optimizer)_\d{5}\.safetensors)|(?:values_\d{5}|state)\.json", re.ASCII)
+_MAX_MANIFEST_BYTES = 2**27
 _MAX_STATE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint: tensors by file stem and name, and plain values."""
+    """The contents of a checkpoint: tensors by kind ("model", "optimizer") and key, and plain values.
+
+    The key of an optimizer's tensor is ``slot/name``."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """The part of a checkpoint that one host writes."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """Tensors in host memory, by kind and key."""
+    experts: Set[str] = frozenset()
+    """The keys of the tensors that belong to experts."""
+    values: Mapping[str, Any] | None = None
+    """Optimizer state of the host's experts that is not a tensor; on the main host in ``state``."""
+    state: Mapping[str, Any] | None = None
+    """All state that is not a tensor; only on the main host."""
 
 
 def step_name(step: int) -> str:
@@ -58,155 +80,50 @@ def step_of(name: str) -> int | None:
     return int(match[1])
 
 
-def write_checkpoint(folder: Path, step: int, contents: Contents) -> None:
-    """Write a checkpoint into a new folder, and sync every file of it."""
-    folder.mkdir()
-    for stem, tensors in contents.tensors.items():
-        save_file(dict(tensors), folder / f"{stem}{_TENSORS_SUFFIX}")
-    _write_json(folder / _STATE, dict(contents.state))
-    # Hashed as read back from the file system, not as it was in memory.
-    files = {path.name: _size_and_hash(path) for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "step": step, "files": files}
-    _write_json(folder / MANIFEST, manifest | {"digest": _digest(manifest)})
+# Writing
+
+
+def write_part(
+    folder: Path, rank: int, part: HostPart, on_piece: Callable[[], None] = no_progress
+) -> dict[str, Hashes]:
+    """Write the files of one host, and sync them and their names. Return their hashes by name."""
+    files: dict[str, Hashes] = {}
+    for kind, tensors in part.tensors.items():
+        if tensors:
+            name = f"{kind}_{rank:05d}.safetensors"
+            files[name] = write_tensors(folder / name, tensors, part.experts, on_piece)
+    if part.values:
+        name = f"values_{rank:05d}.json"
+        files[name] = _write_json(folder / name, part.values)
+    if part.state is not None:
+        files[_STATE] = _write_json(folder / _STATE, part.state)
     # The folder last: its names must not survive a loss of power without their bytes.
-    for path in folder.iterdir():
-        sync(path)
+    sync(folder)
+    return files
+
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, Hashes]) -> None:
+    """Write and sync the manifest of a checkpoint whose files are all safe."""
+    entries = {name: hashes.to_json() for name, hashes in files.items()}
+    manifest = {"format": FORMAT, "step": step, "files": entries}
+    _write_json(folder / MANIFEST, manifest | {"digest": _digest(manifest)})
     sync(folder)
 
 
-def load(path: Path, without: Set[str] = frozenset()) -> Contents:
-    """Verify and read a checkpoint.
-
-    Tensors named in ``without``, which the reader does not need, are left out. Raises
-    ``CheckpointDamaged`` with the first defect."""
-    files = verify(path)
-    try:
-        tensors = {
-            name.removesuffix(_TENSORS_SUFFIX): _read_tensors(path / name, without)
-            for name in files
-            if name.endswith(_TENSORS_SUFFIX)
-        }
-        with _open_regular(path / _STATE) as file:
-            state = json.loads(file.read(_MAX_STATE_BYTES))
-        if not isinstance(state, dict):
-            raise ValueError(f"{_STATE} holds a {type(state).__name__}")
-    except (SafetensorError, ValueError, OSError, KeyError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path.name}: cannot be read: {error}") from None
-    return Contents(tensors, state)
-
-
-def _read_tensors(path: Path, without: Set[str]) -> dict[str, Tensor]:
-    if not without:
-        return load_file(path)
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()  # a safetensors handle is not iterable itself
-        # The name of an optimizer's tensor is ``slot/name``.
-        needed = [name for name in names if not {name, name.partition("/")[2]} & without]
-        return {name: file.get_tensor(name) for name in needed}
-
-
-def verify(path: Path) -> list[str]:
-    """Check every file against the manifest, and the manifest against itself.
-
-    Return the names of the files."""
-    if not path.is_dir():
-        raise UserError(f"there is no checkpoint at {path}")
-    listed = _read_manifest(path)["files"]
-    present = {file.name for file in path.iterdir()} - {MANIFEST}
-    if present != set(listed):
-        missing = sorted(set(listed) - present) or "nothing"
-        extra = sorted(present - set(listed)) or "nothing"
-        raise CheckpointDamaged(f"{path.name}: missing {missing}, not part of it {extra}")
-    for name, expected in listed.items():
-        try:
-            actual = _size_and_hash(path / name, expected["bytes"])
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointDamaged(f"{path.name}: {name} cannot be read: {reason}") from None
-        for key, label in (("bytes", "size"), ("sha256", "sha256")):
-            if actual[key] != expected[key]:
-                raise CheckpointDamaged(
-                    f"{path.name}: {name} has {label} {actual[key]}, the manifest says {expected[key]}"
-                )
-    return sorted(listed)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        with _open_regular(path / MANIFEST) as file:
-            data = file.read(_MAX_MANIFEST_BYTES)
-        manifest = json.loads(data)
-        format_number = manifest["format"]
-        step = manifest["step"]
-        is_intact = all(
-            _FILE_NAME.fullmatch(name) and set(entry) == {"bytes", "sha256"}
-            for name, entry in manifest["files"].items()
-        )
-        # The bytes must be those that we would write, so that a flipped bit anywhere in the
-        # manifest shows.
-        is_intact = (
-            is_intact and data == _json_bytes(manifest) and manifest.get("digest") == _digest(manifest)
-        )
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        reason = type(error).__name__
-        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None
-    if not is_intact:
-        raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
-    if format_number != FORMAT:
-        raise CheckpointDamaged(f"{path.name}: format {format_number}; this version reads format {FORMAT}")
-    # A checkpoint that was copied elsewhere may have any name; under a step's name it must be of
-    # it.
-    match = _STEP_NAME.fullmatch(path.name)
-    if match and int(match[1]) != step:
-        raise CheckpointDamaged(f"{path.name}: the manifest is of step {step}")
-    return manifest
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest without its own digest."""
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(_json_bytes(content)).hexdigest()
+def _write_json(path: Path, content: Mapping[str, Any]) -> Hashes:
+    data = memoryview(_json_bytes(content))
+    pieces = (data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES))
+    return write_hashed(path, pieces)
 
 
 def _json_bytes(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, indent=1).encode()
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_bytes(_json_bytes(content))
-
-
-def _size_and_hash(path: Path, expected_bytes: int | None = None) -> dict[str, Any]:
-    """Return the size and the hash of a file.
-
-    A file of another size than expected is not hashed."""
-    with _open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        has_expected_size = expected_bytes is None or num_bytes == expected_bytes
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest() if has_expected_size else ""
-        return {"bytes": num_bytes, "sha256": sha256}
-
-
-def _open_regular(path: Path) -> BufferedReader:
-    """Open a file of a checkpoint.
-
-    A link leads elsewhere and a pipe or device has no end: both are refused."""
-    if path.is_symlink():
-        raise OSError("it is a link")
-    # NOFOLLOW: the file may become a link meanwhile. NONBLOCK: to open a pipe would wait for a
-    # writer.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is no regular file")
-    return file
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Return the hash of a manifest without its own digest."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(_json_bytes(content)).hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -216,3 +133,121 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Reading
+
+
+def load(
+    path: Path,
+    without: Set[str] = frozenset(),
+    kinds: Set[str] = KINDS,
+    on_piece: Callable[[], None] = no_progress,
+) -> Contents:
+    """Read a checkpoint, whichever hosts wrote it, and verify all that is read.
+
+    Tensors of parameters named in ``without`` and of other ``kinds``, which the reader does not
+    need, are neither read nor verified. Raises ``CheckpointDamaged`` with the first defect."""
+    files = _listed_files(path)
+    tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    try:
+        for name, kind in _tensor_files(files):
+            if kind not in kinds:
+                continue
+            loaded = read_tensors(path / name, files[name], _is_needed(kind, without), on_piece)
+            twice = sorted(loaded.keys() & tensors[kind].keys())
+            if twice:
+                raise ValueError(f"{twice[0]!r} is in two files")
+            tensors[kind] |= loaded
+        state = _read_state(path, files)
+    # A message of an error with the content of a hostile file may be long.
+    except (ValueError, TypeError, KeyError, RecursionError, RuntimeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path.name}: cannot be read: {str(error)[:200]}") from None
+    return Contents(tensors, state)
+
+
+def _tensor_files(files: Mapping[str, Hashes]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the kind of each file of tensors, in the order of ranks."""
+    for name in sorted(files):
+        match = _FILE_NAME.fullmatch(name)
+        if match is not None and match[1] is not None:
+            yield name, match[1]
+
+
+def _is_needed(kind: str, without: Set[str]) -> Callable[[str], bool]:
+    if kind == "model":
+        return lambda key: key not in without
+    return lambda key: key.partition("/")[2] not in without
+
+
+def _read_state(path: Path, files: Mapping[str, Hashes]) -> dict[str, Any]:
+    """Return all state that is not a tensor: the main host's, with the values of all hosts."""
+    state = _read_json(path / _STATE, files[_STATE])
+    for name in sorted(files):
+        if name.startswith("values_"):
+            state["optimizer"]["values"] |= _read_json(path / name, files[name])
+    return state
+
+
+def _read_json(path: Path, hashes: Hashes) -> dict[str, Any]:
+    if hashes.num_bytes > _MAX_STATE_BYTES:
+        raise ValueError(f"{path.name} has {hashes.num_bytes} bytes")
+    with HashedReader(path, hashes) as reader:
+        content = json.loads(reader.read_bytes(0, hashes.num_bytes))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds a {type(content).__name__}")
+    return content
+
+
+def _listed_files(path: Path) -> dict[str, Hashes]:
+    """Return the files of a checkpoint and their hashes. They are exactly those in the folder."""
+    if not path.is_dir():
+        raise UserError(f"there is no checkpoint at {path}")
+    listed = _read_manifest(path)
+    present = {file.name for file in path.iterdir()} - {MANIFEST}
+    if present != set(listed):
+        missing = sorted(set(listed) - present) or "nothing"
+        extra = sorted(present - set(listed)) or "nothing"
+        raise CheckpointDamaged(f"{path.name}: missing {missing}, not part of it {extra}")
+    return listed
+
+
+def _read_manifest(path: Path) -> dict[str, Hashes]:
+    """Return the hashes of each file in the manifest, which is checked against itself."""
+    try:
+        with os.fdopen(open_regular(path / MANIFEST), "rb") as file:
+            data = file.read(_MAX_MANIFEST_BYTES)
+        manifest = json.loads(data)
+        # The bytes must be those that we would write, so that a flipped bit anywhere in the
+        # manifest shows.
+        is_intact = data == _json_bytes(manifest) and manifest["digest"] == _digest(manifest)
+        format_number = manifest["format"]
+        step = manifest["step"]
+        entries = manifest["files"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = type(error).__name__
+        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None
+    if not is_intact:
+        raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")
+    if format_number != FORMAT:
+        # Not damage: an older checkpoint must not be passed over, and the run begin anew.
+        raise UserError(
+            f"{path} has checkpoint format {str(format_number)[:20]}, of another version of this program; "
+            f"this version reads format {FORMAT}. Continue with the version that wrote it, or start a new run"
+        )
+    # A checkpoint that was copied elsewhere may have any name; under a step's name it must be of
+    # it.
+    match = _STEP_NAME.fullmatch(path.name)
+    if match and int(match[1]) != step:
+        raise CheckpointDamaged(f"{path.name}: the manifest is of step {str(step)[:20]}")
+    return _read_entries(path, entries)
+
+
+def _read_entries(path: Path, entries: Any) -> dict[str, Hashes]:
+    try:
+        files = {name: Hashes.from_json(hashes) for name, hashes in entries.items()}
+        if _STATE in files and all(_FILE_NAME.fullmatch(name) for name in files):
+            return files
+    except (ValueError, TypeError, AttributeError):
+        pass
+    raise CheckpointDamaged(f"{path.name}: {MANIFEST} is not as it was written")

@@ -1,4 +1,4 @@
-"""Host memory for snapshots.
+"""Host memory for snapshots and for copies of the state that become checkpoints.
 
 A GPU copies fast only to pinned memory, and pinning stalls the GPU; most of that time goes into
 faulting in the pages. So a thread maps and touches the pages beforehand, while the steps go on."""
@@ -16,18 +16,19 @@ _SPARE_BYTES = 2**16  # a snapshot may be a little larger than the one before
 
 
 class PinnedBuffers:
-    """Two buffers used in turn: one is filled while the driver fetches the other's snapshot.
+    """Buffers used in turn. Snapshots need two: one is filled while the driver fetches the other.
 
-    They last as long as the process, so a host that joins another group uses them again."""
+    Those of snapshots last as long as the process, so a host that joins another group uses them
+    again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_buffers: int = 2) -> None:
         self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._allocation: threading.Thread | None = None
         self._prepared_bytes = 0
 
     def prepare(self, num_bytes: int) -> None:
-        """Start to allocate both buffers in the background.
+        """Start to allocate the buffers in the background.
 
         On a CPU there is nothing to prepare."""
         if self._device.type != "cuda" or num_bytes <= self._prepared_bytes:
@@ -40,12 +41,20 @@ class PinnedBuffers:
         self._allocation.start()
 
     def next_buffer(self, num_bytes: int) -> Tensor:
-        """Return the buffer whose snapshot is the older one."""
+        """Return the buffer with the oldest content."""
         self._wait_for_allocation()
         self._buffers.reverse()
         if self._buffers[0].numel() < num_bytes:
             self._replace(0, num_bytes)
         return self._buffers[0]
+
+    def close(self) -> None:
+        """Unpin and drop the buffers."""
+        self._wait_for_allocation()
+        for index, buffer in enumerate(self._buffers):
+            self._unpin(buffer)
+            self._buffers[index] = torch.empty(0, dtype=torch.uint8)
+        self._prepared_bytes = 0
 
     def _wait_for_allocation(self) -> None:
         if self._allocation is not None:
@@ -60,9 +69,12 @@ class PinnedBuffers:
     def _replace(self, index: int, num_bytes: int) -> None:
         old = self._buffers[index]
         self._buffers[index] = self._allocate(num_bytes + _SPARE_BYTES)
-        if self._device.type == "cuda" and old.numel():
-            # Unpin only: a reader that still holds the old buffer may go on reading it.
-            torch.cuda.check_error(_cudart().cudaHostUnregister(old.data_ptr()))
+        self._unpin(old)
+
+    def _unpin(self, buffer: Tensor) -> None:
+        # Unpin only: a reader that still holds the old buffer may go on reading it.
+        if self._device.type == "cuda" and buffer.numel():
+            torch.cuda.check_error(_cudart().cudaHostUnregister(buffer.data_ptr()))
 
     def _allocate(self, num_bytes: int) -> Tensor:
         if self._device.type != "cuda":

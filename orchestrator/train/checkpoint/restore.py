@@ -71,8 +71,8 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
     """Restore the weights alone (``--init-from``).
 
     Every one must be there, and have the right shape."""
-    if "model" not in contents.tensors:
-        raise UserError("the checkpoint has no model.safetensors, and so no weights; give another one")
+    if not contents.tensors["model"]:
+        raise UserError("the checkpoint has no weights; give another one")
     saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
     for name, tensor in model_tensors(model).items():
         if name not in saved:

@@ -1,9 +1,10 @@
-"""The checkpoints of a run: saved by one rename, retained, repaired after a crash, and found again.
+"""The checkpoints of a run: published by one rename, retained, repaired after a crash, found again.
 
-A folder named ``step_...`` is complete: it was written under another name, synced and renamed.
+A folder named ``step_...`` is complete: its files were written under another name and synced, then
+the main host wrote the manifest and renamed the folder. Other hosts write files and nothing else.
 Other names:
 
-    .writing_step_...    being written, or left by a killed save
+    .writing_step_..._…  being written by the hosts, or left by a killed save
     .replaced_step_...   an older checkpoint of a step that is being saved again
     .removing_step_...   being removed
     abandoned_step_...   later than the step that the run resumed from"""
@@ -11,7 +12,9 @@ Other names:
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +22,21 @@ from typing import NamedTuple
 
 from orchestrator.errors import CheckpointDamaged
 from orchestrator.train.checkpoint.files import (
+    KINDS,
     Contents,
     load,
     step_name,
     step_of,
     sync,
-    write_checkpoint,
+    write_manifest,
 )
+from orchestrator.train.checkpoint.hashed_file import Hashes
 
 _REPLACED = ".replaced_"
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint whose every byte is as written."""
+    """A checkpoint; every byte that was read of it is as written."""
 
     path: Path
     contents: Contents
@@ -72,20 +77,19 @@ class CheckpointStore:
                 sync(self.folder)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, step: int, contents: Contents) -> Path:
-        """Write a checkpoint.
+    def begin(self, step: int) -> Path:
+        """Create the folder that the hosts write the files of a checkpoint into.
 
-        When this returns, it survives the loss of the process and of power."""
+        Its name is used once: a host that still writes an earlier save of the step, of a group that
+        was left, cannot reach it."""
         self._make_folder()
-        unfinished = self.folder / f".writing_{step_name(step)}"
+        folder = self.folder / f".writing_{step_name(step)}_{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
+
+    def discard(self, unfinished: Path) -> None:
+        """Remove the folder of a save that failed: half a checkpoint must not keep a disk full."""
         shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            write_checkpoint(unfinished, step, contents)
-            return self._publish(unfinished, step)
-        except Exception:
-            # The disk may be full: half a checkpoint must not keep it full.
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
 
     def _make_folder(self) -> None:
         """Create the folder, and sync the names of all folders above it.
@@ -101,11 +105,13 @@ class CheckpointStore:
                 sync(parent)
         self._parents_synced = True
 
-    def _publish(self, unfinished: Path, step: int) -> Path:
-        """Give a complete checkpoint its final name.
+    def publish(self, unfinished: Path, step: int, files: Mapping[str, Hashes]) -> Path:
+        """Write the manifest of files that are all on disk, and give the folder its final name.
 
-        A restarted run may save a step again. The older checkpoint is renamed first, and removed
+        When this returns, the checkpoint survives the loss of the process and of power. A
+        restarted run may save a step again. The older checkpoint is renamed first, and removed
         only when the new one is safe: at any time one of the two is there."""
+        write_manifest(unfinished, step, files)
         final = self.folder / step_name(step)
         replaced = self.folder / f"{_REPLACED}{step_name(step)}"
         replaces = final.exists()
@@ -129,7 +135,7 @@ class CheckpointStore:
         checkpoints = self.newest_first()
         retained = {*(step for step, _ in checkpoints[: self.keep]), best_step}
         with suppress(OSError):
-            self._remove_remains()
+            self.remove_remains()
             self._remove([path for step, path in checkpoints if step not in retained])
 
     def _remove(self, paths: list[Path]) -> None:
@@ -142,12 +148,13 @@ class CheckpointStore:
             os.rename(path, path.with_name(f".removing_{path.name.removeprefix(_REPLACED)}"))
         if paths:
             sync(self.folder)
-            self._remove_remains()
+            self.remove_remains()
 
-    def _remove_remains(self) -> None:
-        complete = {path for _, path in self.newest_first()}
+    def remove_remains(self, unfinished: Path | None = None) -> None:
+        """Remove what killed saves and removals have left, except a save in progress."""
+        retained = {unfinished, *(path for _, path in self.newest_first())}
         for path in self.folder.glob(".*_step_*"):
-            if path not in complete:
+            if path not in retained:
                 shutil.rmtree(path, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> None:
@@ -180,12 +187,20 @@ class CheckpointStore:
                 checkpoints.append((step, self.folder / name))
         return sorted(checkpoints, reverse=True)
 
-    def newest_good(self) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
-        """Return the newest good checkpoint, and the damaged ones that are newer."""
-        skipped: list[Skipped] = []
-        for _, path in self.newest_first():
-            try:
-                return LoadedCheckpoint(path, load(path)), skipped
-            except CheckpointDamaged as error:
-                skipped.append(Skipped(path, str(error)))
-        return None, skipped
+    def newest_good(self, kinds: Set[str] = KINDS) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
+        """Return the newest good checkpoint with its tensors of ``kinds``, and the damaged newer ones."""
+        paths = [path for _, path in self.newest_first()]
+        return first_good(paths, lambda path: load(path, kinds=kinds))
+
+
+def first_good(
+    paths: Sequence[Path], load_one: Callable[[Path], Contents]
+) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
+    """Return the first of the checkpoints that is good, and the damaged ones before it."""
+    skipped: list[Skipped] = []
+    for path in paths:
+        try:
+            return LoadedCheckpoint(path, load_one(path)), skipped
+        except CheckpointDamaged as error:
+            skipped.append(Skipped(path, str(error)))
+    return None, skipped

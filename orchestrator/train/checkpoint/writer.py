@@ -1,23 +1,28 @@
 """Writes checkpoints in the background.
 
-The loop waits only for a copy of the state in host memory; a thread writes it to disk."""
+The loop waits only for a copy of its host's part in host memory. A thread of each host writes the
+part to disk, and the main host's thread publishes the checkpoint when all parts are there."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from safetensors import SafetensorError
-
 from orchestrator.record.log import Log
-from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.capture import Captured, capture, host_share
+from orchestrator.train.checkpoint.hashed_file import no_progress
+from orchestrator.train.checkpoint.host_save import Closing, HostSave, Published, SaveFailed
+from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.world import World
+
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -27,22 +32,37 @@ class _Write:
     step: int
     began_s: float
     stall_s: float
-    """How long the loop waited for the copy."""
-    path: Future[Path]
+    """How long the loop waited for the copies of all hosts."""
+    written: threading.Event
+    """Set when this host's own files are written."""
+    result: Future[Published | None]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time.
+    """Writes the checkpoints of a run, one at a time. All workers call it at the same steps."""
 
-    All workers call it at the same steps; the main one writes."""
-
-    def __init__(self, store: CheckpointStore, state: TrainState, world: World, log: Log) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        state: TrainState,
+        world: World,
+        log: Log,
+        progress: Callable[[], None] = no_progress,
+    ) -> None:
+        """``progress`` is called for every piece of work that the loop waits for."""
         self._store = store
         self._state = state
         self._world = world
         self._log = log
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._progress = progress
+        self._thread = ThreadPoolExecutor(1, f"checkpoint-{world.rank}")
+        # One buffer: a second save waits until the first is written.
+        self._buffers = PinnedBuffers(world.device, num_buffers=1)
+        self._buffers_prepared = False
+        self._closing = Closing()
         self._write: _Write | None = None
+        self._num_pieces = 0
+        """Pieces that the thread has written."""
         self._num_waits = 0
         self.durable_step = -1
         """The newest step that is known to be on disk."""
@@ -50,37 +70,71 @@ class CheckpointWriter:
     def save(self, progress: Progress) -> None:
         """Copy the state and start to write it.
 
-        Waits while the checkpoint before is still being written."""
+        Waits while the checkpoint before is still being written by any host."""
         began_s = perf_counter()
         self._finish_write()
-        # The main worker may have waited for its disk, then copies for long: the others wait
-        # without a time limit.
-        self._wait_for_main()
-        contents = capture(self._state, progress, self._world)
-        self._wait_for_main()
-        if contents is None:
-            self.durable_step = progress.step  # the main worker checks its own write
+        # The main worker may have waited for a disk, then all copy for long: the waits for each
+        # other have no time limit.
+        folder = self._begin_on_main(progress.step)
+        if not self._world.is_main:
+            self.durable_step = progress.step  # the main worker checks what all have written
+        if folder is None:
             return
-        path = self._thread.submit(self._save, progress.step, contents, progress.best_step)
-        self._write = _Write(progress.step, began_s, perf_counter() - began_s, path)
+        captured = capture(self._state, progress, self._world, self._buffers, self._progress)
+        self._world.wait_for_all(self._next_name())
+        self._start_write(progress, folder, captured, began_s)
 
     def poll(self) -> None:
-        """Record a checkpoint that has reached the disk meanwhile."""
-        if self._write is not None and self._write.path.done():
+        """Record a checkpoint that has reached the disk meanwhile. Called after each step."""
+        self._prepare_buffers()
+        if self._write is not None and self._write.result.done():
             self._finish_write()
 
     def finish(self) -> None:
         """Wait for the last checkpoint."""
         self._finish_write()
-        self._wait_for_main()
+        self._world.wait_for_main(self._next_name())
 
     def close(self) -> None:
+        self._closing.begin()
         self._thread.shutdown(wait=True)
+        self._buffers.close()
 
-    def _save(self, step: int, contents: Contents, best_step: int | None) -> Path:
-        path = self._store.save(step, contents)
-        self._store.retain(best_step)
-        return path
+    def _prepare_buffers(self) -> None:
+        """Allocate pinned memory in the background, once the optimizer has its state."""
+        if self._buffers_prepared or self._world.device.type != "cuda":
+            return
+        self._buffers_prepared = True
+        self._buffers.prepare(host_share(self._state, self._world).num_bytes)
+
+    def _begin_on_main(self, step: int) -> Path | None:
+        """Return the folder that all hosts write into, or None if the main host cannot create it."""
+        folder: str | None = None
+        if self._world.is_main:
+            try:
+                folder = str(self._store.begin(step))
+            except OSError as error:
+                self._warn(step, f"{error}; free space on the disk")
+        folder = self._world.wait_for_main(self._next_name(), folder)
+        return Path(folder) if folder is not None else None
+
+    def _start_write(self, progress: Progress, folder: Path, captured: Captured, began_s: float) -> None:
+        save = HostSave(
+            name=f"save/{self._num_waits}",
+            step=progress.step,
+            best_step=progress.best_step,
+            folder=folder,
+            store=self._store,
+            world=self._world,
+            closing=self._closing,
+            written=threading.Event(),
+        )
+        result = self._thread.submit(save.run, captured, self._count_piece)
+        stall_s = perf_counter() - began_s
+        self._write = _Write(progress.step, began_s, stall_s, save.written, result)
+
+    def _count_piece(self) -> None:
+        self._num_pieces += 1
 
     def _finish_write(self) -> None:
         """Wait for the write in progress and record it.
@@ -91,28 +145,41 @@ class CheckpointWriter:
         self._write = None
         if write is None:
             return
+        self._wait_for(write)
         try:
-            path = write.path.result()
-        except (OSError, SafetensorError) as error:
-            message = f"step {write.step} could not be saved: {error}; free space on the disk"
-            self._log.write("warning", kind="checkpoint", message=message)
+            published = write.result.result()
+        except SaveFailed as error:
+            self._warn(write.step, str(error))
+            return
+        if published is None:
             return
         self.durable_step = write.step
         self._log.write(
             "checkpoint",
             step=write.step,
-            path=f"checkpoints/{path.name}",
-            bytes=_folder_bytes(path),
+            path=f"checkpoints/{published.path.name}",
+            bytes=published.num_bytes,
             seconds=perf_counter() - write.began_s,
             stall=write.stall_s,
         )
 
-    def _wait_for_main(self) -> None:
+    def _wait_for(self, write: _Write) -> None:
+        """Wait for a write, or until the group is left.
+
+        Only the pieces of this host's own files are its progress. Then it waits for its peers."""
+        membership = self._world.membership
+        num_pieces = self._num_pieces
+        while not write.written.wait(_POLL_SECONDS) and not write.result.done():
+            membership.check()
+            if self._num_pieces != num_pieces:
+                num_pieces = self._num_pieces
+                self._progress()
+        membership.wait_until(write.result.done)
+
+    def _warn(self, step: int, reason: str) -> None:
+        self._log.write("warning", kind="checkpoint", message=f"step {step} could not be saved: {reason}")
+
+    def _next_name(self) -> str:
         # Each wait needs a name of its own in the life of the group.
         self._num_waits += 1
-        self._world.wait_for_main(f"save/{self._num_waits}")
-
-
-def _folder_bytes(path: Path) -> int:
-    """Return the size of a checkpoint; 0 if a later one has replaced it already."""
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else 0
+        return f"save/{self._num_waits}"

@@ -6,7 +6,7 @@ A ``World`` is passed by hand; there is no global one. One process runs the same
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from experts.group import Group, GroupFactory
 from experts.membership import GroupMembership
-
-_PIECE_BYTES = 2**26  # most bytes that a worker sends to the main one in one collective
 
 
 @dataclass(frozen=True)
@@ -153,65 +151,54 @@ class World:
         if self.size > 1:
             self.all_reduce_max([0.0])
 
-    def gather_to_main(
-        self, tensors: Mapping[str, Tensor], value: Any, name: str
-    ) -> list[tuple[dict[str, Tensor], Any]]:
-        """Send every other worker's tensors (in host memory) and plain value to the main worker.
-
-        Returns them by rank on the main worker, and nothing on the others. One worker sends at a time, a
-        piece at a time, which bounds the buffers. ``name`` is used once per generation of the group.
-        """
-        layout = [
-            [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-            for key, tensor in tensors.items()
-        ]
-        gathered: list[tuple[dict[str, Tensor], Any]] = []
-        for rank in range(1, self.size):
-            is_sender = self.rank == rank
-            message = [_byte_sizes(tensors.values()), layout, value] if is_sender else None
-            sizes, sender_layout, sender_value = self.broadcast_value(f"{name}/{rank}", message)
-            buffers = dict(tensors) if is_sender else {}
-            if self.is_main:
-                buffers = {
-                    key: torch.empty(shape, dtype=getattr(torch, dtype))
-                    for key, dtype, shape in sender_layout
-                }
-            flat = [_as_bytes(tensor.contiguous()) for tensor in buffers.values() if tensor.numel()]
-            for number, size in enumerate(sizes):
-                data = flat[number] if flat else torch.empty(0, dtype=torch.uint8)
-                self._send_to_main(data, rank, size)
-            if self.is_main:
-                gathered.append((buffers, sender_value))
-        return gathered
-
-    def _send_to_main(self, data: Tensor, sender: int, size: int) -> None:
-        """Send ``size`` bytes from one worker into the main worker's ``data``.
-
-        An all-to-all carries them, so every worker takes part; the others send and receive nothing.
-        """
-        empty = torch.empty(0, dtype=torch.uint8)
-        for begin in range(0, size, _PIECE_BYTES):
-            count = min(_PIECE_BYTES, size - begin)
-            piece = data[begin : begin + count] if self.rank in (0, sender) else empty
-            receives = [count if self.is_main and rank == sender else 0 for rank in range(self.size)]
-            sends = [count if self.rank == sender and rank == 0 else 0 for rank in range(self.size)]
-            sent, received = (piece, empty) if self.rank == sender else (empty, piece)
-            self._group_for(empty).all_to_all(received, sent, receives, sends).wait()
-
-    def wait_for_main(self, name: str) -> None:
+    def wait_for_main(self, name: str, value: Any = None) -> Any:
         """Wait until the main worker calls this too, however long its work for all takes.
 
-        The wait may outlast the timeout of a collective. It ends with an error if the main worker is lost
-        (its store is gone) or the group is left. ``name`` is used once per generation of the group.
+        Returns the main worker's plain value. The wait may outlast the timeout of a collective. It
+        ends with an error if the main worker is lost (its store is gone) or the group is left.
+        ``name`` is used once per generation of the group.
         """
         if self.size == 1:
-            return
+            return value
         store = self._store
         key = f"wait_for_main/{name}"
         if self.is_main:
+            store.set(key, json.dumps(value))
+            return value
+        self.membership.wait_until(lambda: store.check([key]))
+        return json.loads(store.get(key))
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait until every worker calls this, however long it takes; the same as ``wait_for_main``."""
+        if self.size == 1:
+            return
+        store = self._store
+        key = f"wait_for_all/{name}"
+        # The last worker tells the others: they then ask for one key, however many workers there are.
+        if store.add(f"{key}/count", 1) == self.size:
             store.set(key, "1")
-        else:
-            self.membership.wait_until(lambda: store.check([key]))
+        self.membership.wait_until(lambda: store.check([key]))
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a plain value for the main worker. Any thread may call it; it waits for nobody.
+
+        ``name`` is used once per generation of the group.
+        """
+        self._store.set(f"post/{name}/{self.rank}", json.dumps(value))
+
+    def posted(self, name: str) -> list[Any] | None:
+        """Return the values that all other workers have posted, by rank, or None while one is missing.
+
+        They are returned once, to the main worker.
+        """
+        store = self._store
+        keys = [f"post/{name}/{rank}" for rank in range(1, self.size)]
+        if not store.check(keys):
+            return None
+        values = [json.loads(store.get(key)) for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        return values
 
     def broadcast_value(self, name: str, value: Any) -> Any:
         """Return the plain value of the lowest rank that has one; ranks without one pass None.
@@ -238,15 +225,6 @@ class World:
     def _store(self) -> Store:
         assert self.store is not None, "one process has no store"
         return self.store
-
-
-def _byte_sizes(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor.numel() * tensor.itemsize for tensor in tensors if tensor.numel()]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes; the memory is shared."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 _KEEP_ALIVE: list[Any] = []

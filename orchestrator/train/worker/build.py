@@ -28,6 +28,7 @@ from orchestrator.train.worker.build_model import ModelParts, build_parts, build
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import (
     ResumeFrom,
+    StartPoint,
     restore_checkpoint,
     restore_snapshots,
 )
@@ -83,7 +84,7 @@ def build_training(
         cadence=_build_cadence(config, plan, total_steps),
         progress=progress,
         log=log,
-        checkpoints=CheckpointWriter(store, parts.state, world, log),
+        checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.advance),
         heartbeat=worker.heartbeat,
         evaluation=evaluation,
         snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
@@ -101,7 +102,8 @@ def _restore(
         return restore_snapshots(resume.snapshots, state, worker.world, worker.log)
     config = worker.prepared.resolved.config
     restarted = resume is not None
-    return restore_checkpoint(config, state, store, worker.world, worker.log, restarted)
+    start = StartPoint(store, worker.world, worker.log, worker.heartbeat.advance)
+    return restore_checkpoint(config, state, start, restarted)
 
 
 def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:

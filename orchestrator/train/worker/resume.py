@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
-from orchestrator.errors import UserError
+from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.log import Log
-from orchestrator.train.checkpoint.files import load
+from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
+from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore, restore_model
 from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped
+from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
 from orchestrator.train.parts.world import World
 
 
@@ -52,13 +54,19 @@ def restore_snapshots(snapshots: SnapshotSource, state: TrainState, world: World
     return progress
 
 
+@dataclass(frozen=True)
+class StartPoint:
+    """Where a worker looks for checkpoints, and with whom it agrees on one."""
+
+    store: CheckpointStore
+    world: World
+    log: Log
+    progress: Callable[[], None] = no_progress
+    """Called for each piece of a checkpoint that is read."""
+
+
 def restore_checkpoint(
-    config: Config,
-    state: TrainState,
-    store: CheckpointStore,
-    world: World,
-    log: Log,
-    restarted: bool = False,
+    config: Config, state: TrainState, start: StartPoint, restarted: bool = False
 ) -> Progress:
     """Restore what ``--resume`` or ``--init-from`` asks for. Return the progress to start with.
 
@@ -66,63 +74,101 @@ def restore_checkpoint(
     as it has none, it starts again where the user asked it to start."""
     check_start_checkpoint(config)
     settings = config.checkpoint
-    if restarted and _has_checkpoints(store, world):
+    if restarted and _has_checkpoints(start):
         settings = replace(settings, resume="auto", init_from=None)
     not_needed = remote_expert_names(state.model)
     if settings.init_from is not None:
-        checkpoint, _ = _load_on_all(str(settings.init_from), store, world, not_needed)
+        checkpoint, _ = _load_together(str(settings.init_from), start, not_needed, frozenset({"model"}))
         assert checkpoint is not None
         restore_model(checkpoint.contents, state.model)
-        log.write("resume", step=0, path=str(checkpoint.path), skipped=[], weights_only=True)
+        start.log.write("resume", step=0, path=str(checkpoint.path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()
-    checkpoint, skipped = _load_on_all(settings.resume, store, world, not_needed)
+    checkpoint, skipped = _load_together(settings.resume, start, not_needed)
     progress = restore(checkpoint.contents, state) if checkpoint else Progress()
-    # Others may still be reading: the checkpoint that they read keeps its name.
-    if world.is_main:
-        store.set_aside_after(progress.step)
+    # All have read: damaged checkpoints and later ones may now be renamed.
+    if start.world.is_main:
+        start.store.set_aside_after(progress.step)
     skipped_fields = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
     name = checkpoint.path.name if checkpoint else None
-    log.write("resume", step=progress.step, path=name, skipped=skipped_fields)
+    start.log.write("resume", step=progress.step, path=name, skipped=skipped_fields)
     return progress
 
 
-def _has_checkpoints(store: CheckpointStore, world: World) -> bool:
+def _has_checkpoints(start: StartPoint) -> bool:
     """Whether the run has checkpoints of its own.
 
     The main worker looks: all must decide the same."""
-    count = len(store.newest_first()) if world.is_main else None
-    return bool(world.broadcast_value("own checkpoints", count))
+    count = len(start.store.newest_first()) if start.world.is_main else None
+    return bool(start.world.broadcast_value("own checkpoints", count))
 
 
-def _load_on_all(
-    resume: str, store: CheckpointStore, world: World, not_needed: Set[str]
+def _load_together(
+    resume: str, start: StartPoint, not_needed: Set[str], kinds: Set[str] = KINDS
 ) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
-    """Load the same checkpoint on all workers.
+    """Load the same checkpoint on all workers. Each reads and verifies only what it needs.
 
-    The main worker chooses it; each loads the tensors that it needs."""
-    checkpoint, skipped = find_checkpoint(resume, store) if world.is_main else (None, [])
-    # To verify a checkpoint takes as long as it is large: the others wait without a time limit.
-    world.wait_for_main("checkpoint")
-    message = {"path": str(checkpoint.path) if checkpoint else None} if world.is_main else None
-    chosen = world.broadcast_value("checkpoint", message)["path"]
-    if checkpoint is None and chosen is not None:
-        checkpoint = LoadedCheckpoint(Path(chosen), load(Path(chosen), not_needed))
-    return checkpoint, skipped
+    The main worker lists the candidates. Where any worker finds damage, all go on to the next."""
+    world = start.world
+    found = find_candidates(resume, start.store) if world.is_main else None
+    fields = world.broadcast_value("checkpoints", asdict(found) if found is not None else None)
+
+    def load_one(path: Path) -> Contents:
+        contents: Contents | None = None
+        damage: str | None = None
+        try:
+            contents = load(path, not_needed, kinds, start.progress)
+        except CheckpointDamaged as error:
+            damage = str(error)
+        # To read takes as long as a checkpoint is large: the others wait without a time limit.
+        world.wait_for_all(f"loaded {path.name}")
+        damage = world.broadcast_value(f"damage of {path.name}", damage)
+        if damage is not None or contents is None:
+            raise CheckpointDamaged(damage)
+        return contents
+
+    return Candidates(**fields).first_good(load_one)
 
 
-def find_checkpoint(resume: str, store: CheckpointStore) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
-    """Return the checkpoint that ``--resume`` names, and the damaged ones that were passed over.
+@dataclass(frozen=True)
+class Candidates:
+    """The checkpoints that a run may start from, best first."""
 
-    ``auto`` is the run's own newest good checkpoint. A path is that checkpoint, or a run
-    folder's newest good one."""
-    if resume == "auto":
-        return store.newest_good()
+    paths: Sequence[str]
+    source: Literal["auto", "checkpoint", "run"]
+    """The run's own, one that the user named, or those of a run that the user named."""
+    resume: str
+    """The setting, for messages."""
+
+    def first_good(
+        self, load_one: Callable[[Path], Contents]
+    ) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
+        """Return the first good one, and the damaged ones that were passed over.
+
+        Only a run without checkpoints of its own may begin without one."""
+        checkpoint, skipped = first_good([Path(path) for path in self.paths], load_one)
+        if checkpoint is None and self.source == "checkpoint":
+            raise CheckpointDamaged(skipped[0].reason)
+        if checkpoint is None and self.source == "run":
+            raise UserError(
+                f"--resume {self.resume}: the run has no good checkpoint ({len(skipped)} damaged)"
+            )
+        return checkpoint, skipped
+
+
+def find_candidates(resume: str, store: CheckpointStore) -> Candidates:
+    """Return the checkpoints that ``--resume`` names.
+
+    ``auto`` stands for the run's own. A path is that checkpoint, or a run folder with some."""
     path = Path(resume)
-    if (path / "manifest.json").exists() or not (path / "checkpoints").is_dir():
-        return LoadedCheckpoint(path, load(path)), []
-    checkpoint, skipped = CheckpointStore(path / "checkpoints", repair=False).newest_good()
-    if checkpoint is None:
-        raise UserError(f"--resume {resume}: the run has no good checkpoint ({len(skipped)} damaged)")
-    return checkpoint, skipped
+    if resume == "auto":
+        return Candidates(_newest_first(store), "auto", resume)
+    if (path / MANIFEST).exists() or not (path / "checkpoints").is_dir():
+        return Candidates([resume], "checkpoint", resume)
+    other_store = CheckpointStore(path / "checkpoints", repair=False)
+    return Candidates(_newest_first(other_store), "run", resume)
+
+
+def _newest_first(store: CheckpointStore) -> list[str]:
+    return [str(path) for _, path in store.newest_first()]

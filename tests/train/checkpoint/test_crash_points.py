@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from orchestrator.train.checkpoint.files import load, step_name, verify
+from orchestrator.train.checkpoint.files import load, step_name
 from orchestrator.train.checkpoint.store import CheckpointStore
+from tests.support.checkpoints import save_checkpoint
 from tests.support.crash_injection import Crash, CrashRunner, CrashSeries
 from tests.support.save_scripts import (
     KEEP,
@@ -27,7 +26,7 @@ from tests.support.save_scripts import (
     save_number,
 )
 from tests.support.strict_disk import StrictDisk
-from tests.support.traced_disk import DiskFault, Operation, TracedDisk
+from tests.support.traced_disk import DiskFault, Operation
 
 BY_NAME = {script.name: script for script in SCRIPTS}
 NEXT_STEP = 90
@@ -99,7 +98,7 @@ def check_next_save(store: CheckpointStore, script: SaveScript) -> None:
     """Check that the next save works, and removes all remains of the crash."""
     present = {NEXT_STEP, *(step for step, _ in store.newest_first())}
     retained = {*sorted(present)[-KEEP:], *(present & {script.best})}
-    store.save(NEXT_STEP, contents(NEXT_STEP))
+    save_checkpoint(store, NEXT_STEP, contents(NEXT_STEP))
     store.retain(script.best)
     names = {path.name for path in store.folder.iterdir() if not path.name.startswith("abandoned_")}
     assert names == {step_name(step) for step in retained}
@@ -120,14 +119,6 @@ def check_killed(crash: Crash, script: SaveScript) -> None:
 
 
 # The instruments of these tests
-
-
-def test_traced_tensors_have_the_bytes_of_safetensors(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(7, 3), "n": torch.tensor(3)}
-    save_file(tensors, tmp_path / "expected")
-    disk = TracedDisk(tmp_path / "disk", -1, DiskFault(), syncs=False)
-    disk.save_tensors(tensors, tmp_path / "traced")
-    assert (tmp_path / "traced").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 def test_a_strict_disk_loses_what_was_not_synced(tmp_path: Path) -> None:
@@ -167,6 +158,15 @@ def test_killed_after_each_operation(runner: CrashRunner, tmp_path: Path, no_syn
         check_killed(crash, BY_NAME["save_with_writer"])
 
 
+def test_three_hosts_killed_at_an_operation(runner: CrashRunner, tmp_path: Path, no_syncs: None) -> None:
+    """Every fifth operation; the slow test has all of them."""
+    series = series_of(runner, tmp_path, "save_with_hosts")
+    operations = series.operations()[::5]
+    assert len(operations) > 20
+    for crash in series.run(DiskFault("after", number) for number in operations):
+        check_killed(crash, BY_NAME["save_with_hosts"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("name", BY_NAME)
@@ -203,7 +203,14 @@ def check_power_losses(series: CrashSeries, script: SaveScript, luck: tuple[floa
     return len(trace)
 
 
-@pytest.mark.parametrize(("name", "luck"), [("save_with_store", LUCK[1:3]), ("resume_and_save", LUCK[:3])])
+@pytest.mark.parametrize(
+    ("name", "luck"),
+    [
+        ("save_with_store", LUCK[1:3]),
+        ("save_with_hosts", LUCK[1:2]),
+        ("resume_and_save", LUCK[:3]),
+    ],
+)
 def test_power_lost_after_each_operation(
     runner: CrashRunner,
     tmp_path: Path,
@@ -215,6 +222,7 @@ def test_power_lost_after_each_operation(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_power_lost_with_any_luck(runner: CrashRunner, tmp_path: Path, no_syncs: None, name: str) -> None:
     check_power_losses(series_of(runner, tmp_path, name), BY_NAME[name], LUCK * 4)
@@ -236,7 +244,7 @@ def check_full_disk(crash: Crash, script: SaveScript) -> None:
     assert expected <= present, f"present: {sorted(present)}; expected: {expected}"
     store = CheckpointStore(path, keep=KEEP)
     for _, checkpoint in store.newest_first():
-        verify(checkpoint)
+        load(checkpoint)
     check_next_save(store, script)
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train.checkpoint.files import load, verify, write_checkpoint
-from tests.support.checkpoints import small_contents
+from orchestrator.train.checkpoint.files import load
+from orchestrator.train.checkpoint.store import CheckpointStore
+from tests.support.checkpoints import save_checkpoint, small_contents
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "step_00000030"
-    write_checkpoint(path, 30, small_contents(30))
-    return path
+    return save_checkpoint(CheckpointStore(tmp_path), 30, small_contents(30))
 
 
 def test_every_byte_of_the_manifest_counts(checkpoint: Path) -> None:
@@ -28,15 +27,15 @@ def test_every_byte_of_the_manifest_counts(checkpoint: Path) -> None:
             data[position] ^= 1 << bit
             manifest.write_bytes(bytes(data))
             with pytest.raises(CheckpointDamaged):
-                verify(checkpoint)
+                load(checkpoint)
     manifest.write_bytes(intact)
-    verify(checkpoint)
+    load(checkpoint)
 
 
 def test_a_file_that_the_manifest_does_not_name_is_refused(checkpoint: Path) -> None:
     (checkpoint / "extra.bin").write_bytes(b"?")
     with pytest.raises(CheckpointDamaged, match=r"extra\.bin"):
-        verify(checkpoint)
+        load(checkpoint)
 
 
 def test_a_manifest_with_a_path_outside_the_folder_is_refused(checkpoint: Path) -> None:
@@ -45,7 +44,7 @@ def test_a_manifest_with_a_path_outside_the_folder_is_refused(checkpoint: Path) 
     manifest["files"]["../../secret"] = manifest["files"].pop("state.json")
     path.write_text(json.dumps(manifest, sort_keys=True, indent=1))
     with pytest.raises(CheckpointDamaged, match="not as it was written"):
-        verify(checkpoint)
+        load(checkpoint)
 
 
 def test_a_missing_checkpoint_is_a_users_mistake(tmp_path: Path) -> None:

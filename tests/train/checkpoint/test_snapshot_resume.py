@@ -12,7 +12,8 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.files import Contents, HostPart
+from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.snapshot_source import fetch_contents
@@ -20,7 +21,7 @@ from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.optim import build_adamw
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
-from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.parts.world import process_group_world
 from tests.support.ranks import run_ranks
 from tests.support.snapshots import (
     CPU,
@@ -29,7 +30,9 @@ from tests.support.snapshots import (
     CountingSource,
     HostSnapshots,
     assert_same_contents,
+    captured_contents,
     merge_all,
+    merge_parts,
     seed_generators,
     state_of,
 )
@@ -71,20 +74,19 @@ def test_one_process_resumes_from_three_hosts(
     snapshots, contents = three_hosts
     state = untrained_state()
     assert restore(fetch_contents(CountingSource(snapshots), 0, state.model), state) == PROGRESS
-    captured = capture(state, PROGRESS, World.single_process())
-    assert captured is not None
+    captured = captured_contents(state, PROGRESS)
     same_random = replace(captured, state={**captured.state, "random": contents.state["random"]})
     assert_same_contents(same_random, contents)
 
 
 def resume_on_host(
     rank: int, size: int, store: str, snapshots: HostSnapshots, host_of: Any
-) -> tuple[Contents | None, Progress]:
+) -> tuple[HostPart, Progress]:
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
         stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=host_of)
         state = state_of(stepper)
         progress = restore(fetch_contents(CountingSource(snapshots), rank, state.model), state)
-        return capture(state, progress, world), progress
+        return capture(state, progress, world, PinnedBuffers(CPU)).part, progress
 
 
 @pytest.mark.parametrize(
@@ -104,11 +106,9 @@ def test_other_hosts_resume_from_three_hosts(
 ) -> None:
     snapshots, contents = three_hosts
     size = 1 + max(max(layer) for layer in host_of)
-    (main_contents, progress), *others = run_ranks(resume_on_host, size, snapshots, host_of)
-    assert main_contents is not None
-    assert_same_contents(main_contents, contents)
-    assert progress == PROGRESS
-    assert [other_contents for other_contents, _ in others] == [None] * (size - 1)
+    results = run_ranks(resume_on_host, size, snapshots, host_of)
+    assert_same_contents(merge_parts([part for part, _ in results]), contents)
+    assert [progress for _, progress in results] == [PROGRESS] * size
 
 
 def test_the_losses_after_a_resume_are_those_of_an_undisturbed_run(

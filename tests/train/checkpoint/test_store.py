@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.train.checkpoint.files import verify
+from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
-from tests.support.checkpoints import DAMAGE_KINDS, damage, small_contents
+from tests.support.checkpoints import DAMAGE_KINDS, damage, save_checkpoint, small_contents
 
 OPERATIONS = ("mkdir", "rename", "fsync", "rmdir", "unlink", "open")
 
@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     """A store with checkpoints of steps 10, 20 and 30."""
     new_store = CheckpointStore(tmp_path / "checkpoints", keep=3)
     for step in (10, 20, 30):
-        new_store.save(step, small_contents(step))
+        save_checkpoint(new_store, step, small_contents(step))
     return new_store
 
 
@@ -39,8 +39,8 @@ def test_a_saved_checkpoint_is_loaded_again(store: CheckpointStore) -> None:
 
 
 def test_retention_keeps_the_newest_and_the_best(store: CheckpointStore) -> None:
-    store.save(40, small_contents(40))
-    store.save(50, small_contents(50))
+    save_checkpoint(store, 40, small_contents(40))
+    save_checkpoint(store, 50, small_contents(50))
     store.retain(best_step=10)
     assert [step for step, _ in store.newest_first()] == [50, 40, 30, 10]
     assert not list(store.folder.glob(".*"))
@@ -89,7 +89,7 @@ def test_later_checkpoints_do_not_outrank_those_of_a_resumed_run(
     for _, path in store.newest_first():
         (path / "state.json").unlink()
     store.set_aside_after(0)
-    store.save(5, small_contents(5))
+    save_checkpoint(store, 5, small_contents(5))
     store.retain(None)
     newest, skipped = store.newest_good()
     assert newest is not None
@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(
 
     monkeypatch.setattr("orchestrator.train.checkpoint.files.sync", fail)
     with pytest.raises(OSError, match="No space"):
-        store.save(40, small_contents(40))
+        save_checkpoint(store, 40, small_contents(40))
     names = sorted(path.name for path in store.folder.iterdir())
     assert names == ["step_00000010", "step_00000020", "step_00000030"]
 
@@ -124,15 +124,15 @@ def test_killed_after_each_file_system_operation(tmp_path: Path, monkeypatch: py
         folder = tmp_path / f"run{limit}"
         store = CheckpointStore(folder, keep=2)
         for step in (10, 20, 30):
-            store.save(step, small_contents(step))
+            save_checkpoint(store, step, small_contents(step))
         finished = _save_until_killed(store, limit, monkeypatch)
         restarted = CheckpointStore(folder, keep=2)
         newest, skipped = restarted.newest_good()
         assert newest is not None
         assert newest.path.name == "step_00000030", f"lost after {limit} operations"
         assert not skipped, skipped
-        verify(folder / "step_00000020")
-        restarted.save(40, small_contents(40))
+        load(folder / "step_00000020")
+        save_checkpoint(restarted, 40, small_contents(40))
         restarted.retain(None)
         assert [step for step, _ in restarted.newest_first()] == [40, 30]
         num_kills += 1
@@ -161,7 +161,7 @@ def _save_until_killed(store: CheckpointStore, limit: int, monkeypatch: pytest.M
         for name in OPERATIONS:
             patch.setattr(os, name, counted(getattr(os, name)))
         try:
-            store.save(30, small_contents(30))
+            save_checkpoint(store, 30, small_contents(30))
             store.retain(None)
         except Killed:
             return False

@@ -1,5 +1,5 @@
-"""World's exchanges besides plain collectives, over real processes: gathers to the main worker, values that
-some workers know, waits for the main worker; and leaving the group in the middle of each."""
+"""World's exchanges besides plain collectives, over real processes: values for the main worker, values that
+some workers know, waits without a time limit; and leaving the group in the middle of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from experts.group import GroupFactory
 from experts.membership import GroupLeft, GroupMembership
-from orchestrator.train.parts import world as world_module
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world, recoverable_world
@@ -63,54 +61,33 @@ def test_a_batch_is_split_in_proportion_to_shares(count: int, shares: list[float
         assert abs(length - count * share / sum(shares)) <= 1.0 + 1e-9
 
 
-# --- tensors to the main worker
+# --- values posted to the main worker
 
 
-def tensors_of_rank(rank: int) -> dict[str, Tensor]:
-    """Tensors whose number, sizes and dtypes differ from rank to rank; rank 2 has empty ones only."""
-    generator = torch.Generator().manual_seed(rank)
-    if rank == 2:
-        return {"empty": torch.empty(0, 4), "none": torch.empty(3, 0, dtype=torch.int64)}
-    return {
-        "odd": torch.randn(7, 3, generator=generator),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(3.25 * rank, dtype=torch.float64),
-        "half": torch.randn(5, generator=generator).bfloat16(),
-        "flags": torch.tensor([True, False, True]),
-        "transposed": torch.randn(6, 5, generator=generator).t(),
-        "large": torch.randint(0, 99, (101,), generator=generator),
-    }
-
-
-def gather_twice(
-    rank: int, size: int, store: str, recoverable: bool, piece_bytes: int
-) -> list[tuple[dict[str, Tensor], Any]]:
-    world_module._PIECE_BYTES = piece_bytes  # this process ends with the function
+def post_values(rank: int, size: int, store: str, recoverable: bool) -> list[Any]:
+    """The last rank posts late: until then the main one receives nothing."""
     with joined_world(rank, size, store, recoverable) as world:
-        first = world.gather_to_main(tensors_of_rank(rank), {"rank": rank, "none": None}, "first")
-        tensors = {} if rank == 1 else {"x": torch.full((3,), rank)}
-        second = world.gather_to_main(tensors, None, "second")
-        return first + second
+        received: list[Any] = []
+        for name in ("first", "second"):
+            if rank == 1:
+                world.post(name, {"rank": rank, "none": None})
+            world.barrier()
+            if rank == 0:
+                received.append(world.posted(name))
+            world.barrier()
+            if rank == 2:
+                world.post(name, [name])
+            world.barrier()
+            if rank == 0:
+                received += [world.posted(name), world.posted(name)]
+        return received
 
 
 @both_worlds
-@pytest.mark.parametrize("piece_bytes", [7, 64, 2**26])
-def test_the_main_worker_gathers_tensors_and_values_by_rank(recoverable: bool, piece_bytes: int) -> None:
-    main, *others = run_ranks(gather_twice, 3, recoverable, piece_bytes)
-    assert others == [[], []], "only the main worker receives"
-    for rank, (tensors, value) in enumerate(main[:2], start=1):
-        assert value == {"rank": rank, "none": None}
-        expected = tensors_of_rank(rank)
-        assert list(tensors) == list(expected)
-        for name, tensor in expected.items():
-            assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape), name
-            assert torch.equal(tensors[name], tensor), name
-    assert main[2] == ({}, None)
-    assert main[3][0]["x"].tolist() == [2, 2, 2]
-
-
-def test_a_single_process_gathers_nothing() -> None:
-    assert World.single_process().gather_to_main({"x": torch.ones(1)}, 1, "x") == []
+def test_the_main_worker_receives_what_all_have_posted_once(recoverable: bool) -> None:
+    one = {"rank": 1, "none": None}
+    received = [None, [one, ["first"]], None, None, [one, ["second"]], None]
+    assert run_ranks(post_values, 3, recoverable) == [received, [], []]
 
 
 # --- collectives
@@ -157,6 +134,29 @@ def test_the_others_wait_for_the_main_worker_past_the_timeout() -> None:
     assert min(run_ranks(wait_for_slow_main, 2)) > 4.5
 
 
+def wait_for_slow_last(rank: int, size: int, store: str) -> float:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 3) as world:
+        start = time.monotonic()
+        if rank == 2:
+            time.sleep(5)
+        world.wait_for_all("late")
+        return time.monotonic() - start
+
+
+def test_all_wait_for_any_worker_past_the_timeout() -> None:
+    assert min(run_ranks(wait_for_slow_last, 3)) > 4.5
+
+
+def receive_from_main(rank: int, size: int, store: str) -> list[Any]:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        values = [{"folder": "x"}, None]
+        return [world.wait_for_main(str(n), values[n] if rank == 0 else None) for n in range(2)]
+
+
+def test_a_wait_for_the_main_worker_returns_its_value() -> None:
+    assert run_ranks(receive_from_main, 3) == [[{"folder": "x"}, None]] * 3
+
+
 # --- values that some workers know
 
 
@@ -196,7 +196,8 @@ def test_the_values_of_all_ranks_are_gathered_by_rank(recoverable: bool) -> None
 def test_a_single_process_keeps_its_own_value() -> None:
     world = World.single_process()
     assert world.gather_values({"x": 1}) == [{"x": 1}]
-    world.wait_for_main("anywhere")
+    assert world.wait_for_main("anywhere", 5) == 5
+    world.wait_for_all("anywhere")
     assert world.broadcast_value("x", 3) == 3
     assert world.broadcast_value("y", None) is None
 
@@ -206,7 +207,7 @@ def test_a_single_process_keeps_its_own_value() -> None:
 BLOCKING_CALLS: dict[str, Callable[[World], Any]] = {
     "wait_for_main": lambda world: world.wait_for_main("never"),
     "broadcast_value": lambda world: world.broadcast_value("never", None),
-    "gather_to_main": lambda world: world.gather_to_main({"x": torch.ones(3)}, None, "never"),
+    "wait_for_all": lambda world: world.wait_for_all("never"),
     "all_reduce": lambda world: world.all_reduce(torch.ones(3)),
     "gather_values": lambda world: world.gather_values(1),
     "broadcast": lambda world: world.broadcast([torch.ones(3)]),

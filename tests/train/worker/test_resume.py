@@ -20,7 +20,7 @@ from orchestrator.train.loop import Loop
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.build_model import build_parts
-from orchestrator.train.worker.resume import restore_checkpoint
+from orchestrator.train.worker.resume import StartPoint, restore_checkpoint
 from orchestrator.trainer import Trainer
 from tests.support.checkpoints import DAMAGE_KINDS, damage
 from tests.support.loop_runs import SMALL, losses_in, run_loop
@@ -78,7 +78,8 @@ def test_init_from_takes_the_weights_alone(tmp_path: Path) -> None:
     world = World.single_process()
     parts = build_parts(config, prepared.plan, prepared.task, world)
     store = CheckpointStore(tmp_path / "second")
-    progress = restore_checkpoint(config, parts.state, store, world, EventLog(tmp_path / "events.jsonl"))
+    start = StartPoint(store, world, EventLog(tmp_path / "events.jsonl"))
+    progress = restore_checkpoint(config, parts.state, start)
     assert progress.step == 0
     assert not parts.optimizer.inner.state
     for name, parameter in loop.stepper.strategy.model.named_parameters():
