@@ -13,7 +13,9 @@ from orchestrator.runtime.expert_parallel.stuck import HostHealth
 
 _READ_SECONDS = 0.2
 _NUM_INTERVALS = 50
-"""Intervals that count as recent: the slow first step is forgotten once steps are known."""
+"""Intervals that count as recent."""
+_NUM_KNOWN = 8
+"""Intervals between signs of progress in steps; until there are so many, the first step counts too."""
 
 
 def _recent() -> deque[float]:
@@ -80,8 +82,7 @@ class Heartbeats:
             beat.silences.append(now - beat.received_at)
         if progress != beat.progress:
             if beat.text:
-                kind = _limit_kind(beat.phase)
-                self._intervals.setdefault(kind, _recent()).append(now - beat.progressed_at)
+                self._intervals.setdefault(beat.phase, _recent()).append(now - beat.progressed_at)
             beat.progress = progress
             beat.progressed_at = now
         beat.text = text
@@ -111,12 +112,14 @@ class Heartbeats:
                 silent_s=now - beat.received_at,
                 unchanged_s=now - beat.progressed_at,
                 longest_silence_s=max(beat.silences, default=0.0),
-                longest_unchanged_s=max(self._intervals.get(_limit_kind(beat.phase), ()), default=0.0),
+                longest_unchanged_s=self._longest_interval_s(beat.phase),
             )
             for host_id, beat in self._beats.items()
         ]
 
-
-def _limit_kind(phase: str) -> str:
-    """Return the kind of phases that share a limit: the first step tells how long others may take."""
-    return "step" if phase == "first step" else phase
+    def _longest_interval_s(self, phase: str) -> float:
+        """Return the longest time that a phase has recently gone without progress."""
+        intervals = list(self._intervals.get(phase, ()))
+        if phase == "step" and len(intervals) < _NUM_KNOWN:
+            intervals += self._intervals.get("first step", ())
+        return max(intervals, default=0.0)
