@@ -219,8 +219,8 @@ WRAPPED = (
     WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
     WrappedFunction("experts.group", "Group.all_reduce", _enter_gradients, True),
     WrappedFunction(
-        "orchestrator.train.checkpoint.snapshots",
-        "_copy_tensors",
+        "orchestrator.train.checkpoint.snapshot_format",
+        "CollectedPart.copy_into",
         lambda agent: agent.enter_phase("snapshot"),
         True,
     ),
@@ -241,11 +241,17 @@ def wrap_functions() -> None:
     if AGENTS:
         return
     for function in WRAPPED:
-        *owners, name = function.name.split(".")
-        owner: Any = importlib.import_module(function.module)
-        for part in owners:
-            owner = getattr(owner, part)
+        owner, name = find_owner(function)
         setattr(owner, name, _wrap(getattr(owner, name), function))
+
+
+def find_owner(function: WrappedFunction) -> tuple[Any, str]:
+    """Return the module or class that a function belongs to, and its name there."""
+    *owners, name = function.name.split(".")
+    owner: Any = importlib.import_module(function.module)
+    for part in owners:
+        owner = getattr(owner, part)
+    return owner, name
 
 
 def _wrap(original: Callable[..., Any], function: WrappedFunction) -> Callable[..., Any]:
