@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -147,7 +147,9 @@ class ExpertHost:
         except BaseException:
             # Closing the work finishes what it writes in the background, such as a checkpoint.
             self._work = None
-            self._stack.__exit__(*sys.exc_info())
+            # An error of closing is a consequence, and must not hide the first.
+            with suppress(Exception):
+                self._stack.__exit__(*sys.exc_info())
             raise
 
     def close(self) -> None:

@@ -155,10 +155,11 @@ class Loop:
         progress = self.progress
         # The first step may compile kernels and connect peers: the driver allows it more time.
         phase = "first step" if progress.step == self._first_step else "step"
+        stop_requested = self._stop_flag.requested()  # looks at a file, which may take long
         self._heartbeat.enter_phase(phase, progress.step)
         lr = self.stepper.optimizer.learning_rate(progress.step)
         # Forward, backward, reduce and update. The sums stay on the device.
-        totals = self.stepper.run(batch, progress.step, self._stop_flag.requested())
+        totals = self.stepper.run(batch, progress.step, stop_requested)
         seconds = self.stepper.clock.end()
         progress.step += 1
         progress.position += totals.samples
@@ -168,8 +169,10 @@ class Loop:
             self.record_monitor()
         if _is_due(self._cadence.empty_cache_every, progress.step):
             free_cached(self.stepper.world.device)
-        self._checkpoints.poll()
-        self._after_step(progress.step)
+        # Both may write to a slow drive.
+        with self._heartbeat.within("save"):
+            self._checkpoints.poll()
+            self._after_step(progress.step)
         return self._stop_flag.should_stop(totals.stop_votes)
 
     def _end_epoch(self, began_s: float) -> None:

@@ -30,6 +30,7 @@ class StepRecorder:
         self._stepper = training.stepper
         self._progress = training.progress
         self._log = training.log
+        self._heartbeat = training.heartbeat
         self._log_every = training.cadence.log_every
         self._first_step = training.progress.step
         self._pending: list[PendingStep] = []
@@ -73,7 +74,8 @@ class StepRecorder:
         events += self._phases_events(steps)
         events += self._exchange_events(steps)
         events += self._load_events(steps)
-        self._log.write_all(events)
+        with self._heartbeat.within("save"):  # the drive may be slow
+            self._log.write_all(events)
         self._check_finite(figures, steps)
         self._warn_of_recompiles()
         self.restart_window()

@@ -25,6 +25,11 @@ class PhaseRecorder(Heartbeat):
     def __init__(self) -> None:
         super().__init__()
         self.phases: list[Phase] = []
+        self.advances: list[Phase] = []
+
+    def advance(self) -> None:
+        super().advance()
+        self.advances.append(self.phase)
 
     def enter_phase(self, phase: Phase, step: int | None = None) -> None:
         super().enter_phase(phase, step)
@@ -78,8 +83,11 @@ def test_the_heartbeat_follows_the_phases(tmp_path: Path) -> None:
     heartbeat = PhaseRecorder()
     run_loop(tmp_path, heartbeat=heartbeat, max_steps=2, evaluate_every=2, checkpoint_every=2)
     fetch_micro_batch = ["data", "first step"]
-    assert heartbeat.phases[:5] == ["data", "first step", *fetch_micro_batch, "data"]
-    assert heartbeat.phases.index("evaluate") < heartbeat.phases.index("save")
+    write_events = ["save", "first step"]
+    begin_step = ["data", "first step"]
+    assert heartbeat.phases[:6] == [*begin_step, *fetch_micro_batch, *write_events]
+    after_evaluation = heartbeat.phases[heartbeat.phases.index("evaluate") :]
+    assert after_evaluation[1] == "save", "the checkpoint"
     assert heartbeat.step == 1, "the step in progress, counted from 0"
 
 
@@ -87,9 +95,10 @@ def test_each_micro_batch_and_each_batch_of_an_evaluation_is_progress(tmp_path: 
     heartbeat = PhaseRecorder()
     training: dict[str, Any] = {"batch_size": 4, "global_batch_size": 64, "eval_batch_size": 40}
     run_loop(tmp_path, heartbeat=heartbeat, max_steps=1, evaluate_every=1, **training)
-    assert heartbeat.phases.count("first step") == 1 + 16, "entered again after each micro-batch's data"
+    before_events = heartbeat.phases[: heartbeat.phases.index("save")]
+    assert before_events.count("first step") == 1 + 16, "entered again after each micro-batch's data"
     # 359 samples of the digits are for validation.
-    assert heartbeat.num_changes - len(heartbeat.phases) == 9
+    assert heartbeat.advances.count("evaluate") == 9
 
 
 def test_the_first_steps_of_a_process_are_marked_as_warm_up(tmp_path: Path) -> None:

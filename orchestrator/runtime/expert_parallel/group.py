@@ -98,12 +98,14 @@ class HostGroup:
         health = [host for host in self.heartbeats.health() if host.host_id in expected]
         # Members that have left wait for those that have not.
         stuck = find_stuck(health, self._step_limit_s, waited_for=leaving)
-        all_alive = all(host.waiting and host.silent_s < self._step_limit_s for host in stuck)
-        if stuck and all_alive and not leaving:
-            # They wait for each other, and none is known to have failed: all leave and join again.
-            # A host that does not leave is dropped then.
-            calls.errors[stuck[0].host_id] = HostsDeadlocked("all hosts wait for each other")
-            return
+        if stuck and not leaving and all(host.waiting for host in stuck):
+            silent = tuple(host for host in stuck if host.silent_s >= self._step_limit_s)
+            if not silent:
+                # They wait for each other, and none is known to have failed: all leave and join
+                # again. A host that does not leave is dropped then.
+                calls.errors[stuck[0].host_id] = HostsDeadlocked("all hosts wait for each other")
+                return
+            stuck = silent  # the others wait for these
         for host in stuck:
             calls.drop(host.host_id, "stuck", _describe(host), frozen=True)
 

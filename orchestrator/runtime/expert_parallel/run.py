@@ -54,10 +54,10 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
     advance,
 )
-from orchestrator.runtime.expert_parallel.stuck import phase_limit_s
 from orchestrator.runtime.failures import cause_of, classify
 from orchestrator.runtime.recovery import Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
+from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import open_store
 from orchestrator.types import first_line
@@ -65,6 +65,8 @@ from orchestrator.types import first_line
 _REPLACEMENT_SECONDS = 20.0
 """How long a new host may take to start before the others go on without it."""
 _PAUSE_SECONDS = 0.02
+_CLOSING_FACTOR = 6
+"""How long hosts may take to close after the end of the run, in time limits of a step."""
 
 
 @dataclass
@@ -181,7 +183,7 @@ class ExpertParallelRun:
                 if not calls.pending:
                     self._handle_stopped_group()
             case Closing():
-                limit_s = phase_limit_s("join", self._step_limit_s)
+                limit_s = _CLOSING_FACTOR * self._step_limit_s
                 if not calls.pending or perf_counter() - self._closing_since > limit_s:
                     self._handle(AllClosed())
             case Running() if (end := self._end_result()) is not None:
@@ -259,7 +261,7 @@ class ExpertParallelRun:
             self._exclude_unfit_hosts()
         failures = calls.failures(retry_task_errors=not joining)
         failure = root_cause(failures)
-        if joining and failure.kind == "fault":
+        if joining and failure.kind == "fault" and not self._lacks_experts():
             self._group.snapshots.clear()  # they may be the cause: restoring them failed
         seen_at = [self._last_seen.get(host_id, self._detected_at) for host_id in calls.lost]
         times = FailureTimes(max(seen_at, default=self._detected_at), self._detected_at)
@@ -278,6 +280,12 @@ class ExpertParallelRun:
         if isinstance(self._state, WaitingForHosts):
             # Waiting may take a while: the failure is shown at once.
             self._record_failure(self._state.reason)
+
+    def _lacks_experts(self) -> bool:
+        """Return whether a host was given too few snapshots for its new placement.
+
+        They are good; the next generation gets them all."""
+        return any(isinstance(cause_of(error), ExpertsMissing) for error in self._group.calls.errors.values())
 
     def _exclude_unfit_hosts(self) -> None:
         """Count newcomers that cannot join (no access to the data, say) as lost, so that proven
@@ -333,6 +341,8 @@ class ExpertParallelRun:
         snapshots = ()
         if command.generation > 0 and self._group.snapshots.step >= self._checkpoint_step():
             snapshots = self._group.snapshots.references()
+        if command.generation > 0 and not snapshots:
+            self._group.snapshots.clear()  # older than the checkpoint, or lost
         if command.failure is not None:
             self._record_failure(command.reason)
         elif command.generation > 0:

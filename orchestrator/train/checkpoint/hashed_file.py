@@ -17,6 +17,7 @@ from orchestrator.errors import CheckpointDamaged
 
 PIECE_BYTES = 2**23
 _MAX_PIECE_BYTES = 2**27
+_SYNC_BYTES = 2**28
 _MAX_FILE_BYTES = 2**50
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -59,6 +60,7 @@ def write_hashed(
 
     The hashes are of the bytes in memory: a fault of the file system shows when the file is read."""
     written: list[tuple[int, str]] = []
+    unsynced_bytes = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece in pieces:
@@ -66,6 +68,11 @@ def write_hashed(
             written.append((len(data), hashlib.sha256(data).hexdigest()))
             while data:
                 data = data[os.write(file, data) :]
+            unsynced_bytes += len(piece)
+            if unsynced_bytes >= _SYNC_BYTES:
+                # One sync at the end would take minutes, in which nothing shows progress.
+                os.fdatasync(file)
+                unsynced_bytes = 0
             on_piece()
         os.fsync(file)
     finally:

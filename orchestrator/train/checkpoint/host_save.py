@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -44,9 +44,9 @@ class Closing:
     def begin(self) -> None:
         self._since_s = monotonic()
 
-    @property
-    def is_over(self) -> bool:
-        return self._since_s is not None and monotonic() - self._since_s > _CLOSING_SECONDS
+    def is_over(self, written_s: float) -> bool:
+        """Return whether the others have had their time since this host's own files were written."""
+        return self._since_s is not None and monotonic() - max(self._since_s, written_s) > _CLOSING_SECONDS
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class HostSave:
         Raises ``SaveFailed``."""
         if self.world.is_main:
             # Before the new files: the remains of killed saves may keep the disk full.
-            self.store.remove_remains(self.folder)
+            with suppress(OSError):
+                self.store.remove_remains(self.folder)
         report = self._write(captured, on_piece)
         self.written.set()
         if not self.world.is_main:
@@ -103,10 +104,11 @@ class HostSave:
     def _reports_of_others(self) -> list[dict[str, Any]]:
         if self.world.size == 1:
             return []
+        written_s = monotonic()
         with _store_errors():
             while (reports := self.world.posted(self.name)) is None:
                 self._check_membership()
-                if self.closing.is_over:
+                if self.closing.is_over(written_s):
                     raise SaveFailed("not every host has written its part")
                 sleep(_POLL_SECONDS)
         return reports

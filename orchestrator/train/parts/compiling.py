@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class Compiled:
         for module in self.modules:
             handle: Any = module
             handle._compiled_call_impl = None
-        torch._dynamo.reset()
+        with _kept_callbacks():
+            torch._dynamo.reset()
         self.close()
 
     def close(self) -> None:
@@ -123,8 +124,23 @@ def report_compilation(heartbeat: Heartbeat) -> Iterator[None]:
     try:
         yield
     finally:
-        callback_handler.remove_start_callback(begin)
-        callback_handler.remove_end_callback(end)
+        # The user's code may have reset torch's compiler, which drops the callbacks.
+        with suppress(ValueError):
+            callback_handler.remove_start_callback(begin)
+        with suppress(ValueError):
+            callback_handler.remove_end_callback(end)
+
+
+@contextmanager
+def _kept_callbacks() -> Iterator[None]:
+    """Keep the callbacks of compilations, which a reset of the compiler drops."""
+    from torch._dynamo.callback import callback_handler
+
+    start_callbacks = list(callback_handler.start_callbacks)
+    end_callbacks = list(callback_handler.end_callbacks)
+    yield
+    callback_handler.start_callbacks[:] = start_callbacks
+    callback_handler.end_callbacks[:] = end_callbacks
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -145,78 +146,110 @@ def test_the_last_step_is_that_of_the_host_furthest_ahead(group: Group) -> None:
 def longest(group: Group, host_id: int = 2) -> tuple[float, float]:
     """Return the longest time without progress in the host's phase, and without a heartbeat."""
     host = next(host for host in group.heartbeats.health() if host.host_id == host_id)
-    return host.longest_unchanged_s, host.longest_silence_s
+    return host.longest_work_s, host.longest_silence_s
+
+
+def stay(group: Group, phase: str, step: int, progress: int, until: float, **options: Any) -> None:
+    """Let host 2 send heartbeats without progress until a second, and the driver read them."""
+    while group.now < until:
+        group.send(2, phase, step, progress, **options)
+        group.read_at(min(until, group.now + 0.5))
 
 
 def test_the_longest_time_without_progress_is_measured_from_the_first_step_on(group: Group) -> None:
-    group.send(2, "first step", 0, 1)
-    group.read_at(101.0)
-    assert longest(group) == (0.0, 0.0), "the time before the first heartbeat is not a step's"
-    for second in (111.0, 121.0):
-        group.send(2, "first step", 0, 1)
-        group.read_at(second)
-    assert longest(group) == (0.0, 10.0), "the step has not ended"
-    group.send(2, "step", 1, 2)
-    group.read_at(131.0)
-    assert longest(group) == (30.0, 10.0)
+    stay(group, "first step", 0, 1, until=131.0)
+    assert longest(group) == (0.0, 0.5), "the step has not ended"
+    stay(group, "step", 1, 2, until=131.5)
+    assert longest(group)[0] == 31.0
 
 
 def test_one_slow_host_raises_the_limit_of_all(group: Group) -> None:
     """Any of them may get the long sequence next."""
     group.send(0, "step", 1, 1)
-    group.send(2, "step", 1, 1)
-    group.read_at(101.0)
-    group.send(0, "step", 2, 2)
-    group.read_at(108.0)
-    assert longest(group, 2)[0] == 7.0
+    stay(group, "step", 1, 1, until=108.0)
+    stay(group, "step", 2, 2, until=108.5)
+    assert longest(group, 0)[0] == 8.0
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "save", "snapshot", "build", "compile"])
 def test_each_phase_has_a_limit_of_its_own(group: Group, phase: str) -> None:
     """A limit of steps that grew with an evaluation would find a hung host minutes late."""
-    group.send(2, phase, 5, 1)
-    group.read_at(101.0)
-    group.send(2, "step", 5, 2)
-    group.read_at(161.0)
+    stay(group, phase, 5, 1, until=160.0)
+    stay(group, "step", 5, 2, until=160.5)
     assert longest(group)[0] == 0.0
-    group.send(2, phase, 5, 3)
-    group.read_at(163.0)
+    stay(group, phase, 5, 3, until=161.0)
     assert longest(group)[0] == 60.0
 
 
+def test_a_wait_does_not_raise_the_limit_of_work(group: Group) -> None:
+    """A peer that waited for a compilation of minutes says nothing of how long a step takes."""
+    stay(group, "step", 5, 1, until=400.0, waiting=True)
+    stay(group, "step", 5, 2, until=400.5)
+    host = next(host for host in group.heartbeats.health() if host.host_id == 2)
+    assert (host.longest_work_s, host.longest_wait_s) == (0.0, 300.0)
+
+
+@pytest.mark.parametrize("num_quick_parts", [1, 10, 1000])
+def test_quick_parts_of_a_step_do_not_hide_its_slow_one(group: Group, num_quick_parts: int) -> None:
+    progress = 0
+    for step in range(1, 4):
+        for _ in range(num_quick_parts):
+            progress += 1
+            group.send(2, "step", step, progress)
+            group.read_at(group.now + 0.2)
+        stay(group, "step", step, progress, until=group.now + 12.0)
+    group.send(2, "step", 4, progress + 1)
+    group.read_at(group.now + 0.2)
+    assert longest(group)[0] >= 12.0
+
+
 def test_a_slow_first_step_is_forgotten_once_steps_are_known(group: Group) -> None:
-    """Else a hung host would be found late, after each regroup."""
-    group.send(2, "first step", 0, 0)
-    group.read_at(101.0)
-    group.send(2, "step", 1, 1)
-    group.read_at(161.0)
-    for step in range(2, 10):
-        assert longest(group)[0] == 60.0
-        group.send(2, "step", step, step)
-        group.read_at(160.0 + step)
-    assert longest(group)[0] == 1.0
+    """Else a hung host would be found late."""
+    stay(group, "first step", 0, 0, until=160.0)
+    for step in range(1, 5):
+        stay(group, "step", step, step, until=160.0 + step)
+        assert longest(group)[0] == (60.0 if step < 4 else 1.0), step
 
 
-def test_a_slow_step_is_forgotten_after_many_others(group: Group) -> None:
-    for step, second in enumerate((101.0, 131.0, *range(132, 181))):
-        group.send(2, "step", step, step)
-        group.read_at(second)
-    assert longest(group)[0] == 30.0
-    group.send(2, "step", 60, 60)
-    group.read_at(181.0)
-    assert longest(group)[0] == 1.0
+def test_a_slow_step_is_forgotten_after_five_others(group: Group) -> None:
+    stay(group, "step", 1, 1, until=130.0)
+    for step in range(2, 8):
+        stay(group, "step", step, step, until=129.0 + step)
+        assert longest(group)[0] == (30.0 if step < 7 else 1.0), step
+
+
+def test_a_driver_that_was_away_measures_nothing(group: Group) -> None:
+    stay(group, "step", 1, 1, until=101.0)
+    group.send(2, "step", 2, 2)
+    group.read_at(106.0)
+    assert longest(group) == (0.0, 0.5)
 
 
 def test_measured_limits_survive_a_regroup(group: Group) -> None:
     """The steps of the next generation take as long as those of the last."""
-    group.send(2, "step", 1, 1)
-    group.read_at(101.0)
-    group.send(2, "step", 2, 2)
-    group.read_at(121.0)
+    stay(group, "step", 1, 1, until=120.0)
+    stay(group, "step", 2, 2, until=120.5)
     group.heartbeats.follow(4, (2, 5))
     group.send(2, "step", 2, 1, generation=4)
-    group.read_at(122.0)
-    assert longest(group) == (20.0, 0.0)
+    group.read_at(121.0)
+    assert longest(group)[0] == 20.0
+
+
+def test_a_host_that_closes_its_part_of_the_last_group_shows_that_it_lives(group: Group) -> None:
+    """It may have a checkpoint to write before it joins."""
+    group.send(2, "save", 8, 30)
+    group.read_at(101.0)
+    group.heartbeats.follow(4, (2, 5))
+    group.read_at(102.0)
+    for second in (112.0, 152.0, 200.0):
+        group.send(2, "save", 8, 31)
+        group.read_at(second)
+    assert group.health(2) == ("join", False, 0.0, 88.0)
+    group.send(2, "save", 8, 32)
+    group.read_at(201.0)
+    assert group.health(2) == ("join", False, 0.0, 0.0)
+    assert group.health(5) == ("join", False, 100.0, 100.0)
+    assert group.heartbeats.last_step == 0
 
 
 def test_the_time_of_each_hosts_last_heartbeat(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

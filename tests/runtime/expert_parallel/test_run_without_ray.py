@@ -270,6 +270,16 @@ def test_hosts_that_wait_for_each_other_leave_and_are_killed_only_if_they_do_not
     assert run.pool.killed_frozen == [0, 1, 2]
 
 
+def test_a_host_that_freezes_in_a_wait_does_not_cost_the_others(make_run: MakeRun) -> None:
+    """Its limit of silence may be longer than the limit of their waits, where silences were seen."""
+    run = make_run(collective_timeout=10)
+    run.begin_first_segment()
+    frozen = HostHealth(1, "step", True, 12.0, 12.0, longest_silence_s=5.0)
+    run.heartbeats.hosts = [stuck(0, waiting=True), frozen, stuck(2, waiting=True)]
+    run.poll()
+    assert run.pool.killed_frozen == [1]
+
+
 def test_a_host_that_freezes_before_its_snapshot_arrives_is_found(make_run: MakeRun) -> None:
     run = make_run(collective_timeout=10)
     run.begin_first_segment()

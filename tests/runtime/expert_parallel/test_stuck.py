@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck, phase_limit_s
 
 LIMIT_S = 10.0
-START_PHASES = ("build", "first step", "compile")
 PHASE_FACTORS = {
     "step": 1,
-    "rest": 1,
-    "join": 6,
+    "rest": 6,
+    "join": 60,
     "data": 60,
     "snapshot": 60,
     "evaluate": 60,
@@ -30,10 +29,9 @@ def host(
     waiting: bool = False,
     silent_s: float = 0.1,
     unchanged_s: float = 0.1,
-    longest_unchanged_s: float = 0.0,
-    longest_silence_s: float = 0.0,
+    **longest: float,
 ) -> HostHealth:
-    return HostHealth(host_id, phase, waiting, silent_s, unchanged_s, longest_silence_s, longest_unchanged_s)
+    return HostHealth(host_id, phase, waiting, silent_s, unchanged_s, **longest)
 
 
 def waiting_peer(unchanged_s: float) -> HostHealth:
@@ -88,9 +86,17 @@ def test_hosts_that_all_wait_for_each_other_are_stuck() -> None:
     assert stuck_ids(host(0, waiting=True, unchanged_s=11.0)) == [0]
 
 
+def test_hosts_that_have_waited_as_long_before_are_not_deadlocked() -> None:
+    """A collective of large tensors over a slow network, for example."""
+    waiting = [host(host_id, waiting=True, unchanged_s=30.0, longest_wait_s=12.0) for host_id in (0, 1)]
+    assert stuck_ids(*waiting) == []
+    assert stuck_ids(host(0, unchanged_s=10.1, longest_wait_s=100.0), waiting_peer(10.0)) == [0]
+
+
 def test_a_resting_host_may_stay_unchanged_but_not_silent() -> None:
-    assert stuck_ids(host(0, "rest", unchanged_s=500.0), waiting_peer(500.0)) == []
+    assert stuck_ids(host(0, "rest", unchanged_s=5000.0)) == []
     assert stuck_ids(host(0, "rest", silent_s=10.5, unchanged_s=500.0)) == [0]
+    assert stuck_ids(host(0, "rest", unchanged_s=61.0), waiting_peer(60.0)) == [0], "it does not go on"
 
 
 @pytest.mark.parametrize("phase", PHASE_FACTORS)
@@ -98,14 +104,13 @@ def test_phases_of_unknown_length_have_longer_limits(phase: str) -> None:
     limit = LIMIT_S * PHASE_FACTORS[phase]
     assert phase_limit_s(phase, LIMIT_S) == limit
     assert stuck_ids(host(0, phase, unchanged_s=limit), waiting_peer(limit)) == []
-    stuck = stuck_ids(host(0, phase, unchanged_s=limit + 0.1), waiting_peer(limit))
-    assert stuck == ([0] if phase != "rest" else [])
+    assert stuck_ids(host(0, phase, unchanged_s=limit + 0.1), waiting_peer(limit)) == [0]
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASE_FACTORS if phase != "join"])
 def test_in_no_phase_may_a_host_be_silent_for_long(phase: str) -> None:
     """Heartbeats come from a thread of their own. Imports and first calls may hold the lock."""
-    silence = 3 * LIMIT_S if phase in START_PHASES else LIMIT_S
+    silence = LIMIT_S if phase in ("step", "rest") else 3 * LIMIT_S
     shorter = 0.9 * silence
     assert stuck_ids(host(0, phase, silent_s=shorter, unchanged_s=shorter), waiting_peer(4.0)) == []
     assert stuck_ids(host(0, phase, silent_s=silence, unchanged_s=silence), waiting_peer(4.0)) == [0]
@@ -117,10 +122,10 @@ def test_a_joining_host_may_be_silent_for_its_whole_phase() -> None:
 
 
 def test_what_was_measured_raises_the_limits() -> None:
-    assert phase_limit_s("step", LIMIT_S, longest_unchanged_s=2.0) == 10.0
-    assert phase_limit_s("step", LIMIT_S, longest_unchanged_s=30.0) == 90.0
-    assert stuck_ids(host(0, unchanged_s=89.0, longest_unchanged_s=30.0), waiting_peer(80.0)) == []
-    assert stuck_ids(host(0, unchanged_s=90.1, longest_unchanged_s=30.0), waiting_peer(80.0)) == [0]
+    assert phase_limit_s("step", LIMIT_S, longest_s=2.0) == 10.0
+    assert phase_limit_s("step", LIMIT_S, longest_s=30.0) == 90.0
+    assert stuck_ids(host(0, unchanged_s=89.0, longest_work_s=30.0), waiting_peer(80.0)) == []
+    assert stuck_ids(host(0, unchanged_s=90.1, longest_work_s=30.0), waiting_peer(80.0)) == [0]
     assert stuck_ids(host(0, silent_s=14.0, longest_silence_s=5.0)) == []
     assert stuck_ids(host(0, silent_s=15.1, longest_silence_s=5.0)) == [0]
 
@@ -140,7 +145,7 @@ def test_no_host_is_stuck_that_takes_no_longer_than_before(
             host_id,
             waiting=host_id > 0,
             unchanged_s=now * min(step_s, 3 * slowest_s),
-            longest_unchanged_s=slowest_s,
+            longest_work_s=slowest_s,
         )
         for host_id, step_s in enumerate(steps_s)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from experts.layer import MoELayer
 from orchestrator.errors import UserError
-from orchestrator.train.parts.compiling import Compiled, is_compile_error
+from orchestrator.train.heartbeat import Heartbeat, Phase
+from orchestrator.train.parts.compiling import Compiled, is_compile_error, report_compilation
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,45 @@ def test_errors_of_the_compiler_differ_from_errors_of_the_model() -> None:
         compiled(torch.zeros(1))
     assert is_compile_error(caught.value)
     assert not is_compile_error(ValueError("of the model"))
+
+
+# --- compilations in the heartbeat
+
+
+def compile_new(model: nn.Module) -> None:
+    torch.compile(model.forward)(torch.zeros(2, 4))
+
+
+def phases_of(heartbeat: Heartbeat, compile_it: Callable[[], None]) -> list[str]:
+    """Return the phases that a heartbeat enters while something is compiled."""
+    phases: list[str] = []
+    enter_phase = heartbeat.enter_phase
+
+    def record(phase: Phase, step: int | None = None) -> None:
+        phases.append(phase)
+        enter_phase(phase, step)
+
+    heartbeat.enter_phase = record
+    compile_it()
+    return phases
+
+
+def test_a_compilation_shows_in_the_heartbeat() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.enter_phase("step", 3)
+    with report_compilation(heartbeat):
+        assert phases_of(heartbeat, lambda: compile_new(nn.Linear(4, 3))) == ["compile", "step"]
+    assert phases_of(heartbeat, lambda: compile_new(nn.Linear(4, 5))) == [], "no one is told any more"
+
+
+def test_compilations_still_show_after_a_model_was_uncompiled() -> None:
+    heartbeat = Heartbeat()
+    model = nn.Sequential(nn.Linear(4, 3))
+    with report_compilation(heartbeat):
+        Compiled(model, "default", "all").undo()
+        assert "compile" in phases_of(heartbeat, lambda: compile_new(nn.Linear(4, 6)))
+
+
+def test_a_reset_of_the_compiler_in_the_users_code_does_no_harm() -> None:
+    with report_compilation(Heartbeat()):
+        torch._dynamo.reset()
