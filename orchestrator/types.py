@@ -55,6 +55,11 @@ def count_text(count: float) -> str:
     return f"{count:g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: '1 layer', '2 layers'."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration for people: 75 -> '1m 15s'."""
     if seconds < 1e-3:

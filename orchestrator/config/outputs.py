@@ -24,8 +24,9 @@ class CheckpointSettings:
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
-    """Continue: auto takes the newest good checkpoint of the run folder (or starts afresh), PATH
-    a given one."""
+    """Continue a run; give its settings again. auto takes the newest good checkpoint of the run
+    folder, or starts afresh if there is none; without --name and --run-dir it is the newest
+    results/TASK-DATE-TIME of this task. PATH is a checkpoint, or a run folder with some."""
     init_from: Path | None = None
     """Begin with the weights of this checkpoint, without its optimizer state and its progress."""
 

@@ -69,10 +69,10 @@ class ParallelSettings:
     """Keep gradients in the buckets of the all-reduce; without it there is a second copy of them."""
     spares: int = 0
     """Expert parallel: standby hosts, with everything loaded, that replace a lost host; each
-    needs a device."""
+    needs a device: a GPU, or a CPU slot of the cluster."""
     max_failures: int = 3
-    """Recoveries from a lost worker, a lost node or a lack of memory, before the run gives up. A
-    failure counts until the run is 100 steps past it."""
+    """Failures (a lost worker, a lost node, a lack of memory) that a run survives; one more ends it.
+    A failure counts until the run is 100 steps past the furthest step that it had reached by then."""
     collective_timeout: int | None = None
     """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in
     expert parallel, where only that host is replaced, else 120."""

@@ -40,7 +40,8 @@ class RunSettings:
     """The length of the run, and its folder."""
 
     name: str | None = None
-    """Name of the run; its folder is results/NAME. Default: the task and the time of day."""
+    """Name of the run; its folder is results/NAME, below the current folder. Default: the task with
+    the date and time."""
     run_dir: Path | None = None
     """Folder of the run, in place of results/NAME."""
     epochs: int = 10

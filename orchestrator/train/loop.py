@@ -20,6 +20,7 @@ from orchestrator.train.step_recorder import StepRecorder
 from orchestrator.train.stopping import StopFlag
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.validation import Validation
+from orchestrator.types import counted
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Loop:
                 # --max-steps may end the run inside an epoch.
                 if progress.step >= self._cadence.total_steps:
                     self._evaluate()
-                    return Outcome("completed", f"{self._cadence.total_steps} steps done")
+                    return Outcome("completed", f"{counted(self._cadence.total_steps, 'step')} done")
                 stop = self._train_step(batch)
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
                     return self._stopped_early()
@@ -134,7 +135,7 @@ class Loop:
             if self._cadence.evaluate_every == 0 and self._out_of_patience():
                 return self._stopped_early()
         self._evaluate()
-        return Outcome("completed", f"{self._cadence.epochs} epochs done")
+        return Outcome("completed", f"{counted(self._cadence.epochs, 'epoch')} done")
 
     def _batches(self) -> Iterator[StepBatch]:
         """Fetch the batches of the current epoch.

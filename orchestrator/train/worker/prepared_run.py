@@ -15,7 +15,7 @@ from orchestrator.plan.inventory.hardware import Inventory, secret_values
 from orchestrator.plan.planning import Plan
 from orchestrator.redaction import Secrets, longest_first, secrets_in
 from orchestrator.tasks.task import Task
-from orchestrator.types import count_text
+from orchestrator.types import count_text, counted
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
     """Return the rows of the start-up banner."""
     plan = prepared.plan
     facts = prepared.facts
-    experts = f", {facts.experts} experts in {facts.moe_layers} layers" if facts.experts else ""
+    experts = ""
+    if facts.experts:
+        experts = f", {counted(facts.experts, 'expert')} in {counted(facts.moe_layers, 'layer')}"
     task = f"{prepared.resolved.config.task} ({count_text(facts.parameters)} parameters{experts})"
     return [
         ("task", task),

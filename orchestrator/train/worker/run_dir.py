@@ -13,6 +13,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
+from orchestrator.types import counted
 
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 _MAX_NAME_CHARACTERS = 60
@@ -124,7 +125,10 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     """Return the end of a run in two lines, for the screen."""
-    parts = [f"{summary['steps']} steps ({summary['reason']})"]
+    steps = counted(summary["steps"], "step")
+    # A run that --max-steps ends has no other reason than its steps.
+    reason = "" if summary["reason"] == f"{steps} done" else f" ({summary['reason']})"
+    parts = [steps + reason]
     if summary["validation"]:
         parts.append(f"validation {_values_text(summary['validation'])}")
         best = summary["best"]
