@@ -153,7 +153,7 @@ def recovering(size: Size, generator: random.Random) -> dict[str, Stage]:
 
     def decision() -> object:
         status = HostStatus(tuple(range(size.hosts)), frozenset({lost}))
-        history = FailureHistory(failures=1)
+        history = FailureHistory((0,))
         return decide_regroup(root_cause(failures), status, history, max_failures=3, may_wait=False)
 
     return {

@@ -6,23 +6,27 @@ Each check passes, and fails when the error is planted in the code under test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from experts.expert_state import stacked_names
 from orchestrator.errors import OutOfMemory, TaskFailed, UserError
+from orchestrator.record.log import SilentLog
 from orchestrator.train.batches import slice_batch
 from orchestrator.train.checkpoint import capture as capture_module
-from orchestrator.train.checkpoint.capture import capture
-from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.files import Contents, load, step_name
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
@@ -48,18 +52,26 @@ from tests.support.tiny_model import Tiny
 
 
 def keep_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture_module, "_gather_experts", lambda *_: None)
+    keep_own(patch, ("model", "optimizer"))
 
 
 def keep_own_moments(patch: pytest.MonkeyPatch) -> None:
-    real = capture_module._gather_experts
+    keep_own(patch, ("optimizer",))
 
-    def without_moments(both: dict[str, dict[str, Tensor]], *rest: Any) -> None:
-        own = dict(both["optimizer"])
-        real(both, *rest)
-        both["optimizer"] = own
 
-    patch.setattr(capture_module, "_gather_experts", without_moments)
+def keep_own(patch: pytest.MonkeyPatch, kinds: Sequence[str]) -> None:
+    """Let only the main host write its experts."""
+    real = capture_module.host_share
+
+    def without_experts(state: TrainState, world: World) -> capture_module.HostShare:
+        share = real(state, world)
+        if world.is_main:
+            return share
+        stacked = stacked_names(state.model)
+        lost = {index for index, t in enumerate(share.tensors) if t.name in stacked and t.kind in kinds}
+        return replace(share, own=share.own - lost)
+
+    patch.setattr(capture_module, "host_share", without_experts)
 
 
 SAVED_CASE = TrainingCase(steps=4)
@@ -77,11 +89,16 @@ def save_on_host(
     with planted_world(rank, size, store, plant) as world:
         stepper, feed = SAVED_CASE.stepper(world)
         model = stepper.strategy.model
-        contents: Contents | None = None
+        folder = Path(f"{store}-checkpoints")
+        checkpoints = CheckpointStore(folder, repair=world.is_main)
+        writer = CheckpointWriter(checkpoints, state_of(stepper), world, SilentLog())
         for step, batch in enumerate(step_batches(feed, SAVED_CASE.steps)):
             if step == SAVED_AT:
-                contents = capture(state_of(stepper), Progress(step), world)
+                writer.save(Progress(step))
             stepper.run(batch, step)
+        writer.finish()
+        writer.close()
+        contents = load(folder / step_name(SAVED_AT)) if world.is_main else None
         return contents, by_expert(model, dict(model.named_parameters()))
 
 
