@@ -47,8 +47,8 @@ def record_steps(folder: Path) -> None:
                 file.write(json.dumps(steps) + "\n")
             steps.clear()
 
-    Loop._train_step = timed_step
-    Loop.advance = timed_advance
+    Loop._train_step = timed_step  # pyright: ignore[reportAttributeAccessIssue]
+    Loop.advance = timed_advance  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Paced(Task):
