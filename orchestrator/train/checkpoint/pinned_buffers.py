@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class PinnedBuffers:
         """Unpin and drop the buffers."""
         self._wait_for_allocation()
         for index, buffer in enumerate(self._buffers):
-            self._unpin(buffer)
+            # After an error of the device this fails too, and must not hide that error.
+            with suppress(RuntimeError):
+                self._unpin(buffer)
             self._buffers[index] = torch.empty(0, dtype=torch.uint8)
         self._prepared_bytes = 0
 
