@@ -294,7 +294,9 @@ class ExpertParallelRun:
         for host_id, error in list(calls.errors.items()):
             failure = classify(error, calls.rank(host_id), noun="host")
             is_newcomer = self._proven_hosts and host_id not in self._proven_hosts
-            if is_newcomer and failure.kind in ("error", "fault"):
+            # A newcomer that was given too few snapshots is fit.
+            lacks_experts = isinstance(cause_of(error), ExpertsMissing)
+            if is_newcomer and failure.kind in ("error", "fault") and not lacks_experts:
                 calls.errors.pop(host_id)
                 calls.drop(host_id, "unfit", f"could not join: {failure.message}")
                 self._pool.exclude(host_id, cause_of(error))

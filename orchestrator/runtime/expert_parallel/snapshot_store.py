@@ -33,6 +33,8 @@ class _SnapshotSet:
     node_ids: dict[int, str | None] = field(default_factory=dict)
     backup_hosts: dict[int, int] = field(default_factory=dict)
     """The host that keeps a backup."""
+    backup_actors: dict[int, Any] = field(default_factory=dict)
+    """Its process: one that has taken its place since has no backups."""
     backup_calls: dict[int, Any] = field(default_factory=dict)
     """The call that returns when the backup is stored."""
     lost: bool = False
@@ -148,6 +150,7 @@ class SnapshotStore:
             actor = self._pool.actor(backup_host)
             call = actor.store_backup.remote(key, references.experts, references.dense, self.step)
             incoming.backup_hosts[header.rank] = backup_host
+            incoming.backup_actors[header.rank] = actor
             incoming.backup_calls[header.rank] = call
 
     def _update_complete(self) -> None:
@@ -212,7 +215,7 @@ class SnapshotStore:
                 found.append(references)
                 continue
             backup_host = self._actor(complete.backup_hosts.get(rank, -1))
-            if backup_host is None:
+            if backup_host is None or backup_host is not complete.backup_actors.get(rank):
                 return ()
             experts, dense = backup_host.load_backup.remote((complete.generation, rank, step))
             found.append(SnapshotReferences(references.header, experts, dense))

@@ -34,7 +34,7 @@ class PinnedBuffers:
         On a CPU there is nothing to prepare."""
         if self._device.type != "cuda" or num_bytes <= self._prepared_bytes:
             return
-        self._wait_for_allocation()
+        self.wait_for_allocation()
         self._prepared_bytes = num_bytes + _SPARE_BYTES
         self._allocation = threading.Thread(
             target=self._enlarge, args=(num_bytes,), name="pinned-buffers", daemon=True
@@ -43,7 +43,7 @@ class PinnedBuffers:
 
     def next_buffer(self, num_bytes: int) -> Tensor:
         """Return the buffer with the oldest content."""
-        self._wait_for_allocation()
+        self.wait_for_allocation()
         self._buffers.reverse()
         if self._buffers[0].numel() < num_bytes:
             self._replace(0, num_bytes)
@@ -51,7 +51,7 @@ class PinnedBuffers:
 
     def close(self) -> None:
         """Unpin and drop the buffers."""
-        self._wait_for_allocation()
+        self.wait_for_allocation()
         for index, buffer in enumerate(self._buffers):
             # After an error of the device this fails too, and must not hide that error.
             with suppress(RuntimeError):
@@ -59,7 +59,8 @@ class PinnedBuffers:
             self._buffers[index] = torch.empty(0, dtype=torch.uint8)
         self._prepared_bytes = 0
 
-    def _wait_for_allocation(self) -> None:
+    def wait_for_allocation(self) -> None:
+        """Wait until the buffers are allocated, if that has begun."""
         if self._allocation is not None:
             self._allocation.join()
             self._allocation = None

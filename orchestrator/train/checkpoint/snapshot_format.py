@@ -150,7 +150,8 @@ def _entries(live: LiveTensor, offset: int) -> Iterator[TensorEntry]:
     if experts is None:
         yield TensorEntry(kind, name, dtype, shape, offset)
         return
-    slot = name.rpartition("/")[0] if kind == "optimizer" else ""
+    # At the first slash: the name of a module may have slashes of its own.
+    slot = name.partition("/")[0] if kind == "optimizer" else ""
     stride = tensor[0].numel() * tensor.itemsize if shape else 0
     for index, expert in enumerate(experts):
         expert_name = f"{slot}/{expert}" if slot else expert

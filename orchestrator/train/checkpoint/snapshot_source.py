@@ -68,6 +68,6 @@ def hosts_to_read(
         bank, expert = min(missing)
         raise ExpertsMissing(
             f"no snapshot has expert {expert} of {bank}: the experts are placed otherwise than in the "
-            f"snapshots of hosts {[header.rank for header in headers]}; the run resumes from a checkpoint"
+            f"snapshots of hosts {[header.rank for header in headers]}; the hosts join again with all of them"
         )
     return chosen

@@ -85,6 +85,8 @@ class Snapshots:
         if progress.step == self._last_step:
             return
         self._last_step = progress.step
+        # The first snapshot alone waits for memory: that is no part of what a snapshot costs.
+        self._target.buffers.wait_for_allocation()
         began_s = time.perf_counter()
         # Before the state is collected: the older of the two buffers may still be on its way to the
         # driver.

@@ -132,9 +132,9 @@ class CheckpointStore:
         """Remove all but the newest few and the best one, and the remains of killed saves.
 
         What cannot be removed now is tried again after the next save."""
-        checkpoints = self.newest_first()
-        retained = {*(step for step, _ in checkpoints[: self.keep]), best_step}
         with suppress(OSError):
+            checkpoints = self.newest_first()
+            retained = {*(step for step, _ in checkpoints[: self.keep]), best_step}
             self.remove_remains()
             self._remove([path for step, path in checkpoints if step not in retained])
 

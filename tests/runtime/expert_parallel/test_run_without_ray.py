@@ -21,6 +21,7 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
 )
 from orchestrator.runtime.expert_parallel.stuck import HostHealth
+from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
 from orchestrator.types import Choice, Rejected
 from tests.support.fake_hosts import FakeRun, MakeRun, fake_runs
 
@@ -332,6 +333,18 @@ def test_a_newcomer_that_cannot_join_is_excluded_and_the_others_go_on(make_run: 
     assert run.state.members == (0, 1)
     assert run.pool.excluded == {2}
     assert 2 not in run.pool.actors, "it is not started again"
+    assert not run.snapshots.cleared
+
+
+def test_a_newcomer_that_was_given_too_few_snapshots_is_fit_and_they_are_good(make_run: MakeRun) -> None:
+    """All join again, with all snapshots."""
+    run = run_that_can_grow(make_run)
+    run.finish("advance", (None, 5))
+    run.finish("join", ExpertsMissing("no snapshot has expert 3"), 2)
+    run.finish("join", CONNECTION_CLOSED, 0, 1)
+    assert isinstance(run.state, Joining)
+    assert run.state.members == (0, 1, 2)
+    assert run.pool.excluded == set()
     assert not run.snapshots.cleared
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from orchestrator.train.checkpoint.files import Contents
-from orchestrator.train.checkpoint.snapshot_format import read_part
+from orchestrator.train.checkpoint.snapshot_format import LiveTensor, _entries, read_part
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -138,6 +138,12 @@ def test_types_and_step_counters_of_experts_are_kept() -> None:
     ]
     assert len(counters) == 2 * len(SIZES), "each expert has its own"
     assert {(tensor.shape, tensor.item()) for tensor in counters} == {(torch.Size([]), 3.0)}
+
+
+def test_slashes_in_the_name_of_a_module_are_part_of_the_name() -> None:
+    weights = LiveTensor("optimizer", "exp_avg/a/b.bank.up", torch.zeros(2, 3), ["a/b.bank.0", "a/b.bank.1"])
+    names = [entry.name for entry in _entries(weights, 0)]
+    assert names == ["exp_avg/a/b.bank.0", "exp_avg/a/b.bank.1"]
 
 
 class CountingSGD(torch.optim.SGD):
