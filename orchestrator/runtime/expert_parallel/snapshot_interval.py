@@ -53,10 +53,8 @@ def choose_interval(cost: SnapshotCost, step_s: float) -> Choice[int]:
     if interval_s < _MIN_SECONDS:
         interval_s = _MIN_SECONDS
         reason = f"{stall}; more often than every {seconds_text(interval_s)} would shorten no recovery"
-    # The transfer is timed by the clocks of two nodes, which may differ by any time.
-    transfer_s = min(cost.transfer_s, _MAX_SECONDS)
-    if interval_s < transfer_s:
-        interval_s = transfer_s
+    if interval_s < cost.transfer_s:
+        interval_s = cost.transfer_s
         reason = f"a snapshot takes {seconds_text(interval_s)} to reach the driver and its backups"
     steps = max(1, math.ceil(interval_s / step_s))
     return Choice(steps, f"{reason} (steps of {seconds_text(step_s)})")
