@@ -61,13 +61,15 @@ PLAIN_LONGEST_S = 240.0
 SHOWN_PROCESSES = 6
 
 
-def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
+def soak(
+    arguments: argparse.Namespace, folder: Path, cluster: RayCluster | None
+) -> tuple[FinishedRun, FinishedRun, list[str]]:
     """Run undisturbed, then under random kills.
 
     Returns both runs, and the differences that must not be.
     """
     steps = STEPS_BEFORE + STEPS_AFTER + arguments.kills * arguments.steps_per_kill
-    job = job_of(arguments, steps)
+    job = job_of(arguments, steps, cluster)
     calm = run_with_faults(replace(job, pace_s=0.0), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
     step_ms = seconds_per_step(calm) * 1000
     say(f"undisturbed: {steps} steps, {step_ms:.1f} ms each; {calm.leftovers or 'nothing left behind'}")
@@ -83,14 +85,18 @@ def soak(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, Fini
     return calm, ended, [*calm.leftovers, *ended.problems(calm, steps), *restarted]
 
 
-def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[FinishedRun, FinishedRun, list[str]]:
+def kill_by_clock(
+    arguments: argparse.Namespace, folder: Path, cluster: RayCluster | None
+) -> tuple[FinishedRun, FinishedRun, list[str]]:
     """Run for about so many minutes, with a kill every so many seconds."""
-    calm = run_with_faults(job_of(arguments, CALM_STEPS), folder / "calm", FaultSchedule(), timeout=LONGEST_S)
+    calm = run_with_faults(
+        job_of(arguments, CALM_STEPS, cluster), folder / "calm", FaultSchedule(), timeout=LONGEST_S
+    )
     steps = round(60 * arguments.minutes / seconds_per_step(calm))
     schedule = kills_every(
         arguments.seed, arguments.every, hosts=arguments.hosts, until=60 * arguments.minutes
     )
-    ended = run_with_faults(job_of(arguments, steps), folder / "clock", schedule, timeout=LONGEST_S)
+    ended = run_with_faults(job_of(arguments, steps, cluster), folder / "clock", schedule, timeout=LONGEST_S)
     wrong = [
         *check_steps(ended.events, steps),
         *check_sample_counts(ended.events, SAMPLES),
@@ -103,9 +109,9 @@ def kill_by_clock(arguments: argparse.Namespace, folder: Path) -> tuple[Finished
     return calm, ended, wrong
 
 
-def job_of(arguments: argparse.Namespace, steps: int) -> Job:
+def job_of(arguments: argparse.Namespace, steps: int, cluster: RayCluster | None) -> Job:
     flags = ("--backend", arguments.backend)
-    if arguments.cluster is not None:
+    if cluster is not None:
         flags += ("--gpu-mode", "multi_gpu")
     return Job(
         steps,
@@ -114,7 +120,7 @@ def job_of(arguments: argparse.Namespace, steps: int) -> Job:
         arguments.snapshot_every,
         arguments.checkpoint_every,
         extra=flags,
-        cluster=arguments.cluster,
+        cluster=cluster,
         pace_s=arguments.pace,
     )
 
@@ -303,10 +309,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]]:
+def measure(arguments: argparse.Namespace, folder: Path, cluster: RayCluster | None) -> tuple[str, list[str]]:
     """Return the report, and what went wrong."""
     run = kill_by_clock if arguments.minutes else soak
-    calm, ended, wrong = run(arguments, folder)
+    calm, ended, wrong = run(arguments, folder, cluster)
     ranks = [fired.rank for fired in ended.fired if fired.rank is not None] or [1]
     plain_ranks = (ranks * arguments.plain)[: arguments.plain]
     plain: list[tuple[float, float]] = []
@@ -318,8 +324,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[str, list[str]
 def main() -> None:
     arguments = parse()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, gpu_cluster(arguments) as cluster:
-        arguments.cluster = cluster
-        text, wrong = measure(arguments, (arguments.folder or Path(name)).resolve())
+        text, wrong = measure(arguments, (arguments.folder or Path(name)).resolve(), cluster)
     publish(text, arguments.out)
     sys.exit(1 if wrong else 0)
 

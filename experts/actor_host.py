@@ -12,18 +12,21 @@ the driver owns it, and it outlives the host."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
 
 from experts.membership import GroupMembership
+
+_LOG = logging.getLogger(__name__)
 
 BackupKey = tuple[int, int, int]
 """The generation, rank and step of a snapshot."""
@@ -147,10 +150,15 @@ class ExpertHost:
         except BaseException:
             # Closing the work finishes what it writes in the background, such as a checkpoint.
             self._work = None
-            # An error of closing is a consequence, and must not hide the first.
-            with suppress(Exception):
-                self._stack.__exit__(*sys.exc_info())
+            self._close_after_error()
             raise
+
+    def _close_after_error(self) -> None:
+        """Close the work. A second error is logged: it must not hide the first, which is raised."""
+        try:
+            self._stack.__exit__(*sys.exc_info())
+        except Exception:
+            _LOG.exception("closing the work after an error failed too")
 
     def close(self) -> None:
         """End the work."""

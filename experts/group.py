@@ -165,6 +165,8 @@ class GroupFactory:
     _groups: list[Group] = field(default_factory=list)
     _to_abort: deque[Any] = field(default_factory=deque)
     """NCCL's groups, which are aborted when they are left."""
+    _aborts_when_left: bool = False
+    """Whether a thread waits to abort them."""
     _closed: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False
     """Whether a thread that forms a group uses the store, perhaps in vain."""
@@ -184,7 +186,8 @@ class GroupFactory:
         self._groups.append(group)
         if backend != "gloo":
             self._to_abort.append(handle)
-            if len(self._groups) == 1:
+            if not self._aborts_when_left:
+                self._aborts_when_left = True
                 threading.Thread(target=self._abort_when_left, name="aborting", daemon=True).start()
         return group
 

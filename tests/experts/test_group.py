@@ -185,6 +185,7 @@ def form_device_groups(
     """Form two groups of one host, over a backend that cannot be run here."""
     monkeypatch.setattr(group_module, "_new_backend", lambda *_: DeviceBackend(abort))
     factory = GroupFactory(HashStore(), "generation0", 0, 1, membership)
+    factory.form("gloo")
     factory.form("nccl")
     factory.form("nccl")
     return factory

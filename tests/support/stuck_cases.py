@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrator.record.events import Event, of_kind
 from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
-from tests.support.faults import FaultSchedule
+from tests.support.faults import FaultKind, FaultSchedule, Phase
 from tests.support.run_checks import check_losses, check_steps
 
 TIMEOUT_S = 4
@@ -30,17 +30,14 @@ class StuckCase:
     extra: tuple[str, ...] = ()
     steps: int = STEPS
     pace_s: float = 0.0
-    needs_gpu: bool = False
 
 
-def _slow(kind: str, phase: str, step: int = _STEP, **options: object) -> StuckCase:
-    schedule = FaultSchedule().delay(kind, HUNG_RANK, LONG_S, step, phase)  # pyright: ignore[reportArgumentType]
-    return StuckCase(schedule, lost=False, **options)  # pyright: ignore[reportArgumentType]
+def _slow(kind: FaultKind, phase: Phase, extra: tuple[str, ...] = ()) -> StuckCase:
+    return StuckCase(FaultSchedule().delay(kind, HUNG_RANK, LONG_S, _STEP, phase), lost=False, extra=extra)
 
 
-def _hung(kind: str, phase: str = "forward", **options: object) -> StuckCase:
-    schedule = FaultSchedule().delay(kind, HUNG_RANK, None, _STEP, phase)  # pyright: ignore[reportArgumentType]
-    return StuckCase(schedule, lost=True, **options)  # pyright: ignore[reportArgumentType]
+def _hung(kind: FaultKind) -> StuckCase:
+    return StuckCase(FaultSchedule().delay(kind, HUNG_RANK, None, _STEP), lost=True)
 
 
 _SAVES = ("--checkpoint-every", "6", "--snapshot-every", "6")
@@ -54,7 +51,6 @@ CASES = {
     "SIGSTOP": StuckCase(FaultSchedule().stop(HUNG_RANK, step=_STEP), lost=True),
     "a loop that holds the interpreter lock": _hung("gil"),
     "a host that sleeps for ever in a step": _hung("delay"),
-    "a kernel that does not end": _hung("kernel", needs_gpu=True),
 }
 """By name. A step of 12 s with a timeout of 4 s is slow for all hosts; the others for one."""
 
@@ -79,9 +75,8 @@ HUNG_IN_TURN = StuckCase(
     .delay("delay", HUNG_RANK, None, step=22),
     lost=True,
     steps=30,
-    needs_gpu=True,
 )
-"""Every hung case in one run: each replacement hangs in another way."""
+"""Every hung case in one run, on GPUs: each replacement hangs in another way."""
 
 
 def run_case(job: Job, folder: Path, case: StuckCase) -> FinishedRun:

@@ -37,11 +37,10 @@ def references_for(
 
 
 class ReferencedSnapshots:
-    """Snapshots whose parts are fetched from the object store. Every fetch counts its bytes."""
+    """Snapshots whose parts are fetched from the object store."""
 
     def __init__(self, references: Sequence[SnapshotReferences]) -> None:
         self._references = {reference.header.rank: reference for reference in references}
-        self.bytes_fetched = 0
 
     @property
     def headers(self) -> list[Any]:
@@ -49,15 +48,10 @@ class ReferencedSnapshots:
 
     def fetch_dense(self) -> tuple[Any, Any]:
         main = self._references[0]
-        return main.header, self._get(main.dense)
+        return main.header, ray.get(main.dense)
 
     def fetch_experts(self, rank: int) -> Any:
-        return self._get(self._references[rank].experts)
-
-    def _get(self, reference: Any) -> Any:
-        data: Any = ray.get(reference)
-        self.bytes_fetched += data.size
-        return data
+        return ray.get(self._references[rank].experts)
 
     def release(self) -> None:
         """Drop the references: without them the memory can be freed."""

@@ -26,7 +26,7 @@ def calm(job: Job, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     return run_with_faults(job, tmp_path_factory.mktemp("calm") / "run", FaultSchedule())
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.needs_gpu])
+@pytest.mark.parametrize("name", CASES)
 def test_only_hung_hosts_are_replaced(job: Job, calm: FinishedRun, tmp_path: Path, name: str) -> None:
     run = run_case(job, tmp_path, CASES[name])
     assert check_case(run, CASES[name], calm.events) == []
