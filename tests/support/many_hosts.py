@@ -70,8 +70,14 @@ class ManyHosts:
         """Restore one host. Return its state, and the bytes that it has read."""
         offered = references_for(snapshots, rank, self.hosts, GENERATION + 1)
         state = self.state_of(rank, seed=1_000_000)
+        fetched: list[int] = []
+
+        def get(reference: Any) -> Any:
+            fetched.append(reference.nbytes)
+            return reference
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(snapshot_references.ray, "get", lambda reference: reference)
+            patch.setattr(snapshot_references.ray, "get", get)
             source: Any = ReferencedSnapshots(offered)
             restore(fetch_contents(source, rank, state.model), state)
-        return state, source.bytes_fetched
+        return state, sum(fetched)
