@@ -30,6 +30,8 @@ TORCH_FREE_EXPERTS = {
     "experts.placement_problem",
     "experts.placement_search",
     "experts.evolution",
+    "experts.rebalance",
+    "experts.structure",
 }
 TORCH_PACKAGES = (
     "experts",
