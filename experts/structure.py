@@ -31,6 +31,9 @@ class Expert:
     """The step at which its warm-up ends."""
     twin_of: int | None = None
     """The parent whose tokens it shares until it is warm. The gate does not choose it by itself."""
+    split: tuple[int, ...] = ()
+    """The shares of its tokens that the copies get, in the order of ``hosts``, as whole numbers of any
+    sum. Empty: equal shares."""
 
     def prior_at(self, step: int) -> float:
         """Return the prior in a step: an expert made afresh gains its share during the warm-up."""
@@ -91,7 +94,7 @@ class LayerStructure:
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(entry[name]) for name in ("hosts", "parents")}
+    return {name: tuple(entry[name]) for name in ("hosts", "parents", "split")}
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Change:
     - merged: ``ids`` is the new expert, ``parents`` are the two that become one, ``weights`` their shares in
       it. It takes the first one's row in the gate.
     - pruned: ``ids`` is the expert that is removed.
-    - moved, copied: ``ids`` are the experts, ``hosts`` the hosts of the copies of each from now on."""
+    - moved, copied: ``ids`` are the experts, ``hosts`` the hosts of the copies of each from now on,
+      ``splits`` the shares of the copies (see ``Expert.split``)."""
 
     kind: ChangeKind
     layer: int
@@ -115,15 +119,16 @@ class Change:
     size: int | None = None
     weights: tuple[float, ...] = ()
     warmup_steps: int = 0
+    splits: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Change:
-        hosts = tuple(tuple(copies) for copies in fields["hosts"])
-        tuples = {name: tuple(fields[name]) for name in ("ids", "parents", "weights")}
-        return cls(**{**fields, **tuples, "hosts": hosts})
+        flat = {name: tuple(fields[name]) for name in ("ids", "parents", "weights")}
+        nested = {name: tuple(tuple(entry) for entry in fields[name]) for name in ("hosts", "splits")}
+        return cls(**{**fields, **flat, **nested})
 
 
 def changed(layer: LayerStructure, change: Change, step: int, top_k: int) -> LayerStructure:
@@ -139,9 +144,29 @@ def changed(layer: LayerStructure, change: Change, step: int, top_k: int) -> Lay
             experts = tuple(expert for expert in layer.experts if expert.id != change.ids[0])
             return replace(layer, experts=experts)
         case "moved" | "copied":
-            hosts = dict(zip(change.ids, change.hosts, strict=True))
-            placed = [replace(e, hosts=tuple(sorted(hosts.get(e.id, e.hosts)))) for e in layer.experts]
-            return replace(layer, experts=tuple(placed))
+            return _with_hosts(layer, change)
+
+
+def _with_hosts(layer: LayerStructure, change: Change) -> LayerStructure:
+    hosts_of = dict(zip(change.ids, change.hosts, strict=True))
+    split_of = dict(zip(change.ids, change.splits, strict=True)) if change.splits else {}
+    placed = [
+        _on_hosts(expert, hosts_of[expert.id], split_of.get(expert.id, ()))
+        if expert.id in hosts_of
+        else expert
+        for expert in layer.experts
+    ]
+    return replace(layer, experts=tuple(placed))
+
+
+def _on_hosts(expert: Expert, hosts: tuple[int, ...], split: tuple[int, ...]) -> Expert:
+    """Put an expert's copies on hosts, in ascending order, each with its share."""
+    if split and len(split) != len(hosts):
+        raise ValueError(f"expert {expert.id} has {len(hosts)} hosts and shares for {len(split)} copies")
+    if not split:
+        return replace(expert, hosts=tuple(sorted(hosts)), split=())
+    pairs = sorted(zip(hosts, split, strict=True))
+    return replace(expert, hosts=tuple(host for host, _ in pairs), split=tuple(share for _, share in pairs))
 
 
 def _with_born(layer: LayerStructure, change: Change, step: int, top_k: int) -> LayerStructure:
@@ -186,7 +211,7 @@ def _with_merged(layer: LayerStructure, change: Change) -> LayerStructure:
     # The one expert gets the tokens of both.
     prior = math.log(math.exp(first.prior) + math.exp(second.prior))
     hosts = change.hosts[0] if change.hosts else first.hosts
-    merged = replace(first, id=new_id, prior=prior, hosts=tuple(sorted(hosts)), parents=change.parents)
+    merged = replace(_on_hosts(first, hosts, ()), id=new_id, prior=prior, parents=change.parents)
     experts = [merged if e.id == first.id else e for e in layer.experts if e.id != second.id]
     return replace(layer, experts=tuple(experts), next_id=new_id + 1)
 

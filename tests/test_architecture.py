@@ -30,7 +30,11 @@ TORCH_FREE_EXPERTS = {
     "experts.placement_problem",
     "experts.placement_search",
     "experts.evolution",
+    "experts.load_history",
     "experts.rebalance",
+    "experts.rebalance_search",
+    "experts.replicas",
+    "experts.routes",
     "experts.structure",
 }
 TORCH_PACKAGES = (

@@ -1,0 +1,44 @@
+"""Static copies of all experts: groups of hosts, each of which holds every expert once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from experts.structure import Expert, LayerStructure
+
+
+def replica_placement(
+    layers: Sequence[LayerStructure], num_hosts: int, replicas: int
+) -> tuple[LayerStructure, ...]:
+    """Copy the experts of each layer to groups of neighbouring hosts.
+
+    ``layers`` are placed on the hosts of one group, from 0. The copies have equal shares, so the route
+    table of a rank names only the hosts of its own group."""
+    if replicas < 1 or num_hosts % replicas:
+        raise ValueError(
+            f"{num_hosts} hosts cannot be divided into {replicas} groups of equal size; "
+            f"set --expert-replicas to one of {_divisors(num_hosts)}"
+        )
+    group_size = num_hosts // replicas
+    return tuple(
+        replace(
+            layer,
+            experts=tuple(_copied(expert, group_size, replicas, layer.name) for expert in layer.experts),
+        )
+        for layer in layers
+    )
+
+
+def _copied(expert: Expert, group_size: int, replicas: int, layer_name: str) -> Expert:
+    if len(expert.hosts) != 1 or expert.hosts[0] >= group_size:
+        raise ValueError(
+            f"expert {expert.id} of {layer_name} is on hosts {list(expert.hosts)}; before it is copied to "
+            f"{replicas} groups it must be on one host below {group_size}"
+        )
+    hosts = tuple(group * group_size + expert.hosts[0] for group in range(replicas))
+    return replace(expert, hosts=hosts, split=())
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)

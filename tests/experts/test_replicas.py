@@ -1,0 +1,44 @@
+"""Static replicas: each group holds every expert once, and its tokens stay in it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experts.replicas import replica_placement
+from experts.routes import route_table
+from experts.structure import LayerStructure
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
+def test_tokens_stay_in_their_group_and_each_group_holds_each_expert_once(
+    group_size: int, replicas: int, num_experts: int
+) -> None:
+    num_hosts = group_size * replicas
+    placed = [expert % group_size for expert in range(num_experts)]
+    (layer,) = replica_placement(
+        [LayerStructure.initial("moe", [8] * num_experts, placed)], num_hosts, replicas
+    )
+    for rank in range(num_hosts):
+        group = range(rank // group_size * group_size, (rank // group_size + 1) * group_size)
+        held = [index for host in group for index in layer.held(host)]
+        assert sorted(held) == list(range(num_experts))
+        assert {host for row in route_table(layer, rank, num_hosts) for host in row} <= set(group)
+
+
+def test_one_replica_changes_nothing() -> None:
+    layers = (LayerStructure.initial("moe", [8, 8], [0, 1]),)
+    assert replica_placement(layers, 2, 1) == layers
+
+
+def test_a_number_of_replicas_that_does_not_divide_the_hosts_is_refused() -> None:
+    message = "6 hosts cannot be divided into 4 groups .* --expert-replicas to one of 1, 2, 3, 6"
+    with pytest.raises(ValueError, match=message):
+        replica_placement([LayerStructure.initial("moe", [8])], 6, 4)
+
+
+def test_experts_outside_the_first_group_are_refused() -> None:
+    layer = LayerStructure.initial("moe", [8, 8], [0, 2])
+    with pytest.raises(ValueError, match=r"expert 1 of moe is on hosts \[2\]; .* on one host below 2"):
+        replica_placement([layer], 4, 2)
