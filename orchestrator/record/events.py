@@ -10,16 +10,27 @@ reads these lines.
 |            | worker]; expert parallel also gate (replicated, primary)                                   |
 | placement  | step (steps done when it takes effect), method (exact, lpt, round_robin, file),            |
 |            | hosts [{rank, node, device, name, speed (measured FLOP/s), memory (bytes or null)}],       |
-|            | layers [{name, host_of [rank by expert], sizes [cost of a row, by expert], costs           |
-|            | [predicted work by expert], seconds [predicted, by host], bound, imbalance, gap}],         |
-|            | sentence for people                                                                        |
+|            | layers [{name, host_of [rank by expert, or list of the ranks of its copies], sizes         |
+|            | [cost of a row, by expert], costs [predicted work by expert], seconds [predicted, by       |
+|            | host], bound, imbalance, gap; ids [by expert] once the experts are not the initial         |
+|            | ones}], sentence for people                                                                |
 | step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean    |
 |            | over the batch}; warm_up is true on the first steps of a process                           |
 | phases     | step, steps; seconds per step of data, forward, backward, optimizer and, on several        |
 |            | workers, communication; total                                                              |
 | exchange   | step, steps; per step: bytes (sent to other hosts, summed over hosts), seconds (waiting    |
 |            | time, mean over hosts), rows (sent, summed over hosts)                                     |
-| load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps              |
+| load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps; ids         |
+|            | [layer][expert] once the experts are not the initial ones                                  |
+| expert     | step (steps done when it takes effect), change (born, warmed, merged, pruned, moved,       |
+|            | copied, undone), layer, layer_name, ids, parents, hosts [ranks of the copies, by id],      |
+|            | reason, loss_before, loss_after (validation, or null), output_change (relative change of   |
+|            | the layer's output, or null), seconds, experts (of the layer afterwards); an ``undone``    |
+|            | event follows directly on the change that it undoes, with the same ids and parents         |
+|expert_graph| step, epoch, layers [{layer, name, experts [{id, size, share (of the choices since the     |
+|            | last graph), hosts [rank], age (steps since birth), parents, warming}], coactivation       |
+|            | [[id, id, share of the rarer one's tokens that also chose the other]], similarity          |
+|            | [[id, id, -1 to 1]]}]; pairs with small values are left out                                |
 | epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated,         |
 |            | reserved}                                                                                  |
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                         |
@@ -73,7 +84,7 @@ _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
 _POSITION = "worker_bytes"
 """Field of the driver's events: the bytes of the workers' file that they follow. Readers drop it."""
-_STEP_KINDS = {"step", "evaluate", "epoch", "phases", "exchange", "load", "monitor"}
+_STEP_KINDS = {"step", "evaluate", "epoch", "phases", "exchange", "load", "expert", "expert_graph", "monitor"}
 """Events that describe one step or the steps before it."""
 
 

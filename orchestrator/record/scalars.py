@@ -32,6 +32,8 @@ def scalars(event: Event) -> dict[str, float]:
             return _prefixed(
                 "experts/", {f"layer{layer}_imbalance": _imbalance(loads) for layer, loads in layers}
             )
+        case "expert":
+            return _prefixed("experts/", {f"layer{event.get('layer')}_number": event.get("experts")})
         case _:
             return {}
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.display import Display
 from orchestrator.record.events import Event
+from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.scalars import to_float
-from orchestrator.record.text import failure_text, recovery_text
+from orchestrator.record.text import change_line, failure_text, recovery_text
 from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
 
@@ -86,6 +87,7 @@ class Screen:
             "evaluate": self._evaluate,
             "resume": self._resume,
             "placement": self._placement,
+            "expert": self._expert,
             "notice": lambda event: self._line(str(event["message"])),
             "warning": lambda event: self._warning(f"warning: {event.get('message')}"),
             "failure": self._failure,
@@ -168,6 +170,12 @@ class Screen:
         is_unchanged = self._is_recovering and "(as before)" in str(event.get("sentence"))
         if event.get("sentence") and not is_unchanged:
             self._line(str(event["sentence"]), style="dim")
+
+    def _expert(self, event: Event) -> None:
+        change = parse_change(event)
+        if change is not None:
+            style = "yellow" if change.kind == "undone" else "dim"
+            self._line(f"step {change.step}  {change_line(change)}", style)
 
     def _failure(self, event: Event) -> None:
         if event.get("final"):  # the caller reports the final failure

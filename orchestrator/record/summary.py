@@ -16,6 +16,7 @@ from orchestrator.record.events import (
     recovery_starts,
     split_sessions,
 )
+from orchestrator.record.expert_changes import change_counts, expert_changes, final_num_experts
 from orchestrator.record.host_balance import mean_per_step, settled_imbalance
 from orchestrator.record.validate import is_valid
 
@@ -27,7 +28,9 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     starts = of_kind(events, "start")
     start: Event = starts[-1] if starts else {"event": "start"}
     steps = by_step(events, "step")
+    loads = by_step(events, "load")
     exchanges = by_step(events, "exchange")
+    changes = expert_changes(events)
     # The order of the keys is the order in the file.
     return {
         **_ending(recorded),
@@ -46,7 +49,9 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "train_loss": steps[-1]["loss"] if steps else None,
         **_validation(by_step(events, "evaluate")),
         "peak_memory_bytes": _peak_memory(events),
-        "imbalance": settled_imbalance(events, by_step(events, "load")),
+        "experts": final_num_experts(changes, loads),
+        "expert_changes": change_counts(changes),
+        "imbalance": settled_imbalance(events, loads),
         "exchange_bytes_per_step": mean_per_step(exchanges, "bytes"),
         "exchange_seconds_per_step": mean_per_step(exchanges, "seconds"),
         **_interruptions(recorded, events, steps),

@@ -1,10 +1,13 @@
-"""Failures and recoveries in one line each, in the same words on the screen and in the report."""
+"""Failures, recoveries and changes of experts in one line each, in the same words on the screen and in
+the report."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from orchestrator.record.events import Event
+from orchestrator.record.expert_changes import ExpertChange
 from orchestrator.record.scalars import to_float
 from orchestrator.types import first_line
 
@@ -37,6 +40,57 @@ def recovery_text(event: Event) -> str:
     repeated = f", {lost} {'step' if lost == 1 else 'steps'} repeated" if lost else ""
     source = _SOURCES.get(str(event.get("source")), "")
     return " ".join(part for part in parts if part) + source + repeated
+
+
+def change_text(change: ExpertChange) -> str:
+    """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
+    experts = f"{'expert' if len(change.ids) == 1 else 'experts'} {_numbers(change.ids)}"
+    match change.kind:
+        case "born":
+            return f"{experts} born {f'from {_numbers(change.parents)}' if change.parents else 'afresh'}"
+        case "merged":
+            return f"{experts} merged from {_numbers(change.parents)}"
+        case "warmed":
+            return f"{experts} ended the warm-up"
+        case "moved":
+            return f"{experts} moved to {_hosts(change)}"
+        case "copied":
+            return f"{experts} now on {_hosts(change)}"
+        case "undone":
+            return f"change of {experts} undone"
+        case _:
+            return f"{experts} {change.kind}"
+
+
+def effect_text(change: ExpertChange) -> str:
+    """Return the measured effect of a change; empty if nobody measured it."""
+    parts = []
+    if change.loss_before is not None and change.loss_after is not None:
+        parts.append(f"loss {change.loss_before:.4g} → {change.loss_after:.4g}")
+    if change.output_change is not None:
+        parts.append(f"output changed by {change.output_change:.2g}")
+    return ", ".join(parts)
+
+
+def change_line(change: ExpertChange) -> str:
+    """Return a change with its layer, its reason and its effect."""
+    changes_number = change.kind in ("born", "merged", "pruned", "undone")
+    number = f", {change.num_experts} experts now" if changes_number and change.num_experts else ""
+    reason = f": {first_line(change.reason, MAX_CAUSE_CHARS)}" if change.reason else ""
+    effect = effect_text(change)
+    return f"layer {change.layer}: {change_text(change)}{number}{reason}{f' ({effect})' if effect else ''}"
+
+
+def _hosts(change: ExpertChange) -> str:
+    """Return the hosts of the copies of each expert: 'host 1', 'hosts 0 and 2', 'host 1; host 0'."""
+    texts = [f"{'host' if len(hosts) == 1 else 'hosts'} {_numbers(hosts)}" for hosts in change.hosts]
+    return "; ".join(texts if len(set(texts)) > 1 else texts[:1]) or "unknown hosts"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    first = ", ".join(map(str, numbers[:-1]))
+    last = str(numbers[-1]) if numbers else "unknown"
+    return f"{first} and {last}" if first else last
 
 
 def _count(value: object) -> int:

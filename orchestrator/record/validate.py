@@ -67,6 +67,8 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
     "phases": _STEP,
     "exchange": _STEP,
     "load": _STEP,
+    "expert": _STEP,
+    "expert_graph": _STEP,
     "monitor": _STEP,
 }
 _OPTIONAL: Mapping[str, Mapping[str, Check]] = {

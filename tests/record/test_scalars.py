@@ -128,6 +128,7 @@ NUMBERS = [
         },
         {"recovery/workers": 2.0, "recovery/lost_steps": 5.0, "recovery/total_seconds": 12.5},
     ),
+    ({"event": "expert", "step": 20, "layer": 1, "experts": 5, "ids": [4]}, {"experts/layer1_number": 5.0}),
     ({"event": "end", "status": "completed", "steps": 4}, {}),
     ({"event": "step", "step": 1}, {}),
     ({"event": "monitor", "host": None, "devices": None}, {}),

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.record.screen import Screen, _BarState, _make_bar
+from tests.support.fake_placements import expert_event
 
 ESCAPE = "\x1b"
 
@@ -437,3 +438,14 @@ def test_a_placement_is_one_quiet_line() -> None:
     live, drawn = terminal()
     live({"event": "placement", "sentence": "5 experts on 3 hosts"})
     assert f"{ESCAPE}[2m5 experts on 3 hosts{ESCAPE}[0m" in drawn.getvalue()
+
+
+def test_a_change_of_experts_is_one_line() -> None:
+    screen, out = piped(120)
+    screen(start(100))
+    screen(expert_event(20, "born", [4], parents=[1], reason="gate entropy\x1b[31m 1.31", experts=5))
+    screen(expert_event(30, "grown", [4]))
+    screen({"event": "expert_graph", "step": 30, "layers": []})
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("step 20  layer 0: expert 4 born from 1, 5 experts now: gate entropy")
+    assert ESCAPE not in line

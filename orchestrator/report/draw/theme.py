@@ -88,6 +88,7 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .bar i:last-child { border-radius: 0 6px 6px 0; }
 .bar > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
 .heat img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
+.gaps { width: 100%; border-radius: 4px; background: repeating-linear-gradient(45deg, var(--fill) 0 4px, var(--card) 4px 8px); }
 .heat .ends { display: flex; justify-content: space-between; margin-top: 5px; color: var(--muted); font-size: 11.5px; }
 .hosts { display: grid; grid-template-columns: max-content minmax(0, 5fr) minmax(0, 3fr) max-content; gap: 7px 14px; align-items: center;
   margin: 8px 0 4px; font-size: 13px; }

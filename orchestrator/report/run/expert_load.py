@@ -1,6 +1,7 @@
 """Use of the experts: each expert's share of its layer's tokens, as a multiple of the even share.
 
-The ratio is 1.0 for every expert if all receive the same number of tokens.
+The ratio is 1.0 for every expert if all receive the same number of tokens. Experts may be born and
+removed during a run: they are known by their ids, and have no ratio while they do not exist.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.record.events import Event
-from orchestrator.record.host_balance import sum_counts, token_counts
+from orchestrator.record.host_balance import Counts, even_ratios, token_counts
 from orchestrator.report.run.read import RunRecord, cached_on_record
 
 MAX_COLUMNS = 120
@@ -19,8 +20,8 @@ IDLE_RATIO = 0.05
 MAX_LOG2 = 2.0
 """The colours of expert use range from a quarter to four times the even share."""
 
-Counts = list[list[float]]
-"""Tokens by layer and expert."""
+Column = tuple[int, list[Counts]]
+"""The last step of some events, and the counts of each."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,26 @@ class LayerLoad:
     layer: int
     steps: list[int]
     """Last step of each column."""
+    ids: list[int]
+    """All experts that the layer ever had, in the order of the rows."""
     ratios: list[list[float | None]]
     """Ratios by expert and column; None if the expert did not exist or no tokens were counted."""
+    final_ids: frozenset[int]
+    """The experts at the end."""
+    has_changed: bool
+    """Whether experts were born or removed."""
 
     @property
     def num_experts(self) -> int:
-        return len(self.ratios)
+        """The number of experts at the end."""
+        return len(self.final_ids)
 
     def recent(self) -> list[float]:
-        """Return each expert's mean ratio over the second half: how the gate settled, not how it began."""
+        """Return the mean ratio over the second half of each expert that exists at the end: how the
+        gate settled, not how it began."""
         half = len(self.steps) // 2
-        known = [[ratio for ratio in row[half:] if ratio is not None] for row in self.ratios]
+        rows = [row for expert, row in zip(self.ids, self.ratios, strict=True) if expert in self.final_ids]
+        known = [[ratio for ratio in row[half:] if ratio is not None] for row in rows]
         return [sum(row) / len(row) for row in known if row]
 
 
@@ -48,7 +58,7 @@ class LayerLoad:
 def layer_loads(record: RunRecord) -> list[LayerLoad]:
     """Return all layers with experts; neighbouring events are summed to at most MAX_COLUMNS columns."""
     columns = _columns(record.loads)
-    num_layers = max((len(counts) for _, counts in columns), default=0)
+    num_layers = max((len(counts) for _, events in columns for counts in events), default=0)
     layers = [_layer_load(index, columns) for index in range(num_layers)]
     return [layer for layer in layers if any(ratio is not None for row in layer.ratios for ratio in row)]
 
@@ -78,23 +88,22 @@ def clipped_log2(ratio: float, limit: float = MAX_LOG2) -> float:
     return max(-limit, min(limit, math.log2(ratio))) if ratio > 0 else -limit
 
 
-def _columns(events: list[Event]) -> list[tuple[int, Counts]]:
-    """Return the last step and the counts of each column."""
+def _columns(events: list[Event]) -> list[Column]:
     width = -(-len(events) // MAX_COLUMNS) or 1
     groups = [events[index : index + width] for index in range(0, len(events), width)]
-    return [(group[-1]["step"], sum_counts(token_counts(event) for event in group)) for group in groups]
+    return [(group[-1]["step"], [token_counts(event) for event in group]) for group in groups]
 
 
-def _layer_load(index: int, columns: list[tuple[int, Counts]]) -> LayerLoad:
-    ratios_by_column = [_ratios(counts[index]) if index < len(counts) else [] for _, counts in columns]
-    num_experts = max((len(ratios) for ratios in ratios_by_column), default=0)
-    ratios_by_expert = [
-        [ratios[expert] if expert < len(ratios) else None for ratios in ratios_by_column]
-        for expert in range(num_experts)
-    ]
-    return LayerLoad(index, [step for step, _ in columns], ratios_by_expert)
-
-
-def _ratios(counts: list[float]) -> list[float | None]:
-    even = sum(counts) / len(counts) if counts else 0.0
-    return [count / even if even > 0 else None for count in counts]
+def _layer_load(index: int, columns: list[Column]) -> LayerLoad:
+    counts_by_column = [[counts[index] for counts in events if index < len(counts)] for _, events in columns]
+    ratios_by_column = [even_ratios(counts) for counts in counts_by_column]
+    ids = sorted({expert for ratios in ratios_by_column for expert in ratios})
+    sets_of_ids = [frozenset(counts) for column in counts_by_column for counts in column if counts]
+    return LayerLoad(
+        layer=index,
+        steps=[step for step, _ in columns],
+        ids=ids,
+        ratios=[[ratios.get(expert) for ratios in ratios_by_column] for expert in ids],
+        final_ids=sets_of_ids[-1] if sets_of_ids else frozenset(),
+        has_changed=len(set(sets_of_ids)) > 1,
+    )

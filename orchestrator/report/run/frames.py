@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event
+from orchestrator.record.expert_changes import expert_events
 from orchestrator.report.run.read import RunRecord, number, read_run_record, section
 from orchestrator.types import PHASES
 
@@ -56,6 +57,21 @@ _TABLES = {
     ),
     "phases": _Table(kind="phases", index="step", numbers=("steps", "time")),
     "exchanges": _Table(kind="exchange", index="step", numbers=("steps", "bytes", "seconds", "rows", "time")),
+    "expert_changes": _Table(
+        kind="expert",
+        index=None,
+        numbers=(
+            "step",
+            "layer",
+            "loss_before",
+            "loss_after",
+            "output_change",
+            "seconds",
+            "experts",
+            "time",
+        ),
+        texts=("change", "layer_name", "reason"),
+    ),
     "checkpoints": _Table(
         kind="checkpoint", index=None, numbers=("step", "bytes", "seconds", "stall", "time"), texts=("path",)
     ),
@@ -102,8 +118,8 @@ def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
     steps. A metric whose name is taken has the prefix ``metrics.``.
 
     The other tables are ``evaluations``, ``epochs``, ``phases`` (seconds per step), ``exchanges``,
-    ``checkpoints``, ``failures`` and ``recoveries``, with one row per event of that kind. A value
-    that is absent or malformed in the event log is missing in the table.
+    ``expert_changes``, ``checkpoints``, ``failures`` and ``recoveries``, with one row per event of that
+    kind. A value that is absent or malformed in the event log is missing in the table.
     """
     if table not in _TABLES:
         raise UserError(f"a run has no table {table!r}; it has {', '.join(_TABLES)}")
@@ -142,6 +158,9 @@ def _nested_columns(record: RunRecord, table: _Table, events: Sequence[Event]) -
     their unit."""
     if table.kind == "phases":
         return {f"{name}_seconds": _values(events, name) for name in (*PHASES, "total")}
+    if table.kind == "expert":
+        names = ("ids", "parents", "hosts")
+        return {name: [_list(event.get(name)) for event in events] for name in names}
     if table.kind == "epoch":
         memory = [section(event, "memory") for event in events]
         return {f"memory_{name}_bytes": _values(memory, name) for name in ("allocated", "reserved")}
@@ -158,15 +177,16 @@ def _values(mappings: Iterable[Mapping[str, Any]], name: str) -> list[float | in
 
 
 def _events(record: RunRecord, table: _Table) -> list[Event]:
-    """Return the events of a table; those that go by step or epoch by their last line."""
-    by_step = {
+    """Return the events of a table; of replayed steps and epochs the last ones."""
+    effective = {
         "step": record.steps,
         "evaluate": record.evaluations,
         "epoch": record.epochs,
         "phases": record.phases,
         "exchange": record.exchanges,
+        "expert": expert_events(record.events),
     }
-    return by_step[table.kind] if table.kind in by_step else record.of(table.kind)
+    return effective[table.kind] if table.kind in effective else record.of(table.kind)
 
 
 def _metric_names(folder: Path, metrics: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -189,6 +209,10 @@ def _number(value: Any) -> float | int | None:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER:
         return value
     return number(value)
+
+
+def _list(value: Any) -> list[Any] | None:
+    return value if isinstance(value, list) else None
 
 
 def _text(value: Any) -> str | None:

@@ -9,17 +9,16 @@ from functools import cached_property
 
 from orchestrator.record.events import Event
 from orchestrator.record.host_balance import (
-    RecordedHost,
-    RecordedLayer,
-    RecordedPlacement,
+    Counts,
+    even_ratios,
     imbalance,
     mean_per_step,
-    measurement,
+    num_tokens,
     settled_imbalance,
     settled_loads,
-    sum_counts,
     token_counts,
 )
+from orchestrator.record.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
 from orchestrator.report.run.read import RunRecord, cached_on_record
 from orchestrator.report.run.stats import phase_seconds, plural, throughput
 
@@ -41,12 +40,12 @@ class HostedLayer:
 
     index: int
     placement: RecordedLayer
-    use: list[float | None]
-    """Rows of each expert as a multiple of the even share."""
+    use: dict[int, float | None]
+    """Rows of each expert, by id, as a multiple of the even share."""
     measured: list[float] | None
     """Time by host."""
     predicted: list[float] | None
-    """Time by host that the placement predicted."""
+    """Time by host that the placement predicted; None once the experts have changed."""
 
     @property
     def slowest(self) -> float | None:
@@ -61,17 +60,18 @@ class HostedLayer:
         return self.placement.name
 
     @cached_property
-    def shares(self) -> list[float]:
-        """Each expert's fraction of the layer's size."""
+    def shares(self) -> dict[int, float]:
+        """Each expert's fraction of the layer's size, by id."""
         total = sum(self.placement.row_costs)
-        return [cost / total for cost in self.placement.row_costs]
+        return {expert: cost / total for expert, cost in self.placement.cost_of.items()}
 
 
 @dataclass(frozen=True)
 class HostLoad:
-    """The last placement, and the second half of the loads counted under it.
+    """The placement at the end, and the second half of the loads since its placement event.
 
-    The second half shows how the gate settled, not how it began.
+    The second half shows how the gate settled, not how it began. Rows of an expert that moved count
+    for the host that it was on.
     """
 
     placement: RecordedPlacement
@@ -107,9 +107,9 @@ class HostLoad:
     def widest(self) -> float:
         """The largest fraction of a layer's size on one host: bars of experts are scaled to it."""
         widths = [
-            sum(layer.shares[expert] for expert in experts)
+            sum(layer.shares[expert] for expert in layer.placement.held_by(host))
             for layer in self.layers
-            for experts in layer.placement.experts_by_host
+            for host in range(len(self.hosts))
         ]
         return max(widths, default=0.0) or 1.0
 
@@ -146,41 +146,60 @@ class ExchangeCost:
 @cached_on_record
 def host_load(record: RunRecord) -> HostLoad | None:
     """Return the load under the last placement; None if there is none, or it names no layers."""
-    placement, recent = settled_loads(record.events, record.loads) or (None, [])
-    if placement is None or not placement.layers:
+    settled = settled_loads(record.events, record.loads)
+    if settled is None or not settled.placement.layers:
         return None
-    rows = sum_counts(token_counts(event) for event in recent)
-    num_rows = sum(map(sum, rows))
-    times = placement.times(rows)
+    placement = settled.placement
+    counted = [(under, token_counts(event)) for under, event in settled.loads]
+    num_rows = sum(num_tokens(rows) for _, rows in counted)
+    times = _sum_by_layer([under.times(rows) for under, rows in counted])
     predicted = [layer.predicted_times for layer in placement.layers]
-    work = _sum_by_host(placement.work(rows))
+    is_predicted = all(predicted)
+    work = _sum_by_host(_sum_by_layer([under.work(rows) for under, rows in counted]))
+    unplaced = sum(under.unplaced_rows(rows) for under, rows in counted)
     return HostLoad(
         placement=placement,
-        layers=_hosted_layers(placement, rows, times),
-        steps=_counted_steps(recent) if num_rows else None,
+        layers=_hosted_layers(placement, [rows for _, rows in counted], times),
+        steps=_counted_steps([event for _, event in settled.loads]) if num_rows else None,
         measured=placement.relative_times(_sum_by_host(times)) if times else None,
-        predicted=placement.relative_times(_sum_by_host(predicted)),
+        predicted=placement.relative_times(_sum_by_host(predicted)) if is_predicted else None,
         work=[host_work / sum(work) for host_work in work] if sum(work) else None,
         slowest=imbalance(placement.layer_waits(times)),
         imbalance=settled_imbalance(record.events, record.loads),
-        predicted_imbalance=imbalance(placement.layer_waits(predicted)),
-        unplaced=_unplaced_rows(placement, rows) / num_rows if num_rows else 0.0,
+        predicted_imbalance=imbalance(placement.layer_waits(predicted)) if is_predicted else None,
+        unplaced=unplaced / num_rows if num_rows else 0.0,
     )
 
 
 def _hosted_layers(
-    placement: RecordedPlacement, rows: list[list[float]], times: list[list[float]]
+    placement: RecordedPlacement, counted: list[Counts], times: list[list[float]]
 ) -> list[HostedLayer]:
     return [
         HostedLayer(
             index=index,
             placement=layer,
-            use=_use(rows[index] if index < len(rows) else [], layer.num_experts),
+            use=_use(layer, [rows[index] for rows in counted if index < len(rows)]),
             measured=placement.relative_times(times[index]) if index < len(times) else None,
             predicted=placement.relative_times(layer.predicted_times),
         )
         for index, layer in enumerate(placement.layers)
     ]
+
+
+def _use(layer: RecordedLayer, counted: list[dict[int, float]]) -> dict[int, float | None]:
+    ratios = even_ratios(counted)
+    return {expert: ratios.get(expert) for expert in layer.ids}
+
+
+def _sum_by_layer(figures: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Sum figures by layer and host over events; an event may name fewer layers than another."""
+    totals: list[list[float]] = []
+    for layers in figures:
+        for index, hosts in enumerate(layers):
+            if index == len(totals):
+                totals.append([0.0] * len(hosts))
+            totals[index] = [total + figure for total, figure in zip(totals[index], hosts, strict=True)]
+    return totals
 
 
 def _sum_by_host(layers: Sequence[Sequence[float]]) -> list[float]:
@@ -249,17 +268,7 @@ def unplaced_text(load: HostLoad) -> str:
 
 def num_experts_text(load: HostLoad, index: int) -> str:
     """Return the number of experts on a host: '8 experts per layer', '6 to 10 experts per layer'."""
-    counts = [len(layer.placement.experts_by_host[index]) for layer in load.layers]
+    counts = [len(layer.placement.held_by(index)) for layer in load.layers]
     if min(counts) == max(counts):
         return plural(counts[0], "expert", "experts") + " per layer"
     return f"{min(counts)} to {max(counts)} experts per layer"
-
-
-def _use(rows: Sequence[float], num_experts: int) -> list[float | None]:
-    even = sum(rows) / len(rows) if rows else 0.0
-    return [rows[expert] / even if even and expert < len(rows) else None for expert in range(num_experts)]
-
-
-def _unplaced_rows(placement: RecordedPlacement, rows: Sequence[Sequence[float]]) -> float:
-    in_layers = sum(layer.unplaced_rows(row) for layer, row in zip(placement.layers, rows, strict=False))
-    return in_layers + sum(map(sum, rows[len(placement.layers) :]))

@@ -80,7 +80,8 @@ def _experts_figure(record: RunRecord, load: HostLoad) -> Figure:
 def _draw_experts(axes: Axes, load: HostLoad, layer: HostedLayer) -> None:
     style_axes(axes, f"Layer {layer.index}  {layer.name}".strip(), "")
     axes.grid(False, axis="y")
-    for host, experts in enumerate(layer.placement.experts_by_host):
+    for host in range(len(load.hosts)):
+        experts = layer.placement.held_by(host)
         left = 0.0
         for expert in experts:
             _draw_segment(axes, load, layer, host, expert, left)
@@ -153,7 +154,8 @@ def _draw_time_legend(figure: Figure, load: HostLoad) -> None:
     if load.steps:
         handles.append(Patch(color=COLORS[0], label=f"measured, {steps_text(load)}"))
         handles.append(Patch(color=WARM, label=f"over {UNEVEN:g}×"))
-    handles.append(Patch(color=COLORS[5], alpha=0.45, label="predicted"))
+    if load.predicted is not None:
+        handles.append(Patch(color=COLORS[5], alpha=0.45, label="predicted"))
     figure.legend(
         handles=handles,
         loc="upper right",
@@ -212,11 +214,12 @@ def _draw_map(axes: Axes, load: HostLoad) -> Any:
     )
     if is_labelled:
         for column, layer in enumerate(load.layers):
-            for host, experts in enumerate(layer.placement.experts_by_host):
+            for host in range(num_hosts):
+                num_held = len(layer.placement.held_by(host))
                 is_dark = abs(cells[host][column]) > LIGHT_TEXT_STRENGTH * HOST_MAX_LOG2
                 ink = "white" if is_dark else INK
                 look = _SMALL | {"ha": "center", "fontsize": 7.5, "color": ink}
-                axes.text(column, host, str(len(experts)), **look)
+                axes.text(column, host, str(num_held), **look)
     marks = [int(mark) for mark in ticks(0, num_layers - 1, 13) if mark == int(mark)]
     axes.xaxis.set_ticks(marks, [str(mark) for mark in marks])
     _name_hosts(axes, load, ", ")

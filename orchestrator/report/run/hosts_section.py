@@ -104,7 +104,7 @@ def _card(title: str, subtitle: str, balance: str, body: str) -> str:
 
 
 def _segments(layer: HostedLayer, host: int, widest: float) -> str:
-    experts = layer.placement.experts_by_host[host]
+    experts = layer.placement.held_by(host)
     segments = [_segment(layer, expert, layer.shares[expert] / widest) for expert in experts]
     return "".join(segments) or "<em>no expert</em>"
 
@@ -196,7 +196,8 @@ def _map_key(load: HostLoad) -> str:
 def _times_key(load: HostLoad) -> str:
     source = "as predicted"
     if load.steps:
-        source = f"from the rows of {steps_text(load)}, orange above {UNEVEN:g}×; thin: as predicted"
+        thin = "; thin: as predicted" if load.predicted else ""
+        source = f"from the rows of {steps_text(load)}, orange above {UNEVEN:g}×{thin}"
     unplaced = f" {unplaced_text(load)}." if load.unplaced else ""
     return f"Bars: rows × size / speed of a host against the mean host (dashed), {source}.{unplaced}"
 
@@ -237,7 +238,7 @@ def _experts_text(load: HostLoad, index: int) -> str:
     if not load.shows_experts:
         return num_experts_text(load, index)
     lines = [
-        f"<div>layer {layer.index}: {ids_text(layer.placement.experts_by_host[index]) or 'none'}</div>"
+        f"<div>layer {layer.index}: {ids_text(sorted(layer.placement.held_by(index))) or 'none'}</div>"
         for layer in load.layers
     ]
     return "".join(lines)

@@ -11,6 +11,7 @@ from orchestrator.report.draw.axes import step_axis, ticks
 from orchestrator.report.draw.mpl import (
     BAD,
     COLORS,
+    LINE,
     MUTED,
     USE_MARKS,
     color_key,
@@ -125,29 +126,33 @@ def experts_figure(record: RunRecord) -> Figure | None:
     for axes in grid.flat[len(layers) :]:
         axes.set_visible(False)
     counts = {layer.num_experts for layer in layers}
-    even = f" ({1 / counts.pop():.1%})" if len(counts) == 1 else ""
+    has_changed = any(layer.has_changed for layer in layers)
+    even = f" ({1 / counts.pop():.1%})" if len(counts) == 1 and not has_changed else ""
     color_key(figure, image, grid, USE_MARKS, f"share of a layer's tokens, against an even share{even}")
     return figure
 
 
 def _draw_layer(axes: Axes, layer: LayerLoad) -> Any:
-    """Draw a layer: rows are experts, columns time."""
+    """Draw a layer: rows are experts, columns time; hatched where an expert did not exist."""
     style_axes(axes, f"Layer {layer.layer}", "")
     axes.grid(False)
+    if layer.has_changed:
+        axes.patch.set(hatch="////", edgecolor=LINE)
+    num_rows = len(layer.ids)
     edges = [layer.steps[0] - _first_width(layer), *layer.steps]
     cells = [[math.nan if ratio is None else clipped_log2(ratio) for ratio in row] for row in layer.ratios]
     image = axes.pcolormesh(
         edges,
-        range(layer.num_experts + 1),
+        range(num_rows + 1),
         cells,
         cmap=use_colors(),
         vmin=-MAX_LOG2,
         vmax=MAX_LOG2,
         rasterized=True,
     )
-    axes.set_ylim(layer.num_experts, 0)
-    experts = sorted({int(mark) for mark in ticks(0, layer.num_experts - 1, 9) if mark == int(mark)})
-    axes.yaxis.set_ticks([expert + 0.5 for expert in experts], [str(expert) for expert in experts])
+    axes.set_ylim(num_rows, 0)
+    rows = sorted({int(mark) for mark in ticks(0, num_rows - 1, 9) if mark == int(mark)})
+    axes.yaxis.set_ticks([row + 0.5 for row in rows], [str(layer.ids[row]) for row in rows])
     marks = step_axis(layer.steps, max_labels=4)
     axes.xaxis.set_ticks(marks.ticks if len(layer.steps) > 1 else [sum(edges) / 2], marks.labels)
     axes.set_ylabel("expert", fontsize=8, color=MUTED)

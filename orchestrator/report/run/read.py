@@ -19,6 +19,7 @@ import yaml
 from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event, by_step, is_shallow, of_kind, read_events, split_sessions
+from orchestrator.record.expert_changes import ExpertChange, expert_changes
 
 T = TypeVar("T")
 
@@ -28,7 +29,9 @@ UNFINISHED = "unfinished"
 _MAX_INTEGER = 2**53
 _MAX_NUMBER = 1e300
 _NUM_LISTED = 6
-_STEP_KINDS = frozenset({"step", "phases", "exchange", "load", "evaluate", "monitor"})
+_STEP_KINDS = frozenset(
+    {"step", "phases", "exchange", "load", "expert", "expert_graph", "evaluate", "monitor"}
+)
 
 
 def number(value: Any) -> float | None:
@@ -94,6 +97,11 @@ class RunRecord:
     @cached_property
     def loads(self) -> list[Event]:
         return by_step(self.events, "load")
+
+    @cached_property
+    def expert_changes(self) -> list[ExpertChange]:
+        """The changes of the experts that count, in order."""
+        return expert_changes(self.events)
 
     @cached_property
     def monitors(self) -> list[Event]:

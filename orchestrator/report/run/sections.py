@@ -220,8 +220,11 @@ def experts_section(record: RunRecord) -> str:
 
 def _experts_subtitle(layers: list[LayerLoad]) -> str:
     counts = sorted({layer.num_experts for layer in layers})
+    numbers = f"{plural(len(layers), 'layer', 'layers')} of {' or '.join(map(str, counts))} experts"
+    if any(layer.has_changed for layer in layers):
+        return f"{numbers} at the end; hatched where an expert did not exist"
     even = f", {1 / counts[0]:.1%} of a layer's tokens each when even" if len(counts) == 1 else ""
-    return f"{plural(len(layers), 'layer', 'layers')} of {' or '.join(map(str, counts))} experts{even}"
+    return numbers + even
 
 
 def _layer_card(layer: LayerLoad) -> str:
@@ -229,7 +232,7 @@ def _layer_card(layer: LayerLoad) -> str:
     spread = f"{min(recent):.2f}× to {max(recent):.2f}× the even share" if recent else ""
     keys = f'<span class="keys"><span class="unit">{spread}</span></span>'
     description = f"Layer {layer.layer}: rows are experts, columns time, colour is share of tokens. {spread}"
-    experts = f"expert 0–{layer.num_experts - 1}, top to bottom"
+    experts = f"expert {layer.ids[0]}–{layer.ids[-1]}, top to bottom"
     ends = f'<div class="ends"><span>{experts}</span><span>step {layer.steps[-1]}</span></div>'
     return (
         f'<figure class="card chart heat"><figcaption>Layer {layer.layer}{keys}</figcaption>'

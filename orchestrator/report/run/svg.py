@@ -38,6 +38,7 @@ PART_COLORS = {
 }
 COLD = (43, 108, 176)
 WARM = (217, 72, 15)
+_OPAQUE = bytes((0, 0, 0, 255))
 
 Cells = Sequence[Sequence[float | None]]
 
@@ -94,11 +95,18 @@ def labelled_bar(label: str, parts: Iterable[tuple[str, float, int]], total: flo
 def heat_image(rows: Cells, description: str, limit: float = MAX_LOG2, height: int | None = None) -> str:
     """Return ratios to the even share as an image of one pixel per cell.
 
-    An even share is transparent, so that the image suits light and dark pages.
+    An even share is transparent, so that the image suits light and dark pages. Cells without a ratio
+    are cut out of the image, and the hatched ground shows.
     """
-    data = base64.b64encode(_png([[_pixel(ratio, limit) for ratio in row] for row in rows])).decode()
     height = height or max(96, min(224, 14 * len(rows)))
-    return f'<img src="data:image/png;base64,{data}" style="height:{height}px" alt="{esc(description)}">'
+    style = f"height:{height}px"
+    has_gaps = any(ratio is None for row in rows for ratio in row)
+    if has_gaps:
+        mask = _data_address([[bytes(4) if ratio is None else _OPAQUE for ratio in row] for row in rows])
+        style += f";mask:url({mask}) 0 0/100% 100%"
+    source = _data_address([[_pixel(ratio, limit) for ratio in row] for row in rows])
+    image = f'<img src="{source}" style="{style}" alt="{esc(description)}">'
+    return f'<div class="gaps">{image}</div>' if has_gaps else image
 
 
 def _percent(share: float) -> str:
@@ -191,6 +199,10 @@ def _x(axis: Axis, value: float) -> str:
 
 def _y(axis: Axis, value: float) -> str:
     return f"{(1 - axis.place(value)) * SPAN:.1f}".removesuffix(".0")
+
+
+def _data_address(pixels: Sequence[Sequence[bytes]]) -> str:
+    return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
 
 
 def _pixel(ratio: float | None, limit: float) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from orchestrator.record.events import Event
+from orchestrator.record.expert_changes import change_counts
 from orchestrator.record.text import failure_text
 from orchestrator.report.run.expert_load import IDLE_RATIO, busiest_layer, layer_loads
 from orchestrator.report.run.host_load import (
@@ -176,11 +177,15 @@ def _experts_lines(record: RunRecord) -> list[Line]:
     layer, ratio = busiest
     recent = [ratio for layer in layers for ratio in layer.recent()]
     num_idle = sum(ratio < IDLE_RATIO for ratio in recent)
-    return [
+    lines = [
         ("layers × experts", f"{len(layers)} × {max(layer.num_experts for layer in layers)}"),
         ("busiest", f"{ratio:.2f} times its even share, in layer {layer} (mean of the second half)"),
         ("idle", f"{num_idle} of {len(recent)} receive less than a twentieth of it"),
     ]
+    counts = change_counts(record.expert_changes)
+    if counts:
+        lines.append(("changes", ", ".join(f"{count} {kind}" for kind, count in counts.items())))
+    return lines
 
 
 def _hosts_lines(record: RunRecord) -> list[Line]:

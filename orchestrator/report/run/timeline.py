@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from orchestrator.record.events import Event
-from orchestrator.record.text import failure_text, recovery_text
+from orchestrator.record.expert_changes import parse_change
+from orchestrator.record.text import change_line, failure_text, recovery_text
 from orchestrator.report.run.read import RunRecord, entries, finite
 from orchestrator.report.run.svg import esc
 from orchestrator.types import bytes_text, seconds_text
@@ -137,6 +138,11 @@ def _placement_text(event: Event) -> str:
     return str(event.get("sentence") or event.get("method") or "")
 
 
+def _expert_text(event: Event) -> str:
+    change = parse_change(event)
+    return change_line(change) if change is not None else str(event.get("reason") or "")
+
+
 def _snapshot_interval_text(event: Event) -> str:
     return f"every {event.get('every', '?')} steps: {event.get('reason', '')}"
 
@@ -145,10 +151,16 @@ def _end_text(event: Event) -> str:
     return str(event.get("status", "")) + (f": {event['reason']}" if event.get("reason") else "")
 
 
-_NAMES = {"oom": "out of memory", "compile": "compilation", "snapshot_interval": "snapshots"}
+_NAMES = {
+    "oom": "out of memory",
+    "compile": "compilation",
+    "snapshot_interval": "snapshots",
+    "expert": "experts",
+}
 _TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "compile": ("calm", _compile_text),
     "placement": ("calm", _placement_text),
+    "expert": ("info", _expert_text),
     "snapshot_interval": ("calm", _snapshot_interval_text),
     "warning": ("warn", _warning_text),
     "oom": ("bad", _oom_text),

@@ -10,6 +10,7 @@ from orchestrator.report.run.expert_load import (
     layer_loads,
 )
 from tests.support.fake_events import FakeRun
+from tests.support.fake_evolution import evolving_record
 from tests.support.fake_run import events_record, run_record
 
 
@@ -66,3 +67,47 @@ def test_idle_experts_are_counted_in_the_layer_with_most(tmp_path):
     assert idlest_layer(layers) == (1, 2, 4)
     assert idlest_layer(layers[:1]) is None
     assert idlest_layer([]) is None
+
+
+def test_rows_are_the_experts_that_ever_existed_and_blank_outside_their_life(tmp_path):
+    first, second = layer_loads(evolving_record(tmp_path))
+    assert first.ids == [0, 1, 2, 3, 4, 5]
+    rows = dict(zip(first.ids, first.ratios, strict=True))
+    lives = {expert: [ratio is not None for ratio in row].count(True) for expert, row in rows.items()}
+    assert first.steps == list(range(10, 121, 10))
+    assert lives == {0: 5, 1: 8, 2: 12, 3: 5, 4: 10, 5: 7}
+    assert all(ratio is None for ratio in [*rows[0][5:], *rows[1][8:], *rows[4][:2], *rows[5][:5]])
+    assert (first.num_experts, second.num_experts) == (3, 5)
+    assert first.final_ids == {2, 4, 5}
+    assert first.has_changed
+
+
+def test_an_undone_newborn_has_no_row(tmp_path):
+    assert 6 not in layer_loads(evolving_record(tmp_path))[0].ids
+
+
+def test_removed_experts_are_not_idle(tmp_path):
+    """Expert 1 receives nothing in the second half, and is pruned before the end."""
+    events = [
+        {"event": "load", "step": step, "loads": [loads], "ids": [ids]}
+        for step, loads, ids in (
+            (1, [10, 10], [0, 1]),
+            (2, [20, 0], [0, 1]),
+            (3, [20, 0], [0, 1]),
+            (4, [20, 20], [0, 2]),
+        )
+    ]
+    (layer,) = layer_loads(events_record(tmp_path, events))
+    assert layer.recent() == [(2 + 1) / 2, 1.0]
+    assert idlest_layer([layer]) is None
+
+
+def test_a_column_over_several_events_counts_an_expert_from_its_birth_on(tmp_path):
+    before = {"event": "load", "loads": [[10, 10]]}
+    after = {"event": "load", "loads": [[10, 10, 10]], "ids": [[0, 1, 7]]}
+    events = [before | {"step": step} for step in range(1, MAX_COLUMNS)]
+    events += [after | {"step": step} for step in range(MAX_COLUMNS, 2 * MAX_COLUMNS + 1)]
+    (layer,) = layer_loads(events_record(tmp_path, events))
+    assert layer.ids == [0, 1, 7]
+    assert set(layer.ratios[0]) == {1.0}
+    assert set(layer.ratios[2]) == {None, 1.0}

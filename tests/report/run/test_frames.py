@@ -1,6 +1,7 @@
 """Tests of the tables of a run as DataFrames."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ import orchestrator
 from orchestrator.errors import UserError
 from orchestrator.report.run.frames import MAX_METRICS, Frame, as_column, read_run
 from tests.support.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from tests.support.fake_evolution import EVOLVING, write_evolving_run
 from tests.support.fake_run import write_events, write_run
 
 RECOVERED = FakeRun(workers=3, recover_at=70, phases=PHASES_PARALLEL)
@@ -169,3 +171,13 @@ def test_pandas_is_imported_late(tmp_path: Path) -> None:
 
     code = "import sys, orchestrator.report.run.frames, orchestrator.report.sweep.page; assert 'pandas' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_changes_of_experts_are_a_table(tmp_path) -> None:
+    folder = write_evolving_run(tmp_path, replace(EVOLVING, resume_at=75))
+    changes: Frame = read_run(folder, "expert_changes")
+    assert changes["step"].tolist() == [20, 40, 50, 60, 70, 70, 80], "repeated changes count once"
+    assert changes["change"].tolist()[-2:] == ["undone", "pruned"]
+    assert changes["parents"].tolist()[2] == [0, 3]
+    assert changes["loss_after"].iloc[0] == pytest.approx(0.516)
+    assert changes["experts"].tolist() == [5, 5, 4, 5, 5, 4, 3]

@@ -1,5 +1,7 @@
 """Tests of the load of the experts' hosts."""
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.record.summary import summarise
@@ -13,6 +15,7 @@ from orchestrator.report.run.host_load import (
     steps_text,
 )
 from tests.support.fake_events import FakeRun, placement, run_events
+from tests.support.fake_evolution import EVOLVING_HOSTS, FINAL_IDS, evolving_events, evolving_record
 from tests.support.fake_run import events_record, run_record
 
 HOSTED = FakeRun(hosted=True, workers=3, experts=5, layers=2)
@@ -36,7 +39,9 @@ def test_the_load_of_a_run(tmp_path):
         "2 experts per layer",
         "2 experts per layer",
     ]
-    assert result.layers[0].shares == pytest.approx([32 / 544, 64 / 544, 64 / 544, 128 / 544, 256 / 544])
+    assert list(result.layers[0].shares.values()) == pytest.approx(
+        [32 / 544, 64 / 544, 64 / 544, 128 / 544, 256 / 544]
+    )
     assert result.predicted_imbalance == pytest.approx(256 * 3 / 544)
     assert sum(result.work or ()) == pytest.approx(1)
     assert sum(result.measured or ()) == pytest.approx(3)
@@ -48,13 +53,13 @@ def test_the_second_half_counts_as_in_the_summary(tmp_path):
     record = events_record(tmp_path, [PLACED, load(10, [400, 0]), load(20, [100, 50])])
     result = host_load(record)
     assert result is not None
-    assert result.placement.layers[0].host_of == (1, 0)
+    assert result.placement.layers[0].hosts == ((1,), (0,))
     assert result.measured == [1.0, 1.0]
     assert result.work == [0.5, 0.5]
     assert result.imbalance == 1.0
     assert result.steps == (11, 20)
     assert summarise(record.events)["imbalance"] == result.imbalance
-    assert result.layers[0].use == pytest.approx([100 / 75, 50 / 75])
+    assert result.layers[0].use == pytest.approx({0: 100 / 75, 1: 50 / 75})
 
 
 def test_loads_under_an_earlier_placement_do_not_count(tmp_path):
@@ -99,7 +104,7 @@ def test_without_loads_there_is_only_the_prediction(tmp_path):
     assert result is not None
     assert (result.measured, result.work, result.imbalance, result.steps) == (None, None, None, None)
     assert result.predicted == pytest.approx([4 / 3, 2 / 3])
-    assert result.layers[0].use == [None, None]
+    assert result.layers[0].use == {0: None, 1: None}
     assert steps_text(result) == "no load was counted"
 
 
@@ -167,3 +172,29 @@ def test_ids_in_short():
     assert ids_text([0, 1, 2, 3, 7]) == "0–3, 7"
     assert ids_text([0, 1, 5]) == "0, 1, 5"
     assert ids_text([]) == ""
+
+
+def test_experts_are_shown_where_they_are_at_the_end(tmp_path):
+    result = host_load(evolving_record(tmp_path, EVOLVING_HOSTS))
+    assert result is not None
+    first, second = result.layers
+    assert set(first.placement.ids) == set(FINAL_IDS[0])
+    assert first.placement.hosts_of[4] == (2,), "it was moved"
+    assert first.placement.hosts_of[2] == (0, 1), "it was copied"
+    assert set(first.use) == set(FINAL_IDS[0])
+    assert all(use is not None for use in first.use.values())
+    assert set(second.shares) == set(FINAL_IDS[1])
+    assert sum(second.shares.values()) == pytest.approx(1)
+    assert result.unplaced == 0
+    assert (result.predicted, result.predicted_imbalance, first.predicted) == (None, None, None)
+    assert steps_text(result) == "steps 61 to 120"
+    assert result.imbalance == summarise(evolving_events(EVOLVING_HOSTS))["imbalance"]
+    assert sum(result.measured or ()) == pytest.approx(3)
+
+
+def test_a_recovery_names_the_experts_of_its_placement(tmp_path):
+    run = replace(EVOLVING_HOSTS, recover_at=77)
+    result = host_load(evolving_record(tmp_path, run))
+    assert result is not None
+    assert len(result.hosts) == 2
+    assert set(result.layers[0].placement.ids) == set(FINAL_IDS[0])

@@ -7,6 +7,7 @@ import pytest
 from orchestrator.report.run.host_plot import hosts_figure
 from orchestrator.report.run.plots import draw_all
 from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_record
 from tests.support.fake_run import events_record, run_record
 
 RUNS = {
@@ -117,3 +118,11 @@ def test_without_loads_the_prediction_is_drawn(tmp_path):
         assert figure is not None
         assert title in [axes.get_title(loc=side) for axes in figure.axes for side in ("left", "right")]
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["predicted"]
+
+
+def test_a_copied_expert_is_drawn_on_each_of_its_hosts(tmp_path):
+    figure = hosts_figure(evolving_record(tmp_path, EVOLVING_HOSTS))
+    assert figure is not None
+    drawn = sorted(text.get_text() for text in figure.axes[0].texts)
+    assert drawn == ["2", "2", "4", "5"]
+    assert "predicted" not in [text.get_text() for text in figure.legends[0].get_texts()]

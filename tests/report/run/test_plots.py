@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from orchestrator.report.run.plots import draw_all, experts_figure, training_figure
 from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_evolution import evolving_record
 from tests.support.fake_run import events_record, run_record, write_run
 
 RUNS = {
@@ -99,3 +101,15 @@ def test_heavy_packages_are_imported_late(tmp_path):
         "assert not {'torch', 'ray', 'matplotlib.pyplot'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_experts_that_did_not_exist_are_blank(tmp_path):
+    figure = experts_figure(evolving_record(tmp_path))
+    assert figure is not None
+    axes = figure.axes[0]
+    cells: Any = axes.collections[0].get_array()
+    is_blank = cells.mask.reshape(6, 12).tolist()
+    assert is_blank[5] == [True] * 5 + [False] * 7
+    assert is_blank[0] == [False] * 5 + [True] * 7
+    assert axes.patch.get_hatch()
+    assert "%" not in figure.axes[-1].get_xlabel(), "the even share changed with the number of experts"

@@ -88,3 +88,14 @@ def test_the_heat_image_is_a_png_of_one_pixel_per_cell():
     assert pixels[4] == 0, "an even share is transparent"
     assert pixels[8] == 255, "four times the even share is at full strength"
     assert pixels[9:13] == bytes(4), "an expert that did not exist is transparent"
+
+
+def test_cells_without_a_ratio_are_cut_out_of_the_heat_image():
+    assert "mask" not in heat_image([[1.0, 0.0]], "layer")
+    text = heat_image([[1.0, None]], "layer")
+    assert text.startswith('<div class="gaps"><img')
+    mask = re.search(r"mask:url\(data:image/png;base64,([^)]+)\)", text)
+    assert mask is not None
+    data = base64.b64decode(mask[1])
+    pixels = zlib.decompress(data[41 : 41 + struct.unpack(">I", data[33:37])[0]])
+    assert (pixels[4], pixels[8]) == (255, 0)

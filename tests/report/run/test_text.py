@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.report.run.text import WIDTH, performance_summary
 from tests.support.fake_events import PHASES_PARALLEL, FakeRun, run_events
+from tests.support.fake_evolution import evolving_record
 from tests.support.fake_run import events_record, run_record
 
 RUNS = {
@@ -124,3 +125,9 @@ def test_missing_steps_are_shown(tmp_path):
 
 def test_an_empty_record_has_a_summary(tmp_path):
     assert "unfinished" in performance_summary(events_record(tmp_path, []))
+
+
+def test_the_changes_of_experts_are_counted(tmp_path):
+    text = performance_summary(evolving_record(tmp_path))
+    assert "changes               2 born, 1 warmed, 1 merged, 1 pruned, 1 undone" in text
+    assert "layers × experts      2 × 5" in text

@@ -2,6 +2,7 @@
 
 from orchestrator.report.run.timeline import MAX_ROWS, timeline_list, timeline_rows
 from tests.support.fake_events import FakeRun
+from tests.support.fake_evolution import evolving_record
 from tests.support.fake_run import events_record, run_record
 
 
@@ -79,3 +80,10 @@ def test_an_interval_of_snapshots_is_shown_with_its_reason(tmp_path):
     event = {"event": "snapshot_interval", "step": 25, "every": 50, "reason": "2% of the time"}
     (row,) = timeline_rows(events_record(tmp_path / "a", [event]))
     assert (row.kind, row.step, row.text) == ("snapshots", 25, "every 50 steps: 2% of the time")
+
+
+def test_changes_of_experts_are_shown(tmp_path):
+    record = evolving_record(tmp_path)
+    shown = [row.text for row in timeline_rows(record) if row.kind == "experts"]
+    assert shown[0].startswith("layer 0: expert 4 born from 1, 5 experts now: gate entropy 1.31")
+    assert any("undone" in text for text in shown)
