@@ -35,6 +35,8 @@ TORCH_FREE_EXPERTS = {
     "experts.evolution_views",
     "experts.load_history",
     "experts.rebalance",
+    "experts.rebalance_costs",
+    "experts.rebalance_plan",
     "experts.rebalance_search",
     "experts.replicas",
     "experts.routes",
