@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
-from orchestrator.config.writer import with_absolute_paths
+from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
 from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.device import choose_device, choose_worker_device
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from orchestrator.tasks.task import Task
     from orchestrator.train.worker.batch_size import BatchSizeResult
     from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run_settings import ResumedSettings
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Trainer:
     ) -> None:
         if not isinstance(config, Config | Resolved | None):
             raise UserError(f"config is a {type(config).__name__}; a Config is needed: Config.of(epochs=3)")
-        self.resolved = config if isinstance(config, Resolved) else Resolved(config or Config(), {})
+        self.resolved = config if isinstance(config, Resolved) else _given_in_python(config or Config())
+        self._resumed: ResumedSettings | None = None
         self._screen = Screen(quiet=True)
         self._quiet = quiet
         self._model = model
@@ -125,7 +127,18 @@ class Trainer:
 
     def prepare(self) -> PreparedRun:
         """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""
+        self._take_run_settings()
         return self._prepare(self._take_inventory(), None)
+
+    def _take_run_settings(self) -> None:
+        """Let a resumed run have the settings of its folder, except for those that are given again."""
+        if self.resolved.config.checkpoint.resume is None:
+            return
+        from orchestrator.train.worker.run_settings import resume_settings
+
+        self._resumed = resume_settings(self.resolved, results_folder())
+        if self._resumed is not None:
+            self.resolved = self._resumed.resolved
 
     def _take_inventory(self) -> Inventory:
         # torch reads it when it first uses the GPU. Without it large batches fail because the free
@@ -138,20 +151,19 @@ class Trainer:
         from orchestrator.tasks.load import load_task
         from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
         from orchestrator.train.worker.prepared_run import PreparedRun
-        from orchestrator.train.worker.run_dir import find_run_to_resume
+        from orchestrator.train.worker.run_settings import all_changes
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
         task = task or self._own_task or load_task(config)
         device = self._traced_device(config, hardware, cluster)
         precision = choose_precision(config, hardware, device).value
         facts = model_facts(task, device, precision)
-        earlier_run = find_run_to_resume(config, config.run.name, results_folder())
-        earlier_plan = read_earlier_plan(earlier_run) if earlier_run else {}
+        earlier_plan = read_earlier_plan(self._resumed.folder) if self._resumed else {}
         global_batch = earlier_global_batch(config, earlier_plan)
         chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())
-        return PreparedRun(
-            Resolved(config, self.resolved.origins), task, hardware, facts, chosen, cluster, in_cluster()
-        )
+        changes = all_changes(self._resumed, facts, chosen.global_batch_size.value)
+        resolved = Resolved(config, self.resolved.origins)
+        return PreparedRun(resolved, task, hardware, facts, chosen, cluster, in_cluster(), changes)
 
     def _traced_device(self, config: Config, hardware: Inventory, cluster: Cluster | None) -> str:
         """Return the device for which the model is traced."""
@@ -193,6 +205,7 @@ class Trainer:
         """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
         does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
+        self._take_run_settings()
         config = self.resolved.config
         if not workers_flag(config):
             hardware = self._take_inventory()
@@ -264,14 +277,15 @@ class Trainer:
         from orchestrator.train.worker.observers import open_event_log, stop_on_signal
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
-        from orchestrator.train.worker.run import Supervision, record_failure, run_worker
+        from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
         from orchestrator.train.worker.run_dir import open_run_dir
         from orchestrator.train.worker.torch_settings import preserved_random_state
 
         start_s = perf_counter()
         config = prepared.resolved.config
         check_start_checkpoint(config)
-        run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
+        run_dir = open_run_dir(config, config.run.name, results_folder())
+        starts_before = count_starts(run_dir)
         world = World.single_process(prepared.plan.device.value)
         with (
             preserved_random_state(),
@@ -282,7 +296,7 @@ class Trainer:
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, Supervision(stop_requested))
             except BaseException as error:
-                record_failure(run_dir, error, perf_counter() - start_s, log)
+                record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
                 raise
         return self._finish(outcome.status, run_dir, model)
 
@@ -307,13 +321,18 @@ class Trainer:
         check_start_checkpoint(config)
         if prepared.plan.strategy.value == "expert_parallel":
             placement_file(config, prepared.facts, num_workers)
-        run_dir = open_run_dir(config, self.resolved.config.run.name, results_folder())
+        run_dir = open_run_dir(config, config.run.name, results_folder())
         self._show_banner(prepared, banner_rows(prepared, run_dir))
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, self._screen)
         return self._finish(status, run_dir, trained_model(prepared, run_dir))
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
+        from orchestrator.train.worker.run_settings import resume_lines
+
         self._screen.banner(rows, "expert-orchestrator")
+        resume = prepared.resolved.config.checkpoint.resume
+        for line in resume_lines(self._resumed, prepared.changes, resume):
+            self._screen.note(line)
         unused = unused_settings(prepared.resolved.config, prepared.plan.strategy.value, prepared.facts)
         if unused:
             self._screen.note(f"note: {unused}")
@@ -329,6 +348,12 @@ class Trainer:
         for line in summary_lines(summary, run_dir):
             self._screen.note(line)
         return Result(status, run_dir, summary, model)
+
+
+def _given_in_python(config: Config) -> Resolved:
+    """Return the config with the origin of its values, as flags have one."""
+    given = config.given | changed_settings(config).keys()
+    return Resolved(config, dict.fromkeys(given, "Config"))
 
 
 def _worker_group_type(prepared: PreparedRun) -> Any:

@@ -173,13 +173,13 @@ def test_commands_parse(command: str) -> None:
         while "--config" in arguments:
             at = arguments.index("--config")
             del arguments[at : at + 2]
-        read_flags(kind, arguments, f"orchestrator {verb}")
+        read_flags(kind, arguments, f"orchestrator {verb}", positional=_positional(verb))
     else:
         read_options(kind, arguments, f"orchestrator {verb}", positional=_positional(verb))
 
 
 def _positional(verb: str) -> str | None:
-    return {"report": "folder", "init": "path"}.get(verb)
+    return {"report": "folder", "resume": "folder", "init": "path"}.get(verb)
 
 
 def needs_ray(command: str) -> bool:

@@ -256,7 +256,7 @@ def test_wrong_arguments_are_refused_with_the_right_ones(arguments: dict[str, An
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     trainer(settings(tmp_path, epochs=1)).fit()
-    with pytest.raises(UserError, match="--resume auto"):
+    with pytest.raises(UserError, match="orchestrator resume"):
         trainer(settings(tmp_path, epochs=1)).fit()
 
 

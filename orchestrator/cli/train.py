@@ -27,20 +27,28 @@ class TrainOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, resolved = read_flags(TrainOptions, argv, "orchestrator train")
-    _refuse_launchers()
+    refuse_launchers()
     if options.tuned is not None:
         resolved = _take_tuned_settings(options.tuned, resolved)
+    return fit(resolved)
+
+
+def fit(resolved: Resolved) -> int:
+    """Train to the end, or until the user interrupts the run."""
     from orchestrator.trainer import Trainer
 
     result = Trainer(config=resolved).fit()
     if result.status == "stopped":
+        from orchestrator.train.worker.run_dir import resume_command
+
+        command = resume_command(result.run_dir, resolved.config.parallel.ray_address)
         raise Interrupted(
-            f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}: continue with --resume auto"
+            f"interrupted; a checkpoint is in {result.run_dir / 'checkpoints'}; continue with: {command}"
         )
     return 0
 
 
-def _refuse_launchers() -> None:
+def refuse_launchers() -> None:
     """Raise UserError under torchrun and its kind: each of its processes would start workers of its own."""
     launcher = launched_by()
     if launcher:

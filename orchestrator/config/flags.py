@@ -23,14 +23,17 @@ Options = TypeVar("Options")
 _TRUTH_VALUES = frozenset(("true", "false", "yes", "no", "on", "off", "0", "1"))
 
 
-def read_flags(options: type[Options], argv: Sequence[str], prog: str) -> tuple[Options, Resolved]:
+def read_flags(
+    options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None
+) -> tuple[Options, Resolved]:
     """Read the options of a verb that takes settings, and the settings with their origins.
 
     ``options`` is a dataclass with a field ``settings: Config``, whose settings become flags
-    without a prefix.
+    without a prefix. ``positional`` names the option that may be given first and without its flag.
     """
     import tyro
 
+    argv = _with_positional(argv, positional)
     names = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
     check_flags(argv, names - {"settings"})
     path = _config_path(argv)
@@ -59,9 +62,7 @@ def read_options(
     """
     import tyro
 
-    arguments = list(argv)
-    if positional and arguments and not arguments[0].startswith("-"):
-        arguments.insert(0, f"--{positional}")
+    arguments = _with_positional(argv, positional)
     known = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
@@ -69,6 +70,12 @@ def read_options(
             flag = token.partition("=")[0]
             raise UserError(f"unknown flag {flag}{_nearest_flag(name, known)}; see {prog} --help")
     return tyro.cli(options, args=arguments, prog=prog)
+
+
+def _with_positional(argv: Sequence[str], positional: str | None) -> list[str]:
+    """Return the arguments with the flag of the option that was given first and without it."""
+    is_given = positional and argv and not argv[0].startswith("-")
+    return [f"--{positional}", *argv] if is_given else list(argv)
 
 
 def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:

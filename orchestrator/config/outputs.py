@@ -24,9 +24,10 @@ class CheckpointSettings:
     keep: int = 3
     """Checkpoints kept besides the best one."""
     resume: str | None = None
-    """Continue a run; give its settings again. auto takes the newest good checkpoint of the run
-    folder, or starts afresh if there is none; without --name and --run-dir it is the newest
-    results/TASK-DATE-TIME of this task. PATH is a checkpoint, or a run folder with some."""
+    """Continue a run with the settings of its folder; settings given again win, and differences are
+    shown. auto: the run in the folder that --name or --run-dir names, from its newest good
+    checkpoint; a new run if the folder has none. PATH: a checkpoint, or a run folder with some;
+    the run continues in a folder of its own."""
     init_from: Path | None = None
     """Begin with the weights of this checkpoint, without its optimizer state and its progress."""
 

@@ -219,9 +219,17 @@ class Config:
         try:
             for section, values in sections.items():
                 top[section] = replace(getattr(self, section), **values)
-            return replace(self, **top)
+            changed = replace(self, **top)
         except ValueError as error:
             raise UserError(str(error)) from None
+        # Not a field: it is no setting, and two configs with the same values are equal.
+        object.__setattr__(changed, "_given", self.given | settings.keys())
+        return changed
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names that ``of`` and ``but`` were called with, also those with the default's value."""
+        return self.__dict__.get("_given", frozenset())
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,8 +19,15 @@ from orchestrator.redaction import Secrets, mask, mask_tree
 def write_file(
     resolved: Resolved, path: Path, comments: Mapping[str, str] | None = None, secrets: Secrets = ()
 ) -> None:
-    """Write the whole config as YAML. It reads back to the same config, except for masked secrets."""
-    path.write_text(dump(resolved, comments, secrets), encoding="utf-8")
+    """Write the whole config as YAML. It reads back to the same config, except for masked secrets.
+
+    A kill leaves the whole file or none: a resumed run takes its settings from it."""
+    partial = path.with_name(f".{path.name}.writing")
+    partial.unlink(missing_ok=True)
+    # Mode "x" never writes through a link that someone placed under this name.
+    with partial.open("x", encoding="utf-8") as file:
+        file.write(dump(resolved, comments, secrets))
+    os.replace(partial, path)
 
 
 def dump(resolved: Resolved, comments: Mapping[str, str] | None = None, secrets: Secrets = ()) -> str:

@@ -59,6 +59,11 @@ class ModelFacts:
     """Parameters of each expert, by MoE layer."""
     limits_capacity: bool = False
     """Whether a MoE layer drops rows beyond a capacity."""
+    structure: str = ""
+    """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
+    data: str = ""
+    """Hash of the first training samples, if the data is in memory: data read by the sample may
+    differ from one read to the next."""
 
 
 @dataclass(frozen=True)

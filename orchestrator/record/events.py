@@ -43,6 +43,8 @@ reads these lines.
 | warning    | kind, message                                                                              |
 | notice     | message about an operation that takes a while                                              |
 | resume     | step, path, skipped [{path, reason}]; source is "memory" without a checkpoint              |
+| settings   | step, changes [{name, before, now, origin}]: differences from the earlier start of a       |
+|            | resumed run                                                                                |
 | failure    | kind, message, rank (or null), step, final: only a final failure ends the run              |
 | recovery   | attempt, reason, workers_before, workers, step (that training continues from),             |
 |            | lost_steps, source (memory, disk), detect_seconds, regroup_seconds, restore_seconds,       |
@@ -314,6 +316,20 @@ def split_sessions(events: Sequence[Event]) -> list[list[Event]]:
         if event["event"] == "start" and index and index not in of_recovery
     ]
     return [list(events[begin:end]) for begin, end in pairwise([0, *cuts, len(events)]) if end > begin]
+
+
+def last_end(sessions: Sequence[Sequence[Event]]) -> Event | None:
+    """Return the ``end`` event that says how a run ended; None if its process was killed.
+
+    A resume that trained nothing does not undo an earlier end: it found nothing left to do, or failed."""
+    ends: list[Event | None] = [next(iter(of_kind(session, "end")[-1:]), None) for session in sessions]
+    while len(ends) > 1 and not of_kind(sessions[len(ends) - 1], "step"):
+        earlier = ends[-2]
+        is_completed = ends[-1] is not None and ends[-1].get("status") == "completed"
+        if earlier is None or (is_completed and earlier.get("status") != "completed"):
+            break
+        ends.pop()
+    return ends[-1] if ends else None
 
 
 def of_kind(events: Iterable[Event], kind: str) -> list[Event]:

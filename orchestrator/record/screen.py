@@ -94,7 +94,7 @@ class Screen:
             "recovery": self._recovery,
             "compile": self._compile,
             "oom": lambda event: self._warning(_oom_text(event)),
-            "end": lambda event: self.close(),  # noqa: ARG005
+            "end": self._end,
         }
 
     def banner(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
@@ -192,6 +192,12 @@ class Screen:
             self._warning(f"compilation failed, continuing without it: {event.get('detail')}")
         else:
             self._line(f"compiled in {to_float(event.get('seconds')) or 0.0:.1f} s ({event.get('detail')})")
+
+    def _end(self, event: Event) -> None:
+        self.close()
+        # Else the summary of the whole run says how it ended.
+        if str(event.get("reason")).startswith("nothing left to do"):
+            self._line(str(event["reason"]))
 
     def _warning(self, text: str) -> None:
         self._line(text, style="yellow")

@@ -12,6 +12,7 @@ from orchestrator.record.events import (
     Event,
     by_step,
     effective_events,
+    last_end,
     of_kind,
     recovery_starts,
     split_sessions,
@@ -60,10 +61,10 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
 
 
 def _ending(recorded: Sequence[Event]) -> dict[str, Any]:
-    ends = of_kind(split_sessions(recorded)[-1], "end") if recorded else []
-    if not ends:
+    end = last_end(split_sessions(recorded))
+    if end is None:
         return {"status": "killed", "reason": "the process ended without an end event"}
-    return {"status": ends[-1]["status"], "reason": ends[-1]["reason"]}
+    return {"status": end["status"], "reason": end["reason"]}
 
 
 def _workers(events: Sequence[Event]) -> int | None:

@@ -105,3 +105,13 @@ def _workers_text(event: Event) -> str:
     before = event.get("workers_before")
     fewer = f" instead of {before}" if before not in (None, workers) else ""
     return f"on {workers} {'worker' if workers == 1 else 'workers'}{fewer}"
+
+
+def settings_text(event: Event) -> str:
+    """Return the changed settings of a resumed run: 'learning_rate from 0.0001 to 0.003 (flag …)'."""
+    changes = event.get("changes")
+    known = [change for change in changes if isinstance(change, dict)] if isinstance(changes, list) else []
+    return "; ".join(
+        f"{change.get('name')} from {change.get('before')} to {change.get('now')} ({change.get('origin')})"
+        for change in known
+    )

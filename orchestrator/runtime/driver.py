@@ -47,7 +47,8 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, find_candidates
-from orchestrator.train.worker.run import record_failure
+from orchestrator.train.worker.run import count_starts, record_failure
+from orchestrator.train.worker.run_dir import resume_command
 
 _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
@@ -86,6 +87,7 @@ Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, screen: Screen) -> str:
     """Run to the end, through failures. Return the status of the run."""
     begun = perf_counter()
+    starts_before = count_starts(run_dir)
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     (logs / STOP_FILE).unlink(missing_ok=True)
@@ -103,7 +105,7 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             with _RunRecord(run_dir, [screen, trackers]) as record, stop_on_signal() as stop_requested:
                 return _Driver(start, prepared, cluster, run_dir, record, stop_requested, screen.note).run()
         except BaseException as error:
-            record_failure(run_dir, error, perf_counter() - begun)
+            record_failure(run_dir, error, perf_counter() - begun, starts_before)
             raise
 
 
@@ -187,7 +189,7 @@ class _Driver:
             failure = result.failure
             assert failure is not None
             if result.given_up is not None:
-                raise final_error(failure, result.error, result.given_up)
+                raise self._final_error(failure, result.error, result.given_up)
             detected_at = time.time()  # before the wait for devices, which is part of the regrouping
             history = history.with_failure(failure, self.record.last_step)
             # An error of the run itself is final: no need to wait for devices.
@@ -196,10 +198,16 @@ class _Driver:
                 failure, history, max_failures=parallel.max_failures, workers=workers, slots=slots
             )
             if isinstance(decision, GiveUp):
-                raise final_error(failure, result.error, decision)
+                raise self._final_error(failure, result.error, decision)
             self.record.add_restart(failure, decision, workers, detected_at)
             resume = ResumeFrom(halvings=decision.halvings)
             workers = decision.workers
+
+    def _final_error(self, failure: Failure, error: BaseException | None, decision: GiveUp) -> BaseException:
+        if decision.can_resume:
+            command = resume_command(self.run_dir, self.prepared.resolved.config.parallel.ray_address)
+            decision = GiveUp(f"{decision.reason}; continue from the newest checkpoint with: {command}")
+        return final_error(failure, error, decision)
 
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""

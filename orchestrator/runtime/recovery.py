@@ -57,6 +57,8 @@ class GiveUp:
     """End the run."""
 
     reason: str
+    can_resume: bool = False
+    """Whether the user may let the run try again, from its newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def _must_give_up(failure: Failure, failures: int, max_failures: int) -> GiveUp 
             limit = "no restart is allowed (--max-failures 0)"
         count = "once" if failures == 1 else f"{failures} times within {PROGRESS_WINDOW} steps of progress"
         return GiveUp(
-            f"{failure.message}; the run has failed {count}, and {limit}."
-            " Continue from the newest checkpoint with --resume auto"
+            f"{failure.message}; the run has failed {count}, and {limit}",
+            can_resume=True,
         )
     if failure.kind == "memory" and failure.micro_batch == 1:
         return GiveUp(

@@ -166,7 +166,7 @@ MISTAKES = {
         *SMALL,
         "--run-dir",
         "run",
-        cause="run holds a run already; continue it with --resume auto",
+        cause="run holds a run already; continue it with orchestrator resume",
         files={"run/events.jsonl": '{"event": "start", "time": 0}\n'},
     ),
     "init over a file": mistake("init", "cfg.yaml", cause="cfg.yaml exists already", files=RESUME_CONFIG),

@@ -193,3 +193,34 @@ def test_throughput_excludes_the_warm_up_of_each_process() -> None:
     for index in (0, 3):
         events[index]["warm_up"] = True
     assert summarise(events)["samples_per_second"] == pytest.approx(40)
+
+
+def session(time: float, status: str | None, num_steps: int = 0) -> list[Event]:
+    """Return a start by the user at step 5, some steps, and the end unless the process was killed."""
+    events = [start(time, 5), *steps(6, 5 + num_steps, time)]
+    return (
+        [*events, at(time + 9, "end", status=status, reason=status, steps=5, seconds=9.0)]
+        if status
+        else events
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "status"),
+    [
+        ("completed", session(100, "failed"), "completed"),
+        ("completed", session(100, None), "completed"),
+        ("completed", session(100, "completed"), "completed"),
+        ("stopped", session(100, "failed"), "stopped"),
+        ("stopped", session(100, "completed"), "completed"),
+        ("completed", session(100, "failed", num_steps=2), "failed"),
+        ("completed", session(100, None, num_steps=2), "killed"),
+        (None, session(100, "failed"), "failed"),
+        ("completed", [*session(100, "failed"), *session(200, None)], "completed"),
+    ],
+)
+def test_a_resume_without_a_step_does_not_undo_an_end(
+    first: str | None, later: list[Event], status: str
+) -> None:
+    begin = session(0, first, num_steps=3)
+    assert summarise([*begin, *later])["status"] == status

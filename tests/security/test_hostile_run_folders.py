@@ -123,14 +123,20 @@ TREES: dict[str, Callable[[Scene], str]] = {
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json", "summary.json"])
 def test_hostile_files_are_shown_or_refused(scene: Scene, name: str, kind: str) -> None:
-    """The content is shown as it is, or refused in words; a resumed run writes its own files."""
+    """The content is shown as it is, or refused in words. A resumed run takes its settings from
+    config.yaml alone, and writes the other files anew."""
     (scene.folder / name).write_text(TREES[kind](scene), encoding="utf-8", errors="surrogateescape")
     code, output = call("report", str(scene.folder))
     assert code in (0, 2), output
     assert code == 0 or name in output
     assert_harmless(scene.folder / "report.html")
     code, output = resume(scene)
-    assert code == 0, output
+    if name == "config.yaml":
+        assert code == 2, output
+        assert "the settings of the run in" in output
+        assert "cannot be read: " in output
+    else:
+        assert code == 0, output
 
 
 def plan(change: Callable[[dict[str, Any]], Any]) -> Spoil:

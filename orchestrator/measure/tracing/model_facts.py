@@ -5,6 +5,7 @@ A model that cannot be traced is built and run once on the CPU, with two samples
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -25,12 +26,15 @@ from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
 from orchestrator.train.batches import tensors_of
+from orchestrator.train.checkpoint.state import model_tensors
 from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.recompute import block_lists
 from orchestrator.types import PrecisionName
 
 _SMALL_BATCH = 2  # samples; batch norm needs more than one
+_HASHED_SAMPLES = 16
+_HASH_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,23 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int) -> 
         method=traced.method,
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         limits_capacity=any(layer.capacity is not None for layer in layers),
+        structure=_structure_hash(model),
+        data=_data_hash(data) if isinstance(data, Gatherable) else "",
     )
+
+
+def _structure_hash(model: nn.Module) -> str:
+    tensors = sorted(model_tensors(model).items())
+    lines = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_HASH_CHARACTERS]
+
+
+def _data_hash(data: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors_of(first_samples(data, _HASHED_SAMPLES)):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:_HASH_CHARACTERS]
 
 
 def _expert_parameters(layer: MoELayer) -> tuple[int, ...]:

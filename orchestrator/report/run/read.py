@@ -18,7 +18,15 @@ import yaml
 
 from orchestrator.config.safe_yaml import safe_content
 from orchestrator.errors import UserError
-from orchestrator.record.events import Event, by_step, is_shallow, of_kind, read_events, split_sessions
+from orchestrator.record.events import (
+    Event,
+    by_step,
+    is_shallow,
+    last_end,
+    of_kind,
+    read_events,
+    split_sessions,
+)
 from orchestrator.record.expert_changes import ExpertChange, expert_changes
 
 T = TypeVar("T")
@@ -125,9 +133,8 @@ class RunRecord:
 
     @cached_property
     def end(self) -> Event | None:
-        """The end of the last session; the end of an earlier one says nothing about the present state."""
-        ends = of_kind(self.sessions[-1], "end") if self.sessions else []
-        return ends[-1] if ends else None
+        """The end of the last session that trained; an earlier one says nothing about the present state."""
+        return last_end(self.sessions)
 
     @cached_property
     def status(self) -> str:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
-from orchestrator.record.text import change_line, failure_text, recovery_text
+from orchestrator.record.text import change_line, failure_text, recovery_text, settings_text
 from orchestrator.report.run.read import RunRecord, entries, finite
 from orchestrator.report.run.svg import esc
 from orchestrator.types import bytes_text, seconds_text
@@ -156,6 +156,7 @@ _NAMES = {
     "compile": "compilation",
     "snapshot_interval": "snapshots",
     "expert": "experts",
+    "settings": "changed settings",
 }
 _TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "compile": ("calm", _compile_text),
@@ -165,6 +166,7 @@ _TEXTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "warning": ("warn", _warning_text),
     "oom": ("bad", _oom_text),
     "resume": ("info", _resume_text),
+    "settings": ("warn", settings_text),
     "checkpoint": ("calm", _checkpoint_text),
     "failure": ("bad", _failure_text),
     "recovery": ("info", _recovery_text),

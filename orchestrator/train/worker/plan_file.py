@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.settings import Config
-from orchestrator.config.writer import to_json, write_file
+from orchestrator.config.reader import Resolved, read_file
+from orchestrator.config.settings import Config, flat_names
+from orchestrator.config.writer import flat_values, to_json, write_file
+from orchestrator.errors import UserError
 from orchestrator.record.events import last_events, of_kind
 from orchestrator.record.summary import write_json
-from orchestrator.redaction import mask_tree
+from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.train.worker.prepared_run import PreparedRun, plan_json
+
+CONFIG = "config.yaml"
+START_ONLY = frozenset({"resume", "run_dir", "name", "init_from"})
+"""Settings that say where one start begins and writes: no difference between two starts of a run."""
 
 _MAX_COUNT = 2**48  # more samples or tokens than a run can have counted
 _DAMAGE_ERRORS = (
@@ -32,9 +39,34 @@ def write_config_and_plan(prepared: PreparedRun, run_dir: Path, measured: dict[s
 
     ``measured`` is what only the workers could find."""
     secrets = prepared.hidden
-    write_file(prepared.resolved, run_dir / "config.yaml", secrets=secrets)
+    _write_config(prepared.resolved, run_dir, secrets)
     content = mask_tree(plan_json(prepared) | {"measured": measured}, secrets, keys=False)
     write_json(run_dir / "plan.json", content)
+
+
+def _write_config(resolved: Resolved, run_dir: Path, secrets: Secrets) -> None:
+    """Write ``config.yaml``. An earlier one with other settings stays as ``config.001.yaml``."""
+    path = run_dir / CONFIG
+    if path.is_file():
+        if _holds_settings(path, resolved.config, secrets):
+            return
+        os.rename(path, _next_free(run_dir))
+    write_file(resolved, path, secrets=secrets)
+
+
+def _holds_settings(path: Path, config: Config, secrets: Secrets) -> bool:
+    try:
+        written = flat_values(read_file(path).config)
+    except UserError:
+        return False
+    now = mask_tree(flat_values(config), secrets, keys=False)
+    return all(written[name] == now[name] for name in flat_names() if name not in START_ONLY)
+
+
+def _next_free(run_dir: Path) -> Path:
+    numbers = range(1, 10**6)
+    candidates = (run_dir / f"config.{number:03d}.yaml" for number in numbers)
+    return next(path for path in candidates if not path.exists())
 
 
 def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
@@ -72,6 +104,14 @@ def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
         "placement_asked": measured.get("placement_asked"),
         "placement_hosts": measured.get("placement_hosts"),
     }
+
+
+def read_earlier_model(run_dir: Path) -> dict[str, Any]:
+    """Return the facts of the model that an earlier start trained. Empty if its plan is damaged."""
+    try:
+        return dict(json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["model"])
+    except _DAMAGE_ERRORS:
+        return {}
 
 
 def read_last_expert_loads(run_dir: Path) -> list[list[float]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,27 @@ from orchestrator.types import count_text, counted
 
 
 @dataclass(frozen=True)
+class SettingChange:
+    """A setting whose value differs from that of the earlier start."""
+
+    name: str
+    before: Any
+    now: Any
+    origin: str
+    """Where the new value comes from: a flag, a file, a ``Config``, or the plan."""
+
+    def text(self) -> str:
+        return f"{self.name} from {_shown(self.before)} to {_shown(self.now)} ({self.origin})"
+
+    def event(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value in (None, []) else str(value)
+
+
+@dataclass(frozen=True)
 class PreparedRun:
     """A run before it starts."""
 
@@ -29,6 +50,8 @@ class PreparedRun:
     plan: Plan
     cluster: Cluster | None = None
     in_cluster: bool = False
+    changes: tuple[SettingChange, ...] = ()
+    """Differences from the earlier start of a resumed run."""
     secrets: Secrets = field(default=(), repr=False)
     """Secrets of the driver's environment, which a worker's node may not have in its own."""
 

@@ -139,6 +139,10 @@ class WorkerRun:
         build_seconds = time.time() - opened_at
         start_fields = _start_fields(self.prepared, training)
         self.log.write("start", **start_fields, build_seconds=build_seconds)
+        # Workers that restart after a failure change nothing.
+        if self.prepared.changes and self._resume is None:
+            changes = [change.event() for change in self.prepared.changes]
+            self.log.write("settings", step=training.progress.step, changes=changes)
         if placement is not None:
             step = training.progress.step
             self.log.write("placement", step=step, **placement.event(self.prepared.facts))
@@ -240,10 +244,19 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
     return fields
 
 
-def record_failure(run_dir: Path, error: BaseException, seconds: float, log: EventLog | None = None) -> None:
+def count_starts(run_dir: Path) -> int:
+    """Return the number of starts that the record of a run has."""
+    return len(of_kind(read_events(run_dir / "events.jsonl"), "start"))
+
+
+def record_failure(
+    run_dir: Path, error: BaseException, seconds: float, starts_before: int, log: EventLog | None = None
+) -> None:
     """Record that a run failed, and write its summary and report.
 
-    ``log`` is that of a run in one process; without it, the driver's own is opened.
+    ``starts_before`` is the number of starts that the record had before this one. A resume that
+    fails before its own start leaves the earlier outcome as it was. ``log`` is that of a run in one
+    process; without it, the driver's own is opened.
 
     An error in here must not hide the failure itself: a full disk may be the cause of both."""
     from orchestrator.report.run.page import draw_report
@@ -254,6 +267,11 @@ def record_failure(run_dir: Path, error: BaseException, seconds: float, log: Eve
     with suppress(Exception):
         path = run_dir / "events.jsonl"
         event_log = log or DriverLog(path, secrets)
+        if starts_before and count_starts(run_dir) == starts_before:
+            text = f"a resume failed before its first step: {first_line(message)}"
+            event_log.write("warning", kind="resume", message=text)
+            event_log.close()
+            return
         steps = of_kind(read_events(path), "step")
         last_step = steps[-1]["step"] if steps else 0
         event_log.write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +25,10 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     """Create the folder of the run and return it.
 
     A folder that holds a run is continued only on request."""
-    run_dir = config.run.run_dir or _choose_folder(config, name, results)
+    run_dir = config.run.run_dir or (results / name if name else None)
+    if run_dir is None and config.checkpoint.resume == "auto":
+        raise _unnamed(config, results)
+    run_dir = run_dir or _new_folder(config, results)
     check_unused(config, run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -39,31 +43,41 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     return run_dir
 
 
-def find_run_to_resume(config: Config, name: str | None, results: Path) -> Path | None:
-    """Return the folder of the run that ``--resume auto`` continues, if it exists."""
-    if config.checkpoint.resume != "auto":
-        return None
-    run_dir = config.run.run_dir or _choose_folder(config, name, results)
-    if not run_dir.is_dir():
-        return None
-    check_links(run_dir)
-    return run_dir
+def named_folder(config: Config, results: Path) -> Path:
+    """Return the folder that ``--run-dir`` or ``--name`` names, for ``--resume auto``."""
+    if config.run.run_dir is not None:
+        return config.run.run_dir
+    if config.run.name is None:
+        raise _unnamed(config, results)
+    return results / config.run.name
 
 
-def _choose_folder(config: Config, name: str | None, results: Path) -> Path:
-    """Return the named folder, the newest run of this task to resume, or a new one."""
-    if name:
-        return results / name
-    task = task_name(config)
-    if config.checkpoint.resume == "auto":
-        stamped = re.compile(rf"{re.escape(task)}-\d{{8}}-\d{{6}}(-\d+)?")
-        folders = [path.parent for path in results.glob("*/events.jsonl")]
-        earlier = sorted(folder for folder in folders if stamped.fullmatch(folder.name))
-        if earlier:
-            return earlier[-1]
+def _unnamed(config: Config, results: Path) -> UserError:
+    """Return the error of ``--resume auto`` without a folder: no run is chosen by its task's name."""
+    newest = _newest_run(config, results)
+    example = f"the newest of this task: {resume_command(newest)}" if newest else "orchestrator resume FOLDER"
+    return UserError(
+        "--resume auto continues the run of a named folder, and none is named; "
+        f"give --name or --run-dir too, or continue a run by its folder ({example})"
+    )
+
+
+def _newest_run(config: Config, results: Path) -> Path | None:
+    stamped = re.compile(rf"{re.escape(task_name(config))}-\d{{8}}-\d{{6}}(-\d+)?")
+    folders = [path.parent for path in results.glob("*/events.jsonl")]
+    return max((folder for folder in folders if stamped.fullmatch(folder.name)), default=None)
+
+
+def resume_command(run_dir: Path, ray_address: str = "auto") -> str:
+    """Return the whole command that continues a run."""
+    address = "" if ray_address == "auto" else f" --ray-address {shlex.quote(ray_address)}"
+    return f"orchestrator resume {shlex.quote(str(run_dir))}{address}"
+
+
+def _new_folder(config: Config, results: Path) -> Path:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     suffixes = ["", *(f"-{number}" for number in range(2, _MAX_RUNS_PER_SECOND))]
-    candidates = (results / f"{task}-{stamp}{suffix}" for suffix in suffixes)
+    candidates = (results / f"{task_name(config)}-{stamp}{suffix}" for suffix in suffixes)
     return next(path for path in candidates if not path.exists())
 
 
@@ -74,15 +88,25 @@ def task_name(config: Config) -> str:
 
 
 def check_unused(config: Config, run_dir: Path | None) -> None:
-    """Refuse a folder that holds a run, unless the run is to be continued."""
+    """Refuse a folder that holds a run, unless that run is to be continued."""
     if run_dir is None:
         return
     check_links(run_dir)
-    if config.checkpoint.resume is None and of_kind(read_events(run_dir / "events.jsonl"), "start"):
+    resume = config.checkpoint.resume
+    is_continued = resume == "auto" or (resume is not None and _is_within(Path(resume), run_dir))
+    if not is_continued and holds_run(run_dir):
         raise UserError(
-            f"{run_dir} holds a run already; "
-            "continue it with --resume auto, or choose another --run-dir or --name"
+            f"{run_dir} holds a run already; continue it with {resume_command(run_dir)}, "
+            "or choose another --run-dir or --name"
         )
+
+
+def holds_run(run_dir: Path) -> bool:
+    return bool(of_kind(read_events(run_dir / "events.jsonl"), "start"))
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_links(folder: Path) -> None:

@@ -151,7 +151,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_actor(
     wait_for_steps(process, run_dir, 30)
     process.send_signal(number)
     output = finish_run(process, code=130, timeout=30)
-    assert "continue with --resume auto" in output
+    assert f"continue with: orchestrator resume {run_dir}" in output
     events = read_events(run_dir / "events.jsonl")
     assert of_kind(events, "checkpoint")[-1]["step"] == by_step(events)[-1]["step"]
     assert living_actors(shared_cluster) == []

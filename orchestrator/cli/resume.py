@@ -1,0 +1,76 @@
+"""``orchestrator resume``: continue the run of a folder with its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.cli.train import fit, refuse_launchers
+from orchestrator.config.flags import read_flags
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Continue the run of a folder from its newest good checkpoint, with the settings it has there.
+
+    Flags win over those settings, and every difference is shown and recorded.
+    """
+
+    settings: Config
+    folder: Path | None = None
+    """The folder of the run."""
+    config: Path | None = None
+    """YAML file with settings that win over those of the folder; flags win over both."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, resolved = read_flags(ResumeOptions, argv, "orchestrator resume", positional="folder")
+    refuse_launchers()
+    if options.folder is None:
+        raise UserError("which run? Give its folder: orchestrator resume FOLDER")
+    _check_flags(resolved)
+    _check_folder(options.folder)
+    origins = dict(resolved.origins) | dict.fromkeys(("resume", "run_dir"), "orchestrator resume")
+    return fit(Resolved(resolved.config.but(resume="auto", run_dir=options.folder), origins))
+
+
+def _check_flags(resolved: Resolved) -> None:
+    for name in ("resume", "run_dir", "name", "init_from"):
+        if resolved.origin(name).startswith("flag"):
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"orchestrator resume FOLDER names the run already; leave --{flag} out, or use "
+                "orchestrator train"
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UserError unless the folder holds a run that the command line can continue."""
+    from orchestrator.config.reader import read_file
+    from orchestrator.record.ledger import holds_sweep
+    from orchestrator.train.worker.plan_file import CONFIG
+    from orchestrator.train.worker.run_dir import check_links, holds_run
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a run")
+    check_links(folder)
+    if holds_sweep(folder):
+        raise UserError(
+            f"{folder} is the folder of a sweep; continue it with: orchestrator sweep --resume {folder}"
+        )
+    if not holds_run(folder):
+        raise UserError(
+            f"{folder} holds no run: no start is recorded in its events.jsonl; begin one with train"
+        )
+    path = folder / CONFIG
+    task = read_file(path).config.task if path.is_file() else ""
+    if task.startswith("python:"):
+        raise UserError(
+            f"the run in {folder} trains an object of a Python program ({task}), which no command line can "
+            "name; continue it in Python: Trainer(..., config=Config.of(resume='auto', "
+            f"run_dir={str(folder)!r})).fit()"
+        )
