@@ -62,7 +62,7 @@ class EvolutionRules:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least one window is needed")
 
 
-def preset(name: Preset, experts: int) -> EvolutionRules | None:
+def preset_rules(name: Preset, experts: int) -> EvolutionRules | None:
     """Return the rules of a preset for layers that begin with this many experts; None for ``off``."""
     match name:
         case "off":

@@ -15,6 +15,7 @@ from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
 from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.device import choose_device, choose_worker_device
+from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
 from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
 from orchestrator.plan.inventory.hardware import (
@@ -330,12 +331,14 @@ class Trainer:
         from orchestrator.train.worker.run_settings import resume_lines
 
         self._screen.banner(rows, "expert-orchestrator")
-        resume = prepared.resolved.config.checkpoint.resume
-        for line in resume_lines(self._resumed, prepared.changes, resume):
+        config = prepared.resolved.config
+        plan = prepared.plan
+        for line in resume_lines(self._resumed, prepared.changes, config.checkpoint.resume):
             self._screen.note(line)
-        unused = unused_settings(prepared.resolved.config, prepared.plan.strategy.value, prepared.facts)
-        if unused:
-            self._screen.note(f"note: {unused}")
+        unused = unused_settings(config, plan.strategy.value, prepared.facts)
+        for message in (unused, unused_thresholds(config, plan.evolution.value)):
+            if message:
+                self._screen.note(f"note: {message}")
 
     def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.run.page import draw_report

@@ -159,6 +159,12 @@ _SHARED_COUNT = Alias(
     {"0": LEAVE_OUT} | {str(count): _ANY_VALUE for count in range(1, 65)},
     note="one expert of their hidden sizes together",
 )
+# As many copies are made as the load asks for.
+_REDUNDANT_EXPERTS = Alias(
+    "rebalance",
+    {"0": LEAVE_OUT} | {str(count): "on" for count in range(1, 257)},
+    note="experts are copied by their load",
+)
 
 
 def _each(names: str, alias: Alias) -> dict[str, Alias]:
@@ -323,6 +329,15 @@ ALIASES: Mapping[str, Alias] = {
     "swiglu": Alias("expert_kind", _yes_no("swiglu", "ffn")),
     **_each("moe_grouped_gemm use_grouped_mm", Alias("expert_kernel", _yes_no("grouped", "loop"))),
     "a2a_ffn_overlap_degree": Alias("exchange_chunks"),
+    # experts that change
+    **_each(
+        "dynamic_experts enable_evolution enable_expert_evolution",
+        Alias("evolution", _yes_no("cautious", "off")),
+    ),
+    **_each("sleep_interval sleep_cycle sleep_every_steps", Alias("sleep_every")),
+    "enable_eplb": Alias("rebalance", _ON_OFF),
+    **_each("num_redundant_experts ep_num_redundant_experts", _REDUNDANT_EXPERTS),
+    **_each("expert_data_parallel_size expert_dp_size", Alias("expert_replicas")),
     # model
     **_each("hidden_size d_model tf_n_embd", Alias("width")),
     **_each("num_layers tf_n_layer", Alias("layers")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator.config.checks import listed
 from orchestrator.config.data import BatchSettings
+from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.model import MoeSettings
 from orchestrator.config.parallel import ParallelSettings
 
@@ -68,7 +69,9 @@ def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchS
         )
 
 
-def check_strategy(parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings) -> None:
+def check_strategy(
+    parallel: ParallelSettings, batch: BatchSettings, moe: MoeSettings, evolution: EvolutionSettings
+) -> None:
     """Raise ValueError for settings that the requested strategy cannot serve.
 
     With ``parallel_strategy auto`` the plan takes a strategy that can.
@@ -87,7 +90,7 @@ def check_strategy(parallel: ParallelSettings, batch: BatchSettings, moe: MoeSet
                 "which shares out experts; "
                 "raise --experts, or give --parallel-strategy data_parallel"
             )
-    setting = _needs_expert_parallel(parallel)
+    setting = _needs_expert_parallel(parallel, evolution)
     if parallel.parallel_strategy == "data_parallel" and setting:
         raise ValueError(
             f"{setting} works with expert_parallel, but parallel_strategy is data_parallel: "
@@ -113,10 +116,71 @@ def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tup
     return next(((setting, reason) for setting, requested, reason in candidates if requested), None)
 
 
-def _needs_expert_parallel(parallel: ParallelSettings) -> str | None:
+def _needs_expert_parallel(parallel: ParallelSettings, evolution: EvolutionSettings) -> str | None:
     """Return a requested setting that has a meaning only between expert hosts; None without one."""
     if parallel.gate == "primary":
         return "gate primary"
     if parallel.placement != "auto":
         return f"placement {parallel.placement}"
+    if evolution.expert_replicas > 1:
+        return f"expert_replicas {evolution.expert_replicas}"
+    if evolution.rebalance == "on":
+        return "rebalance on"
     return None if parallel.exchange_chunks is None else f"exchange_chunks {parallel.exchange_chunks}"
+
+
+def check_evolution(evolution: EvolutionSettings, moe: MoeSettings, parallel: ParallelSettings) -> None:
+    """Raise ValueError for settings of evolution that the experts or the workers cannot serve."""
+    _check_replicas(evolution.expert_replicas, parallel)
+    if moe.experts:
+        check_expert_limits(evolution, moe.experts)
+    if evolution.evolution in ("auto", "off"):
+        return
+    if moe.experts == 0:
+        raise ValueError(
+            f"evolution is {evolution.evolution}, but experts is 0, a dense model; "
+            "raise --experts, or leave --evolution out"
+        )
+    divided = divides_experts(parallel)
+    if divided is not None:
+        raise ValueError(
+            f"evolution {evolution.evolution} changes whole experts, but {divided} divides their weights "
+            "among the workers; leave one of them out"
+        )
+
+
+def check_expert_limits(evolution: EvolutionSettings, experts: int) -> None:
+    """Raise ValueError unless a layer of so many experts lies within the limits of evolution."""
+    least = evolution.min_experts
+    most = evolution.max_experts
+    if least is not None and least > experts:
+        raise ValueError(
+            f"min_experts is {least}, but a layer begins with {experts} experts; "
+            f"give at most --min-experts {experts}, or raise --experts"
+        )
+    if most is not None and most < experts:
+        raise ValueError(
+            f"max_experts is {most}, but a layer begins with {experts} experts; "
+            f"give at least --max-experts {experts}, or lower --experts"
+        )
+
+
+def divides_experts(parallel: ParallelSettings) -> str | None:
+    """Return a requested setting that divides the weights of an expert; None without one."""
+    if parallel.sharding in ("zero2", "zero3"):
+        return f"sharding {parallel.sharding}"
+    return "cpu_offload" if parallel.cpu_offload else None
+
+
+def _check_replicas(replicas: int, parallel: ParallelSettings) -> None:
+    workers = parallel.workers
+    if replicas > 1 and parallel.gate == "primary":
+        raise ValueError(
+            f"expert_replicas {replicas} and gate primary contradict each other: the first host's group "
+            "would have all tokens; leave one of them out"
+        )
+    if isinstance(workers, int) and workers % replicas:
+        raise ValueError(
+            f"expert_replicas is {replicas}, but workers is {workers}; "
+            "groups of equal size are needed: give numbers that divide evenly"
+        )

@@ -138,7 +138,8 @@ def _check_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> None:
     for key, value in content.items():
         if key in sections:
             if value is not None and not isinstance(value, dict):
-                raise UserError(f"{lines[key]}: {key} is a section; its settings go below it, indented")
+                own = f": write {key}: {{{key}: {_as_flag_text(value)}}}" if key in flat_names() else ""
+                raise UserError(f"{lines[key]}: {key} is a section; its settings go below it, indented{own}")
             for name, setting_value in (value or {}).items():
                 if flat_names().get(name) != key:
                     raise _unknown_key(name, setting_value, lines[f"{key}.{name}"], key)

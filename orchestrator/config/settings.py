@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
-from orchestrator.config.cross_checks import check_batch_product, check_devices, check_strategy
+from orchestrator.config.cross_checks import (
+    check_batch_product,
+    check_devices,
+    check_evolution,
+    check_strategy,
+)
 from orchestrator.config.data import BatchSettings, DataSettings
+from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
@@ -148,6 +154,7 @@ class Config:
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     moe: MoeSettings = field(default_factory=MoeSettings)
+    evolution: EvolutionSettings = field(default_factory=EvolutionSettings)
     data: DataSettings = field(default_factory=DataSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
@@ -170,8 +177,9 @@ class Config:
         for name, value in self._paths().items():
             possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
-        check_strategy(self.parallel, self.batch, self.moe)
+        check_strategy(self.parallel, self.batch, self.moe, self.evolution)
         check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
+        check_evolution(self.evolution, self.moe, self.parallel)
 
     def _check_deterministic(self) -> None:
         if not self.run.deterministic:
@@ -252,6 +260,7 @@ def flat_names() -> Mapping[str, str]:
 def setting_types() -> Mapping[str, Any]:
     """Return the declared type of each setting, by its flat name."""
     types: dict[str, Any] = {}
+    # The root first: a section may have a setting of its own name.
     for kind in (Config, *section_types().values()):
         types |= {name: hint for name, hint in get_type_hints(kind).items() if name in flat_names()}
     return types

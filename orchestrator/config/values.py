@@ -61,8 +61,9 @@ def _normalised(hint: Any, value: Any) -> Any:
             value = [value]
         return value and tuple(_normalised(element, entry) for entry in value)
     if isinstance(value, bool) and hint is not bool:
-        if {"on", "off"} <= set(choices(hint)):
-            return "on" if value else "off"
+        word = "on" if value else "off"
+        if word in choices(hint):
+            return word
         raise _UnexpectedTruthValue
     return value
 

@@ -97,13 +97,14 @@ class ModelSharding:
     ``none``: a whole copy on each. ``zero2``: gradients and moments are sharded. ``zero3``:
     parameters too. ``experts``: each device has its own experts and a copy of the rest.
     ``offload`` keeps the shards in host memory. ``primary`` gives the whole batch to the first
-    worker.
+    worker. ``expert_replicas`` groups of workers each hold every expert.
     """
 
     workers: int = 1
     form: ShardingForm = "none"
     offload: bool = False
     primary: bool = False
+    expert_replicas: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -163,7 +164,8 @@ def _local_parameters(
         return parameters, trainable
     expert_parameters = min(facts.expert_parameters, parameters)
     dense_parameters = parameters - expert_parameters
-    share = -(-facts.experts // sharding.workers) / facts.experts
+    hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
+    share = -(-facts.experts // hosts_of_group) / facts.experts
     trainable_dense = min(trainable, dense_parameters)
     trainable_experts = max(0, trainable - dense_parameters)
     return dense_parameters + expert_parameters * share, trainable_dense + trainable_experts * share

@@ -23,12 +23,13 @@ def settle_strategy(
     strategy: Choice[StrategyName],
     workers: int,
     limit_bytes: float,
-    on_gpu: bool,
+    may_shard: bool,
 ) -> Choice[StrategyName]:
     """Decide between data-parallel and expert-parallel workers, now that the model is known.
 
     Replicas are preferred if they fit, because they exchange no tokens. Otherwise the experts are
-    divided, if that helps more than sharding would. Experts with a capacity are always divided.
+    divided, if that helps more than sharding would, where workers ``may_shard``. Experts with a capacity
+    are always divided.
     """
     if strategy.value == "expert_parallel" and not facts.experts:
         raise UserError(
@@ -43,7 +44,7 @@ def settle_strategy(
         return _divide_for_capacity(config, strategy)
     if strategy.value != "data_parallel" or config.parallel.parallel_strategy != "auto":
         return strategy
-    why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, on_gpu)
+    why_not = _why_not_expert_parallel(config, facts, workers, limit_bytes, may_shard)
     if why_not:
         return replace(strategy, rejected=(*strategy.rejected, Rejected("expert_parallel", why_not)))
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
@@ -77,7 +78,7 @@ def _divide_for_capacity(config: Config, strategy: Choice[StrategyName]) -> Choi
 
 
 def _why_not_expert_parallel(
-    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool
+    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, may_shard: bool
 ) -> str | None:
     """Return why the plan does not divide the experts by itself; None if it does."""
     if not facts.experts:
@@ -98,9 +99,9 @@ def _why_not_expert_parallel(
             f"of the usable {usable}"
         )
     divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
-    # The plan may shard instead, on GPUs and unless --sharding forbids it.
+    # The plan may shard instead, unless --sharding forbids it.
     alternative = replica
-    if on_gpu and config.parallel.sharding == "auto":
+    if may_shard and config.parallel.sharding == "auto":
         alternative = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "zero3"))
     if not divided.fits and (alternative.fits or alternative.total <= divided.total):
         total = bytes_text(divided.total)
@@ -130,6 +131,8 @@ def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -
         ("--placement", parallel.placement, "auto"),
         ("--exchange-chunks", parallel.exchange_chunks, None),
         ("--spares", parallel.spares, 0),
+        ("--expert-replicas", config.evolution.expert_replicas, 1),
+        ("--rebalance", "on" if config.evolution.rebalance == "on" else "auto", "auto"),
     )
     given = [f"{flag} {value}" for flag, value, default in settings if value != default]
     if not given or unused is None:

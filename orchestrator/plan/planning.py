@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from experts.evolution_rules import EvolutionRules, Preset
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches
@@ -31,6 +32,15 @@ from orchestrator.plan.estimate import (
     ShardingForm,
     estimate_memory,
     flops_per_step,
+)
+from orchestrator.plan.evolution import (
+    choose_evolution,
+    choose_rebalance,
+    choose_replicas,
+    fit_growth,
+    grown,
+    growth_rules,
+    growth_text,
 )
 from orchestrator.plan.experts import (
     choose_chunks,
@@ -76,6 +86,9 @@ class Plan:
     placement: Choice[str]
     exchange_chunks: Choice[int]
     expert_kernel: Choice[str]
+    evolution: Choice[Preset]
+    rebalance: Choice[bool]
+    expert_replicas: Choice[int]
     snapshots: Choice[str]
     starting_batch: Choice[str]
     batch_size: Choice[int]
@@ -95,6 +108,8 @@ class Plan:
     log_every: Choice[int]
     memory: MemoryEstimate
     flops_per_step: float
+    evolution_rules: EvolutionRules | None = None
+    """When experts are born, merged and pruned; None if they stay as they are."""
 
     @property
     def data_ranks(self) -> int:
@@ -112,6 +127,7 @@ class Plan:
             "choices": {name: asdict(choice) for name, choice in self.choices().items()},
             "memory": self.memory.to_json(),
             "flops_per_step": self.flops_per_step,
+            "evolution_rules": asdict(self.evolution_rules) if self.evolution_rules else None,
         }
 
 
@@ -130,6 +146,30 @@ class _WorkerSetup:
     object_store_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class _Growth:
+    """The rules by which the experts change, and the model with the most experts that it may get."""
+
+    evolution: Choice[Preset]
+    rules: EvolutionRules | None
+    largest: ModelFacts
+
+    @classmethod
+    def of(cls, config: Config, facts: ModelFacts) -> _Growth:
+        evolution = choose_evolution(config, facts)
+        rules = growth_rules(config, facts, evolution.value)
+        return cls(evolution, rules, grown(facts, rules.max_experts) if rules else facts)
+
+    def within(self, config: Config, facts: ModelFacts, setup: _WorkerSetup) -> _Growth:
+        """Return the growth that the memory of the workers allows, with its reason."""
+        if self.rules is None:
+            return self
+        rules = fit_growth(config, facts, self.rules, setup.limit_bytes, setup.model_sharding)
+        text = growth_text(self.rules, rules, facts, setup.model_sharding, config)
+        evolution = replace(self.evolution, reason=f"{self.evolution.reason}: {text}")
+        return _Growth(evolution, rules, grown(facts, rules.max_experts))
+
+
 def plan(
     config: Config,
     inventory: Inventory,
@@ -146,6 +186,7 @@ def plan(
     ``in_cluster`` says that this process runs inside a Ray job.
     """
     joined = cluster is not None and cluster.joined
+    growth = _Growth.of(config, facts)
     strategy = choose_strategy(config, inventory, in_cluster or joined)
     if strategy.value == "single":
         setup = _single_process(config, inventory, strategy)
@@ -153,8 +194,8 @@ def plan(
         # All further choices see only the GPUs of --devices; a joined cluster assigns its own.
         if not joined:
             inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
-        setup = _worker_group(config, inventory, facts, strategy, cluster or Cluster.of(inventory))
-    return _complete_plan(config, inventory, facts, measured, setup)
+        setup = _worker_group(config, inventory, growth, strategy, cluster or Cluster.of(inventory))
+    return _complete_plan(config, inventory, measured, setup, growth.within(config, facts, setup))
 
 
 def _single_process(config: Config, inventory: Inventory, strategy: Choice[StrategyName]) -> _WorkerSetup:
@@ -180,8 +221,11 @@ def _single_process(config: Config, inventory: Inventory, strategy: Choice[Strat
 
 
 def _worker_group(
-    config: Config, inventory: Inventory, facts: ModelFacts, strategy: Choice[StrategyName], cluster: Cluster
+    config: Config, inventory: Inventory, growth: _Growth, strategy: Choice[StrategyName], cluster: Cluster
 ) -> _WorkerSetup:
+    # Memory must suffice for all experts that may be born.
+    facts = growth.largest
+    evolves = growth.rules is not None
     workers = choose_workers(config, cluster, inventory)
     count = workers.value
     device = choose_worker_device(config, inventory, cluster.gpus)
@@ -189,14 +233,16 @@ def _worker_group(
     workers_on_node = cluster.workers_on_node(count, uses_gpus(config, cluster))
     limit_bytes = usable_bytes(config, inventory, device.value, workers_on_node)
     # The strategy depends on the memory of a worker, which depends on the devices.
-    strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu)
+    strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu and not evolves)
     backend = choose_backend(config, on_gpu, count)
     if strategy.value == "expert_parallel":
         reason = "the experts are divided among the hosts; the rest is whole on each"
         sharding: Choice[ShardingForm] = Choice("none", reason)
-        model_sharding = ModelSharding(count, "experts", primary=config.parallel.gate == "primary")
+        primary = config.parallel.gate == "primary"
+        replicas = choose_replicas(config, None, count).value
+        model_sharding = ModelSharding(count, "experts", primary=primary, expert_replicas=replicas)
     else:
-        sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu)
+        sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
     return _WorkerSetup(
         strategy,
@@ -214,11 +260,12 @@ def _worker_group(
 def _complete_plan(
     config: Config,
     inventory: Inventory,
-    facts: ModelFacts,
     measured: Mapping[str, int] | None,
     setup: _WorkerSetup,
+    growth: _Growth,
 ) -> Plan:
     """Choose everything that follows from the workers and their devices."""
+    facts = growth.largest
     device = setup.device.value
     count = setup.workers.value
     strategy = setup.strategy.value
@@ -251,6 +298,9 @@ def _complete_plan(
             config, unused, count, setup.backend.value, gpu is not None, tokens_per_host
         ),
         expert_kernel=choose_kernel(config, facts, precision.value, gpu.capability if gpu else None),
+        evolution=growth.evolution,
+        rebalance=choose_rebalance(config, unused, count, growth.evolution.value),
+        expert_replicas=choose_replicas(config, unused, count),
         snapshots=_plan_snapshots(config, inventory, facts, setup, unused),
         starting_batch=batching.starting,
         batch_size=batching.batch_size,
@@ -270,6 +320,7 @@ def _complete_plan(
         log_every=choose_log_every(config, steps.value, device),
         memory=estimate_memory(facts, batch, recompute, setup.limit_bytes, model_sharding),
         flops_per_step=flops,
+        evolution_rules=growth.rules,
     )
 
 

@@ -203,18 +203,21 @@ def choose_backend(config: Config, on_gpu: bool, workers: int) -> Choice[str]:
 
 
 def choose_sharding(
-    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool
+    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, on_gpu: bool, evolves: bool = False
 ) -> Choice[ShardingForm]:
     """Choose how the model's state is sharded: the least that lets one sample fit.
 
     Sharding costs speed, so it is chosen only if memory is short. Recomputation of activations is
-    tried first.
+    tried first. Experts that change (``evolves``) must be whole.
     """
     check_cpu(config, on_gpu)
     form = config.parallel.sharding
     offload = config.parallel.cpu_offload
     if form != "auto":
         return Choice(form, f"set by --sharding {form}")
+    if evolves:
+        whole = Rejected("zero2", "divides the weights of experts; it needs --evolution off")
+        return Choice("none", "evolution changes whole experts", (whole,))
     if workers == 1 and not offload:
         return Choice("none", "one worker has nothing to shard")
     if not on_gpu:

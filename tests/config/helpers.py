@@ -90,5 +90,8 @@ TYPOS = {
     "gate_score": "gate_scores",
     "share_expert_size": "shared_expert_size",
     "balance_bais": "balance_bias",
+    "max_expert": "max_experts",
+    "rebalnce": "rebalance",
+    "newborn_warm_up": "newborn_warmup",
 }
 """Misspelled settings, and the settings that they mean."""

@@ -258,6 +258,11 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
         ("swiglu", "false", "--expert-kind ffn", "expert_kind: ffn"),
         ("moe_grouped_gemm", "true", "--expert-kernel grouped", "expert_kernel: grouped"),
         ("a2a_ffn_overlap_degree", "2", "--exchange-chunks 2", "exchange_chunks: 2"),
+        ("enable_evolution", "true", "--evolution cautious", "evolution: cautious"),
+        ("dynamic_experts", "false", "--evolution off", "evolution: off"),
+        ("sleep_interval", "500", "--sleep-every 500", "sleep_every: 500"),
+        ("enable_eplb", None, "--rebalance on", "rebalance: on"),
+        ("expert_data_parallel_size", "2", "--expert-replicas 2", "expert_replicas: 2"),
         ("zero_stage", "0", "--sharding none", "sharding: none"),
         ("zero_stage", "2", "--sharding zero2", "sharding: zero2"),
         ("zero_stage", "3", "--sharding zero3", "sharding: zero3"),
@@ -348,3 +353,9 @@ def test_an_unknown_name_has_no_answer():
 def test_following_an_answer_gives_the_intended_config(tmp_path: Path):
     (tmp_path / "cfg.yaml").write_text("device:\n  precision: fp32\nbatch:\n  accumulation_steps: 4\n")
     assert read_file(tmp_path / "cfg.yaml").config == Config.of(precision="fp32", accumulation_steps=4)
+
+
+def test_a_number_of_copies_is_answered_with_the_switch():
+    answer = "write --rebalance on (experts are copied by their load)"
+    assert advice("num_redundant_experts", "16", flag=True) == answer
+    assert advice("num_redundant_experts", "0", flag=True) == "leave it out: that is the default of rebalance"

@@ -94,8 +94,18 @@ def test_a_key_in_the_wrong_section_is_answered_with_the_right_section(config_fi
     place = f"under {home}:" if home else "at the top level"
     wrong = "watch" if home != "watch" else "run"
     assert refusal(config_file, f"{wrong}:\n  {name}: 1\n") == f"cfg.yaml:2: {name} belongs {place}"
-    if home:
+    if home and home != name:
         assert refusal(config_file, f"{name}: 1\n") == f"cfg.yaml:1: {name} belongs {place}"
+
+
+def test_a_setting_with_the_name_of_its_section_goes_below_it(config_file: Path):
+    for value, written in (("bold", "bold"), ("off", "false")):
+        message = refusal(config_file, f"evolution: {value}\n")
+        assert message.endswith(
+            f"its settings go below it, indented: write evolution: {{evolution: {written}}}"
+        )
+        text = message.partition("write ")[2]
+        assert read_text(config_file, text).config.evolution.evolution == value
 
 
 @pytest.mark.parametrize(

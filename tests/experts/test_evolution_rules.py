@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experts.evolution_rules import EvolutionRules, preset
+from experts.evolution_rules import EvolutionRules, preset_rules
 from tests.support.evolution import (
     RULES,
 )
@@ -14,9 +14,9 @@ from tests.support.evolution import (
 
 @pytest.mark.parametrize("experts", [1, 2, 3, 4, 7, 64])
 def test_presets_leave_room_on_both_sides(experts: int) -> None:
-    assert preset("off", experts) is None
-    cautious = preset("cautious", experts)
-    bold = preset("bold", experts)
+    assert preset_rules("off", experts) is None
+    cautious = preset_rules("cautious", experts)
+    bold = preset_rules("bold", experts)
     assert cautious is not None
     assert bold is not None
     assert bold.min_experts <= cautious.min_experts <= experts < cautious.max_experts <= bold.max_experts

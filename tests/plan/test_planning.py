@@ -124,6 +124,7 @@ def test_no_auto_gives_plain_defaults_and_says_so():
         "compile": False,
         "tf32": False,
         "expert_kernel": "loop",
+        "evolution": "off",
         "batch_size": 32,
         "activation_checkpointing": False,
         "fused_optimizer": False,

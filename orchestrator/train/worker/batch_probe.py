@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import ModelFacts, largest_fitting
+from orchestrator.plan.estimate import ModelFacts, estimate_memory, largest_fitting
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
@@ -92,8 +92,17 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
 
     if world.device.type != "cuda":
         return fastest_batch(probe_on_all, min(_CPU_START, max_useful), max_useful, float("inf"))
+    limit -= _growth_bytes(plan, facts)
     estimate = largest_fitting(facts, max_useful, plan.activation_checkpointing.value, limit)
     return largest_batch(probe_on_all, limit, max(1, estimate), max_useful)
+
+
+def _growth_bytes(plan: Plan, facts: ModelFacts) -> float:
+    """Return the memory of experts that may be born: steps that are measured now do not show it."""
+    if plan.evolution_rules is None:
+        return 0.0
+    recompute = plan.activation_checkpointing.value
+    return plan.memory.total - estimate_memory(facts, plan.batch_size.value, recompute, None).total
 
 
 def _worst(world: World, result: BatchProbe) -> BatchProbe:

@@ -1,0 +1,163 @@
+"""Whether experts change during training, the memory for their growth, and their copies. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from experts.evolution_rules import EvolutionRules, Preset
+from orchestrator.config.cross_checks import check_expert_limits, divides_experts
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.plan.estimate import ModelFacts, ModelSharding
+from orchestrator.plan.reasons import NO_AUTO, set_switch
+from orchestrator.plan.workers import one_sample_memory
+from orchestrator.types import Choice, Rejected, bytes_text
+
+_TASK_PRESETS: Mapping[str, Preset] = {"digits": "off"}
+"""The preset of a task for ``--evolution auto``; off for all others."""
+
+
+def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
+    """Choose the preset of the rules by which experts are born, merged and pruned."""
+    mode = config.evolution.evolution
+    if not facts.experts:
+        if mode in ("cautious", "bold"):
+            raise UserError(
+                f"--evolution {mode} changes the experts of a model, and this model has none; leave it out, "
+                "or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in your "
+                "own model"
+            )
+        return Choice("off", "not used: the model has no experts")
+    if mode != "auto":
+        return Choice(mode, f"set by --evolution {mode}")
+    if not config.run.auto:
+        return Choice("off", NO_AUTO)
+    preset = _TASK_PRESETS.get(config.task, "off")
+    if preset == "off":
+        return Choice("off", "the experts stay as they are; ask for changes with --evolution cautious")
+    divided = divides_experts(config.parallel)
+    if divided is not None:
+        return Choice(
+            "off", f"{divided} divides the weights of experts", (Rejected(preset, "needs them whole"),)
+        )
+    return Choice(
+        preset, f"the task {config.task} shows it", (Rejected("off", "set it with --evolution off"),)
+    )
+
+
+def growth_rules(config: Config, facts: ModelFacts, preset: Preset) -> EvolutionRules | None:
+    """Return the rules of evolution for a model, whatever its memory; None if it is off."""
+    if preset == "off":
+        return None
+    try:
+        check_expert_limits(config.evolution, facts.experts)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return config.evolution.rules(preset, facts.experts)
+
+
+def grown(facts: ModelFacts, experts: int) -> ModelFacts:
+    """Return the facts of the model with so many experts in each layer, if it has fewer.
+
+    New experts count as large as the largest one of their layer, and as trained."""
+    if experts <= facts.experts:
+        return facts
+    layers = facts.expert_weights
+    if layers:
+        new_weights = sum((experts - len(weights)) * max(weights) for weights in layers)
+        growth = experts * len(layers) / sum(map(len, layers))
+    else:
+        growth = experts / facts.experts
+        new_weights = round(facts.expert_parameters * (growth - 1))
+    new_gate = round(facts.gate_parameters * (growth - 1))
+    new_parameters = new_weights + new_gate
+    return replace(
+        facts,
+        parameters=facts.parameters + new_parameters,
+        trainable=facts.trainable + new_parameters,
+        expert_parameters=facts.expert_parameters + new_weights,
+        gate_parameters=facts.gate_parameters + new_gate,
+        experts=experts,
+        # It is mostly copies of the weights in low precision.
+        activation_base=facts.activation_base * (1 + new_parameters / max(1, facts.parameters)),
+    )
+
+
+def fit_growth(
+    config: Config, facts: ModelFacts, rules: EvolutionRules, limit_bytes: float, sharding: ModelSharding
+) -> EvolutionRules:
+    """Lower the largest number of experts to one that fits, if memory is short: one sample must fit."""
+
+    def fits(experts: int) -> bool:
+        return one_sample_memory(config, grown(facts, experts), limit_bytes, sharding).fits
+
+    fitting = facts.experts
+    too_many = rules.max_experts + 1
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return replace(rules, max_experts=fitting)
+
+
+def growth_text(
+    asked: EvolutionRules, rules: EvolutionRules, facts: ModelFacts, sharding: ModelSharding, config: Config
+) -> str:
+    """Return the limits of the number of experts, and the memory that is kept for growth."""
+    largest = grown(facts, rules.max_experts)
+    now = one_sample_memory(config, facts, float("inf"), sharding).total
+    then = one_sample_memory(config, largest, float("inf"), sharding).total
+    limits = f"{rules.min_experts} to {rules.max_experts} experts per layer, {facts.experts} at the start"
+    if rules.max_experts < asked.max_experts:
+        limits += f"; memory does not allow {asked.max_experts}"
+    every = config.evolution.sleep_every
+    when = f"every {every} steps" if every else "at the end of each epoch"
+    return f"{limits}; judged {when}; {bytes_text(then - now)} are kept for new ones"
+
+
+def choose_replicas(config: Config, unused: str | None, workers: int) -> Choice[int]:
+    """Choose the groups of hosts that hold every expert."""
+    replicas = config.evolution.expert_replicas
+    if unused:
+        return Choice(1, unused + (f", instead of --expert-replicas {replicas}" if replicas > 1 else ""))
+    if replicas == 1:
+        return Choice(1, "each expert is on one host")
+    if workers % replicas:
+        raise UserError(
+            f"--expert-replicas {replicas} makes groups of equal size, and {workers} hosts cannot be divided "
+            "so; give --workers that it divides, or another number"
+        )
+    return Choice(
+        replicas, f"set by --expert-replicas {replicas}: each group has {workers // replicas} hosts"
+    )
+
+
+def choose_rebalance(config: Config, unused: str | None, workers: int, evolution: Preset) -> Choice[bool]:
+    """Choose whether experts move between hosts, and are copied, when the load is uneven."""
+    if unused:
+        instead = ", instead of --rebalance on" if config.evolution.rebalance == "on" else ""
+        return Choice(False, unused + instead)
+    if workers == 1:
+        return Choice(False, "one host has all experts")
+    switch = set_switch(config.evolution.rebalance, "--rebalance")
+    if switch is not None:
+        return switch
+    if not config.run.auto:
+        return Choice(False, NO_AUTO)
+    if config.evolution.expert_replicas > 1:
+        return Choice(False, "every group keeps one copy of each expert (--expert-replicas)")
+    if evolution == "off":
+        return Choice(False, "experts stay on their hosts while evolution is off; try --rebalance on")
+    return Choice(True, "evolution changes the load of the hosts", (Rejected("off", "hosts would wait"),))
+
+
+def unused_thresholds(config: Config, evolution: Preset) -> str | None:
+    """Return a message about given thresholds that have no effect; None if there are none."""
+    given = config.evolution.given_thresholds()
+    if not given or evolution != "off":
+        return None
+    verb = "is" if len(given) == 1 else "are"
+    return f"{', '.join(given)} {verb} not used: evolution is off; add --evolution cautious or bold"
