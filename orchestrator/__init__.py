@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from orchestrator.config.settings import Config
     from orchestrator.record.monitor import Monitor
     from orchestrator.report.run.frames import read_run
+    from orchestrator.report.run.graph_files import read_expert_graph
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.frames import read_sweep
     from orchestrator.tasks.task import Loss, Task, TensorData
@@ -26,6 +27,7 @@ _HOMES = {
     "Monitor": "orchestrator.record.monitor",
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
+    "read_expert_graph": "orchestrator.report.run.graph_files",
     "read_run": "orchestrator.report.run.frames",
     "read_sweep": "orchestrator.report.sweep.frames",
 }
@@ -40,6 +42,7 @@ __all__ = [
     "Trainer",
     "check",
     "draw_report",
+    "read_expert_graph",
     "read_run",
     "read_sweep",
 ]

@@ -19,6 +19,7 @@ from typing import Any
 
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import ExpertChange, as_ids, parse_change
+from orchestrator.record.expert_graph import parse_graph
 from orchestrator.record.scalars import to_float
 
 MAX_MEASUREMENT = 1e100
@@ -50,7 +51,7 @@ class RecordedLayer:
 
     name: str
     ids: tuple[int, ...]
-    """The experts, in the order of the gate's rows."""
+    """The experts; the other fields have their order."""
     hosts: tuple[tuple[int, ...], ...]
     """The hosts of each expert's copies; empty if the placement lists no such host."""
     row_costs: tuple[float, ...]
@@ -74,7 +75,7 @@ class RecordedLayer:
 
     def held_by(self, host: int) -> list[int]:
         """Return the ids of the experts that a host has a copy of."""
-        return [expert for expert, hosts in self.hosts_of.items() if host in hosts]
+        return sorted(expert for expert, hosts in self.hosts_of.items() if host in hosts)
 
     def work(self, rows: Mapping[int, float], num_hosts: int) -> list[float]:
         """Return rows × cost by host; rows of experts that the placement does not know count for no host."""
@@ -268,23 +269,14 @@ def _new_cost(layer: RecordedLayer, change: ExpertChange, expert: int, sizes: Si
 
 def _recorded_sizes(events: Iterable[Event]) -> Sizes:
     """Return the sizes that ``expert_graph`` events name."""
-    sizes: dict[tuple[int, int], float] = {}
-    layers = [
-        layer
-        for event in events
-        if event["event"] == "expert_graph"
-        for layer in as_list(event.get("layers"))
-        if isinstance(layer, Mapping)
-    ]
-    for layer in layers:
-        experts = [expert for expert in as_list(layer.get("experts")) if isinstance(expert, Mapping)]
-        for expert in experts:
-            (index,) = as_ids([layer.get("layer")]) or (None,)
-            (expert_id,) = as_ids([expert.get("id")]) or (None,)
-            size = measurement(expert.get("size"))
-            if index is not None and expert_id is not None and size:
-                sizes[index, expert_id] = size
-    return sizes
+    graphs = [parse_graph(event) for event in events if event["event"] == "expert_graph"]
+    return {
+        (layer.layer, expert.id): expert.size
+        for graph in graphs
+        for layer in graph.layers
+        for expert in layer.experts
+        if expert.size
+    }
 
 
 def _parse_host(index: int, fields: Mapping[str, Any]) -> RecordedHost:

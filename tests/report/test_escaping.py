@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from orchestrator.report.run.read import read_run_record
 from orchestrator.report.run.svg import esc
 from orchestrator.report.sweep.page import sweep_page
 from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_events
 from tests.support.fake_run import write_run
 from tests.support.fake_sweep import FakeSweep, write_record
 
@@ -34,6 +36,7 @@ KEYS = (
     "method",
     "sentence",
     "detail",
+    "layer_name",
 )
 
 
@@ -86,12 +89,14 @@ RUNS = {
     ),
     "failed": FakeRun(name=EVIL, steps=0, ends="failed"),
     "hosts": FakeRun(name=EVIL, hosted=True, workers=3, experts=5, layers=2, steps=40),
+    "evolving": replace(EVOLVING_HOSTS, name=EVIL),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_of_a_run_is_harmless(tmp_path: Path, name: str) -> None:
-    events: list[Event] = [{**poisoned(event), "event": event["event"]} for event in run_events(RUNS[name])]
+    recorded = evolving_events(RUNS[name]) if name == "evolving" else run_events(RUNS[name])
+    events: list[Event] = [{**poisoned(event), "event": event["event"]} for event in recorded]
     folder = write_run(tmp_path / "run", RUNS[name])
     (folder / "events.jsonl").write_text(
         "".join(json.dumps(event) + "\n" for event in events), encoding="utf-8"

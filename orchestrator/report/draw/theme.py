@@ -1,7 +1,7 @@
 """Style sheet and script of the page. They are Python strings, since the page is a single file.
 
-Colours are variables, light and dark; series use --c0 to --c5. Without JavaScript only hover values
-and the filters and sorting of tables are missing.
+Colours are variables, light and dark; series use --c0 to --c5. Without JavaScript only hover values,
+the slider and the filters and sorting of tables are missing.
 """
 
 from __future__ import annotations
@@ -152,6 +152,24 @@ svg .thin:hover { stroke-width: 3; }
 .filter { display: none; width: calc(100% - 40px); margin: 0 20px 14px; padding: 8px 12px; border: 1px solid var(--line);
   border-radius: 8px; background: var(--bg); color: inherit; font: inherit; font-size: 14px; }
 .live .filter { display: block; }
+.when { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: center; margin-bottom: 14px; padding: 12px 20px; }
+.when input { display: none; flex: 1 1 220px; min-width: 0; margin: 0; accent-color: var(--c0); } .live .when input { display: block; }
+.when output { min-width: 210px; font-size: 14px; font-variant-numeric: tabular-nums; text-align: right; }
+.frame { display: none; } .frame.now { display: inline; }
+.experts { display: block; width: 100%; max-height: 420px; } .experts * { vector-effect: none; }
+.experts.line { display: inline-block; width: 28px; height: 8px; margin-right: 6px; vertical-align: middle; }
+.experts text { fill: var(--card); text-anchor: middle; dominant-baseline: central; pointer-events: none; }
+.experts circle { fill: var(--c); } .experts .ground { fill: var(--card); } .experts .slice { fill: none; stroke: var(--c); }
+.experts .slice, .experts .lived { stroke-linecap: butt; } .experts .life, .experts .lived { fill: none; }
+.experts .life { stroke: var(--line); } .experts .lived { stroke: var(--soft); }
+.experts .warming { fill-opacity: .45; } .experts .warming .slice { stroke-opacity: .45; } .experts .warming text { fill: var(--ink); }
+.experts .coactivation { stroke: var(--muted); } .experts .similarity { stroke: var(--c3); stroke-dasharray: .1 3.4; }
+.experts .parentage { stroke: var(--soft); stroke-dasharray: 5 4; stroke-linecap: butt; }
+.experts .reach { stroke: transparent; stroke-width: 7; pointer-events: stroke; }
+.experts g:hover > .coactivation, .experts g:hover > .similarity, .experts g:hover > .parentage { stroke: var(--c0); }
+.experts .ghost circle { fill: var(--card); stroke: var(--muted); stroke-width: .7; stroke-dasharray: 2 2; } .experts .ghost text { fill: var(--muted); }
+.graph-key { margin-top: 12px; } .graphs + .changes { margin-top: 14px; }
+.changes { max-height: 460px; overflow-y: auto; } .changes small { display: block; color: var(--muted); font-size: 13px; }
 .times { margin: 0; padding: 6px 20px; list-style: none; }
 .times li { display: grid; grid-template-columns: 84px 92px 120px 1fr; gap: 12px; padding: 8px 0; font-size: 14px; }
 .times li + li { border-top: 1px solid var(--line); }
@@ -172,6 +190,7 @@ footer { margin-top: 44px; color: var(--muted); font-size: 13px; overflow-wrap: 
   .hosts .segments, .hosts .end { grid-column: 1 / -1; } .hosts .segments { margin-bottom: 6px; }
 }
 @media print {
+  .changes { max-height: none; }
   :root { color-scheme: light; } body { background: #fff; font-size: 12px; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   main { max-width: none; padding: 0; } .card { box-shadow: none; break-inside: avoid; } details.card { break-inside: auto; }
@@ -202,6 +221,14 @@ for (const plot of document.querySelectorAll('.plot')) {
       (apart(i) ? '  (at ' + step(near[i][0]) + ')' : ''))].join('\\n');
     const right = x > 400; tip.style.left = right ? 'auto' : 'calc(' + x / 10 + '% + 10px)';
     tip.style.right = right ? 'calc(' + (100 - x / 10) + '% + 10px)' : 'auto';
+  });
+}
+for (const part of document.querySelectorAll('.graphs')) {
+  const slider = part.querySelector('input'), text = part.querySelector('output');
+  const drawings = [...part.querySelectorAll('figure svg')].map(drawing => [...drawing.querySelectorAll('.frame')]);
+  slider.addEventListener('input', () => {
+    for (const frames of drawings) frames.forEach((frame, at) => frame.classList.toggle('now', at === +slider.value));
+    text.textContent = drawings[0][slider.value].dataset.text;
   });
 }
 for (const field of document.querySelectorAll('.filter')) field.addEventListener('input', () => {

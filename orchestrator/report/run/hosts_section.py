@@ -238,7 +238,7 @@ def _experts_text(load: HostLoad, index: int) -> str:
     if not load.shows_experts:
         return num_experts_text(load, index)
     lines = [
-        f"<div>layer {layer.index}: {ids_text(sorted(layer.placement.held_by(index))) or 'none'}</div>"
+        f"<div>layer {layer.index}: {ids_text(layer.placement.held_by(index)) or 'none'}</div>"
         for layer in load.layers
     ]
     return "".join(lines)

@@ -15,6 +15,8 @@ from pathlib import Path
 from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
+from orchestrator.report.run.evolution_section import evolution_section
+from orchestrator.report.run.graph_files import write_graph_files
 from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.plots import draw_all
@@ -35,7 +37,8 @@ def draw_report(folder: Path) -> list[Path]:
     record = read_run_record(folder)
     # The page comes last: a reader of it finds the other files complete.
     summary = write_whole(folder / SUMMARY, performance_summary(record))
-    return [*draw_all(record, folder), summary, write_whole(folder / PAGE, page(record))]
+    pictures = [*draw_all(record, folder), *write_graph_files(record, folder)]
+    return [*pictures, summary, write_whole(folder / PAGE, page(record))]
 
 
 def page(record: RunRecord) -> str:
@@ -48,6 +51,7 @@ def page(record: RunRecord) -> str:
         sections.tiles(record),
         sections.verdict_box(record),
         sections.training_section(record),
+        evolution_section(record),
         sections.experts_section(record),
         hosts_section(record),
         sections.time_section(record),

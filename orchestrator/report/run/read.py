@@ -28,6 +28,7 @@ from orchestrator.record.events import (
     split_sessions,
 )
 from orchestrator.record.expert_changes import ExpertChange, expert_changes
+from orchestrator.record.expert_graph import ExpertGraph, expert_graphs
 
 T = TypeVar("T")
 
@@ -110,6 +111,11 @@ class RunRecord:
     def expert_changes(self) -> list[ExpertChange]:
         """The changes of the experts that count, in order."""
         return expert_changes(self.events)
+
+    @cached_property
+    def expert_graphs(self) -> list[ExpertGraph]:
+        """The graphs of the experts in order of steps."""
+        return expert_graphs(self.events)
 
     @cached_property
     def monitors(self) -> list[Event]:

@@ -15,6 +15,7 @@ from orchestrator.report.draw.theme import JS
 from orchestrator.report.run.page import draw_report, page
 from orchestrator.report.run.read import read_run_record
 from tests.support.fake_events import FakeRun, run_events
+from tests.support.fake_evolution import evolving_record
 from tests.support.fake_run import events_record, run_record, write_events, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=//evil.example onerror=alert(1)>\"'&"
@@ -75,6 +76,13 @@ def test_the_page_is_complete_and_needs_no_network(tmp_path, name):
         if attribute in ("src", "href", "srcset", "action", "data")
     ]
     assert all(link.startswith("data:") for link in links)
+    assert not [attribute for _, attribute, _ in checker.attributes if attribute.startswith("on")]
+
+
+def test_the_page_of_evolving_experts_is_complete_and_needs_no_network(tmp_path):
+    checker = checked(page(evolving_record(tmp_path)))
+    assert checker.tags.count("script") == 1
+    assert checker.tags.count("input") == 2, "the slider, and the filter of the settings"
     assert not [attribute for _, attribute, _ in checker.attributes if attribute.startswith("on")]
 
 
