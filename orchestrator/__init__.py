@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestrator.cli.check import check
+    from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
     from orchestrator.record.monitor import Monitor
     from orchestrator.report.run.frames import read_run
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Config": "orchestrator.config.settings",
+    "Metric": "orchestrator.config.metric",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.trainer",
     "Task": "orchestrator.tasks.task",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "Config",
     "Loss",
+    "Metric",
     "Monitor",
     "Result",
     "Task",

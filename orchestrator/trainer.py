@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
     from torch import nn
 
+    from orchestrator.config.metric import Metric
     from orchestrator.config.sweep import Sweep
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.ledger import SweepRecord
@@ -86,7 +87,8 @@ class Trainer:
     ``data`` and ``validation`` are tensors, tuples of tensors, or data sets with ``__len__`` and
     ``__getitem__``. ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a
     ``Loss``. ``optimizer`` builds an optimizer from parameters; ``schedule`` returns the factor of
-    the learning rate at a step. After the training the model holds the trained weights.
+    the learning rate at a step. ``metrics`` gives the directions of metrics that early stopping may
+    watch: ``{"churn": Metric(mode="min")}``. After the training the model holds the trained weights.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Trainer:
         validation: Any = None,
         optimizer: Callable[[Iterable[Any]], Any] | None = None,
         schedule: Callable[[int], float] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         task: Task | None = None,
         config: Config | Resolved | None = None,
         quiet: bool = False,
@@ -112,7 +115,7 @@ class Trainer:
         self._own_task: Task | None = task
         if task is not None:
             _check_task(task)
-        has_parts = any(part is not None for part in (data, loss, validation, optimizer, schedule))
+        has_parts = any(part is not None for part in (data, loss, validation, optimizer, schedule, metrics))
         if model is None and has_parts:
             raise UserError("data and loss were given without a model: Trainer(model, data=..., loss=...)")
         if model is not None:
@@ -120,8 +123,11 @@ class Trainer:
                 raise UserError("your own model needs data and loss: Trainer(model, data=..., loss=...)")
             from orchestrator.tasks.object_task import ObjectTask
 
+            _check_metrics(metrics or {})
             # Copies of the model are trained; ``fit`` loads the weights into the model itself.
-            self._own_task = ObjectTask(model, data, loss, validation, optimizer, schedule)
+            own_task = ObjectTask(model, data, loss, validation, optimizer, schedule)
+            own_task.metrics = dict(metrics or {})
+            self._own_task = own_task
         if self._own_task is not None:
             name = type(self._own_task if model is None else model).__name__
             self.resolved = Resolved(self.resolved.config.but(task=f"python:{name}"), self.resolved.origins)
@@ -150,12 +156,14 @@ class Trainer:
     def _prepare(self, hardware: Inventory, cluster: Cluster | None, task: Task | None = None) -> PreparedRun:
         from orchestrator.measure.tracing.model_facts import model_facts
         from orchestrator.tasks.load import load_task
+        from orchestrator.train.worker.build import watched_metric
         from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
         from orchestrator.train.worker.prepared_run import PreparedRun
         from orchestrator.train.worker.run_settings import all_changes
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
         task = task or self._own_task or load_task(config)
+        watched_metric(config, task)  # refuses a metric without a direction before anything is written
         device = self._traced_device(config, hardware, cluster)
         precision = choose_precision(config, hardware, device).value
         facts = model_facts(task, device, precision)
@@ -368,6 +376,16 @@ def _worker_group_type(prepared: PreparedRun) -> Any:
     from orchestrator.runtime.data_parallel.fit import DataParallelRun
 
     return DataParallelRun
+
+
+def _check_metrics(metrics: Any) -> None:
+    from orchestrator.config.metric import Metric
+
+    if not isinstance(metrics, Mapping) or not all(isinstance(value, Metric) for value in metrics.values()):
+        raise UserError(
+            f"metrics is {metrics!r}; a mapping of names to directions is needed: "
+            '{"churn": Metric(mode="min")}'
+        )
 
 
 def _check_task(task: Any) -> None:

@@ -277,9 +277,9 @@ def test_a_used_folder_is_refused_before_a_cluster_starts(
 
 
 def test_an_unknown_metric_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
-    config = settings(tmp_path, early_stopping_metric="acuracy")
-    with pytest.raises(UserError, match="not among the validation metrics"):
-        trainer(config, validation=blobs(8)).fit()
+    for name, message in (("acuracy", "did you mean 'accuracy'"), ("f1", "not among the validation metrics")):
+        with pytest.raises(UserError, match=message):
+            trainer(settings(tmp_path, early_stopping_metric=name), validation=blobs(8)).fit()
 
 
 def test_patience_without_validation_data_is_refused(tmp_path: Path) -> None:

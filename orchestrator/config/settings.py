@@ -24,6 +24,7 @@ from orchestrator.config.cross_checks import (
 )
 from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.evolution import EvolutionSettings
+from orchestrator.config.metric import split_metric
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
@@ -57,8 +58,8 @@ class RunSettings:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row without improvement."""
     early_stopping_metric: str = "loss"
-    """Validation metric for early stopping and the best checkpoint: a loss is better smaller,
-    others larger."""
+    """Validation metric for early stopping and the best checkpoint. Usual names have a direction
+    (loss, mae: smaller is better; accuracy, f1: larger); for others write NAME:min or NAME:max."""
     seed: int = 0
     """Seed of initial weights, sample order and randomness inside the model."""
     deterministic: bool = False
@@ -75,6 +76,10 @@ class RunSettings:
         at_least("max_steps", self.max_steps, 1)
         at_least("early_stopping_patience", self.early_stopping_patience, 1)
         within("seed", self.seed, 0, 2**63 - 1)
+        try:
+            split_metric(self.early_stopping_metric)
+        except ValueError as error:
+            raise ValueError(f"early_stopping_metric {error}") from None
 
 
 def _check_name(name: str) -> None:

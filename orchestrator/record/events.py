@@ -4,7 +4,8 @@ reads these lines.
 | event      | fields besides ``event`` and ``time`` (unix seconds)                                       |
 |------------|--------------------------------------------------------------------------------------------|
 | start      | version, task, strategy (single, data_parallel, expert_parallel), workers, device,         |
-|            | precision, global_batch_size, parameters, total_steps, step, build_seconds (to build or    |
+|            | precision, global_batch_size, parameters, total_steps, step, best_by (the metric of the    |
+|            | best evaluation and its direction: "loss:min"), build_seconds (to build or                 |
 |            | restore the state, once the workers have formed their group); on several workers also      |
 |            | backend, sharding, nodes and, where they differ, shares [fraction of the global batch by   |
 |            | worker]; expert parallel also gate (replicated, primary)                                   |

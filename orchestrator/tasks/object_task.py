@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from orchestrator.config.metric import Metric
 from orchestrator.tasks.task import Task
 
 
@@ -28,6 +29,7 @@ class ObjectTask(Task):
         self._validation = validation
         self._optimizer = optimizer
         self._schedule = schedule
+        self.metrics: Mapping[str, Metric] = {}
 
     def build_model(self) -> Any:
         return copy.deepcopy(self._model)

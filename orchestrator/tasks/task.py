@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from orchestrator.config.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Task(Protocol):
     """The unit of a count. Throughput is reported in samples per second and, if it differs, in this."""
     units_per_sample: int = 1
     """Units in a sample."""
+    metrics: Mapping[str, Metric] = MappingProxyType({})
+    """Directions of the metrics that ``loss`` returns, for names that are not known:
+    ``{"churn": Metric(mode="min")}``."""
 
     def build_model(self) -> nn.Module: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.metric import Mode
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.snapshots import Snapshots
@@ -32,7 +33,9 @@ class Cadence:
     patience: int | None = None
     """Evaluations without a better result before the run stops early."""
     metric: str = "loss"
-    """The validation metric that early stopping watches."""
+    """The validation metric that decides which result is best."""
+    mode: Mode = "min"
+    """Whether smaller or larger values of the metric are better."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from orchestrator.config.metric import Criterion
 from orchestrator.errors import TrainingFailed
 from orchestrator.train.training import Training
 
@@ -16,7 +16,7 @@ class Validation:
         self._evaluation = training.evaluation
         self._progress = training.progress
         self._patience = training.cadence.patience
-        self._metric = training.cadence.metric
+        self._criterion = Criterion(training.cadence.metric, training.cadence.mode)
         self._log = training.log
 
     @property
@@ -35,8 +35,8 @@ class Validation:
         progress = self._progress
         result = self._evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
-        value = _metric_value(values, self._metric)
-        is_best = is_better(value, progress.best_value, self._metric)
+        value = _metric_value(values, self._criterion.name)
+        is_best = self._criterion.is_better(value, progress.best_value)
         if is_best:
             progress.best_value = value
             progress.best_step = progress.step
@@ -61,15 +61,3 @@ def _metric_value(values: Mapping[str, float], metric: str) -> float:
             f"--early-stopping-metric {metric!r} is not among the validation metrics: {', '.join(values)}"
         )
     return values[metric]
-
-
-def is_better(value: float, best: float | None, metric: str) -> bool:
-    """Whether a result beats the best so far.
-
-    NaN and infinity are never better, and every number beats them."""
-    if not math.isfinite(value):
-        return False
-    if best is None or not math.isfinite(best):
-        return True
-    smaller_is_better = "loss" in metric or "error" in metric or metric == "perplexity"
-    return value < best if smaller_is_better else value > best

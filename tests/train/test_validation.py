@@ -11,26 +11,7 @@ from torch import nn
 
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
-from orchestrator.train.validation import is_better
 from tests.support.loop_runs import StepCounter, run_loop
-
-
-@pytest.mark.parametrize(
-    ("value", "best", "metric", "better"),
-    [
-        (1.0, None, "loss", True),
-        (1.0, 2.0, "loss", True),
-        (3.0, 2.0, "loss", False),
-        (3.0, 2.0, "accuracy", True),
-        (float("nan"), None, "loss", False),
-        (float("nan"), 2.0, "accuracy", False),
-        (3.0, float("nan"), "loss", True),
-    ],
-)
-def test_a_result_is_better_by_its_metric(
-    value: float, best: float | None, metric: str, better: bool
-) -> None:
-    assert is_better(value, best, metric) is better
 
 
 class ScriptedValidation(Task):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from orchestrator.config.metric import Criterion, find_criterion
+from orchestrator.errors import UserError
 from orchestrator.record.events import Event
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
 from orchestrator.types import PHASES, count_text
@@ -178,8 +180,17 @@ def gpu_utilization(record: RunRecord) -> float | None:
 def watched_metric(record: RunRecord) -> str:
     """Return the validation metric that decides which checkpoint is best; the loss if no
     evaluation has it."""
-    name = str(section(record.config, "run").get("early_stopping_metric") or "loss")
-    return name if any(score_number(event, name) is not None for event in record.evaluations) else "loss"
+    return _criterion(record).name
+
+
+def _criterion(record: RunRecord) -> Criterion:
+    by_loss = Criterion("loss", "min")
+    try:
+        criterion = find_criterion(str(record.start.get("best_by") or by_loss), {}, "best_by")
+    except (ValueError, UserError):
+        return by_loss
+    has_values = any(score_number(event, criterion.name) is not None for event in record.evaluations)
+    return criterion if has_values else by_loss
 
 
 def score(event: Event, name: str) -> Any:
@@ -202,11 +213,12 @@ def metric_names(record: RunRecord) -> list[str]:
 
 @cached_on_record
 def best_evaluation(record: RunRecord) -> Event | None:
-    """Return the evaluation with the best watched metric: the smallest loss, the largest of any other."""
-    name = watched_metric(record)
-    known = [event for event in record.evaluations if score_number(event, name) is not None]
-    choose = min if name == "loss" else max
-    return choose(known, key=lambda event: score_number(event, name) or 0.0, default=None)
+    """Return the evaluation with the best watched metric; of equal ones the first."""
+    criterion = _criterion(record)
+    known = [event for event in record.evaluations if score_number(event, criterion.name) is not None]
+    return max(
+        known, key=lambda event: criterion.score(score_number(event, criterion.name) or 0.0), default=None
+    )
 
 
 def flops_per_second(record: RunRecord) -> float | None:

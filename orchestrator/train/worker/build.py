@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experts.model import mix
+from orchestrator.config.metric import Criterion, declared_metrics, find_criterion
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
@@ -69,6 +70,12 @@ def build_training(
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_python_and_numpy(mix(config.run.seed, "run"))
     progress = _restore(worker, parts.state, store, resume)
+    has_new_metric = any(change.name == "early_stopping_metric" for change in worker.prepared.changes)
+    if has_new_metric and resume is None:
+        # The best result so far is a value of another metric: it does not compare.
+        progress.best_step = None
+        progress.best_value = None
+        progress.bad_evaluations = 0
     if config.run.early_stopping_patience and evaluation is None:
         raise UserError("--early-stopping-patience needs validation data; the task has none")
     total_steps = _last_step(config, plan, feed, progress)
@@ -81,7 +88,7 @@ def build_training(
     return Training(
         stepper=build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat),
         feed=feed,
-        cadence=_build_cadence(config, plan, total_steps),
+        cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
         progress=progress,
         log=log,
         checkpoints=CheckpointWriter(store, parts.state, world, log, worker.heartbeat.advance),
@@ -142,7 +149,7 @@ def build_evaluation(
         seed=None,
         loader=_loader_options(plan),
     )
-    metric = config.run.early_stopping_metric
+    metric = watched_metric(config, task).name
     if metric != "loss":
         # Evaluate one batch now: a wrong name should fail before the first epoch, not after it.
         trial = Evaluation(parts.strategy, feed, parts.precision, max_batches=1, name="try")
@@ -163,7 +170,13 @@ def _loader_options(plan: Plan) -> LoaderOptions:
     return LoaderOptions(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
 
 
-def _build_cadence(config: Config, plan: Plan, total_steps: int) -> Cadence:
+def watched_metric(config: Config, task: Task) -> Criterion:
+    """Return the metric of early stopping and the best checkpoint; UserError if its direction is unknown."""
+    text = config.run.early_stopping_metric
+    return find_criterion(text, declared_metrics(task), "--early-stopping-metric")
+
+
+def _build_cadence(config: Config, plan: Plan, total_steps: int, watched: Criterion) -> Cadence:
     return Cadence(
         total_steps=total_steps,
         epochs=config.run.epochs,
@@ -173,7 +186,8 @@ def _build_cadence(config: Config, plan: Plan, total_steps: int) -> Cadence:
         monitor_every=config.watch.gpu_log_interval if config.watch.monitor_gpu else 0,
         empty_cache_every=config.device.empty_cache_every,
         patience=config.run.early_stopping_patience,
-        metric=config.run.early_stopping_metric,
+        metric=watched.name,
+        mode=watched.mode,
     )
 
 

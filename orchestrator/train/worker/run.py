@@ -234,6 +234,7 @@ def _start_fields(prepared: PreparedRun, training: Training) -> dict[str, Any]:
         "unit": prepared.facts.unit,
         "total_steps": training.cadence.total_steps,
         "step": training.progress.step,
+        "best_by": f"{training.cadence.metric}:{training.cadence.mode}",
     }
     if world.size > 1:
         fields |= {"backend": plan.backend.value, "sharding": plan.sharding.value}

@@ -71,12 +71,18 @@ def test_the_best_evaluation_follows_the_watched_metric(tmp_path):
     def evaluate(step, loss, accuracy):
         return {"event": "evaluate", "step": step, "loss": loss, "metrics": {"accuracy": accuracy}}
 
-    write_events(tmp_path, [evaluate(1, 0.2, 0.5), evaluate(2, 0.4, 0.9), evaluate(3, "nan", "nan")])
-    assert (stats.best_evaluation(read_run_record(tmp_path)) or {})["step"] == 1
-    (tmp_path / "config.yaml").write_text("run: {early_stopping_metric: accuracy}\n")
-    assert (stats.best_evaluation(read_run_record(tmp_path)) or {})["step"] == 2
-    (tmp_path / "config.yaml").write_text("run: {early_stopping_metric: unknown_metric}\n")
-    assert stats.watched_metric(read_run_record(tmp_path)) == "loss"
+    evaluations = [evaluate(1, 0.2, 0.5), evaluate(2, 0.4, 0.9), evaluate(3, "nan", "nan")]
+
+    def best_step(best_by):
+        write_events(tmp_path, [{"event": "start", "step": 0, "best_by": best_by}, *evaluations])
+        return (stats.best_evaluation(read_run_record(tmp_path)) or {})["step"]
+
+    assert best_step(None) == 1
+    assert best_step("accuracy:max") == 2
+    assert best_step("accuracy:min") == 1
+    for damaged in ("unknown_metric:max", "churn", "accuracy:up", 7):
+        assert best_step(damaged) == 1
+        assert stats.watched_metric(read_run_record(tmp_path)) == "loss"
 
 
 def test_monitored_figures_name_host_and_devices(tmp_path):
