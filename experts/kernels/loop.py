@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from experts.kernels import fused
+from experts.kernels import cpu, fused
 from experts.types import Kind
 
 
@@ -45,6 +45,8 @@ def activate(hidden: Tensor, weights_R: Tensor, kind: Kind) -> Tensor:
     need be kept."""
     if kind == "swiglu" and fused.available(hidden):
         return fused.weighted_swiglu(hidden, weights_R)
+    if kind == "swiglu" and cpu.available(hidden):
+        return cpu.weighted_swiglu(hidden, weights_R.to(hidden.dtype))
     scale_R1 = weights_R.to(hidden.dtype).unsqueeze(1)
     if kind == "ffn":
         return F.gelu(hidden) * scale_R1
