@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from orchestrator.train.parts.host_memory import release_freed_memory
+
 _MAX_IDLE_SHARE = 0.1  # of the device's memory, that cached blocks may keep between epochs
 
 
@@ -20,10 +22,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached(device: torch.device) -> None:
-    """Collect garbage, and return cached blocks to the driver."""
+    """Collect garbage, and return cached blocks to the driver, or freed memory to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        release_freed_memory()
 
 
 def release_idle(device: torch.device) -> None:

@@ -110,6 +110,9 @@ def scale_and_clip(gradients: list[Tensor], norm: Tensor, factor: float | Tensor
         factor = (factor * clip_norm) / norm.clamp(min=clip_norm)
     if not gradients:
         return norm
+    if isinstance(factor, Tensor) and factor.device.type == "cpu":
+        # Reading it makes nobody wait, and a factor of one saves a pass over the gradients.
+        factor = float(factor)
     if isinstance(factor, Tensor):
         factor = factor.to(gradients[0].dtype)
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]

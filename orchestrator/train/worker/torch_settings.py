@@ -12,6 +12,7 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.hardware import set_environment
 from orchestrator.plan.planning import Plan
+from orchestrator.train.parts.host_memory import keep_freed_memory
 from orchestrator.train.parts.memory import limit_memory
 
 
@@ -36,7 +37,8 @@ def torch_settings(config: Config, plan: Plan, device: torch.device) -> Iterator
         torch.use_deterministic_algorithms(True)
     limit_memory(device, config.batch.gpu_memory_fraction)
     try:
-        yield
+        with keep_freed_memory(device):
+            yield
     finally:
         limit_memory(device, 1.0)
         torch.set_num_threads(num_threads)

@@ -167,4 +167,5 @@ def test_untouched_gradients_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("gradients that stay as they are were multiplied")
 
     monkeypatch.setattr(torch, "_foreach_mul_", fail)
-    assert float(scale_and_clip(gradients_of_norm_five(), torch.tensor(5.0), 1.0, 0.0)) == 5.0
+    for factor in (1.0, torch.tensor(1.0, dtype=torch.float64)):
+        assert float(scale_and_clip(gradients_of_norm_five(), torch.tensor(5.0), factor, 0.0)) == 5.0

@@ -1,0 +1,66 @@
+"""Freed memory stays with the process that trains."""
+
+from __future__ import annotations
+
+import resource
+import threading
+
+import pytest
+import torch
+
+from orchestrator.train.parts import host_memory
+from orchestrator.train.parts.host_memory import keep_freed_memory
+
+needs_glibc = pytest.mark.skipif(host_memory._glibc() is None, reason="only glibc has mallopt")
+NUM_ELEMENTS = 2**21  # 8 MB in fp32, 2,048 pages
+
+
+def faults_of_a_step() -> int:
+    """Return the page faults of this thread in a step that needs 160 MB, after others: the blocks find
+    their places within a few."""
+    before = 0
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        blocks = [torch.ones(NUM_ELEMENTS) for _ in range(20)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def faults_in_a_thread(device: str) -> int:
+    """An expert host trains in a thread, whose memory glibc manages in another way."""
+    faults: list[int] = []
+
+    def train() -> None:
+        with keep_freed_memory(torch.device(device)):
+            faults.append(faults_of_a_step())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return faults[0]
+
+
+@needs_glibc
+def test_a_later_step_finds_the_pages_of_an_earlier_one() -> None:
+    with keep_freed_memory(torch.device("cpu")):
+        assert faults_of_a_step() < 200
+    assert faults_in_a_thread("cpu") < 200
+
+
+@needs_glibc
+def test_memory_is_returned_after_the_run() -> None:
+    with keep_freed_memory(torch.device("cpu")):
+        faults_of_a_step()
+        kept = resident_bytes()
+    assert kept - resident_bytes() > 100 * 2**20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_glibc", lambda: None)
+    with keep_freed_memory(torch.device("cpu")):
+        host_memory.release_freed_memory()
