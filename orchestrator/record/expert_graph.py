@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.record.events import Event, by_step, effective_events
+from orchestrator.record.events import Event, by_step, effective_events, of_kind
 from orchestrator.record.expert_changes import as_id, as_ids
 from orchestrator.record.scalars import to_float
 
@@ -87,6 +87,22 @@ def parse_graph(event: Event) -> ExpertGraph:
     )
 
 
+def recorded_sizes(events: Iterable[Event]) -> dict[tuple[int, int], float]:
+    """Return the sizes that the graphs of a run name, by layer and expert id."""
+    graphs = of_kind(events, "expert_graph")
+    layers = [fields for event in graphs for fields in _mappings(event.get("layers"))]
+    sizes = {
+        (as_id(fields.get("layer")), as_id(expert.get("id"))): _bounded(expert.get("size"), 0.0, math.inf)
+        for fields in layers
+        for expert in _mappings(fields.get("experts"))
+    }
+    return {
+        (layer, expert): size
+        for (layer, expert), size in sizes.items()
+        if layer is not None and expert is not None and size
+    }
+
+
 def graph_of_epochs(graphs: Iterable[ExpertGraph]) -> dict[int, ExpertGraph]:
     """Return the last graph of each epoch."""
     return {graph.epoch: graph for graph in graphs}
@@ -135,7 +151,8 @@ def _parse_pair(pair: Any, known: Mapping[int, GraphExpert]) -> GraphPair | None
     value = _bounded(pair[2], -1.0, 1.0)
     if first is None or second is None or value is None:
         return None
-    return GraphPair(first, second, value) if {first, second} <= set(known) and first != second else None
+    is_known = first in known and second in known and first != second
+    return GraphPair(first, second, value) if is_known else None
 
 
 def _bounded(value: Any, low: float, high: float) -> float | None:

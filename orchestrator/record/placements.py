@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from orchestrator.record.events import Event
+from orchestrator.record.events import Event, of_kind
 from orchestrator.record.expert_changes import ExpertChange, as_ids, parse_change
-from orchestrator.record.expert_graph import parse_graph
+from orchestrator.record.expert_graph import recorded_sizes
 from orchestrator.record.scalars import to_float
 
 MAX_MEASUREMENT = 1e100
@@ -174,7 +174,8 @@ def placement_spans(events: Sequence[Event]) -> list[Span]:
     are repeated. An ``expert`` event continues the placement before it with other experts or hosts.
     """
     spans: list[Span] = []
-    sizes = _recorded_sizes(events)
+    # Only a run on expert hosts needs the sizes, and a long one has many graphs.
+    sizes = recorded_sizes(events) if of_kind(events, "placement") else {}
     before_change: dict[int, RecordedPlacement] = {}
     for event in events:
         step = int(measurement(event.get("step")) or 0)
@@ -265,18 +266,6 @@ def _new_cost(layer: RecordedLayer, change: ExpertChange, expert: int, sizes: Si
     inherited = [layer.cost_of[parent] for parent in change.parents if parent in layer.cost_of]
     costs = inherited[:1] or layer.row_costs or (1.0,)
     return sum(costs) / len(costs)
-
-
-def _recorded_sizes(events: Iterable[Event]) -> Sizes:
-    """Return the sizes that ``expert_graph`` events name."""
-    graphs = [parse_graph(event) for event in events if event["event"] == "expert_graph"]
-    return {
-        (layer.layer, expert.id): expert.size
-        for graph in graphs
-        for layer in graph.layers
-        for expert in layer.experts
-        if expert.size
-    }
 
 
 def _parse_host(index: int, fields: Mapping[str, Any]) -> RecordedHost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.expert_changes import ExpertChange
@@ -31,7 +30,7 @@ def to_networkx(graph: ExpertGraph) -> MultiGraph:
 def _add_layer(network: MultiGraph, layer: GraphLayer) -> None:
     index = layer.layer
     for expert in layer.experts:
-        network.add_node((index, expert.id), layer=index, **asdict(expert))
+        network.add_node((index, expert.id), layer=index, **vars(expert))
     for kind, pairs in (("coactivation", layer.coactivation), ("similarity", layer.similarity)):
         for pair in pairs:
             network.add_edge((index, pair.first), (index, pair.second), key=kind, kind=kind, value=pair.value)
@@ -42,5 +41,21 @@ def _add_layer(network: MultiGraph, layer: GraphLayer) -> None:
 
 
 def to_json(graphs: Sequence[ExpertGraph], changes: Sequence[ExpertChange]) -> dict[str, Any]:
-    """Return all graphs and changes of a run as plain values."""
-    return {"graphs": [asdict(graph) for graph in graphs], "changes": [asdict(change) for change in changes]}
+    """Return all graphs and changes of a run as plain values, with the pairs as in the events."""
+    return {
+        "graphs": [
+            {"step": graph.step, "epoch": graph.epoch, "layers": list(map(_layer_json, graph.layers))}
+            for graph in graphs
+        ],
+        "changes": [vars(change) for change in changes],
+    }
+
+
+def _layer_json(layer: GraphLayer) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "name": layer.name,
+        "experts": [vars(expert) for expert in layer.experts],
+        "coactivation": [(pair.first, pair.second, pair.value) for pair in layer.coactivation],
+        "similarity": [(pair.first, pair.second, pair.value) for pair in layer.similarity],
+    }

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from orchestrator.record.expert_changes import ExpertChange
 from orchestrator.record.expert_graph import ExpertGraph, GraphExpert, GraphLayer, GraphPair
-from orchestrator.report.graph.layout import Point, expert_places, spacing
+from orchestrator.report.graph.layout import MAX_SPACING, Point, expert_places, spacing
 
 T = TypeVar("T")
 EdgeKind = Literal["coactivation", "similarity", "parentage"]
@@ -27,6 +27,8 @@ NODE_RADIUS = 0.27
 """Radius of an expert with the even share, as a part of the distance between neighbours."""
 MIN_SCALE = 0.55
 MAX_SCALE = 1.45
+MIN_WIDTH = 0.1
+PARENT_WIDTH = 0.4
 BENDS: dict[EdgeKind, float] = {"coactivation": 0.0, "similarity": 0.16, "parentage": -0.2}
 """Edges of different kinds between the same experts are bent to different sides."""
 
@@ -48,8 +50,8 @@ class Edge:
     bend: Point
     """Control point of a quadratic curve."""
     end: Point
-    strength: float
-    """0 to 1."""
+    width: float
+    """0 to 1: by the strength, and thinner among many experts."""
     text: str
 
 
@@ -70,11 +72,6 @@ class LayerView:
     edges: tuple[Edge, ...]
     ghosts: tuple[Ghost, ...]
 
-    @property
-    def size(self) -> int:
-        """The number of shapes."""
-        return len(self.nodes) + len(self.edges) + len(self.ghosts)
-
 
 @dataclass(frozen=True)
 class GraphView:
@@ -84,10 +81,6 @@ class GraphView:
     """The shown layers, the same ones in every view; None if this graph does not name the layer."""
     num_layers: int
     """The number of all layers."""
-
-    @property
-    def size(self) -> int:
-        return sum(layer.size for layer in self.layers if layer is not None)
 
     @property
     def hosts(self) -> set[int]:
@@ -106,6 +99,15 @@ def graph_views(
         GraphView(graph.step, graph.epoch, tuple(column[at] for column in columns), num_layers)
         for at, graph in enumerate(selected)
     ]
+
+
+def num_shapes_of(graph: ExpertGraph) -> int:
+    """Return about how many shapes the view of a graph has."""
+    sizes = [
+        len(layer.experts) + min(MAX_EDGES, len(layer.coactivation)) + min(MAX_EDGES, len(layer.similarity))
+        for layer in graph.layers
+    ]
+    return sum(sorted(sizes)[-MAX_LAYERS:])
 
 
 def spread(items: list[T], limit: int) -> list[T]:
@@ -174,24 +176,25 @@ class _LayerDrawing:
     def _pairs(self, kind: EdgeKind, pairs: Sequence[GraphPair]) -> list[Edge]:
         strongest = sorted(pairs, key=lambda pair: -abs(pair.value))[:MAX_EDGES]
         return [
-            self._edge(kind, pair.first, pair.second, abs(pair.value), _pair_text(kind, pair))
+            self._edge(kind, pair.first, pair.second, _pair_text(kind, pair), MIN_WIDTH + abs(pair.value))
             for pair in strongest
         ]
 
     def _parentage(self, layer: GraphLayer, gone: Sequence[int]) -> list[Edge]:
         drawn = {*layer.ids, *gone}
         return [
-            self._edge("parentage", parent, expert.id, 1.0, f"expert {expert.id} descends from {parent}")
+            self._edge("parentage", parent, expert.id, f"expert {expert.id} descends from {parent}")
             for expert in layer.experts
             for parent in expert.parents
             if parent in drawn
         ]
 
-    def _edge(self, kind: EdgeKind, first: int, second: int, strength: float, text: str) -> Edge:
+    def _edge(self, kind: EdgeKind, first: int, second: int, text: str, width: float = PARENT_WIDTH) -> Edge:
         (x0, y0), (x1, y1) = self.places[first], self.places[second]
         bend = BENDS[kind]
         middle = ((x0 + x1) / 2 - bend * (y1 - y0), (y0 + y1) / 2 + bend * (x1 - x0))
-        return Edge(kind, (x0, y0), middle, (x1, y1), strength, text)
+        thinner = self.radius / (NODE_RADIUS * MAX_SPACING)
+        return Edge(kind, (x0, y0), middle, (x1, y1), min(1.0, width) * thinner, text)
 
 
 def _node_text(expert: GraphExpert, use: float) -> str:

@@ -13,6 +13,7 @@ from orchestrator.report.graph.view import (
     LayerView,
     Node,
     graph_views,
+    num_shapes_of,
     spread,
 )
 from orchestrator.report.run.read import RunRecord
@@ -28,6 +29,7 @@ MAX_HOSTS_LISTED = 8
 SCALE = 100
 MARGIN = 115
 """Half the width of a drawing, in its own units."""
+MAX_LINE_WIDTH = 3.0
 MIN_LABEL_RADIUS = 4.5
 FULL_RING = 0.999
 TONES = {"born": "good", "merged": "info", "pruned": "warn", "undone": "bad"}
@@ -65,11 +67,8 @@ def _graph(record: RunRecord) -> str:
 def _frames(record: RunRecord) -> list[GraphView]:
     """Return the drawings that the slider shows: all, or as many as a page can hold."""
     graphs = record.expert_graphs
-    views = graph_views(graphs, record.expert_changes, graphs)
-    num_shapes = max(1, sum(view.size for view in views))
+    num_shapes = max(1, sum(map(num_shapes_of, graphs)))
     limit = min(MAX_FRAMES, max(2, len(graphs) * MAX_SHAPES // num_shapes))
-    if len(graphs) <= limit:
-        return views
     return graph_views(graphs, record.expert_changes, spread(graphs, limit))
 
 
@@ -116,7 +115,7 @@ def _edge(edge: Edge) -> str:
     x0, y0 = _place(edge.start)
     xm, ym = _place(edge.bend)
     x1, y1 = _place(edge.end)
-    width = 1.0 if edge.kind == "parentage" else 0.3 + 2.7 * edge.strength
+    width = MAX_LINE_WIDTH * edge.width
     path = f"M{x0} {y0}Q{xm} {ym} {x1} {y1}"
     # A second, wide and invisible line is easier to point at.
     lines = (

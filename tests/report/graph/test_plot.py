@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from matplotlib.collections import PatchCollection, PathCollection
 from matplotlib.colors import to_hex
-from matplotlib.patches import PathPatch, Wedge
 
 from orchestrator.record.expert_changes import expert_changes
 from orchestrator.record.expert_graph import expert_graphs
@@ -21,8 +22,8 @@ def views() -> list[GraphView]:
     return graph_views(graphs, expert_changes(events), graphs)
 
 
-def patches(axes: Any, kind: type) -> list[Any]:
-    return [patch for patch in axes.patches if isinstance(patch, kind)]
+def collections(axes: Any, kind: type) -> list[Any]:
+    return [collection for collection in axes.collections if isinstance(collection, kind)]
 
 
 def test_the_title_names_run_epoch_step_and_layers() -> None:
@@ -35,7 +36,8 @@ def test_the_title_names_run_epoch_step_and_layers() -> None:
 
 def test_nodes_have_the_colours_of_their_hosts() -> None:
     axes = graph_figure(views()[-1], "run").axes[0]
-    colors = [to_hex(wedge.get_facecolor()) for wedge in patches(axes, Wedge)]
+    (shapes,) = collections(axes, PatchCollection)
+    colors = [to_hex(color) for color in shapes.get_facecolor()]
     assert colors.count(COLORS[0]) == 2, "expert 5, and a copy of expert 2"
     assert colors.count(COLORS[1]) == 1, "the other copy"
     assert colors.count(COLORS[2]) == 1, "expert 4 was moved"
@@ -43,9 +45,18 @@ def test_nodes_have_the_colours_of_their_hosts() -> None:
 
 
 def test_edges_differ_by_kind() -> None:
-    axes = graph_figure(views()[0], "run").axes[0]
-    styles = {str(edge.get_linestyle()) for edge in patches(axes, PathPatch)}
-    assert len(styles) == 3
+    view = views()[0]
+    axes = graph_figure(view, "run").axes[0]
+    edges = collections(axes, PathCollection)
+    layer = view.layers[0]
+    assert layer is not None
+    counts = Counter(edge.kind for edge in layer.edges)
+    assert [len(each.get_paths()) for each in edges] == [
+        counts["coactivation"],
+        counts["similarity"],
+        counts["parentage"],
+    ]
+    assert len({str(each.get_linestyle()) for each in edges}) == 3
     legend = graph_figure(views()[0], "run").legends[0]
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[:3] == ["host 0", "host 1", "host 2"]

@@ -86,7 +86,9 @@ def test_edges_of_different_kinds_do_not_cover_each_other() -> None:
     layer = layer_view(views_of([graph_event(10, coactivation=pairs, similarity=pairs)])[0])
     bends = [edge.bend for edge in layer.edges]
     assert math.dist(*bends) > 0.1
-    assert {edge.strength for edge in layer.edges} == {0.5}
+    assert [edge.width for edge in layer.edges] == [pytest.approx(0.6)] * 2, (
+        "half the strength, and the least"
+    )
 
 
 def test_the_layers_with_the_most_changes_are_shown() -> None:
@@ -106,8 +108,10 @@ def test_of_many_edges_the_strongest_are_drawn() -> None:
     pairs = [[a, b, (a * 40 + b) / 1600] for a in range(40) for b in range(a + 1, 40)]
     layer = layer_view(views_of([graph_event(10, num_experts=40, similarity=pairs)])[0])
     assert len(layer.edges) == MAX_EDGES
-    drawn = min(edge.strength for edge in layer.edges)
-    assert drawn == sorted(value for _, _, value in pairs)[-MAX_EDGES]
+    weakest = sorted(value for _, _, value in pairs)[-MAX_EDGES]
+    texts = [edge.text for edge in layer.edges]
+    assert min(float(text.rpartition(" ")[2]) for text in texts) == pytest.approx(weakest, abs=0.01)
+    assert max(edge.width for edge in layer.edges) < 0.5, "thinner among many experts"
 
 
 def test_a_graph_before_the_first_step_has_full_rings() -> None:
