@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-_BLOCK_BYTES = 2**20  # of hidden rows; half and twice as many were measured to be no faster
+_BLOCK_BYTES = 2**20  # of hidden rows; benchmarks/LOG.md has other sizes
 
 
 def available(x: Tensor) -> bool:
