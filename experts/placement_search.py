@@ -43,6 +43,15 @@ def heuristic(problem: PlacementProblem) -> tuple[list[int] | None, float]:
     return best, limit
 
 
+def relieved(problem: PlacementProblem, host_of: Sequence[int], tries: int) -> list[int]:
+    """Return an assignment with the slowest host relieved, by moves from the given one.
+
+    ``tries`` limits the pairs of an expert and another host that are looked at."""
+    state = _SearchState(problem, host_of)
+    _descend(state, tries)
+    return state.host_of
+
+
 def _starts(problem: PlacementProblem) -> Iterator[list[int]]:
     """Yield assignments to start from.
 

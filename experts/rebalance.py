@@ -24,19 +24,23 @@ from experts.rebalance_costs import (
 )
 from experts.rebalance_plan import Plan, Transfer
 from experts.rebalance_search import (
-    BalanceProblem,
     SearchLimits,
+    improve,
+    relieved_shares,
+    without_needless_copies,
+)
+from experts.rebalance_state import (
+    BalanceProblem,
     Shares,
     host_seconds,
     imbalance,
-    improve,
     resplit,
     sync_seconds,
-    without_needless_copies,
 )
 from experts.structure import Change, LayerStructure
 
-_MOST = 0.5  # of the weight of all windows
+_MOST = 0.6  # of the weight of all windows
+_FEW = 1 / 3  # of the seconds that are won in other windows
 _LEAST_GAIN = 0.01  # of the mean time: a change that wins less is not worth an event
 
 
@@ -167,8 +171,10 @@ class _Decision:
         self.mean = problem(history.mean)
         self.long_mean = problem(history.long_mean)
         farthest = history.farthest()
-        self.extremes = [problem(farthest.loads), self.windows[-1]] if farthest is not None else []
-        """Two windows that differ, if there are such."""
+        # Loads that alternate may be even in the mean, and need copies that suit both extremes.
+        self.scenarios = [[self.mean]]
+        if farthest is not None:
+            self.scenarios.append([problem(farthest.loads), self.windows[-1]])
 
     def best_plan(self, max_bytes: float) -> Plan | None:
         """Return the plan that wins most; None where none pays."""
@@ -186,7 +192,9 @@ class _Decision:
 
     def _candidates(self, max_bytes: float) -> Iterator[Shares]:
         """Yield other hosts and shares: other shares alone, with moves, and with copies."""
-        yield resplit(self.mean, self.before)
+        yield from (resplit(scenario, self.before) for scenario in self.scenarios)
+        if all(len(copies) == 1 for copies in self.before):
+            yield relieved_shares(self.mean, self.before)
         begin = self._without_needless_copies()
         max_copies = self.rules.max_copies or self.num_hosts
         # The price of a byte, in seconds per step.
@@ -194,27 +202,22 @@ class _Decision:
         only_moves = SearchLimits(self.rules.aim, True, 1, max_bytes, price)
         only_copies = SearchLimits(self.rules.aim, False, max_copies, max_bytes, price)
         for limits in (only_moves, replace(only_copies, moves=True), only_copies):
-            yield improve(self.mean, begin, limits)
-            if self.extremes:
-                yield self._improved_for_each(begin, limits)
-
-    def _improved_for_each(self, shares: Shares, limits: SearchLimits) -> Shares:
-        """Suit two loads one after the other, for loads that alternate."""
-        for problem in self.extremes:
-            shares = improve(problem, shares, limits)
-        return resplit(self.mean, shares)
+            yield from (improve(scenario, begin, limits) for scenario in self.scenarios)
 
     def _plan_without_needless_copies(self) -> Plan | None:
         if all(len(expert.hosts) == 1 for expert in self.layer.experts):
             return None
         fewer = self._without_needless_copies()
-        same = all(len(old) == len(new) for old, new in zip(self.before, fewer, strict=True))
-        return None if same else self._plan(fewer)
+        if all(len(old) == len(new) for old, new in zip(self.before, fewer, strict=True)):
+            return None
+        plan = self._plan(fewer)
+        # The copies may be of use in single windows still.
+        return plan if plan.seconds_won >= -(self.rules.aim - 1) * self.mean.mean else None
 
     def _without_needless_copies(self) -> Shares:
         # The long mean keeps copies for loads that come and go.
-        problems = [self.mean, self.long_mean, *self.extremes]
-        return without_needless_copies(problems, self.before, self.rules.aim)
+        scenarios = [*self.scenarios, [self.long_mean]]
+        return without_needless_copies(scenarios, self.before, self.rules.aim)
 
     def _plan(self, shares: Shares) -> Plan:
         after = with_shares(self.layer, shares, self.num_hosts)
@@ -231,11 +234,14 @@ class _Decision:
         )
 
     def _pays(self, plan: Plan) -> bool:
-        """Whether a plan wins its costs back, and something in most windows."""
+        """Whether a plan wins its costs back: something in most windows, and far more than it loses."""
         least = _LEAST_GAIN * self.mean.mean
         won = self._seconds_won(shares_of(plan.after, self.num_hosts))
         weight_won = sum(compress(self.weights, (seconds >= least for seconds in won)))
-        return weight_won >= _MOST and plan.seconds_won >= least and plan.net_seconds(self.rules.margin) > 0
+        gained = sum(weight * max(0.0, seconds) for weight, seconds in zip(self.weights, won, strict=True))
+        lost = gained - plan.seconds_won
+        in_windows = weight_won >= _MOST and lost <= _FEW * gained
+        return in_windows and plan.seconds_won >= least and plan.net_seconds(self.rules.margin) > 0
 
     def _seconds_won(self, shares: Shares) -> list[float]:
         """Return the seconds per step that other shares would have won in each window."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from experts.load_history import Loads
 from experts.placement import ExpertCost, HostFacts
-from experts.rebalance_search import BalanceProblem, Shares
+from experts.rebalance_state import BalanceProblem, Shares
 from experts.routes import split_in_buckets
 from experts.structure import Expert, LayerStructure
 
@@ -75,6 +75,8 @@ def with_shares(layer: LayerStructure, shares: Shares, num_hosts: int) -> LayerS
 
 
 def _expert_shares(expert: Expert, num_hosts: int) -> tuple[tuple[int, float], ...]:
+    if len(expert.hosts) == 1:
+        return ((expert.hosts[0], 1.0),)
     buckets = split_in_buckets(expert.split or (1,) * len(expert.hosts), num_hosts)
     total = sum(buckets)
     return tuple((host, count / total) for host, count in zip(expert.hosts, buckets, strict=True))

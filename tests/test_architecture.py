@@ -38,6 +38,7 @@ TORCH_FREE_EXPERTS = {
     "experts.rebalance_costs",
     "experts.rebalance_plan",
     "experts.rebalance_search",
+    "experts.rebalance_state",
     "experts.replicas",
     "experts.routes",
     "experts.structure",

@@ -120,7 +120,7 @@ def test_moves_come_close_to_the_best_placement(seed: int) -> None:
     best = min(layer_imbalance(layer_on(*hosts), loads, COSTS, cluster) for hosts in every)
     reached = layer_imbalance(placed, loads, COSTS, cluster)
     assert best <= reached + 1e-9
-    assert reached <= max(RULES.max_imbalance, 1.34 * best)
+    assert reached <= max(RULES.max_imbalance, 1.1 * best)
 
 
 @settings(max_examples=60, deadline=None)
@@ -275,6 +275,37 @@ def test_copies_are_not_made_where_the_sum_of_gradients_costs_more() -> None:
     assert changes == ()
 
 
+def test_a_change_that_loses_half_of_what_it_wins_waits() -> None:
+    layer = layer_on(0, 0, 1, 1)
+    # An exchange would win 0.3 of the mean under the new loads, and lose 0.36 under the old ones.
+    old, new = [1720, 280, 1000, 1000], [1300, 1300, 700, 700]
+    rules = BalanceRules(max_copies=1)
+    for num_old, num_new, changes in ((4, 4, False), (2, 6, True)):
+        history = observed(layer, *[old] * num_old, *[new] * num_new)
+        assert bool(decide([layer], [history], [COSTS], cluster_of(1, 1), rules)) == changes
+
+
+def test_the_sum_of_gradients_counts_against_a_copy() -> None:
+    layer = layer_on(0, 1)
+    costs = replace(COSTS, gradient_bytes=1e4)
+    # A copy makes 10 s on each host of 20 s on one; a gradient passes the link in 1 s.
+    (change,) = decide([layer], [steady(layer, [2000, 0])], [costs], cluster_of(1, 1), RULES)
+    assert "9.00 s won per step" in change.reason
+
+
+def test_layers_share_memory_and_bytes() -> None:
+    layers = [layer_on(0, 1), layer_on(0, 1)]
+    histories = [steady(layer, [1000, 0]) for layer in layers]
+    for memory, max_bytes in ((300, math.inf), (math.inf, 100)):
+        cluster = cluster_of(1, 1, memory=memory)
+        changes = decide(layers, histories, [COSTS] * 2, cluster, BalanceRules(max_bytes=max_bytes))
+        assert [change.layer for change in changes] == [0]
+
+
+def test_copies_use_memory_on_each_of_their_hosts() -> None:
+    assert used_memory([copied_layer()], [COSTS], 2) == [200, 300]
+
+
 # --- copies that are not needed any more
 
 
@@ -318,6 +349,8 @@ def test_alternating_loads_cause_few_changes(period: int) -> None:
         layer = placed
     assert sum(sent) <= 6 * SIZE
     assert not any(sent[20:])
+    reached = [layer_imbalance(layer, loads, COSTS, cluster_of(1, 1)) for loads in phases]
+    assert max(reached) <= RULES.max_imbalance
 
 
 # --- newborn experts
