@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.settings import Config
 from orchestrator.config.space import point_flags
 from orchestrator.config.sweep import Sweep
@@ -81,6 +82,8 @@ def _without_result(record: SweepRecord) -> OrchestratorError:
     lacks_resources = all(row.status in ("infeasible", "out_of_memory") for row in record.rows)
     message = f"none of the {len(record.rows)} trials completed"
     reasons = f"their reasons are in {record.folder / 'report.html'}"
+    if len({row.reason for row in record.rows}) == 1:
+        reasons = f"the reason of each: {record.rows[0].reason}"
     if lacks_resources:
         return ResourceError(f"{message}, for lack of devices or memory; {reasons}")
     return TrainingFailed(f"{message}; {reasons}")
@@ -95,8 +98,8 @@ def check_comparable(
     sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None
 ) -> None:
     """Refuse a sweep whose trials would have no score, or would not compare with the earlier ones."""
-    if sweep.objective == "validation_loss" and not prepared.facts.validation_samples:
-        raise UserError("--objective validation_loss needs validation data; the task has none")
+    if sweep.objective != THROUGHPUT and not prepared.facts.validation_samples:
+        raise UserError(f"--objective {sweep.objective} needs validation data; the task has none")
     if earlier is None:
         return
     for name, value in _device_facts(devices).items():
@@ -134,18 +137,26 @@ def _header(sweep: Sweep, prepared: PreparedRun, devices: SweepDevices) -> dict[
 
 
 def outcome_lines(record: SweepRecord) -> list[str]:
-    """Return the outcome of a sweep in two lines."""
-    from orchestrator.report.sweep.facts import is_python_task, train_command, tuned_command
+    """Return the outcome of a sweep in a few lines."""
+    from orchestrator.report.sweep.facts import (
+        is_python_task,
+        objective_name,
+        ties_text,
+        train_command,
+        tuned_command,
+    )
 
     best = record.best()
     assert best is not None
     figure = f"{best.samples_per_second:,.0f} samples/s" if best.samples_per_second else ""
-    if record.objective == "validation_loss":
-        figure = f"validation loss {best.validation_loss:.4f}, {figure}"
+    if record.objective != THROUGHPUT:
+        figure = f"{objective_name(record)} {best.value(record.objective):.4f}, {figure}"
     flags = " ".join(point_flags(best.point))
+    ties = [ties_text(record)] if record.tied() else []
     command = train_command(record, best) if is_python_task(record) else tuned_command(record)
     return [
         f"{len(record.rows)} trials; the best is number {best.trial}: {flags} ({figure})",
+        *ties,
         f"report: {record.folder / 'report.html'}; train with it: {command}",
     ]
 

@@ -256,6 +256,8 @@ class Trainer:
         The result of each trial, tables and pictures are in the folder of the sweep; see also
         ``orchestrator.read_sweep``.
         """
+        from orchestrator.config.metric import declared_metrics
+        from orchestrator.config.objective import complete_objective
         from orchestrator.record.ledger import read_sweep_record
         from orchestrator.sweeps import finish_sweep, is_complete, run_trials
         from orchestrator.tasks.load import load_task
@@ -271,6 +273,7 @@ class Trainer:
         from orchestrator.runtime.cluster.survey import survey
         from orchestrator.runtime.sweep.devices import SweepDevices, check_feasible
 
+        sweep = replace(sweep, objective=complete_objective(sweep.objective, declared_metrics(task)))
         check_feasible(sweep, config, hardware)
         with session(config, Screen(quiet=self._quiet, secrets=secret_values()).note) as joined:
             cluster, node = survey(hardware, joined)

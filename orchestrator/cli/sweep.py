@@ -12,7 +12,7 @@ from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config, flat_names
 from orchestrator.config.space import Space
 from orchestrator.config.space_parser import parse_space, read_space
-from orchestrator.config.sweep import Objective, Search, Sweep, as_mapping, config_from_ledger
+from orchestrator.config.sweep import Search, Sweep, as_mapping, config_from_ledger
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder
@@ -44,15 +44,18 @@ class SweepOptions:
     --trials."""
     trials: int | None = None
     """Number of trials, those of an earlier start included."""
-    objective: Objective = "throughput"
-    """What makes a trial better: samples per second, or the validation loss after --trial-steps."""
+    objective: str = "throughput"
+    """What makes a trial better: throughput (samples per second); or, after --trial-steps,
+    validation_loss or any validation metric: accuracy, or churn:min for one without a known
+    direction."""
     asha: bool = False
     """Stop trials early that are clearly worse than others at the same point (asynchronous
     successive halving)."""
     trial_seconds: float = 10.0
     """Longest measurement of a trial, in seconds; it ends when the throughput is known to 3 %."""
     trial_steps: int | None = None
-    """Steps that a trial trains, with --objective validation_loss. Default: the whole run."""
+    """Steps that a trial trains, with --objective validation_loss or a metric. Default: the whole
+    run."""
     concurrent: int | None = None
     """Trials at a time. Default: as many as fit on the devices."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.sweep import check_masked_given, masked_names
+from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.space import plain_point, point_flags
@@ -61,8 +62,9 @@ def _check_task(record: SweepRecord, resolved: Resolved) -> None:
 
 
 def _result_text(row: TrialRow, record: SweepRecord) -> str:
-    by_loss = record.objective == "validation_loss" or not row.samples_per_second
-    return f"validation loss {row.validation_loss}" if by_loss else f"{row.samples_per_second:,.0f} samples/s"
+    if record.objective == THROUGHPUT:
+        return f"{row.samples_per_second or 0.0:,.0f} samples/s"
+    return f"{record.criterion.name.replace('_', ' ')} {row.value(record.objective)}"
 
 
 def _difference_notes(resolved: Resolved, config: Config, offered: Mapping[str, Any]) -> list[str]:
@@ -91,7 +93,9 @@ def _difference_notes(resolved: Resolved, config: Config, offered: Mapping[str, 
 def _best_fitting_row(
     record: SweepRecord, kind: str, num_devices: int, workers: int | str | None
 ) -> tuple[TrialRow, list[str]]:
-    """Return the best row that fits the devices, and a note on a better one that does not."""
+    """Return the best row that fits the devices, and notes: a better one that does not, and ties."""
+    from orchestrator.report.sweep.facts import ties_text
+
     available = _num_workers(record, kind, num_devices)
     best = record.best()
     if best is None:
@@ -101,18 +105,20 @@ def _best_fitting_row(
     rows = [row for row in record.rows if (row.workers or 1) <= available]
     if isinstance(workers, int):
         rows = [row for row in rows if row.workers == workers]
-    fitting = replace(record, rows=tuple(rows)).best()
+    fitting_record = replace(record, rows=tuple(rows))
+    fitting = fitting_record.best()
     if fitting is None:
         raise _nothing_fits(record, available, workers)
+    ties = [ties_text(fitting_record)] if fitting_record.tied() else []
     if fitting is best:
-        return fitting, []
+        return fitting, ties
     here = f"{available} device{'s are' if available != 1 else ' is'} here"
     reason = f"--workers {workers} was asked for" if (best.workers or 1) <= available else here
     note = (
         f"passed over trial {best.trial} ({_result_text(best, record)}): "
         f"it has {best.workers or 1} workers, and {reason}"
     )
-    return fitting, [note]
+    return fitting, [note, *ties]
 
 
 def _num_workers(record: SweepRecord, kind: str, num_devices: int) -> int:

@@ -81,6 +81,19 @@ class Space:
         ]
         return math.prod(sizes)
 
+    def varied(self) -> list[str]:
+        """Return the settings that have more than one value."""
+        points = {name: {repr(point.get(name)) for point in self.given} for name in self.domains}
+        return [
+            name
+            for name, domain in self.domains.items()
+            if (
+                len(points[name]) > 1
+                if self.given
+                else not isinstance(domain, Values) or len(domain.values) > 1
+            )
+        ]
+
     def texts(self) -> dict[str, str]:
         """Return the domain of each setting as people write it."""
         return {name: domain.text() for name, domain in self.domains.items()}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
+from orchestrator.config.metric import split_metric
+from orchestrator.config.objective import THROUGHPUT, check_effect
 from orchestrator.config.settings import Config, setting_types
 from orchestrator.config.space import MAX_POINTS, Space, Values, plain_point
 from orchestrator.config.space_parser import points_space, space_from_json
@@ -14,7 +16,6 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import MASK
 
 Search = Literal["grid", "random", "optuna"]
-Objective = Literal["throughput", "validation_loss"]
 
 _TRIAL_SECONDS = 10.0
 _LEDGER_FIELDS = ("search", "objective", "asha", "trial_seconds", "trial_steps")
@@ -28,7 +29,8 @@ class Sweep:
     search: Search = "grid"
     trials: int | None = None
     """Number of trials; None: every point of the grid."""
-    objective: Objective = "throughput"
+    objective: str = THROUGHPUT
+    """throughput, validation_loss, or a validation metric: accuracy, churn:min."""
     asha: bool = False
     trial_seconds: float = _TRIAL_SECONDS
     trial_steps: int | None = None
@@ -38,12 +40,13 @@ class Sweep:
         self._check_numbers()
         if self.search != "grid" and self.trials is None:
             raise UserError(f"--search {self.search} needs to know when it is over: give --trials N")
-        if self.objective == "throughput" and self.trial_steps is not None:
+        self._check_objective()
+        if self.objective == THROUGHPUT and self.trial_steps is not None:
             raise UserError(
-                "--trial-steps is for --objective validation_loss; "
+                "--trial-steps is for --objective validation_loss or a metric; "
                 "how long a trial is measured is --trial-seconds"
             )
-        if self.objective == "validation_loss" and self.trial_seconds != _TRIAL_SECONDS:
+        if self.objective != THROUGHPUT and self.trial_seconds != _TRIAL_SECONDS:
             raise UserError(
                 "--trial-seconds is for --objective throughput; how long a trial trains is --trial-steps"
             )
@@ -54,6 +57,14 @@ class Sweep:
                 "--search optuna looks for points of its own, and the space is a list of points; "
                 "leave --search out"
             )
+
+    def _check_objective(self) -> None:
+        try:
+            # A name without a direction may have one in the task.
+            split_metric(self.objective)
+        except ValueError as error:
+            raise UserError(f"--objective {error}") from None
+        check_effect(self.objective, self.space.varied())
 
     def _check_numbers(self) -> None:
         for name in ("trials", "trial_steps", "concurrent"):

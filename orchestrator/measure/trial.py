@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -27,7 +27,7 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement import decide_placement
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.totals import Totals
-from orchestrator.train.worker.build import build_evaluation, build_feed
+from orchestrator.train.worker.build import build_evaluation, build_feed, check_has_metric
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
 from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
 
@@ -43,6 +43,8 @@ class TrialLimits:
 
     seconds: float
     steps: int | None = None
+    metric: str | None = None
+    """A validation metric that the evaluation must have."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class TrialResult:
     phases: dict[str, float]
     train_loss: float
     validation_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -129,6 +132,8 @@ class ThroughputTrial:
         self._evaluate = None
         if limits.steps is not None:
             self._evaluate = build_evaluation(config, plan, task, world, parts)
+            if self._evaluate is not None and limits.metric is not None:
+                check_has_metric(self._evaluate, limits.metric, "--objective")
         self._batches = self._endless_batches()
         self._units_per_sample = getattr(task, "units_per_sample", 1)
         self._step = 0
@@ -233,6 +238,7 @@ class ThroughputTrial:
         train_loss = self._train_loss()
         peak = self._world.all_reduce_max([float(peak_memory(self._world.device)["allocated"])])[0]
         phases = self._stepper.clock.take()
+        validation_loss, metrics = self._validation()
         return TrialResult(
             done=done,
             samples_per_second=rate,
@@ -244,7 +250,8 @@ class ThroughputTrial:
             peak_memory_bytes=int(peak),
             phases={name: value for name, value in phases.items() if name not in ("steps", "total")},
             train_loss=train_loss,
-            validation_loss=self._validation_loss(),
+            validation_loss=validation_loss,
+            metrics=metrics,
         )
 
     def _train_loss(self) -> float:
@@ -254,10 +261,11 @@ class ThroughputTrial:
             raise TrainingFailed(f"step {self._step}: the loss is {loss}: the run has diverged")
         return loss
 
-    def _validation_loss(self) -> float | None:
+    def _validation(self) -> tuple[float | None, dict[str, float]]:
         if self._evaluate is None:
-            return None
-        loss = self._evaluate()["loss"]
+            return None, {}
+        result = self._evaluate()
+        loss = result["loss"]
         if not math.isfinite(loss):
             raise TrainingFailed(f"step {self._step}: the validation loss is {loss}: the run has diverged")
-        return loss
+        return loss, result["metrics"]

@@ -6,7 +6,8 @@ A trial in the ledger is done: an interrupted sweep continues with the other tri
 |-------|-------------------------------------------------------------------------------------------------|
 | sweep | version, task, space {setting: its domain as text}, domains (the same for programs), points (if   |
 |       | the sweep tries a list of points), search (grid, random, optuna), trials (planned number), seed,  |
-|       | objective (throughput, validation_loss), asha, trial_seconds, trial_steps (or null), settings     |
+|       | objective (throughput, validation_loss, or a metric with its direction: accuracy:max), asha,      |
+|       | trial_seconds, trial_steps (or null), settings                                                    |
 |       | {setting: value, as the user set them}, kind (cpu, gpu), devices (of the cluster), device_name,   |
 |       | cores_per_worker, samples, epochs                                                                 |
 | trial | trial (number, from 1), point {setting: value}, status, reason (of a trial that did not complete; |
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.metric import Criterion
+from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event, EventLog, of_kind, read_events
 from orchestrator.redaction import Secrets
@@ -72,6 +75,8 @@ class TrialRow:
     """Seconds per step of data, forward, backward, optimizer and, on several workers, communication."""
     train_loss: float | None = None
     validation_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Validation metrics of the task, by name."""
 
     @property
     def measured(self) -> bool:
@@ -79,10 +84,17 @@ class TrialRow:
 
     def score(self, objective: str) -> float | None:
         """Return the trial's score, larger is better; None if the trial has none."""
-        if objective == "validation_loss":
-            loss = self.validation_loss
-            return -loss if loss is not None and math.isfinite(loss) else None
-        return self.samples_per_second if self.measured else None
+        value = self.value(objective)
+        return None if value is None else read_objective(objective).score(value)
+
+    def value(self, objective: str) -> float | None:
+        """Return the figure that the objective names; None if it was not measured, or is not finite."""
+        if objective == THROUGHPUT:
+            return self.samples_per_second if self.measured else None
+        value: Any = self.validation_loss
+        if objective != VALIDATION_LOSS:
+            value = self.metrics.get(read_objective(objective).name)
+        return float(value) if _has_type(value, "float") else None
 
 
 def rank_trials(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
@@ -95,6 +107,27 @@ def rank_trials(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
     return [row for *_, row in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
 
+def tied_trials(rows: Iterable[TrialRow], objective: str) -> list[TrialRow]:
+    """Return the trials that are not shown to be worse than the best one, without it.
+
+    By throughput they are those whose 95 % interval overlaps that of the best; a trial that was
+    too short for an interval shows nothing. Other objectives have no interval: equal values tie."""
+    ranked = rank_trials(rows, objective)
+    if not ranked:
+        return []
+    best, *others = ranked
+    if objective != THROUGHPUT:
+        return [row for row in others if row.value(objective) == best.value(objective)]
+    lowest = _bound(best, -1)
+    return [row for row in others if _bound(row, +1) >= lowest]
+
+
+def _bound(row: TrialRow, side: int) -> float:
+    """Return an end of the throughput's interval: the lower (-1) or the upper (+1)."""
+    interval = math.inf if row.interval is None else row.interval
+    return (row.samples_per_second or 0.0) * (1 + side * interval)
+
+
 @dataclass(frozen=True)
 class SweepRecord:
     """A sweep as its ledger describes it."""
@@ -105,7 +138,21 @@ class SweepRecord:
 
     @property
     def objective(self) -> str:
-        return str(self.header.get("objective", "throughput"))
+        """The objective; throughput if the ledger is damaged."""
+        objective = str(self.header.get("objective", THROUGHPUT))
+        try:
+            read_objective(objective)
+        except ValueError:
+            return THROUGHPUT
+        return objective
+
+    @property
+    def criterion(self) -> Criterion:
+        return read_objective(self.objective)
+
+    def tied(self) -> list[TrialRow]:
+        """Return the trials that are not shown to be worse than the best one."""
+        return tied_trials(self.rows, self.objective)
 
     def ranked(self) -> list[TrialRow]:
         """Return the completed trials with a result, the best first."""

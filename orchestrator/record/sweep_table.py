@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.objective import THROUGHPUT, read_objective
 from orchestrator.record.display import printable_line
 from orchestrator.record.ledger import STATUSES, TrialRow, rank_trials
 from orchestrator.record.scalars import to_float
@@ -56,8 +57,9 @@ def live_table(state: SweepState, encoding: str = "utf-8") -> Table:
         header_style="bold",
         border_style="dim",
     )
-    with_loss = state.objective == "validation_loss"
-    for name in ("trial", "settings", *(["loss"] if with_loss else []), "samples/s", "memory", "took"):
+    shown = None if state.objective == THROUGHPUT else state.objective
+    outcome = [] if shown is None else [read_objective(shown).name.removeprefix("validation_")]
+    for name in ("trial", "settings", *outcome, "samples/s", "memory", "took"):
         is_text = name == "settings"
         table.add_column(
             name, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis"
@@ -67,24 +69,25 @@ def live_table(state: SweepState, encoding: str = "utf-8") -> Table:
     names = differing_settings([trial.point for trial in (*best, *running)])
     for place, row in enumerate(best):
         style = "bold green" if place == 0 else ""
-        table.add_row(*map(clean, _best_cells(row, names, with_loss)), style=style)
+        table.add_row(*map(clean, _best_cells(row, names, shown)), style=style)
     if running and table.row_count:
         table.add_section()
     for trial in running:
-        table.add_row(*map(clean, _running_cells(trial, names, with_loss)), style="cyan")
+        table.add_row(*map(clean, _running_cells(trial, names, shown)), style="cyan")
     return table
 
 
-def _best_cells(row: TrialRow, names: Sequence[str], with_loss: bool) -> list[str]:
+def _best_cells(row: TrialRow, names: Sequence[str], objective: str | None) -> list[str]:
+    """Return the cells of a completed trial; ``objective`` has a column of its own."""
     cells = [f"{row.trial}", point_text(row.point, names)]
-    if with_loss:
-        cells.append(_loss_text(row))
+    if objective is not None:
+        cells.append(_value_text(row.value(objective)))
     return [*cells, throughput_text(row), _memory_text(row), _duration_text(row.seconds)]
 
 
-def _running_cells(trial: RunningTrial, names: Sequence[str], with_loss: bool) -> list[str]:
+def _running_cells(trial: RunningTrial, names: Sequence[str], objective: str | None) -> list[str]:
     cells = [f"{trial.trial}", point_text(trial.point, names)]
-    if with_loss:
+    if objective is not None:
         cells.append("")
     return [*cells, "running", "", f"{time.monotonic() - trial.started_s:.0f} s"]
 
@@ -123,13 +126,15 @@ def trial_line(row: TrialRow, total: int) -> str:
     Example: 'trial 3 of 24  completed  batch_size 64  1,234 samples/s ± 2.1%  3.4 GiB  6.4 s'.
     """
     brief = "" if _has_interval(row) else " (measured too briefly for an interval)"
-    loss = _loss_text(row)
+    loss = _value_text(row.validation_loss)
+    metrics = [f"{name} {_value_text(value)}" for name, value in row.metrics.items()]
     parts = [
         f"trial {row.trial} of {total}",
         row.status.replace("_", " "),
         point_text(row.point),
         f"{throughput_text(row)} samples/s{brief}" if row.measured else "",
         f"validation loss {loss}" if loss else "",
+        *metrics,
         _memory_text(row),
         _duration_text(row.seconds),
         row.reason,
@@ -161,8 +166,9 @@ def _has_interval(row: TrialRow) -> bool:
     return row.interval is not None and math.isfinite(row.interval)
 
 
-def _loss_text(row: TrialRow) -> str:
-    return "" if row.validation_loss is None else f"{row.validation_loss:.4g}"
+def _value_text(value: float | None) -> str:
+    number = to_float(value)
+    return "" if number is None else f"{number:.4g}"
 
 
 def _memory_text(row: TrialRow) -> str:

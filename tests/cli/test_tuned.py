@@ -24,7 +24,12 @@ HEADER: dict[str, Any] = {
 }
 ROWS = tuple(
     TrialRow(
-        number, {"batch_size": 8 * number}, "completed", workers=workers, samples_per_second=float(workers)
+        number,
+        {"batch_size": 8 * number},
+        "completed",
+        workers=workers,
+        samples_per_second=float(workers),
+        interval=0.02,
     )
     for number, workers in enumerate((1, 2, 8), 1)
 )
@@ -120,3 +125,36 @@ def test_a_masked_setting_must_be_given_again(tmp_path: Path, name: str) -> None
     given = Resolved(Config.of(**{name: "mine.json"}), {name: f"flag {flag}"})
     resolved, _ = tuned(folder, given, lambda _: ("cpu", 8))
     assert "mine.json" in (str(resolved.config.data.data_dir), resolved.config.parallel.placement)
+
+
+def trial(number: int, speed: float, interval: float | None, **more: Any) -> TrialRow:
+    point = {"batch_size": 8 * number}
+    return TrialRow(number, point, "completed", samples_per_second=speed, interval=interval, **more)
+
+
+def test_a_tie_within_the_interval_is_told(tmp_path: Path) -> None:
+    rows = (trial(1, 978.0, 0.27), trial(2, 1309.0, 0.17), trial(3, 300.0, 0.1))
+    folder = write_ledger(tmp_path / "s", *rows)
+    resolved, message = tuned(folder, DEFAULTS, lambda _: ("cpu", 1))
+    assert resolved.config.batch.batch_size == 16
+    (note,) = message.splitlines()[1:]
+    assert note.startswith(
+        "a tie: the intervals of trial 2 (1,309 ± 17.0% samples/s) and of trial 1 (978 ± 27.0%)"
+    )
+    apart = write_ledger(tmp_path / "apart", trial(1, 978.0, 0.02), trial(2, 1309.0, 0.02))
+    assert len(tuned(apart, DEFAULTS, lambda _: ("cpu", 1))[1].splitlines()) == 1
+
+
+def test_ties_are_those_of_the_trials_that_fit(tmp_path: Path) -> None:
+    rows = (trial(1, 100.0, 0.1), trial(2, 105.0, 0.1), trial(3, 900.0, 0.01, workers=8))
+    message = tuned(write_ledger(tmp_path / "s", *rows), DEFAULTS, lambda _: ("cpu", 1))[1]
+    assert "passed over trial 3" in message
+    assert "a tie: the intervals of trial 2" in message
+
+
+def test_a_sweep_by_a_metric_is_taken_by_its_direction(tmp_path: Path) -> None:
+    rows = (trial(1, 9.0, 0.1, metrics={"churn": 0.5}), trial(2, 5.0, 0.1, metrics={"churn": 0.2}))
+    folder = write_ledger(tmp_path / "s", *rows, objective="churn:min")
+    resolved, message = tuned(folder, DEFAULTS, lambda _: ("cpu", 1))
+    assert resolved.config.batch.batch_size == 16
+    assert message == f"settings of trial 2 of {folder}: --batch-size 16 (churn 0.2)"

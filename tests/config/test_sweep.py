@@ -58,7 +58,7 @@ def test_optuna_is_refused_for_given_points() -> None:
     "sweep",
     [
         Sweep(SPACE, "optuna", 4, asha=True),
-        Sweep(parse_space(["learning-rate=1e-4..1e-2:log", "experts=2..9"]), "random", 5),
+        Sweep(parse_space(["learning-rate=1e-4..1e-2:log", "experts=2..9"]), "random", 5, "accuracy:max"),
     ],
 )
 def test_the_header_of_a_ledger_reads_back_the_same(sweep: Sweep) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import TrainingFailed
+from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.measure.trial import TrialLimits, TrialResult, open_trial
 from orchestrator.tasks.digits import Digits
@@ -63,6 +63,15 @@ def test_a_trial_of_given_steps_pauses_and_evaluates() -> None:
 def test_a_trial_of_few_steps_runs_no_more() -> None:
     (result,) = run_trial(TrialLimits(1.0, steps=2))
     assert (result.done, result.steps) == (True, 1)  # the other step is the warm-up
+
+
+def test_a_trial_has_the_validation_metrics_and_misses_none() -> None:
+    (result,) = run_trial(TrialLimits(1.0, steps=2, metric="accuracy"))
+    assert 0 <= result.metrics["accuracy"] <= 1
+    with pytest.raises(
+        UserError, match="--objective 'acuracy' is not among the validation metrics: loss, accuracy"
+    ):
+        run_trial(TrialLimits(1.0, steps=2, metric="acuracy"))
 
 
 class Diverging(Digits):

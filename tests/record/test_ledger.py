@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import UserError
-from orchestrator.record.ledger import LEDGER, Ledger, TrialRow, holds_sweep, parse_trial, read_sweep_record
+from orchestrator.record.ledger import (
+    LEDGER,
+    Ledger,
+    TrialRow,
+    holds_sweep,
+    parse_trial,
+    rank_trials,
+    read_sweep_record,
+    tied_trials,
+)
 
 DONE = TrialRow(
     1,
@@ -92,3 +101,46 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="holds no sweep"):
         read_sweep_record(tmp_path)
+
+
+def measured(trial: int, speed: float, interval: float | None = 0.02, **metrics: object) -> TrialRow:
+    values: dict[str, float] = metrics  # pyright: ignore[reportAssignmentType]
+    return TrialRow(trial, {}, "completed", samples_per_second=speed, interval=interval, metrics=values)
+
+
+def numbers(rows: list[TrialRow]) -> list[int]:
+    return [row.trial for row in rows]
+
+
+def test_trials_are_ranked_by_any_metric_in_its_direction() -> None:
+    rows = [
+        measured(1, 9.0, churn=0.3, accuracy=0.5),
+        measured(2, 8.0, churn=0.1, accuracy=0.9),
+        measured(3, 7.0, churn="x"),
+    ]
+    assert numbers(rank_trials(rows, "churn:min")) == [2, 1]
+    assert numbers(rank_trials(rows, "churn:max")) == [1, 2]
+    assert numbers(rank_trials(rows, "accuracy")) == [2, 1]
+    assert numbers(rank_trials(rows, "throughput")) == [1, 2, 3]
+
+
+def test_trials_whose_intervals_overlap_are_tied() -> None:
+    rows = [measured(1, 1309.0, 0.17), measured(2, 978.0, 0.27), measured(3, 500.0, 0.1)]
+    assert numbers(tied_trials(rows, "throughput")) == [2]
+    narrow = [measured(1, 1309.0, 0.02), measured(2, 978.0, 0.02)]
+    assert tied_trials(narrow, "throughput") == []
+    too_short = [measured(1, 1309.0), measured(2, 978.0, None)]
+    assert numbers(tied_trials(too_short, "throughput")) == [2]
+    assert tied_trials([], "throughput") == []
+
+
+def test_equal_metrics_are_tied() -> None:
+    rows = [measured(1, 1.0, accuracy=0.9), measured(2, 2.0, accuracy=0.9), measured(3, 3.0, accuracy=0.8)]
+    assert numbers(tied_trials(rows, "accuracy:max")) == [2]
+
+
+def test_a_damaged_objective_is_throughput(tmp_path: Path) -> None:
+    for number, objective in enumerate(("reward", "accuracy:up", "")):
+        record = read_sweep_record(write_ledger(tmp_path / str(number), DONE, objective=objective))
+        assert record.objective == "throughput"
+        assert record.best() == DONE

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.settings import setting_types
 from orchestrator.config.space import point_flags, point_key
 from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
+from orchestrator.record.sweep_table import throughput_text
 from orchestrator.report.run.read import finite
 from orchestrator.report.run.stats import plural
 from orchestrator.report.sweep.scaling import ScalingSeries
@@ -29,6 +32,8 @@ SHORT_STATUS = {
     "infeasible": "infeasible",
 }
 STATUS_WORDS = {status: status.replace("_", " ") for status in STATUSES}
+MAX_TIES = 5
+_ODD_CHARACTERS = re.compile(r"[^\w @./%+-]")
 MAX_VALUE_CHARS = 40
 _NOT_TRAINED_WITH = {"task", "name", "run_dir", "resume"}
 """Settings that a command names in another way, or that belong to the sweep's own folder."""
@@ -96,16 +101,35 @@ def counts_text(rows: Iterable[TrialRow]) -> str:
 
 
 def objective_name(record: SweepRecord) -> str:
-    return "validation loss" if record.objective == "validation_loss" else "samples/s"
+    """Return the name of the objective for people; a ledger may hold any text as the name of a metric."""
+    if record.objective == THROUGHPUT:
+        return "samples/s"
+    return _ODD_CHARACTERS.sub("", record.criterion.name.replace("_", " "))[:MAX_VALUE_CHARS]
 
 
 def objective_value(record: SweepRecord, row: TrialRow) -> float | None:
     """Return the figure that people read as the outcome of a trial."""
-    return finite(row.validation_loss) if record.objective == "validation_loss" else throughput(row)
+    return throughput(row) if record.objective == THROUGHPUT else finite(row.value(record.objective))
 
 
 def objective_text(record: SweepRecord, value: float) -> str:
-    return f"{value:.4g}" if record.objective == "validation_loss" else speed_text(value)
+    return speed_text(value) if record.objective == THROUGHPUT else f"{value:.4g}"
+
+
+def ties_text(record: SweepRecord) -> str:
+    """Return which trials are tied with the best, and why; empty if none is."""
+    best = record.best()
+    tied = record.tied()
+    if best is None or not tied:
+        return ""
+    numbers = ", ".join(str(row.trial) for row in tied[:MAX_TIES]) + ("" if len(tied) <= MAX_TIES else ", …")
+    trials = f"trial{'s' if len(tied) > 1 else ''} {numbers}"
+    if record.objective != THROUGHPUT:
+        return f"a tie: {trials} {'have' if len(tied) > 1 else 'has'} the same {objective_name(record)}"
+    return (
+        f"a tie: the intervals of trial {best.trial} ({throughput_text(best)} samples/s) and of {trials} "
+        f"({throughput_text(tied[0])}) overlap, so no difference was shown; more --trial-seconds narrow them"
+    )
 
 
 def rate_text(speed: float | None, interval: float | None) -> str:

@@ -6,6 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+from orchestrator.config.objective import THROUGHPUT
 from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run.page import PAGE, document
@@ -22,11 +23,14 @@ from orchestrator.report.sweep.facts import (
     is_python_task,
     measurement_text,
     objective_name,
+    objective_text,
+    objective_value,
     one_line,
     point_text,
     space_text,
     status_counts,
     swept_settings,
+    ties_text,
     title,
     total_seconds,
     train_command,
@@ -105,7 +109,9 @@ def _is_complete(record: SweepRecord) -> bool:
 
 
 def _note(record: SweepRecord) -> str:
-    """Return a note that no trial was measured, if so."""
+    """Return a note that no trial was measured, or that the best one is tied with others."""
+    if record.tied():
+        return f'<div class="card note t-warn">{esc(ties_text(record).capitalize())}.</div>'
     if record.best() is not None or not record.rows:
         return ""
     text = (
@@ -120,12 +126,12 @@ def _best_tiles(record: SweepRecord) -> list[Tile]:
     if best is None:
         return []
     tiles: list[Tile] = []
-    loss = finite(best.validation_loss)
-    if record.objective == "validation_loss" and loss is not None:
-        tiles.append(("best validation loss", f"{loss:.4g}", ""))
+    value = objective_value(record, best)
+    if record.objective != THROUGHPUT and value is not None:
+        tiles.append((f"best {objective_name(record)}", objective_text(record, value), ""))
     speed = throughput(best)
     if speed is not None:
-        name = "best samples / s" if record.objective == "throughput" else "samples / s of the best"
+        name = "best samples / s" if record.objective == THROUGHPUT else "samples / s of the best"
         tiles.append((name, speed_text(speed), _spread_text(best)))
     devices = plural(num_devices(best) or 1, "device", "devices")
     settings = point_text(best, swept_settings(record)) or f"on {devices}"
@@ -143,7 +149,7 @@ def _spread_text(row: TrialRow) -> str:
 
 def _scaling_tiles(record: SweepRecord) -> list[Tile]:
     best = best_series(record)
-    if best is None or len(best.points) < 2 or record.objective != "throughput":
+    if best is None or len(best.points) < 2 or record.objective != THROUGHPUT:
         return []
     last = best.points.iloc[-1]
     base = "one" if best.base_devices == 1 else str(best.base_devices)

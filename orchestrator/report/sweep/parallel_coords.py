@@ -71,7 +71,7 @@ def parallel_plot(record: SweepRecord) -> ParallelPlot | None:
     shown = [name for name in names if name in by_effect[:MAX_SETTINGS]]
     scales = [_scale(name_text(name), [row.point.get(name) for row in rows]) for name in shown]
     outcome = numeric_scale(objective_name(record), [objective_value(record, row) or 0.0 for row in rows])
-    best_is_low = record.objective == "validation_loss"
+    best_is_low = record.criterion.mode == "min"
     strengths = [1 - place if best_is_low else place for place in outcome.places]
     places_by_scale = [*(_spread_apart(scale.places) for scale in scales), outcome.places]
     places_by_line = zip(*places_by_scale, strict=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
@@ -14,6 +16,8 @@ from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
     hours_text,
     name_text,
+    objective_name,
+    objective_value,
     one_line,
     setting_names,
     setting_text,
@@ -198,6 +202,9 @@ def _columns(record: SweepRecord) -> list[_Column]:
         columns.append(_figure("devices", num_devices, _integer))
     if any(finite(row.validation_loss) is not None for row in record.rows):
         columns.append(_measured("validation loss", lambda row: row.validation_loss, "{:.4g}".format))
+    if record.objective not in (THROUGHPUT, VALIDATION_LOSS):
+        value = partial(objective_value, record)
+        columns.append(_measured(objective_name(record), value, "{:.4g}".format))
     columns += [
         replace(_measured("samples/s", throughput, speed_text), first_order="descending"),
         _measured("± %", _interval_percent, "{:.1f}".format),

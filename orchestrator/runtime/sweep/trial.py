@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from experts.actor_host import ExpertHost
+from orchestrator.config.objective import THROUGHPUT
 from orchestrator.config.space import Point
 from orchestrator.errors import OrchestratorError, OutOfMemory
 from orchestrator.record.ledger import TrialRow
@@ -34,7 +35,7 @@ _MAX_TRIALS_PER_GROUP = 40
 """Trials of a group of workers. Each leaves the sockets of its process group open."""
 _RESULT_FIELDS = (
     "samples_per_second", "interval", "units_per_second", "step_seconds", "steps",
-    "peak_memory_bytes", "phases", "train_loss", "validation_loss",
+    "peak_memory_bytes", "phases", "train_loss", "validation_loss", "metrics",
 )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _report(row: TrialRow, setup: TrialSetup, done: bool) -> dict[str, Any]:
     score = row.score(setup.objective)
     if score is None:  # Tune compares trials with a score only
         return report
-    if setup.objective == "throughput":
+    if setup.objective == THROUGHPUT:
         score /= max(1, row.workers or 1)
     return {"score": score, **report}
 

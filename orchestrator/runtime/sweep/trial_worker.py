@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS, read_objective
 from orchestrator.config.settings import Config
 from orchestrator.config.space import Point
 from orchestrator.errors import UserError
@@ -96,10 +97,13 @@ def _open_worker(
     task = setup.task or load_task(config)
     plan, facts = _plan_trial(setup, config, task)
     check_batch(config, point, size, facts.samples)
-    steps = plan.total_steps.value if setup.objective == "validation_loss" else None
+    limits = TrialLimits(setup.seconds)
+    if setup.objective != THROUGHPUT:
+        metric = None if setup.objective == VALIDATION_LOSS else read_objective(setup.objective).name
+        limits = TrialLimits(setup.seconds, plan.total_steps.value, metric)
     with (
         _open_world(config, plan, address, rank, size) as world,
-        open_trial(config, plan, facts, task, world, TrialLimits(setup.seconds, steps)) as trial,
+        open_trial(config, plan, facts, task, world, limits) as trial,
     ):
         yield _TrialWorker(trial, _plan_fields(plan, facts, size))
 

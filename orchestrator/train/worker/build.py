@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.model import mix
@@ -149,21 +149,24 @@ def build_evaluation(
         seed=None,
         loader=_loader_options(plan),
     )
-    metric = watched_metric(config, task).name
-    if metric != "loss":
-        # Evaluate one batch now: a wrong name should fail before the first epoch, not after it.
-        trial = Evaluation(parts.strategy, feed, parts.precision, max_batches=1, name="try")
-        metrics = trial()["metrics"]
-        if metric not in metrics:
-            raise UserError(
-                f"--early-stopping-metric {metric!r} is not among the validation metrics: "
-                f"{', '.join(['loss', *metrics])}"
-            )
     max_batches = _DEBUG_EVALUATION_BATCHES if config.run.debug else None
     evaluation = Evaluation(parts.strategy, feed, parts.precision, max_batches)
+    metric = watched_metric(config, task).name
+    if metric != "loss":
+        check_has_metric(evaluation, metric, "--early-stopping-metric")
     if heartbeat is not None:
         evaluation.on_progress = heartbeat.advance
     return evaluation
+
+
+def check_has_metric(evaluation: Evaluation, metric: str, flag: str) -> None:
+    """Evaluate one batch: a wrong name should fail before the first epoch, not after it."""
+    trial = replace(evaluation, max_batches=1, name="try")
+    metrics = trial()["metrics"]
+    if metric not in metrics:
+        raise UserError(
+            f"{flag} {metric!r} is not among the validation metrics: {', '.join(['loss', *metrics])}"
+        )
 
 
 def _loader_options(plan: Plan) -> LoaderOptions:

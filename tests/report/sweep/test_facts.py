@@ -9,9 +9,11 @@ from orchestrator.config.flags import read_flags
 from orchestrator.record.ledger import SweepRecord, TrialRow
 from orchestrator.report.sweep.facts import (
     name_text,
+    objective_name,
     sentence,
     short_value,
     swept_settings,
+    ties_text,
     train_command,
 )
 from orchestrator.report.sweep.markdown import scaling_md
@@ -98,3 +100,27 @@ def test_a_python_task_is_trained_by_a_line_of_python(tmp_path) -> None:
     for text in (scaling_md(record), sweep_page(record)):
         assert "--tuned" not in text
         assert "Trainer(…, config=Config.of(" in text
+
+
+def test_a_tie_is_told_on_the_page(tmp_path) -> None:
+    rows = tuple(
+        TrialRow(number, {"batch_size": number}, "completed", samples_per_second=speed, interval=interval)
+        for number, speed, interval in ((1, 1309.0, 0.17), (2, 978.0, 0.27))
+    )
+    record = SweepRecord(tmp_path, {"event": "sweep", "objective": "throughput"}, rows)
+    assert ties_text(record).startswith("a tie: the intervals of trial 1")
+    assert "A tie: the intervals of trial 1" in sweep_page(record)
+    assert ties_text(replace(record, rows=rows[:1])) == ""
+
+
+def test_the_page_shows_the_metric_that_is_the_objective(tmp_path) -> None:
+    rows = tuple(
+        TrialRow(number, {"batch_size": number}, "completed", samples_per_second=9.0, metrics={"mae": mae})
+        for number, mae in ((1, 0.75), (2, 0.25))
+    )
+    record = SweepRecord(tmp_path, {"event": "sweep", "objective": "mae:min"}, rows)
+    page = sweep_page(record)
+    assert "best mae" in page
+    assert "0.25" in page
+    hostile = replace(record, header={"event": "sweep", "objective": f"{EVIL}$\\frac:min"})
+    assert not set('<>$&;\\"') & set(objective_name(hostile))

@@ -112,6 +112,25 @@ def test_a_sweep_by_validation_loss_with_asha(shared_cluster: RayCluster, tmp_pa
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_sweep_by_a_metric_of_the_task(shared_cluster: RayCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "accuracy"
+    space = ("--sweep", "learning-rate=1e-6,1e-2", "--workers", "1", "--batch-size", "32")
+    length = ("--trial-steps", "40", "--concurrent", "1")
+    complete_sweep(shared_cluster, run_dir, *space, *length, "--objective", "accuracy")
+    record = read_sweep_record(run_dir)
+    best = record.best()
+    assert record.objective == "accuracy:max"
+    assert best is not None
+    assert best.point["learning_rate"] == 1e-2
+    assert best.metrics["accuracy"] == max(row.metrics["accuracy"] for row in record.rows)
+    unknown = (*space, *length, "--objective", "f1")
+    output = complete(shared_cluster, tmp_path, sweep_arguments(tmp_path / "unknown", *unknown), code=4)
+    assert "--objective 'f1' is not among the validation metrics: loss, accuracy" in output
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_sweep_over_strategies(shared_cluster: RayCluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "strategies"
     space = ("--sweep", "parallel-strategy=data_parallel,expert_parallel", "--workers", "2")
