@@ -353,6 +353,21 @@ def test_alternating_loads_cause_few_changes(period: int) -> None:
     assert max(reached) <= RULES.max_imbalance
 
 
+def test_copies_suit_both_of_two_alternating_loads() -> None:
+    layer = layer_on(0, 1, 2, 3, 0, 1, 2, 3)
+    cluster = cluster_of(1, 1, 1, 1)
+    phases = [
+        [1030, 2850, 700, 440, 8070, 1560, 550, 360],
+        [360, 1030, 8070, 2850, 550, 440, 1560, 700],
+    ]
+    history = LoadHistory()
+    for window in range(12):
+        history = history.observed(layer.ids, [5 * load for load in phases[window // 2 % 2]], 5)
+        (layer,) = after([layer], decide([layer], [history], [COSTS], cluster, RULES))
+    reached = [layer_imbalance(layer, loads, COSTS, cluster) for loads in phases]
+    assert max(reached) <= RULES.max_imbalance
+
+
 # --- newborn experts
 
 
