@@ -13,8 +13,8 @@ reads these lines.
 |            | hosts [{rank, node, device, name, speed (measured FLOP/s), memory (bytes or null)}],       |
 |            | layers [{name, host_of [rank by expert, or list of the ranks of its copies], sizes         |
 |            | [cost of a row, by expert], costs [predicted work by expert], seconds [predicted, by       |
-|            | host], bound, imbalance, gap; ids [by expert] once the experts are not the initial         |
-|            | ones}], sentence for people                                                                |
+|            | host], bound, imbalance, gap; ids and splits [by expert, see ``expert``] once the          |
+|            | experts are not the initial ones}], sentence for people                                    |
 | step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean    |
 |            | over the batch}; warm_up is true on the first steps of a process                           |
 | phases     | step, steps; seconds per step of data, forward, backward, optimizer and, on several        |
@@ -25,6 +25,7 @@ reads these lines.
 |            | [layer][expert] once the experts are not the initial ones                                  |
 | expert     | step (steps done when it takes effect), change (born, warmed, merged, pruned, moved,       |
 |            | copied, undone), layer, layer_name, ids, parents, hosts [ranks of the copies, by id],      |
+|            | splits [shares of the copies, by id, as whole numbers; empty: equal],                      |
 |            | reason, loss_before, loss_after (validation, or null), output_change (relative change of   |
 |            | the layer's output, or null), seconds, experts (of the layer afterwards); an ``undone``    |
 |            | event follows directly on the change that it undoes, with the same ids and parents         |

@@ -31,6 +31,8 @@ class ExpertChange:
     parents: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...]
     """The ranks of the hosts of each expert's copies after the change."""
+    splits: tuple[tuple[int, ...], ...]
+    """The shares of each expert's tokens that its copies get, as whole numbers; empty if they are equal."""
     reason: str
     loss_before: float | None
     loss_after: float | None
@@ -52,7 +54,6 @@ def parse_change(event: Event) -> ExpertChange | None:
     kind = event.get("change")
     if step is None or layer is None or not ids or kind not in KINDS:
         return None
-    hosts = event.get("hosts")
     return ExpertChange(
         step=step,
         kind=kind,
@@ -60,7 +61,8 @@ def parse_change(event: Event) -> ExpertChange | None:
         layer_name=str(event.get("layer_name") or ""),
         ids=ids,
         parents=as_ids(event.get("parents")),
-        hosts=tuple(as_ids(copies) for copies in hosts) if isinstance(hosts, list) else (),
+        hosts=_nested_ids(event.get("hosts")),
+        splits=_nested_ids(event.get("splits")),
         reason=str(event.get("reason") or ""),
         loss_before=to_float(event.get("loss_before")),
         loss_after=to_float(event.get("loss_after")),
@@ -139,6 +141,10 @@ def as_ids(value: Any) -> tuple[int, ...]:
     ids = [as_id(item) for item in value] if isinstance(value, list) else []
     known = tuple(item for item in ids if item is not None)
     return known if len(known) == len(ids) else ()
+
+
+def _nested_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(as_ids(item) for item in value) if isinstance(value, list) else ()
 
 
 def _has_step(event: Mapping[str, Any]) -> bool:

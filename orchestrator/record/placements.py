@@ -3,7 +3,7 @@
 The cost of a row is the size of its expert: rows × size is work, and work over a host's speed is
 time. The unit of time is arbitrary, since times are only compared with each other. The mean time is
 all work over all speed: the time if all hosts finished together. The copies of an expert share its
-rows equally.
+rows, equally unless the events say otherwise.
 
 The events may have any shape: an expert with an unknown host counts for no host, and speeds count
 as equal unless all of them are known.
@@ -29,6 +29,8 @@ Rows = Sequence[Mapping[int, float]]
 """Counts by layer and expert id."""
 Wait = tuple[float, float]
 """Time of the slowest host and mean time."""
+Copies = tuple[tuple[int, ...], tuple[float, ...]]
+"""Hosts of an expert's copies, and the fraction of its rows that each gets."""
 Sizes = Mapping[tuple[int, int], float]
 """Sizes by layer and expert id."""
 
@@ -54,6 +56,8 @@ class RecordedLayer:
     """The experts; the other fields have their order."""
     hosts: tuple[tuple[int, ...], ...]
     """The hosts of each expert's copies; empty if the placement lists no such host."""
+    shares: tuple[tuple[float, ...], ...]
+    """The fraction of its rows that each copy gets."""
     row_costs: tuple[float, ...]
     """Cost of a row by expert: the expert's size, or its predicted work if sizes are missing."""
     predicted_times: tuple[float, ...]
@@ -80,9 +84,11 @@ class RecordedLayer:
     def work(self, rows: Mapping[int, float], num_hosts: int) -> list[float]:
         """Return rows × cost by host; rows of experts that the placement does not know count for no host."""
         work = [0.0] * num_hosts
-        for expert, hosts in self.hosts_of.items():
-            for host in hosts:
-                work[host] += rows.get(expert, 0.0) * self.cost_of[expert] / len(hosts)
+        for expert, cost, hosts, shares in zip(
+            self.ids, self.row_costs, self.hosts, self.shares, strict=True
+        ):
+            for host, share in zip(hosts, shares, strict=True):
+                work[host] += rows.get(expert, 0.0) * cost * share
         return work
 
     def unplaced_rows(self, rows: Mapping[int, float]) -> float:
@@ -221,10 +227,14 @@ def _changed(placement: RecordedPlacement, change: ExpertChange, sizes: Sizes) -
     """Return a placement after a change of one layer's experts."""
     if change.layer >= len(placement.layers):
         return placement
-    index_of_rank = {host.rank: index for index, host in enumerate(placement.hosts)}
-    hosts = [_known_hosts(ranks, index_of_rank) for ranks in change.hosts]
+    has_splits = len(change.splits) == len(change.hosts)
+    splits = change.splits if has_splits else ((),) * len(change.hosts)
+    copies = [
+        _parse_copies(ranks, split, placement.hosts)
+        for ranks, split in zip(change.hosts, splits, strict=True)
+    ]
     layers = list(placement.layers)
-    layers[change.layer] = _changed_layer(layers[change.layer], change, hosts, sizes)
+    layers[change.layer] = _changed_layer(layers[change.layer], change, copies, sizes)
     return replace(
         placement,
         step=change.step,
@@ -234,22 +244,24 @@ def _changed(placement: RecordedPlacement, change: ExpertChange, sizes: Sizes) -
 
 
 def _changed_layer(
-    layer: RecordedLayer, change: ExpertChange, hosts: Sequence[tuple[int, ...]], sizes: Sizes
+    layer: RecordedLayer, change: ExpertChange, copies: Sequence[Copies], sizes: Sizes
 ) -> RecordedLayer:
-    rows = {expert: (layer.hosts_of[expert], layer.cost_of[expert]) for expert in layer.ids}
-    new_hosts = dict(zip(change.ids, hosts, strict=False))
+    old_copies = zip(layer.hosts, layer.shares, strict=True)
+    rows = dict(zip(layer.ids, zip(old_copies, layer.row_costs, strict=True), strict=True))
+    copies_of = dict(zip(change.ids, copies, strict=False))
     if change.kind in ("born", "merged"):
         for expert in change.ids:
-            rows[expert] = (new_hosts.get(expert, ()), _new_cost(layer, change, expert, sizes))
+            rows[expert] = (copies_of.get(expert, ((), ())), _new_cost(layer, change, expert, sizes))
     else:
-        for expert in set(new_hosts) & set(rows):
-            rows[expert] = (new_hosts[expert], rows[expert][1])
+        for expert in set(copies_of) & set(rows):
+            rows[expert] = (copies_of[expert], rows[expert][1])
     removed = {"merged": change.parents, "pruned": change.ids}.get(change.kind, ())
     kept = {expert: row for expert, row in rows.items() if expert not in removed}
     return RecordedLayer(
         name=layer.name,
         ids=tuple(kept),
-        hosts=tuple(hosts for hosts, _ in kept.values()),
+        hosts=tuple(hosts for (hosts, _), _ in kept.values()),
+        shares=tuple(shares for (_, shares), _ in kept.values()),
         row_costs=tuple(cost for _, cost in kept.values()),
         predicted_times=(),
     )
@@ -281,10 +293,11 @@ def _parse_host(index: int, fields: Mapping[str, Any]) -> RecordedHost:
 
 
 def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> RecordedLayer:
-    index_of_rank = {host.rank: index for index, host in enumerate(hosts)}
-    copies = [rank if isinstance(rank, list) else [rank] for rank in as_list(fields.get("host_of"))]
-    hosts_of = [_known_hosts((measurement(rank) for rank in ranks), index_of_rank) for ranks in copies]
-    num_experts = len(hosts_of)
+    ranks_of = [rank if isinstance(rank, list) else [rank] for rank in as_list(fields.get("host_of"))]
+    splits = [as_list(split) for split in as_list(fields.get("splits"))]
+    splits += [[]] * (len(ranks_of) - len(splits))
+    copies = [_parse_copies(ranks, split, hosts) for ranks, split in zip(ranks_of, splits, strict=False)]
+    num_experts = len(copies)
     work = _positive(fields.get("costs"), num_experts)
     row_costs = _positive(fields.get("sizes"), num_experts) or work or (1.0,) * num_experts
     predicted_times = tuple(measurement(value) or 0.0 for value in as_list(fields.get("seconds")))
@@ -292,23 +305,33 @@ def _parse_layer(fields: Mapping[str, Any], hosts: Sequence[RecordedHost]) -> Re
         # Without seconds the predicted work is the prediction, and without that the size of the
         # experts.
         host_work = [0.0] * len(hosts)
-        for held, expert_work in zip(hosts_of, work or row_costs, strict=True):
-            for host in held:
-                host_work[host] += expert_work / len(held)
+        for (held, shares), expert_work in zip(copies, work or row_costs, strict=True):
+            for host, share in zip(held, shares, strict=True):
+                host_work[host] += expert_work * share
         predicted_times = tuple(each / speed for each, speed in zip(host_work, _speeds(hosts), strict=True))
     ids = as_ids(fields.get("ids"))
     return RecordedLayer(
         name=str(fields.get("name") or ""),
         ids=ids if len(set(ids)) == num_experts else tuple(range(num_experts)),
-        hosts=tuple(hosts_of),
+        hosts=tuple(held for held, _ in copies),
+        shares=tuple(shares for _, shares in copies),
         row_costs=row_costs,
         predicted_times=predicted_times,
     )
 
 
-def _known_hosts(ranks: Iterable[float | None], index_of_rank: Mapping[int, int]) -> tuple[int, ...]:
-    known = [int(rank) for rank in ranks if rank is not None]
-    return tuple(sorted({index_of_rank[rank] for rank in known if rank in index_of_rank}))
+def _parse_copies(ranks: Sequence[Any], split: Sequence[Any], hosts: Sequence[RecordedHost]) -> Copies:
+    """Return the known hosts of an expert's copies, with equal shares unless the split is whole."""
+    index_of_rank = {host.rank: index for index, host in enumerate(hosts)}
+    parts = [measurement(part) or 0.0 for part in split]
+    if len(parts) != len(ranks) or not sum(parts):
+        parts = [1.0] * len(ranks)
+    share_of: dict[int, float] = {}
+    for rank, part in zip(ranks, parts, strict=True):
+        number = measurement(rank)
+        if number is not None and int(number) in index_of_rank:
+            share_of[index_of_rank[int(number)]] = part / sum(parts)
+    return tuple(sorted(share_of)), tuple(share_of[host] for host in sorted(share_of))
 
 
 def _positive(values: Any, count: int) -> tuple[float, ...] | None:

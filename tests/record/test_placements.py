@@ -228,6 +228,21 @@ def test_copies_share_the_rows_of_an_expert() -> None:
     assert parsed(layer([0, [0, 1]], [1, 2])).work(rows([1, 3])) == [[1 + 3, 3]]
 
 
+def test_copies_may_have_other_shares() -> None:
+    copied = expert_event(10, "copied", [2], hosts=[[1, 0]], splits=[[3, 1]])
+    placement = last_placement(placement_event(LAYER), copied)
+    assert placement.work(rows([0, 0, 2])) == [[15, 45]], "three of four rows on host 1"
+    back = expert_event(20, "copied", [2], hosts=[[0, 1]], splits=[[]])
+    assert last_placement(placement_event(LAYER), copied, back).work(rows([0, 0, 2])) == [[30, 30]]
+    moved = expert_event(20, "moved", [0], hosts=[[1]], splits=[[]])
+    assert last_placement(placement_event(LAYER), copied, moved).work(rows([1, 0, 2])) == [[15, 10 + 45]]
+    placed = parsed(layer([0, [0, 1]], [1, 2], splits=[[], [1, 3]]))
+    assert placed.work(rows([1, 4])) == [[1 + 2, 6]]
+    for odd in ("x", [[1]], [[0, 0]], [["x", 1]], []):
+        event = expert_event(10, "copied", [2], hosts=[[0, 1]], splits=odd)
+        assert sum(last_placement(placement_event(LAYER), event).work(rows([0, 0, 2]))[0]) == 60
+
+
 def test_an_undone_change_restores_the_placement_before_it() -> None:
     moved = expert_event(10, "moved", [1], hosts=[[0]])
     merged = expert_event(20, "merged", [3], parents=[0, 1], hosts=[[1]])
