@@ -177,6 +177,7 @@ class _EventWriter:
             parameters=8_421_376 if run.experts else 203_530,
             total_steps=run.steps,
             step=step,
+            best_by="accuracy:max",
         )
         if run.compiled:
             detail = "default, all parts"
