@@ -16,6 +16,7 @@ import pytest
 from orchestrator.record.events import by_step, of_kind, read_events
 from tests.support.cli_runs import (
     command,
+    complete,
     complete_run,
     finish_run,
     kill_worker,
@@ -139,6 +140,31 @@ def test_the_text_task_on_three_workers(shared_cluster: RayCluster, tmp_path: Pa
     complete_run(shared_cluster, tmp_path / "run", *length, "--workers", "3")
     expected = single_process_losses(tmp_path / "alone", *length)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_workers_keeps_its_settings_and_its_outcome(
+    shared_cluster: RayCluster, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    complete_run(shared_cluster, run_dir, "--max-steps", "6", "--workers", "2")
+    resume = ["resume", str(run_dir)]
+    wider = complete(shared_cluster, tmp_path, [*resume, "--width", "32"], code=2)
+    assert "width from 16 to 32 (flag --width)" in wider
+    assert read_summary(run_dir)["status"] == "completed"
+    output = complete(shared_cluster, tmp_path, [*resume, "--max-steps", "9", "--workers", "1"])
+    assert "changed: workers from 2 to 1 (flag --workers)" in output
+    assert "global batch" not in output
+    events = read_events(run_dir / "events.jsonl")
+    (settings,) = of_kind(events, "settings")
+    assert [change["name"] for change in settings["changes"]] == ["max_steps", "workers"]
+    assert {step["lr"] for step in by_step(events)} == {1e-3}
+    # A failure of the workers before their start leaves the outcome of a good run.
+    summary = (run_dir / "summary.json").read_bytes()
+    complete(shared_cluster, tmp_path, [*resume, "--early-stopping-metric", "f1", "--workers", "2"], code=2)
+    assert (run_dir / "summary.json").read_bytes() == summary
+    warnings = of_kind(read_events(run_dir / "events.jsonl"), "warning")
+    assert "a resume failed before its first step: --early-stopping-metric 'f1'" in warnings[-1]["message"]
 
 
 @pytest.mark.slow
