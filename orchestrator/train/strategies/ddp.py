@@ -133,7 +133,7 @@ class DDPStrategy(Strategy):
             raise TrainingFailed(
                 "a parameter got no gradient in this step, though it had one in the first steps, and the "
                 "workers' gradients could not be summed; nothing was updated. Use --find-unused-parameters, "
-                "and begin again with --resume auto"
+                "and continue with orchestrator resume FOLDER"
             ) from None
 
     def _fill_missing_gradients(self) -> None:
