@@ -32,6 +32,7 @@ def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
         layer.load_E.copy_(counts_E)
         gate = layer.gate
         if gate.bias_rate:
+            chosen_E = layer.gate_counts(counts_E)
             # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
-            direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+            direction_E = torch.sign(chosen_E.sum() - chosen_E * len(chosen_E))
             gate.bias_E += gate.bias_rate * direction_E.to(gate.bias_E.dtype)

@@ -25,18 +25,18 @@ ROLES = ("up", "down")
 
 @dataclass(frozen=True)
 class SizeClass:
-    """Experts of one hidden size: their global ids, in stacked order."""
+    """Experts of one hidden size: their rows in the gate, in stacked order."""
 
     hidden: int
-    ids: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 def size_classes(sizes: Sequence[int], held: Sequence[int]) -> tuple[SizeClass, ...]:
-    """Group the held experts by hidden size, smallest first, and in a class by id."""
+    """Group the held experts by hidden size, smallest first, and in a class by row."""
     classes: list[SizeClass] = []
     for hidden in sorted({sizes[expert] for expert in held}):
-        ids = tuple(expert for expert in sorted(held) if sizes[expert] == hidden)
-        classes.append(SizeClass(hidden, ids))
+        rows = tuple(expert for expert in sorted(held) if sizes[expert] == hidden)
+        classes.append(SizeClass(hidden, rows))
     return tuple(classes)
 
 
@@ -54,10 +54,12 @@ def without_memory() -> Iterator[None]:
 
 
 class ExpertBank(nn.Module):
-    """Experts of any sizes: all of a layer, or those of this host, by global id.
+    """Experts of any sizes: all of a layer, or those of this host, by their rows in the gate.
 
-    A slot is an expert's place in stacked order. ``slot_E`` maps ids to slots, -1 for experts of
-    other hosts."""
+    A slot is an expert's place in stacked order. ``slot_E`` maps rows to slots, -1 for experts of
+    other hosts. ``ids`` are the permanent ids of all experts of the layer, by row: names of saved
+    tensors and initial weights depend on them. ``owned`` are the experts that this host counts and
+    saves: all that it holds, but for copies of another host's."""
 
     slot_E: Tensor
 
@@ -67,13 +69,16 @@ class ExpertBank(nn.Module):
         sizes: Sequence[int],
         kind: Kind = "swiglu",
         held: Sequence[int] | None = None,
+        ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.width = width
         self.sizes = tuple(sizes)
+        self.ids = tuple(range(len(sizes))) if ids is None else tuple(ids)
         self.kind: Kind = kind
         self.kernel: Kernel = "auto"
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
+        self.owned = self.held
         self.classes = size_classes(sizes, self.held)
         self.register_buffer("slot_E", self.slots(), persistent=False)
         device = "meta" if _WITHOUT_MEMORY.get() else None
@@ -85,15 +90,15 @@ class ExpertBank(nn.Module):
 
     def _stack_shape(self, group: SizeClass, role: str) -> tuple[int, int, int]:
         if role == "down":
-            return len(group.ids), group.hidden, self.width
+            return len(group.rows), group.hidden, self.width
         # SwiGLU has two matrices before the activation, gate and value, in one stack.
         inner = 2 * group.hidden if self.kind == "swiglu" else group.hidden
-        return len(group.ids), self.width, inner
+        return len(group.rows), self.width, inner
 
     def slots(self) -> Tensor:
         """Return ``slot_E``, on the CPU."""
         slot_E = [-1] * len(self.sizes)
-        stacked = [expert for group in self.classes for expert in group.ids]
+        stacked = [expert for group in self.classes for expert in group.rows]
         for slot, expert in enumerate(stacked):
             slot_E[expert] = slot
         return torch.tensor(slot_E, dtype=torch.int64)
@@ -117,13 +122,13 @@ class ExpertBank(nn.Module):
     def part(self, held: Sequence[int]) -> ExpertBank:
         """Return a bank of some of these experts, with copies of their weights."""
         with without_memory():
-            bank = ExpertBank(self.width, self.sizes, self.kind, held)
+            bank = ExpertBank(self.width, self.sizes, self.kind, held, self.ids)
         bank.kernel = self.kernel
         bank.slot_E = bank.slot_E.to(self.slot_E.device)
         for group, role, _ in list(bank.stacks()):
             whole = self.get_parameter(f"{role}_{group.hidden}")
             (own_group,) = (each for each in self.classes if each.hidden == group.hidden)
-            indices = [own_group.ids.index(expert) for expert in group.ids]
+            indices = [own_group.rows.index(expert) for expert in group.rows]
             weights = whole[torch.tensor(indices, device=whole.device)].clone()
             parameter = nn.Parameter(weights, requires_grad=whole.requires_grad)
             bank.register_parameter(f"{role}_{group.hidden}", parameter)
@@ -138,7 +143,7 @@ class ExpertBank(nn.Module):
                 return rows_RD
             if len(self.classes) == 1:
                 return self._compute(self.classes[0], rows_RD, counts_L, weights_R)
-            counts_of_class = counts_L.split([len(group.ids) for group in self.classes])
+            counts_of_class = counts_L.split([len(group.rows) for group in self.classes])
             # One transfer to the host for all classes.
             totals = torch.stack([counts.sum() for counts in counts_of_class])
             sizes = row_counts(totals, rows_RD.shape[0])

@@ -78,6 +78,8 @@ class MoEContext:
     way."""
     step: StepContext = field(default_factory=StepContext)
     cache: RecomputeCache | None = None
+    observing: bool = False
+    """Whether the layers collect statistics in this step."""
     row_checks: list[RowCheck] = field(default_factory=list)
     """Checks of received rows whose figures the host has not read yet."""
 
@@ -122,6 +124,11 @@ class MoEContext:
         result = compute()
         self.cache.values.append(_detached(result))
         return result
+
+    @property
+    def observes(self) -> bool:
+        """Whether this pass counts in the statistics: not a recomputed or a dummy one."""
+        return self.observing and not self.replaying and not self.step.dummy
 
     @property
     def replaying(self) -> bool:

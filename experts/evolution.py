@@ -291,7 +291,7 @@ def _least_used(expert: ExpertView) -> tuple[float, int]:
 def _warmed_reason(expert_id: int, parent: int | None, step: int, born_step: int) -> str:
     return (
         f"Expert {expert_id} shared the tokens of expert {parent} for {step - born_step} steps; "
-        "from now on the gate chooses between them."
+        "from now on the gate learns to choose between them."
     )
 
 

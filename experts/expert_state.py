@@ -21,7 +21,7 @@ def stacked_names(model: nn.Module) -> dict[str, list[str]]:
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             for group, role, _ in module.stacks():
-                entries = [f"{prefix}.{expert}.{role}" for expert in group.ids]
+                entries = [f"{prefix}.{module.ids[row]}.{role}" for row in group.rows]
                 names[f"{prefix}.{role}_{group.hidden}"] = entries
     return names
 
@@ -32,14 +32,24 @@ def remote_expert_names(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             remote = set(range(len(module.sizes))) - set(module.held)
-            names |= {f"{prefix}.{expert}.{role}" for expert in remote for role in ROLES}
+            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in remote for role in ROLES}
+    return names
+
+
+def copied_expert_names(model: nn.Module) -> set[str]:
+    """Return the names of the entries that this host holds a copy of, and another host saves."""
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, ExpertBank):
+            copied = set(module.held) - set(module.owned)
+            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in copied for role in ROLES}
     return names
 
 
 def held_experts(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the ids of this host's experts, by the name of their bank."""
     banks = {name: module for name, module in model.named_modules() if isinstance(module, ExpertBank)}
-    return {name: bank.held for name, bank in banks.items()}
+    return {name: tuple(bank.ids[row] for row in bank.held) for name, bank in banks.items()}
 
 
 def is_expert_parallel(model: nn.Module) -> bool:

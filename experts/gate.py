@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ class Gate(nn.Module):
     ``normalise``: the weights of a token's experts sum to one (not for k = 1, where that would cut
     the gate off from the loss). ``bias_E`` is added to the scores for the choice of experts, and
     not to their weights; it moves by ``bias_rate`` after each optimizer step
-    (``balance.update_balance``)."""
+    (``balance.update_balance``). ``prior_E`` is the logarithm of a factor on each expert's score: the
+    share that a split left it, or minus infinity for an expert that must not be chosen."""
 
     bias_E: Tensor
+    prior_E: Tensor
 
     def __init__(
         self,
@@ -41,11 +43,20 @@ class Gate(nn.Module):
                 f"top_k is {top_k}; with {num_experts} experts it must lie between 1 and {num_experts}"
             )
         self.top_k = top_k
+        self.chooses_all = top_k == num_experts
+        """Whether each token goes to all experts, however many there will be."""
+        self.has_prior = False
         self.scores: Scores = scores
         self.normalise = normalise
         self.bias_rate = bias_rate
         self.weight_ED = nn.Parameter(torch.empty(num_experts, width).normal_(0.0, 0.02))
         self.register_buffer("bias_E", torch.zeros(num_experts))
+        self.register_buffer("prior_E", torch.zeros(num_experts), persistent=False)
+
+    def use_priors(self, priors: Sequence[float]) -> None:
+        """Set the prior of each expert."""
+        self.has_prior = any(priors)
+        self.prior_E = torch.tensor(list(priors), dtype=self.prior_E.dtype, device=self.prior_E.device)
 
     def forward(
         self,
@@ -62,7 +73,7 @@ class Gate(nn.Module):
         recomputed pass repeat the choice of the first."""
         # Logits rounded to bf16 would tie or swap experts: autocast does not apply to the gate.
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = self._logits(x_TD, noise_TD)
+            logits_TE = self.logits(x_TD, noise_TD)
             share_E = scaled_share(previous_E, logits_TE.dtype)
             if self._can_fuse(logits_TE) and replay is None:
                 weights_TK, experts_TK, balance, z = fused_gate.choose(
@@ -85,13 +96,24 @@ class Gate(nn.Module):
         """Whether the fused kernel computes this gate: softmax scores without a bias."""
         return fused.available(logits_TE) and self.scores == "softmax" and not self.bias_rate
 
-    def _logits(self, x_TD: Tensor, noise_TD: Tensor | None) -> Tensor:
+    def logits(self, x_TD: Tensor, noise_TD: Tensor | None = None) -> Tensor:
+        logits_TE = self._products(x_TD, noise_TD)
+        if self.has_prior and self.scores == "softmax":
+            logits_TE = logits_TE + self.prior_E.to(logits_TE.dtype)
+        return logits_TE
+
+    def _products(self, x_TD: Tensor, noise_TD: Tensor | None) -> Tensor:
         both_bf16 = x_TD.dtype == self.weight_ED.dtype == torch.bfloat16
         if noise_TD is None and both_bf16 and fused.available(x_TD):
             return fused_gate.gate_logits(x_TD, self.weight_ED)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         input_TD = x_TD.to(dtype) if noise_TD is None else x_TD.to(dtype) * noise_TD
         return F.linear(input_TD, self.weight_ED.to(dtype))
+
+    def probabilities(self, x_TD: Tensor) -> Tensor:
+        """Return the probability of each expert, without noise."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return self._scores(self.logits(x_TD))[1]
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of experts, and their probabilities for the balance loss."""
@@ -100,15 +122,20 @@ class Gate(nn.Module):
             return probabilities_TE, probabilities_TE
         # Sigmoid scores do not sum to one, but the balance loss needs probabilities.
         scores_TE = logits_TE.sigmoid()
+        if self.has_prior:
+            scores_TE = scores_TE * self.prior_E.exp().to(scores_TE.dtype)
         return scores_TE, scores_TE / _nonzero(scores_TE.sum(-1, keepdim=True))
 
     def _choose(self, scores_TE: Tensor, replay: Replay | None) -> tuple[Tensor, Tensor]:
-        if not self.bias_rate and replay is None:
+        if not self.bias_rate and not self.has_prior and replay is None:
             weights_TK, experts_TK = scores_TE.topk(self.top_k, dim=-1)
         else:
             bias_E = self.bias_E.to(scores_TE.dtype) if self.bias_rate else 0.0
             # Detached: the bias takes part in the choice only, and a choice has no gradient.
             biased_TE = scores_TE.detach() + bias_E
+            if self.has_prior:
+                # A bias, or scores that underflow, must not make up for it.
+                biased_TE = biased_TE.masked_fill(self.prior_E == -torch.inf, -torch.inf)
 
             def chosen() -> Tensor:
                 return biased_TE.topk(self.top_k, dim=-1).indices
@@ -152,10 +179,21 @@ def noise(
     has no unsigned multiplication, so its constants are written as negative numbers and shifts are
     masked."""
     column_D = torch.arange(width, device=position_T.device)
-    mixed_TD = position_T.unsqueeze(1) * -7046029254386353131 + column_D * -4658895280553007687 + seed
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        shifted_TD = (mixed_TD >> shift) & ((1 << (64 - shift)) - 1)
-        mixed_TD = (mixed_TD ^ shifted_TD) * factor
+    first_TD = position_T.unsqueeze(1) * -7046029254386353131 + column_D * -4658895280553007687 + seed
+    mixed_TD = mix_bits(first_TD)
     # The upper 24 bits: as many as fp32 holds exactly. The finalizer's last step changes lower bits only.
     uniform_TD = ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
     return 1.0 + size * (2.0 * uniform_TD - 1.0)
+
+
+def mix_bits(values: Tensor) -> Tensor:
+    """Hash 64-bit integers: their upper bits are as good as random."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        shifted = (values >> shift) & ((1 << (64 - shift)) - 1)
+        values = (values ^ shifted) * factor
+    return values
+
+
+def coin(seed: int, position_T: Tensor) -> Tensor:
+    """Return True for about half of the tokens at these global positions, whatever host they are on."""
+    return mix_bits(position_T * -7046029254386353131 + seed) < 0

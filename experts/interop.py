@@ -52,6 +52,7 @@ def into_block(layer: MoELayer, block: nn.Module) -> None:
         "top_k": (gate.top_k, target.top_k),
         "normalise": (gate.normalise, target.normalise),
         "bias_rate": (gate.bias_rate, 0.0),
+        "prior": (gate.has_prior, False),
         "jitter": (layer.jitter, 0.0),
         "capacity": (layer.capacity, None),
         "shared": (layer.shared is not None, False),

@@ -5,7 +5,8 @@ See ``types`` for the letters of shapes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,16 @@ from experts.bank import ExpertBank, computing_dtype
 from experts.capacity import capacity_mask
 from experts.context import MoEContext
 from experts.dispatch import combine, dispatch
-from experts.gate import Gate, noise
+from experts.gate import Gate, coin, noise
 from experts.kernels.loop import activate
 from experts.received_rows import RowCheck, local_slots
+from experts.routes import route_table
+from experts.statistics import ExpertStatistics
+from experts.structure import LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
 from experts.types import Kind, Routing, Scores
+
+T = TypeVar("T")
 
 
 class MoELayer(nn.Module):
@@ -32,12 +38,16 @@ class MoELayer(nn.Module):
     - ``shared`` is the hidden size of an expert that computes every token.
     - ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads
       it; the training loop sums the counts of a step and passes them to ``balance.update_balance``.
-    - ``host_E`` is the host of each expert: this one, until ``model.place`` distributes them.
+    - ``structure`` describes the experts. ``host_E`` is the host of each: this one, until
+      ``model.place`` distributes them. Where an expert has copies on several hosts, ``route_EB`` is
+      the host for each bucket of this host's tokens.
     - ``layer_id`` is a number that is the same on all hosts, and another in each layer.
       ``layer_name`` is for messages."""
 
     load_E: Tensor
     host_E: Tensor
+    route_EB: Tensor | None
+    twin_E: Tensor | None
 
     def __init__(
         self,
@@ -72,6 +82,10 @@ class MoELayer(nn.Module):
         self.layer_name = ""
         self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("route_EB", None, persistent=False)
+        self.register_buffer("twin_E", None, persistent=False)
+        self.structure = LayerStructure.initial("", sizes)
+        self.statistics: ExpertStatistics | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -86,23 +100,77 @@ class MoELayer(nn.Module):
             y_TD = uncompiled(self._forward_exchanged)(input_TD, routing)
         return y_TD.reshape(x.shape).to(x.dtype), routing
 
+    def use_structure(self, structure: LayerStructure, host: tuple[int, int] = (0, 1), step: int = 0) -> None:
+        """Route by the hosts, twins and priors of a structure, which the bank and the gate have already.
+
+        ``host`` is the rank of this host and the number of hosts. ``step`` counts the steps done."""
+        rank, num_hosts = host
+        experts = structure.experts
+        device = self.load_E.device
+        self.structure = structure
+        self.host_E = torch.tensor([expert.hosts[0] for expert in experts], device=device)
+        self.bank.owned = tuple(row for row in self.bank.held if experts[row].hosts[0] == rank)
+        has_copies = any(len(expert.hosts) > 1 for expert in experts)
+        self.route_EB = None
+        if has_copies:
+            self.route_EB = torch.tensor(route_table(structure, rank, num_hosts), device=device)
+        twins = {expert.twin_of: row for row, expert in enumerate(experts) if expert.twin_of is not None}
+        twin_rows = [twins.get(expert.id, -1) for expert in experts]
+        self.twin_E = torch.tensor(twin_rows, device=device) if twins else None
+        self.use_priors(step)
+
+    def use_priors(self, step: int) -> None:
+        """Set the gate's priors for the step after ``step``."""
+        self.gate.use_priors([expert.prior_at(step) for expert in self.structure.experts])
+
+    def gate_counts(self, counts_E: Tensor) -> Tensor:
+        """Return the tokens that the gate chose each expert for: a twin's are its parent's."""
+        if self.twin_E is None:
+            return counts_E
+        has_twin_E = self.twin_E >= 0
+        twin_rows = self.twin_E.clamp(min=0)
+        twin_counts_E = torch.where(has_twin_E, counts_E[twin_rows], 0)
+        is_twin_E = torch.zeros_like(has_twin_E).index_fill_(0, twin_rows[has_twin_E], True)
+        return torch.where(is_twin_E, 0, counts_E + twin_counts_E)
+
     def _route(self, x_TD: Tensor, first_dimension: int) -> Routing:
         context = self.context
         noise_TD = self._noise(x_TD, first_dimension) if self.jitter and self.training else None
         replay = context.replayed if context.cache is not None else None
-        return self.gate(x_TD, self.load_E, noise_TD, replay)
+        routing = self.gate(x_TD, self.gate_counts(self.load_E), noise_TD, replay)
+        if self.twin_E is not None and self.training:
+            routing = self._share_with_twins(routing, self._positions(x_TD, first_dimension))
+        if self.statistics is not None and self.training and context.observes:
+            position_T = self._positions(x_TD, first_dimension)
+            uncompiled(self.statistics.observe)(x_TD, routing, self.gate, position_T)
+        return routing
 
-    def _noise(self, x_TD: Tensor, first_dimension: int) -> Tensor:
+    def _share_with_twins(self, routing: Routing, position_T: Tensor) -> Routing:
+        """Send about half of the tokens of an expert that has a twin to the twin."""
+        assert self.twin_E is not None
+        twins_TK = self.twin_E[routing.experts_TK]
+        goes_T = coin(self.context.step.seed + self.layer_id, position_T)
+        experts_TK = torch.where((twins_TK >= 0) & goes_T.unsqueeze(1), twins_TK, routing.experts_TK)
+        expert_R = experts_TK.flatten()
+        counts_E = torch.zeros_like(self.load_E).scatter_add_(0, expert_R, torch.ones_like(expert_R))
+        return replace(routing, experts_TK=experts_TK, counts_E=counts_E)
+
+    def _positions(self, x_TD: Tensor, first_dimension: int) -> Tensor:
+        """Return the positions of the tokens in the global batch."""
         step = self.context.step
         # Inputs may be flattened to (samples * tokens, width), so the first dimension counts
         # samples only by default.
         num_samples = step.num_samples or first_dimension
-        tokens, width = x_TD.shape
+        tokens = len(x_TD)
         tokens_per_sample = tokens // max(1, num_samples)
         first_position = step.first_sample * tokens_per_sample
-        position_T = first_position + torch.arange(tokens, device=x_TD.device)
+        return first_position + torch.arange(tokens, device=x_TD.device)
+
+    def _noise(self, x_TD: Tensor, first_dimension: int) -> Tensor:
+        position_T = self._positions(x_TD, first_dimension)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        return noise(step.seed + self.layer_id, position_T, width, self.jitter, dtype)
+        seed = self.context.step.seed + self.layer_id
+        return noise(seed, position_T, x_TD.shape[1], self.jitter, dtype)
 
     def _forward_local(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Compute a layer whose experts are all on this host."""
@@ -119,9 +187,12 @@ class MoELayer(nn.Module):
         """Compute a layer whose experts are on several hosts.
 
         The shared expert computes while tokens are on their way."""
-        tokens = TokenExchange.plan(
-            x_TD, routing, self.host_E, self._kept(routing), self.context, self.layer_id
-        )
+        host_TK = self._hosts(routing.experts_TK)
+        kept_TK = self._kept(routing)
+        if kept_TK is not None:
+            host_TK = torch.where(kept_TK, host_TK, -1)
+        header = (self.layer_id, len(self.load_E))
+        tokens = TokenExchange.plan(x_TD, routing, host_TK, self.context, header)
         # All chunks are sent before the first is received, and each output is sent back at once:
         # rows are on their way while the experts compute.
         tokens.send()
@@ -133,6 +204,15 @@ class MoELayer(nn.Module):
             chunk.send_back(output_GD)
         y_TD = tokens.receive_back()
         return y_TD if shared_TD is None else y_TD + shared_TD
+
+    def _hosts(self, experts_TK: Tensor) -> Tensor:
+        """Return the host that computes each choice."""
+        if self.route_EB is None:
+            return self.host_E[experts_TK]
+        token_T = torch.arange(len(experts_TK), device=experts_TK.device)
+        # The upper bits of a product: tokens at one place of their samples are in different buckets.
+        bucket_T = ((token_T * 2654435769) >> 26) % self.route_EB.shape[1]
+        return self.route_EB[experts_TK, bucket_T.unsqueeze(1)]
 
     def _received_slots(self, ids_GK: Tensor, chunk: ExchangeChunk) -> Tensor:
         """Return the local slots of received ids, and start the check of these ids."""
@@ -165,13 +245,13 @@ class MoELayer(nn.Module):
         return combine(self.bank(rows_RD, trip.counts_L, trip.weights_R), trip)
 
 
-def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     """Exclude a function from compilation.
 
     The compiler cannot trace an exchange, and its shapes change at every step."""
     if not torch.compiler.is_compiling():
         return function
-    return cast("Callable[..., Tensor]", torch.compiler.disable(function))
+    return cast("Callable[..., T]", torch.compiler.disable(function))
 
 
 class SharedExpert(nn.Module):

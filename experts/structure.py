@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 ChangeKind = Literal["born", "warmed", "merged", "pruned", "moved", "copied"]
@@ -27,8 +27,10 @@ class Expert:
     """Added to its logit in the gate: the logarithm of the share that a split left it."""
     parents: tuple[int, ...] = ()
     born_step: int = 0
+    ramp_step: int = 0
+    """The step from which the gate chooses it, at first for few tokens."""
     warm_step: int = 0
-    """The step at which its warm-up ends."""
+    """The step at which its warm-up ends: its time as a twin, then its ramp."""
     twin_of: int | None = None
     """The parent whose tokens it shares until it is warm. The gate does not choose it by itself."""
     split: tuple[int, ...] = ()
@@ -36,12 +38,12 @@ class Expert:
     sum. Empty: equal shares."""
 
     def prior_at(self, step: int) -> float:
-        """Return the prior in a step: an expert made afresh gains its share during the warm-up."""
+        """Return the prior in a step. An expert that the gate does not know yet gains its share slowly."""
         if self.twin_of is not None:
             return -math.inf
-        if self.parents or step >= self.warm_step:
+        if step >= self.warm_step:
             return self.prior
-        done = (step - self.born_step) / (self.warm_step - self.born_step)
+        done = (step - self.ramp_step) / (self.warm_step - self.ramp_step)
         return self.prior + math.log(done) if done > 0 else -math.inf
 
 
@@ -71,7 +73,8 @@ class LayerStructure:
     @property
     def is_initial(self) -> bool:
         """Whether no expert was born, merged or pruned."""
-        return self.next_id == len(self.experts) and all(not expert.prior for expert in self.experts)
+        was_built = [not expert.parents and expert.born_step == 0 for expert in self.experts]
+        return self.next_id == len(self.experts) and all(was_built)
 
     def index(self, expert_id: int) -> int:
         """Return the row of an expert in the gate."""
@@ -85,16 +88,29 @@ class LayerStructure:
         return tuple(index for index, expert in enumerate(self.experts) if host in expert.hosts)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return a list for each property of the experts, unless all have its default: there may be many."""
+        columns = {
+            field.name: [getattr(expert, field.name) for expert in self.experts]
+            for field in fields(Expert)
+            if field.default is MISSING
+            or any(getattr(expert, field.name) != field.default for expert in self.experts)
+        }
+        return {"name": self.name, "experts": columns, "next_id": self.next_id}
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> LayerStructure:
-        experts = [Expert(**{**entry, **_tuples(entry)}) for entry in fields["experts"]]
-        return cls(fields["name"], tuple(experts), fields["next_id"])
+    def from_json(cls, saved: dict[str, Any]) -> LayerStructure:
+        """Raise ValueError, KeyError or TypeError for what ``to_json`` cannot have returned."""
+        columns = saved["experts"]
+        names = list(columns)
+        rows = zip(*(columns[name] for name in names), strict=True)
+        experts = [
+            Expert(**{name: _frozen(value) for name, value in zip(names, row, strict=True)}) for row in rows
+        ]
+        return cls(saved["name"], tuple(experts), saved["next_id"])
 
 
-def _tuples(entry: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(entry[name]) for name in ("hosts", "parents", "split")}
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,7 @@ class Change:
 
     - born: ``ids`` is the new expert, ``parents`` the expert that is split, or empty for an expert made
       afresh; ``size`` and ``hosts`` are those of the new expert.
-    - warmed: ``ids`` is an expert whose warm-up as a twin ends.
+    - warmed: ``ids`` is an expert whose time as a twin ends.
     - merged: ``ids`` is the new expert, ``parents`` are the two that become one, ``weights`` their shares in
       it. It takes the first one's row in the gate.
     - pruned: ``ids`` is the expert that is removed.
@@ -131,13 +147,17 @@ class Change:
         return cls(**{**fields, **flat, **nested})
 
 
-def changed(layer: LayerStructure, change: Change, step: int, top_k: int) -> LayerStructure:
-    """Return the layer after a change that is carried out after ``step`` steps."""
+def changed(layer: LayerStructure, change: Change, step: int, chooses_all: bool = False) -> LayerStructure:
+    """Return the layer after a change that is carried out after ``step`` steps.
+
+    ``chooses_all``: every token goes to every expert."""
+    if change.kind in ("born", "merged", "pruned"):
+        _check_no_twins(layer, change)
     match change.kind:
         case "born":
-            return _with_born(layer, change, step, top_k)
+            return _with_born(layer, change, step, chooses_all)
         case "warmed":
-            return _with_warmed(layer, change.ids[0])
+            return _with_warmed(layer, change.ids[0], step)
         case "merged":
             return _with_merged(layer, change)
         case "pruned":
@@ -145,6 +165,14 @@ def changed(layer: LayerStructure, change: Change, step: int, top_k: int) -> Lay
             return replace(layer, experts=experts)
         case "moved" | "copied":
             return _with_hosts(layer, change)
+
+
+def _check_no_twins(layer: LayerStructure, change: Change) -> None:
+    """Refuse to change the parent of a twin: the twin shares its tokens until the end of the warm-up."""
+    concerned = change.ids if change.kind == "pruned" else change.parents
+    for expert in layer.experts:
+        if expert.twin_of in concerned:
+            raise ValueError(f"{layer.name}: expert {expert.twin_of} has a twin in its warm-up, {expert.id}")
 
 
 def _with_hosts(layer: LayerStructure, change: Change) -> LayerStructure:
@@ -169,7 +197,7 @@ def _on_hosts(expert: Expert, hosts: tuple[int, ...], split: tuple[int, ...]) ->
     return replace(expert, hosts=tuple(host for host, _ in pairs), split=tuple(share for _, share in pairs))
 
 
-def _with_born(layer: LayerStructure, change: Change, step: int, top_k: int) -> LayerStructure:
+def _with_born(layer: LayerStructure, change: Change, step: int, chooses_all: bool) -> LayerStructure:
     (new_id,) = change.ids
     if new_id != layer.next_id:
         raise ValueError(
@@ -180,10 +208,11 @@ def _with_born(layer: LayerStructure, change: Change, step: int, top_k: int) -> 
     size = parent.size if parent is not None else change.size
     assert size is not None
     hosts = change.hosts[0] if change.hosts else (parent.hosts[:1] if parent else (0,))
-    newborn = Expert(new_id, size, hosts, 0.0, change.parents, step, step + change.warmup_steps)
+    warm_step = step + change.warmup_steps
+    newborn = Expert(new_id, size, hosts, 0.0, change.parents, step, step, warm_step)
     experts = layer.experts
-    if parent is not None and top_k == len(layer.experts):
-        # Every token goes to every expert: both halves get half of the parent's share at once.
+    if parent is not None and chooses_all:
+        # Both halves get half of the parent's share at once.
         newborn = replace(newborn, prior=parent.prior - math.log(2), warm_step=step)
         halved = replace(parent, prior=parent.prior - math.log(2))
         experts = tuple(halved if expert.id == parent.id else expert for expert in experts)
@@ -192,16 +221,17 @@ def _with_born(layer: LayerStructure, change: Change, step: int, top_k: int) -> 
     return replace(layer, experts=(*experts, newborn), next_id=new_id + 1)
 
 
-def _with_warmed(layer: LayerStructure, expert_id: int) -> LayerStructure:
-    """Give twin and parent half of the parent's share each."""
-    parent_id = layer.expert(expert_id).twin_of
-    parent_prior = layer.expert(parent_id).prior if parent_id is not None else 0.0
-    halved = parent_prior - math.log(2)
-    experts = [
-        replace(expert, prior=halved, twin_of=None) if expert.id in (expert_id, parent_id) else expert
-        for expert in layer.experts
-    ]
-    return replace(layer, experts=tuple(experts))
+def _with_warmed(layer: LayerStructure, expert_id: int, step: int) -> LayerStructure:
+    """Let the gate choose a twin, at first for few tokens: its share grows for as long as it was a twin.
+
+    A gate that chose it at once would drop other experts of the same tokens."""
+    twin = layer.expert(expert_id)
+    assert twin.twin_of is not None
+    warm_step = step + (step - twin.born_step)
+    warmed = replace(
+        twin, prior=layer.expert(twin.twin_of).prior, twin_of=None, ramp_step=step, warm_step=warm_step
+    )
+    return replace(layer, experts=tuple(warmed if e.id == expert_id else e for e in layer.experts))
 
 
 def _with_merged(layer: LayerStructure, change: Change) -> LayerStructure:

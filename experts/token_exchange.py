@@ -79,25 +79,21 @@ class TokenExchange:
         cls,
         x_TD: Tensor,
         routing: Routing,
-        host_E: Tensor,
-        kept_TK: Tensor | None,
+        host_TK: Tensor,
         context: MoEContext,
-        layer_id: int = 0,
+        header: tuple[int, ...] = (),
     ) -> TokenExchange:
         """Decide the rows to send, and exchange their counts with all hosts.
 
-        All hosts must call it. ``kept_TK`` is False for choices that are dropped. ``layer_id`` must
-        be the same on all hosts."""
+        All hosts must call it. ``host_TK`` is the host of each choice, -1 for one that is dropped.
+        ``header`` describes the layer; it must be the same on all hosts."""
         exchange = context.exchange
-        host_TK = host_E[routing.experts_TK]
         if context.step.dummy:
             host_TK = torch.full_like(host_TK, -1)
-        elif kept_TK is not None:
-            host_TK = torch.where(kept_TK, host_TK, -1)
         slices = _chunk_slices(len(x_TD), context.num_chunks)
         destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
         layout = Layout.of(x_TD, routing.weights_TK)
-        header = (layer_id, len(host_E), layout.size, len(slices))
+        header = (*header, layout.size, len(slices))
         top_k = routing.experts_TK.shape[1]
         sent, received = context.replayed(lambda: _exchange_counts(context, destinations, header, top_k))
         anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())

@@ -43,6 +43,10 @@ class Evaluation:
     def __post_init__(self) -> None:
         self._reduce_totals = TotalsReducer(self.feed.world, self.name)
 
+    def experts_changed(self) -> None:
+        """Count the loads of another number of experts from now on."""
+        self._reduce_totals.experts_changed()
+
     @torch.no_grad()
     def __call__(self) -> dict[str, Any]:
         """Return mean loss and metrics over the data: the fields of an ``evaluate`` event."""

@@ -44,6 +44,7 @@ class Loop:
         self._log = training.log
         self._checkpoints = training.checkpoints
         self._snapshots = training.snapshots
+        self._evolution = training.evolution
         self._recorder = StepRecorder(training)
         self._validation = Validation(training)
         self._stop_flag = StopFlag(training.stepper.world.device, hooks.stop_requested)
@@ -70,6 +71,8 @@ class Loop:
         if self._steps_in_progress is None:
             # Not in the constructor: starting the observers takes time that belongs to no step.
             self._recorder.restart_window()
+            if self._evolution is not None:
+                self._evolution.start(self.progress)
             self._steps_in_progress = self._steps()
         try:
             for _ in range(num_steps):
@@ -122,6 +125,7 @@ class Loop:
                     self._evaluate()
                     return Outcome("completed", f"{counted(self._cadence.total_steps, 'step')} done")
                 stop = self._train_step(batch)
+                self._change_experts()
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
                     return self._stopped_early()
                 if _is_due(self._cadence.checkpoint_every, progress.step):
@@ -175,6 +179,20 @@ class Loop:
             self._checkpoints.poll()
             self._after_step(progress.step)
         return self._stop_flag.should_stop(totals.stop_votes)
+
+    def _change_experts(self) -> None:
+        """Let experts be born, merged, pruned, moved or copied where that is due.
+
+        Before the step is evaluated and saved: what is saved is what the next step trains."""
+        if self._evolution is None:
+            return
+        if self._evolution.is_due(self.progress):
+            self._heartbeat.enter_phase("evaluate")
+            self._recorder.flush()
+            self._evolution.after_step(self.progress)
+            self._recorder.restart_window()
+        else:
+            self._evolution.after_step(self.progress)
 
     def _end_epoch(self, began_s: float) -> None:
         """Record the epoch, move on to the next one, and save."""
@@ -253,6 +271,7 @@ class Loop:
         self._heartbeat.enter_phase("save")
         self._recorder.flush()
         if self._last_saved_step != self.progress.step:
+            self._flush_statistics()
             self._checkpoints.save(self.progress)
             self._last_saved_step = self.progress.step
         self._recorder.restart_window()
@@ -279,8 +298,14 @@ class Loop:
             return
         self._heartbeat.enter_phase("snapshot")
         self._recorder.flush()
+        self._flush_statistics()
         self._snapshots.take(self.progress)
         self._recorder.restart_window()
+
+    def _flush_statistics(self) -> None:
+        """Add up the statistics of the experts over all workers: they are part of the state."""
+        if self._evolution is not None:
+            self._evolution.flush()
 
 
 def _is_due(every: int, step: int) -> bool:

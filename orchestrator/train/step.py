@@ -83,6 +83,15 @@ class Stepper:
         statistics = running_statistics(self.strategy.model)
         self._statistics = [(buffer.detach().clone(), buffer) for buffer in statistics]
 
+    def experts_changed(self) -> None:
+        """Take over parameters that were replaced, and another number of experts."""
+        self.optimizer.parameters_changed()
+        self.strategy.experts_changed()
+        self.strategy.set_trained(self.optimizer.parameters)
+        self._reduce_totals.experts_changed(self.strategy.num_expert_grads)
+        if self.compiled is not None:
+            self.compiled.experts_changed(self.strategy.model)
+
     def run(self, batch: StepBatch, step: int, stop: bool = False) -> Totals:
         """Run step number ``step`` (from 0); return its sums over all workers and the norm of its gradient.
 

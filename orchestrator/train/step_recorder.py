@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import Event
 from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
@@ -137,7 +138,11 @@ class StepRecorder:
             return []
         by_layer = zip(*(step.totals.loads for step in steps), strict=True)
         loads = [torch.stack(layer).sum(0).tolist() for layer in by_layer]
-        return [self._event("load", steps=len(steps), loads=loads)]
+        structures = structure_of(self._stepper.strategy.model)
+        # Without ids, expert i has the id i.
+        changed = any(layer.ids != tuple(range(len(layer.ids))) for layer in structures)
+        ids = {"ids": [list(layer.ids) for layer in structures]} if changed else {}
+        return [self._event("load", steps=len(steps), loads=loads, **ids)]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"event": kind, "time": time.time(), "step": self._progress.step, **fields}

@@ -72,8 +72,15 @@ class TotalsReducer:
         self.world = world
         self.name = name
         self._num_squares = num_squares
+        self._num_layouts = 0
         self._metrics: list[str] | None = None
         self._num_experts: list[int] = []
+
+    def experts_changed(self, num_squares: int = 0) -> None:
+        """Let the workers agree anew on the number of experts."""
+        self._num_squares = num_squares
+        self._num_layouts += 1
+        self._metrics = None
 
     def __call__(
         self,
@@ -88,7 +95,8 @@ class TotalsReducer:
             layout = None
             if totals is not None:
                 layout = [list(totals.metrics), [len(load) for load in totals.loads]]
-            self._metrics, self._num_experts = self.world.broadcast_value(self.name, layout)
+            name = f"{self.name}/{self._num_layouts}"
+            self._metrics, self._num_experts = self.world.broadcast_value(name, layout)
         device = self.world.device
         # One vector: the stop flag and exchange statistics, squared norms, then the sums themselves.
         head = torch.tensor([float(stop), *exchange_stats], dtype=torch.float64).to(device)

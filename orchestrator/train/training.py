@@ -13,6 +13,7 @@ from orchestrator.train.checkpoint.snapshots import Snapshots
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.step import Stepper
 
@@ -52,6 +53,8 @@ class Training:
     evaluation: Evaluation | None = None
     snapshots: Snapshots | None = None
     """Only expert hosts take snapshots."""
+    evolution: Evolution | None = None
+    """Only where experts may change during training."""
 
     def close(self) -> None:
         """End the threads and processes: checkpoint writer, data loaders, compiler log."""

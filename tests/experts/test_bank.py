@@ -18,8 +18,8 @@ SIZES = (6, 3, 6, 9, 3)
 
 def weights_of(bank: ExpertBank, expert: int) -> tuple[Tensor, Tensor]:
     """The two matrices of an expert, by global id."""
-    (group,) = (group for group in bank.classes if expert in group.ids)
-    place = group.ids.index(expert)
+    (group,) = (group for group in bank.classes if expert in group.rows)
+    place = group.rows.index(expert)
     stacks = {role: stack for each, role, stack in bank.stacks() if each == group}
     return stacks["up"][place].detach(), stacks["down"][place].detach()
 
@@ -103,7 +103,7 @@ def test_the_slots_of_a_part_are_on_the_device_of_the_whole() -> None:
 def test_rows_are_computed_by_their_experts(kind: Kind, held: tuple[int, ...]) -> None:
     """Rows are sorted by slot; every second expert has none."""
     bank = ExpertBank(4, SIZES, kind, held).double()
-    experts = [expert for group in bank.classes for expert in group.ids]
+    experts = [expert for group in bank.classes for expert in group.rows]
     counts = [3 if slot % 2 == 0 else 0 for slot in range(len(experts))]
     rows_RD = torch.randn(sum(counts), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights_R = torch.linspace(0.5, 2.0, sum(counts), dtype=torch.float64)

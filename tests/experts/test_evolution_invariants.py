@@ -82,7 +82,7 @@ class SimulatedRun:
 
     def carry_out(self, change: Change, step: int) -> None:
         before = self.layers[change.layer]
-        after = changed(before, change, step, self.top_k(change.layer))
+        after = changed(before, change, step, self.top_k(change.layer) == len(before.experts))
         undone = change.kind != "warmed" and self.draw.random() < 0.2
         if undone:
             self.state = after_undo(self.state, before.name, change, step, self.rules)

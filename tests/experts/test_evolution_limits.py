@@ -81,7 +81,7 @@ def test_new_ids_are_counted_on_within_a_decision() -> None:
     assert [(change.kind, change.ids) for change in changes] == [("merged", (7,)), ("born", (8,))]
     structure = replace(LayerStructure.initial("moe", [8, 8, 8]), next_id=7)
     for change in changes:
-        structure = changed(structure, change, 1000, 1)
+        structure = changed(structure, change, 1000)
     assert structure.ids == (7, 2, 8)
 
 
@@ -152,13 +152,13 @@ def test_an_undone_prune_bars_the_expert() -> None:
 def test_twins_are_warmed_when_their_time_is_over() -> None:
     layer = LayerStructure.initial("moe", [8, 8, 8])
     split = Change("born", 1, (3,), "", parents=(1,), size=8, warmup_steps=50)
-    twin = changed(layer, split, 100, 1)
-    fresh = changed(layer, replace(split, parents=()), 100, 1)
+    twin = changed(layer, split, 100)
+    fresh = changed(layer, replace(split, parents=()), 100)
     assert due_warmups([layer, twin, fresh], 149) == ()
     change = the_change(Decision(due_warmups([layer, twin, fresh], 150), PolicyState()))
     assert (change.kind, change.layer, change.ids) == ("warmed", 1, (3,))
     assert "50 steps" in change.reason
-    assert due_warmups([changed(twin, change, 150, 1)], 150) == ()
+    assert due_warmups([changed(twin, change, 150)], 150) == ()
 
 
 def test_a_stall_adds_no_expert_to_a_layer_with_a_newborn() -> None:

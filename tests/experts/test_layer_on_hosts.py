@@ -165,7 +165,7 @@ def run_pass(layer: MoELayer, case: Case, position_T: Tensor) -> dict[str, Tenso
     result = {"y": y_TD.detach(), "x": x_TD.grad, "counts": routing.counts_E}
     for group, role, stack in layer.bank.stacks():
         assert stack.grad is not None
-        for index, expert in enumerate(group.ids):
+        for index, expert in enumerate(group.rows):
             result[f"{expert}.{role}"] = stack.grad[index]
     dense = [layer.gate.weight_ED, *(layer.shared.parameters() if layer.shared else ())]
     for number, parameter in enumerate(dense):

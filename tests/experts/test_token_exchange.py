@@ -75,7 +75,10 @@ def record_send(
     """Send tokens, and return the exchange that recorded them with the tokens."""
     generator = torch.Generator().manual_seed(2)
     x_TD = torch.randn(len(routing.experts_TK), WIDTH, generator=generator)
-    TokenExchange.plan(x_TD, routing, host_E, kept_TK, context).send()
+    host_TK = host_E[routing.experts_TK]
+    if kept_TK is not None:
+        host_TK = torch.where(kept_TK, host_TK, -1)
+    TokenExchange.plan(x_TD, routing, host_TK, context, (0, len(host_E))).send()
     assert isinstance(context.exchange, RecordingExchange)
     return context.exchange, x_TD
 

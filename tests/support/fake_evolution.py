@@ -131,7 +131,7 @@ class _Weaver:
 
     def _change(self, change: Change, step: int, time: float) -> list[Event]:
         before = self.layers[change.layer]
-        after = changed(before, change, step, top_k=2)
+        after = changed(before, change, step)
         self.layers[change.layer] = after
         event = self._event(change, after, step, time)
         if step not in UNDONE:

@@ -105,7 +105,7 @@ def expert_weights(layer: MoELayer) -> dict[int, tuple[Tensor, Tensor]]:
     """The two matrices of each expert, by global id."""
     weights: dict[int, dict[str, Tensor]] = {}
     for group, role, stack in layer.bank.stacks():
-        for index, expert in enumerate(group.ids):
+        for index, expert in enumerate(group.rows):
             weights.setdefault(expert, {})[role] = stack[index]
     return {expert: (roles["up"], roles["down"]) for expert, roles in weights.items()}
 

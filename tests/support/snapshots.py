@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -168,7 +169,16 @@ def assert_same_contents(actual: Contents, expected: Contents) -> None:
             other = actual.tensors[kind][name]
             assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
             assert torch.equal(_bits(other), _bits(tensor)), name
-    assert actual.state == expected.state
+    assert _without_hosts(actual.state) == _without_hosts(expected.state)
+
+
+def _without_hosts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state without the places of the experts, which may differ."""
+    layers = [
+        {**layer, "experts": {**layer["experts"], "hosts": None}} for layer in state["experts"]["layers"]
+    ]
+    # A tuple and the list that JSON makes of it are equal here.
+    return json.loads(json.dumps({**state, "experts": layers}))
 
 
 def _bits(tensor: Tensor) -> Tensor:

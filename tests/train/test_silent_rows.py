@@ -182,8 +182,8 @@ class Poisoned(Tiny):
     def build_model(self) -> nn.Module:
         model = super().build_model()
         for size_class, _, stack in moe_layers(model)[0][1].bank.stacks():
-            if self.expert in size_class.ids:
-                stack.data[size_class.ids.index(self.expert)] = torch.nan
+            if self.expert in size_class.rows:
+                stack.data[size_class.rows.index(self.expert)] = torch.nan
         return model
 
 

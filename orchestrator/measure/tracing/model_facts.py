@@ -245,7 +245,7 @@ def _data_hash(data: Any) -> str:
 
 def _expert_parameters(layer: MoELayer) -> tuple[int, ...]:
     """Return the parameters of each expert."""
-    stacks = [(group.ids, stack[0].numel()) for group, _, stack in layer.bank.stacks()]
+    stacks = [(group.rows, stack[0].numel()) for group, _, stack in layer.bank.stacks()]
     return tuple(sum(size for ids, size in stacks if expert in ids) for expert in layer.bank.held)
 
 

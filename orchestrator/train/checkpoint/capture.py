@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experts.expert_state import is_expert_parallel, split_experts, stacked_names
+from experts.expert_state import copied_expert_names, is_expert_parallel, split_experts, stacked_names
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.redaction import mask_tree
 from orchestrator.train.checkpoint.files import HostPart
@@ -144,10 +144,12 @@ def capture(
     stacked = stacked_names(state.model)
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     experts: set[str] = set()
+    copied = copied_expert_names(state.model)
     parts = [
         (name, share.tensors[index], part)
         for index, copy in copies.items()
         for name, part in _split_by_expert(share.tensors[index].name, copy, stacked).items()
+        if name not in copied
     ]
     # By the experts' names, so that in the files all tensors of an expert lie together.
     for name, tensor, part in sorted(parts, key=lambda entry: (entry[0], entry[1].slot)):
@@ -156,7 +158,7 @@ def capture(
             experts.add(tensor.key_of(name))
     optimizer = optimizer_state(state, stacked)
     if not world.is_main:
-        values = _expert_values(optimizer, stacked) if is_expert_parallel(state.model) else {}
+        values = _expert_values(optimizer, stacked, copied) if is_expert_parallel(state.model) else {}
         return Captured(HostPart(tensors, experts, values), share.shared_digest)
     plain = plain_state(state, optimizer, progress)
     # Metrics alone have names that a user's code chose. Other names must stay, to be read again.
@@ -199,6 +201,6 @@ def _split_by_expert(name: str, tensor: Tensor, stacked: Stacked) -> dict[str, T
     return split_experts({name: tensor}, stacked)
 
 
-def _expert_values(optimizer: OptimizerState, stacked: Stacked) -> dict[str, Any]:
-    names = {name for names in stacked.values() for name in names}
+def _expert_values(optimizer: OptimizerState, stacked: Stacked, copied: Set[str]) -> dict[str, Any]:
+    names = {name for names in stacked.values() for name in names} - copied
     return {key: value for key, value in optimizer.values.items() if key.partition("/")[2] in names}

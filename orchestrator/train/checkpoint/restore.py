@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.expert_state import join_experts, remote_expert_names, stacked_names
+from experts.model import structure_of
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import (
@@ -22,6 +23,7 @@ from orchestrator.train.checkpoint.progress import (
     Progress,
     read_progress,
 )
+from orchestrator.train.checkpoint.saved_experts import OtherExperts, read_experts
 from orchestrator.train.checkpoint.state import (
     TrainState,
     is_plain,
@@ -46,11 +48,14 @@ def restore(contents: Contents, state: TrainState) -> Progress:
 
     Return its progress. Raise ``UserError`` if no run of this model wrote it."""
     progress = read_progress(contents.state)
+    check_experts(contents, state.model)
     restore_model(contents, state.model)
     try:
         _restore_optimizer(contents, state)
         state.precision.load_state_dict(contents.state["precision"])
         restore_random_state(contents.state["random"])
+        if state.evolution is not None and contents.state["evolution"] is not None:
+            state.evolution.restore(contents.state["evolution"])
     except (
         KeyError,
         TypeError,
@@ -64,6 +69,16 @@ def restore(contents: Contents, state: TrainState) -> Progress:
             f"({type(error).__name__}: {error}); {OTHER_CHECKPOINT}"
         ) from None
     return progress
+
+
+def check_experts(contents: Contents, model: nn.Module) -> None:
+    """Raise ``OtherExperts`` if experts were born, merged or pruned before the checkpoint was written."""
+    saved = read_experts(contents.state)
+    ids = [(layer.ids, layer.sizes) for layer in saved.layers]
+    own_ids = [(layer.ids, layer.sizes) for layer in structure_of(model)]
+    names = [layer.name for layer in saved.layers]
+    if ids != own_ids and names == [layer.name for layer in structure_of(model)] and saved.have_changed:
+        raise OtherExperts(saved)
 
 
 @torch.no_grad()

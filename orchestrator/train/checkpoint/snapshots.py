@@ -120,7 +120,9 @@ class Snapshots:
         experts = [live for live in live_tensors if live.experts is not None]
         if not self._experts_layout.fits(experts):
             self._experts_layout = SnapshotLayout(experts)
-        experts_part = _part(self._experts_layout, experts, state)
+        # The list of all experts is in the dense part: the parts of hosts must not grow with their number.
+        own_state = {key: value for key, value in state.items() if key not in ("experts", "evolution")}
+        experts_part = _part(self._experts_layout, experts, own_state)
         if not self._world.is_main:
             return None, experts_part
         dense = [live for live in live_tensors if live.experts is None]

@@ -13,8 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from experts.balance import moe_layers
+from experts.model import structure_of
 from orchestrator.errors import UserError
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.precision import Precision
 
 
@@ -28,6 +32,8 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
+    evolution: EvolutionState | None = None
+    """Only where experts may change during training."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,16 @@ def plain_state(state: TrainState, optimizer: OptimizerState, progress: Progress
             "groups": optimizer.groups,
             "values": optimizer.values,
         },
+        "experts": saved_experts(state.model).to_json(),
+        "evolution": asdict(state.evolution) if state.evolution is not None else None,
         "random": random_state(),
     }
+
+
+def saved_experts(model: nn.Module) -> SavedExperts:
+    """Return the experts of a model as they are now."""
+    hosts = [layer.context.exchange.size for _, layer in moe_layers(model)]
+    return SavedExperts(tuple(structure_of(model)), max(hosts, default=1))
 
 
 def random_state() -> dict[str, Any]:

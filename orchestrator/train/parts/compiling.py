@@ -28,6 +28,8 @@ class Compiled:
 
     def __init__(self, model: nn.Module, mode: CompileMode, parts: CompileParts) -> None:
         self.modules = _modules_to_compile(model, parts)
+        self._mode = mode
+        self._parts: CompileParts = parts
         self.recompile_reasons: list[str] = []
         self._warned = False
         self._handler = _RecompileHandler(self.recompile_reasons.append)
@@ -35,10 +37,20 @@ class Compiled:
         _RECOMPILES.propagate = False  # otherwise torch prints them on the screen
         _RECOMPILES.addHandler(self._handler)
         for module in self.modules:
-            handle: Any = module
-            handle._compiled_call_impl = torch.compile(
-                _call_of(module), mode=None if mode == "default" else mode
-            )
+            self._compile(module)
+
+    def _compile(self, module: nn.Module) -> None:
+        handle: Any = module
+        mode = None if self._mode == "default" else self._mode
+        handle._compiled_call_impl = torch.compile(_call_of(module), mode=mode)
+
+    def experts_changed(self, model: nn.Module) -> None:
+        """Compile the modules that have replaced others."""
+        before = set(self.modules)
+        self.modules = _modules_to_compile(model, self._parts)
+        for module in self.modules:
+            if module not in before:
+                self._compile(module)
 
     def undo(self) -> None:
         """Return to the plain modules, as if nothing had been compiled."""

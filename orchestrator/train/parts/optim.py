@@ -65,6 +65,10 @@ class ScheduledOptimizer:
         # Fused optimizers read ``found_inf`` on the device and skip the update themselves.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
+    def parameters_changed(self) -> None:
+        """Take over the parameters that the groups have now."""
+        self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
+
     def reschedule(self, warmup: int, total: int) -> None:
         """Rebuild the configured schedule for another number of steps."""
         if self._schedule is not None:

@@ -69,6 +69,9 @@ class Strategy:
         """Return this worker's part of each gradient; the memory is shared."""
         return gradients
 
+    def experts_changed(self) -> None:
+        """Take over the parameters of experts and gates that were replaced."""
+
     def set_trained(self, parameters: Sequence[Tensor]) -> None:
         """Set the parameters of the optimizer. The gradient norm covers these alone."""
 

@@ -68,6 +68,13 @@ class DDPStrategy(Strategy):
     def micro_batch_proven(self) -> None:
         self._steps_survived = max(self._steps_survived, STEPS_BEFORE_OVERLAP)
 
+    def experts_changed(self) -> None:
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self._ddp is not None:
+            # Its hooks would go on reducing the parameters that stay.
+            self._ddp.reducer._remove_autograd_hooks()
+            self._ddp = None
+
     def begin_step(self, all_have_samples: bool) -> None:
         super().begin_step(all_have_samples)
         self._all_have_samples = all_have_samples

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.context import MoEContext
+from experts.copies import CopiedGradients
 from experts.exchange import GroupExchange
 from experts.group import AsyncWork, Group
 from orchestrator.tasks.task import Task
@@ -49,16 +50,30 @@ class ExpertParallelStrategy(Strategy):
         self._buffers = tuple(buffers)
         self._exchange = GroupExchange(world.group)
         super().__init__(model, task, MoEContext(self._exchange, chunks))
-        self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
-        expert_ids = {id(p) for bank in self._banks for p in bank.parameters()}
-        dense = [p for p in model.parameters() if id(p) not in expert_ids]
-        world.broadcast([tensor.detach() for tensor in [*dense, *persistent_buffers(model)]])
-        self._dense = [p for p in dense if p.requires_grad]
-        self._trained_ids = {id(p) for p in model.parameters()}
         self._may_overlap = False
         """Whether gradients are summed while the backward pass runs."""
-        self._all_reduce = GradientAllReduce(self._dense, world.new_group(), bucket_mb or BUCKET_MB)
+        self._bucket_mb = bucket_mb or BUCKET_MB
+        self._gradient_group = world.new_group()
+        self._all_reduce = GradientAllReduce([], self._gradient_group, self._bucket_mb)
+        self._find_parameters()
+        dense = [tensor.detach() for tensor in [*self._all_dense, *persistent_buffers(model)]]
+        world.broadcast(dense)
+
+    def _find_parameters(self) -> None:
+        """Find the parameters of the dense part and of the experts."""
+        self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(self.model)))
+        expert_ids = {id(p) for bank in self._banks for p in bank.parameters()}
+        self._all_dense = [p for p in self.model.parameters() if id(p) not in expert_ids]
+        self._dense = [p for p in self._all_dense if p.requires_grad]
+        self._trained_ids = {id(p) for p in self.model.parameters()}
+        self._all_reduce.close()
+        self._all_reduce = GradientAllReduce(self._dense, self._gradient_group, self._bucket_mb)
+        self._copied = CopiedGradients([layer for _, layer in moe_layers(self.model)], self._exchange)
         self.num_expert_grads = sum(len(_ROLES) * len(bank.sizes) for bank in self._banks)
+        self._positions = list(self._stack_positions())
+
+    def experts_changed(self) -> None:
+        self._find_parameters()
 
     def set_trained(self, parameters: Sequence[Tensor]) -> None:
         self._trained_ids = {id(p) for p in parameters}
@@ -92,20 +107,38 @@ class ExpertParallelStrategy(Strategy):
 
     def all_reduce_gradients(self) -> float:
         self._all_reduce.finish()
+        self._copied.add_up()
         return 1.0
 
     def expert_grad_squares(self) -> Tensor | None:
-        """Each weight of an expert has one position, by layer, role and id, whatever its host."""
-        layers: list[Tensor] = []
+        """Each weight of an expert has one position, by layer, role and row, whatever its host."""
+        if not self._banks:
+            return None
+        squares = torch.zeros(self.num_expert_grads, dtype=torch.float64, device=self.world.device)
+        for stack, position_L, owned_L in self._positions:
+            if stack.grad is not None and id(stack) in self._trained_ids:
+                norms_L = torch.linalg.vector_norm(stack.grad.flatten(1), dim=1).double()
+                squares.index_copy_(0, position_L, norms_L.square() * owned_L)
+        return squares
+
+    def _stack_positions(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Yield each stack with the positions of its experts' squared norms, and which of them count here.
+
+        Of the copies of an expert on several hosts, one counts."""
+        begin = 0
         for bank in self._banks:
-            squares = torch.zeros(2, len(bank.sizes), dtype=torch.float64, device=self.world.device)
+            num_experts = len(bank.sizes)
             for size_class, role, stack in bank.stacks():
-                if stack.grad is not None and id(stack) in self._trained_ids:
-                    expert_ids = torch.tensor(size_class.ids, device=squares.device)
-                    norms = torch.linalg.vector_norm(stack.grad.flatten(1), dim=1)
-                    squares[_ROLES.index(role)].index_copy_(0, expert_ids, norms.double().square())
-            layers.append(squares.reshape(-1))
-        return torch.cat(layers) if layers else None
+                first = begin + _ROLES.index(role) * num_experts
+                positions = [first + row for row in size_class.rows]
+                owned = [float(row in bank.owned) for row in size_class.rows]
+                device = self.world.device
+                yield (
+                    stack,
+                    torch.tensor(positions, device=device),
+                    torch.tensor(owned, dtype=torch.float64, device=device),
+                )
+            begin += len(_ROLES) * num_experts
 
     def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
         trained = [p.grad for p in self._dense if p.grad is not None and id(p) in self._trained_ids]
@@ -141,8 +174,12 @@ class GradientAllReduce:
         ]
         self._num_missing: list[int] = []
         self._sent: list[tuple[Tensor, AsyncWork]] = []
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
+
+    def close(self) -> None:
+        """Stop listening to the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self.armed:

@@ -41,7 +41,7 @@ class PlacementDecision:
 
     layers: tuple[Placement, ...]
     devices: tuple[MeasuredDevice, ...]
-    nodes: tuple[str, ...]
+    hosts: tuple[HostFacts, ...]
 
     @property
     def host_of(self) -> list[tuple[int, ...]]:
@@ -54,14 +54,14 @@ class PlacementDecision:
             "device_speeds": {device.name: device.speed for device in self.devices},
             "placement": [list(layer) for layer in self.host_of],
             "placement_asked": requested,
-            "placement_hosts": len(self.devices),
+            "placement_hosts": len(self.layers[0].seconds) if self.layers else len(self.devices),
         }
 
     def event(self, facts: ModelFacts) -> dict[str, Any]:
         """Return the fields of a ``placement`` event."""
         hosts = [
-            {"rank": rank, "node": node, "name": device.name, "speed": device.speed}
-            for rank, (device, node) in enumerate(zip(self.devices, self.nodes, strict=True))
+            {"rank": rank, "node": host.node, "name": device.name, "speed": device.speed}
+            for rank, (device, host) in enumerate(zip(self.devices, self.hosts, strict=True))
         ]
         layers = [
             _layer_fields(layer, weights)
@@ -97,11 +97,14 @@ def decide_placement(
     world: World,
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
+    name: str = "placement",
 ) -> PlacementDecision:
     """Decide where the experts of a run live. All hosts must call; the main host decides for all.
 
     A resumed run keeps its placement (from ``known``, the fields of its plan) if it fits these hosts.
-    ``loads`` are tokens per expert and layer as last seen, empty for a new run.
+    ``loads`` are tokens per expert and layer as last seen, empty for a new run. With several groups of
+    hosts that each hold all experts, it is the placement on the first group. ``name`` is used once per
+    generation of the group.
     """
     # Measured speeds differ from one measurement to the next: a deterministic run uses none.
     is_measured = not config.run.deterministic
@@ -116,9 +119,10 @@ def decide_placement(
     ]
     decided = None
     if world.is_main:
-        decided = [asdict(layer) for layer in _place_layers(config, plan, facts, hosts, known, loads)]
-    layers = [_placement_from_json(fields) for fields in world.broadcast_value("placement", decided)]
-    return PlacementDecision(tuple(layers), tuple(devices), tuple(nodes))
+        group = hosts[: world.size // plan.expert_replicas.value]
+        decided = [asdict(layer) for layer in _place_layers(config, plan, facts, group, known, loads)]
+    layers = [_placement_from_json(fields) for fields in world.broadcast_value(name, decided)]
+    return PlacementDecision(tuple(layers), tuple(devices), tuple(hosts))
 
 
 def _placement_from_json(fields: dict[str, Any]) -> Placement:

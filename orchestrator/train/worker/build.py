@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +24,9 @@ from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
+from orchestrator.train.worker.build_evolution import EvolutionParts, build_evolution
 from orchestrator.train.worker.build_model import ModelParts, build_parts, build_stepper
+from orchestrator.train.worker.placed_experts import PlacedExperts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import (
     ResumeFrom,
@@ -50,20 +51,21 @@ class WorkerContext:
 
 def build_training(
     worker: WorkerContext,
-    host_of: Sequence[Sequence[int]] | None = None,
+    experts: PlacedExperts | None = None,
     resume: ResumeFrom | None = None,
     snapshots: SnapshotTarget | None = None,
 ) -> Training:
     """Build the model, the data and the optimizer, and restore the state that the run starts from.
 
-    ``host_of`` is the rank of each layer's experts, ``snapshots`` the target of this host's
-    snapshots."""
+    ``snapshots`` is the target of this host's snapshots. Raises ``OtherExperts`` if the state has other
+    experts than ``experts``."""
     config = worker.prepared.resolved.config
     plan = worker.prepared.plan
     task = worker.prepared.task
     world = worker.world
     log = worker.log
-    parts = build_parts(config, plan, task, world, log.write, host_of)
+    experts = experts or PlacedExperts()
+    parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers)
     feed = build_feed(plan, task, world, config.run.seed)
     evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
     store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
@@ -85,8 +87,9 @@ def build_training(
         parts.optimizer.reschedule(plan.warmup_steps.value, total_steps)
     # In lockstep all workers do passes of the same size, the mean; else each its own largest.
     micro_batch = feed.micro_batch if parts.strategy.lockstep else feed.largest_micro_batch
+    stepper = build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat)
     return Training(
-        stepper=build_stepper(config, world, parts, micro_batch, log.write, worker.heartbeat),
+        stepper=stepper,
         feed=feed,
         cadence=_build_cadence(config, plan, total_steps, watched_metric(config, task)),
         progress=progress,
@@ -95,6 +98,11 @@ def build_training(
         heartbeat=worker.heartbeat,
         evaluation=evaluation,
         snapshots=Snapshots(parts.state, world, snapshots, progress.step) if snapshots is not None else None,
+        evolution=build_evolution(
+            EvolutionParts(plan, parts, stepper, feed, evaluation, log),
+            config,
+            experts.decision.hosts if experts.decision is not None else (),
+        ),
     )
 
 

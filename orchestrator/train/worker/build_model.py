@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.bank import without_memory
 from experts.expert_state import is_expert_parallel
-from experts.model import mix, place
+from experts.model import mix, place, place_structure
+from experts.replicas import replica_placement
+from experts.statistics import ExpertStatistics
+from experts.structure import LayerStructure
+from experts.surgery import restructure
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import seed_python_and_numpy
@@ -52,10 +57,11 @@ class ModelParts:
     optimizer: ScheduledOptimizer
     precision: Precision
     compiled: Compiled | None
+    evolution: EvolutionState | None = None
 
     @property
     def state(self) -> TrainState:
-        return TrainState(self.model, self.optimizer.inner, self.precision)
+        return TrainState(self.model, self.optimizer.inner, self.precision, self.evolution)
 
 
 def build_parts(
@@ -65,16 +71,21 @@ def build_parts(
     world: World,
     emit: Emit = lambda *_, **__: None,
     host_of: Sequence[Sequence[int]] | None = None,
+    experts: Sequence[LayerStructure] | None = None,
 ) -> ModelParts:
     """Build a task's model and the parts that train it.
 
-    ``host_of`` is the rank of each layer's experts."""
+    ``host_of`` is the rank of each layer's experts. ``experts`` describes them where they are not as
+    the task builds them, or have copies."""
     if host_of is not None and plan.compile.value and plan.activation_checkpointing.value:
         raise UserError(
             "--compile and --activation-checkpointing on do not go together on expert hosts; "
             "leave one of them out"
         )
-    model = build_model(config, task, world, host_of)
+    model = build_model(config, task, world, host_of, experts, plan.expert_replicas.value)
+    if plan.evolution_rules is not None:
+        for _, layer in moe_layers(model):
+            layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:
         model = convert_sync_batchnorm(model)
@@ -103,13 +114,21 @@ def build_parts(
         build_optimizer(config, plan, task, model),
         Precision(plan.precision.value, world.device),
         compiled,
+        EvolutionState() if plan.evolution_rules is not None or plan.rebalance.value else None,
     )
 
 
 def build_model(
-    config: Config, task: Task, world: World, host_of: Sequence[Sequence[int]] | None
+    config: Config,
+    task: Task,
+    world: World,
+    host_of: Sequence[Sequence[int]] | None,
+    experts: Sequence[LayerStructure] | None = None,
+    replicas: int = 1,
 ) -> nn.Module:
     """Build a task's model: whole, or with the experts of this host alone.
+
+    ``replicas`` groups of hosts hold every expert.
 
     A task with ``initialise`` never allocates the experts of other hosts: the model is built
     without memory, the experts that live elsewhere are removed, the others are allocated, and
@@ -120,18 +139,43 @@ def build_model(
     with user_code("building the model"):
         if host_of is None or initialise is None:
             model = build_checked_model(task)
+            _use_experts(model, experts)
             if initialise is not None:
                 initialise(model)
             if host_of is not None:
-                place(model, host_of, world.rank)
+                _place(model, host_of, experts, replicas, world)
             return model
         with without_memory():
             model = build_checked_model(task)
-        place(model, host_of, world.rank)
+            _use_experts(model, experts)
+        _place(model, host_of, experts, replicas, world)
         for _, layer in moe_layers(model):
             layer.bank.materialise()
         initialise(model)
     return model
+
+
+def _use_experts(model: nn.Module, experts: Sequence[LayerStructure] | None) -> None:
+    if experts is not None:
+        restructure([layer for _, layer in moe_layers(model)], experts)
+
+
+def _place(
+    model: nn.Module,
+    host_of: Sequence[Sequence[int]],
+    experts: Sequence[LayerStructure] | None,
+    replicas: int,
+    world: World,
+) -> None:
+    if experts is None and replicas == 1:
+        place(model, host_of, world.rank)
+        return
+    if experts is None:
+        layers = zip(moe_layers(model), host_of, strict=True)
+        experts = [LayerStructure.initial(name, layer.bank.sizes, hosts) for (name, layer), hosts in layers]
+    if replicas > 1:
+        experts = replica_placement(experts, world.size, replicas)
+    place_structure(model, experts, world.rank, world.size)
 
 
 def _build_expert_parallel(

@@ -114,17 +114,24 @@ def read_earlier_model(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def read_last_expert_loads(run_dir: Path) -> list[list[float]] | None:
-    """Return the tokens per layer and expert that an earlier start recorded last, if any."""
+def read_last_expert_loads(run_dir: Path) -> list[dict[str, float]] | None:
+    """Return the tokens per expert of each layer that an earlier start recorded last, if any.
+
+    They are keyed by the expert's id, as text: JSON has no other keys."""
     events = of_kind(last_events(run_dir / "events.jsonl"), "load")
     if not events:
         return None
     try:
         loads = [[float(count) for count in layer] for layer in events[-1]["loads"]]
+        ids = events[-1].get("ids") or [range(len(layer)) for layer in loads]
+        by_id = [
+            {str(int(expert)): count for expert, count in zip(layer_ids, layer, strict=True)}
+            for layer_ids, layer in zip(ids, loads, strict=True)
+        ]
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
     is_plausible = all(0 <= count < _MAX_COUNT for layer in loads for count in layer)
-    return loads if loads and is_plausible else None
+    return by_id if by_id and is_plausible else None
 
 
 def earlier_global_batch(config: Config, earlier_plan: dict[str, Any]) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
@@ -14,7 +15,9 @@ from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
 from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.restore import restore, restore_model
+from orchestrator.train.checkpoint.restore import check_experts, restore, restore_model
+from orchestrator.train.checkpoint.saved_experts import SavedExperts, read_experts
+from orchestrator.train.checkpoint.snapshot_format import SnapshotPart, read_part
 from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
@@ -44,6 +47,41 @@ def check_start_checkpoint(config: Config) -> None:
         )
     if init_from is not None and not init_from.is_dir():
         raise UserError(f"--init-from {init_from}: there is no such folder; give a checkpoint")
+
+
+def saved_experts_to_start_with(
+    config: Config, start: StartPoint, resume: ResumeFrom | None
+) -> SavedExperts | None:
+    """Return the experts of the state that the run will start from; None if the task builds them.
+
+    The model must be built with them before the state can be restored. All workers must call it."""
+    if resume is not None and resume.snapshots is not None:
+        header, data = resume.snapshots.fetch_dense()
+        _, state = read_part(SnapshotPart(header.rank, header.dense_end, data))
+        saved = read_experts(state)
+        return saved if saved.layers else None
+    source = _source(config, start, restarted=resume is not None)
+    if source is None:
+        return None
+    fields = _newest_experts(source, start) if start.world.is_main else None
+    fields = start.world.broadcast_value("experts", fields)
+    return read_experts({"experts": fields}) if fields else None
+
+
+def _newest_experts(source: str, start: StartPoint) -> dict[str, Any]:
+    """Return the experts of the newest checkpoint whose list of them can be read."""
+    for path in find_candidates(source, start.store).paths:
+        with suppress(CheckpointDamaged, UserError):
+            return read_experts(load(Path(path), kinds=frozenset()).state).to_json()
+    return {}
+
+
+def _source(config: Config, start: StartPoint, restarted: bool) -> str | None:
+    """Return what the run starts from, as ``--resume`` names it."""
+    settings = config.checkpoint
+    if restarted and _has_checkpoints(start):
+        return "auto"
+    return str(settings.init_from) if settings.init_from is not None else settings.resume
 
 
 def restore_snapshots(snapshots: SnapshotSource, state: TrainState, world: World, log: Log) -> Progress:
@@ -80,6 +118,7 @@ def restore_checkpoint(
     if settings.init_from is not None:
         checkpoint, _ = _load_together(str(settings.init_from), start, not_needed, frozenset({"model"}))
         assert checkpoint is not None
+        check_experts(checkpoint.contents, state.model)
         restore_model(checkpoint.contents, state.model)
         start.log.write("resume", step=0, path=str(checkpoint.path), skipped=[], weights_only=True)
         return Progress()
@@ -101,7 +140,7 @@ def _has_checkpoints(start: StartPoint) -> bool:
 
     The main worker looks: all must decide the same."""
     count = len(start.store.newest_first()) if start.world.is_main else None
-    return bool(start.world.broadcast_value("own checkpoints", count))
+    return bool(start.world.all_reduce_max([float(count or 0)])[0])
 
 
 def _load_together(

@@ -13,28 +13,36 @@ from typing import Any, Self
 
 from torch import nn
 
+from experts.model import structure_of
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.events import DriverLog, EventLog, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.redaction import mask
+from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
+from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loop import Loop, Outcome
 from orchestrator.train.parts.profiling import profiling
 from orchestrator.train.parts.world import World
-from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
 from orchestrator.train.worker.build import WorkerContext, build_training
 from orchestrator.train.worker.observers import monitor_readings
+from orchestrator.train.worker.placed_experts import (
+    PlacedExperts,
+    facts_with_experts,
+    place_experts,
+    placement_fields,
+)
 from orchestrator.train.worker.plan_file import (
     read_earlier_plan,
     read_last_expert_loads,
     write_config_and_plan,
 )
 from orchestrator.train.worker.prepared_run import PreparedRun
-from orchestrator.train.worker.resume import ResumeFrom
+from orchestrator.train.worker.resume import ResumeFrom, StartPoint, saved_experts_to_start_with
 from orchestrator.train.worker.run_dir import write_summary
 from orchestrator.train.worker.torch_settings import torch_settings
 from orchestrator.types import VERSION, Choice, first_line
@@ -128,13 +136,15 @@ class WorkerRun:
 
     def _open(self, stack: ExitStack) -> None:
         opened_at = time.time()
-        placement = self._complete_plan()
-        training = build_training(
-            WorkerContext(self.prepared, self.world, self.run_dir, self.log, self._supervision.heartbeat),
-            placement.host_of if placement else None,
-            self._resume,
-            self._supervision.snapshots,
-        )
+        saved = self._saved_experts()
+        experts = self._complete_plan(saved)
+        try:
+            training = self._build_training(experts)
+        except OtherExperts as other:
+            # The newest checkpoint was damaged, and an older one with other experts took its place.
+            saved = other.saved
+            experts = place_experts(self.prepared, self.world, {}, saved, [], "other experts")
+            training = self._build_training(experts)
         # From it the driver learns when the workers of a restarted run had formed their group.
         build_seconds = time.time() - opened_at
         start_fields = _start_fields(self.prepared, training)
@@ -143,20 +153,32 @@ class WorkerRun:
         if self.prepared.changes and self._resume is None:
             changes = [change.event() for change in self.prepared.changes]
             self.log.write("settings", step=training.progress.step, changes=changes)
-        if placement is not None:
+        if experts.decision is not None:
             step = training.progress.step
-            self.log.write("placement", step=step, **placement.event(self.prepared.facts))
+            facts = facts_with_experts(self.prepared.facts, saved)
+            layers = structure_of(training.stepper.strategy.model)
+            self.log.write("placement", step=step, **placement_fields(experts.decision, facts, layers))
         # The stack closes in reverse order: the loop, its observers, then the parts it trains with.
         stack.callback(training.close)
         self.loop = Loop(training, self._start_observers(stack))
         stack.callback(self.loop.close)
         self._began_s = perf_counter()
 
-    def _complete_plan(self) -> PlacementDecision | None:
+    def _saved_experts(self) -> SavedExperts | None:
+        """Return the experts of the state to start from."""
+        store = CheckpointStore(self.run_dir / "checkpoints", repair=False)
+        start = StartPoint(store, self.world, self.log, self._supervision.heartbeat.advance)
+        return saved_experts_to_start_with(self.prepared.resolved.config, start, self._resume)
+
+    def _build_training(self, experts: PlacedExperts) -> Training:
+        worker = WorkerContext(self.prepared, self.world, self.run_dir, self.log, self._supervision.heartbeat)
+        return build_training(worker, experts, self._resume, self._supervision.snapshots)
+
+    def _complete_plan(self, saved: SavedExperts | None) -> PlacedExperts:
         """Complete the plan with what only the workers can measure, and write it to the run folder.
 
-        Sets ``prepared`` (batch size) and ``world`` (shares of the batch). Returns the placement
-        of the experts."""
+        Sets ``prepared`` (batch size) and ``world`` (shares of the batch). Returns the experts with
+        their placement."""
         config = self.prepared.resolved.config
         known: dict[str, Any] = {}
         if config.checkpoint.resume == "auto" or self._resume is not None:
@@ -164,8 +186,10 @@ class WorkerRun:
             earlier_plan = read_earlier_plan(self.run_dir) if self.world.is_main else None
             known = self.world.broadcast_value("plan", earlier_plan)
         prepared = with_measured_batch(self.prepared, self.world, known, self.log)
-        placement = self._decide_placement(prepared, known)
-        placement_fields = placement.saved_fields(config.parallel.placement) if placement else {}
+        experts = place_experts(prepared, self.world, known, saved, self._last_loads(prepared, known))
+        placement_fields: dict[str, Any] = {}
+        if experts.decision is not None:
+            placement_fields = experts.decision.saved_fields(config.parallel.placement)
         known |= placement_fields
         if prepared.plan.data_ranks < self.world.size:
             # With --gate primary the main host has the whole batch, and there is nothing to share.
@@ -178,18 +202,17 @@ class WorkerRun:
             write_config_and_plan(prepared, self.run_dir, measured)
         # After the plan is written: a later start of the run begins with whole micro-batches again.
         self.prepared = _with_halved_batch(prepared, self._resume.halvings if self._resume else 0)
-        return placement
+        return experts
 
-    def _decide_placement(self, prepared: PreparedRun, known: dict[str, Any]) -> PlacementDecision | None:
+    def _last_loads(self, prepared: PreparedRun, known: dict[str, Any]) -> list[dict[str, float]]:
+        """Return the tokens per expert and layer as last seen, by the experts' ids."""
         if prepared.plan.strategy.value != "expert_parallel" or self.world.size == 1:
-            return None
+            return []
         # A new run has no record yet: an old one in the same folder is not its own.
         last_loads = None
         if self.world.is_main and known:
             last_loads = read_last_expert_loads(self.run_dir)
-        loads = self.world.broadcast_value("loads", last_loads) or []
-        config = prepared.resolved.config
-        return decide_placement(config, prepared.plan, prepared.facts, self.world, known, loads)
+        return self.world.broadcast_value("loads", last_loads) or []
 
     def _start_observers(self, stack: ExitStack) -> LoopHooks:
         """Start the monitor and the profiler.

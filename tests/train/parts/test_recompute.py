@@ -194,7 +194,7 @@ def test_a_recomputed_pass_keeps_the_first_choice_of_experts(cached: bool) -> No
         used = {
             expert
             for size_class, _, stack in layer.bank.stacks()
-            for expert in experts_with_gradient(size_class.ids, stack)
+            for expert in experts_with_gradient(size_class.rows, stack)
         }
         assert used == set(routing.counts_E.nonzero().flatten().tolist())
 

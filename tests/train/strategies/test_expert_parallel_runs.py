@@ -81,8 +81,9 @@ def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     placement_file.write_text(json.dumps({"layers": [[1, 1, 0, 1, 1], [0, 0, 0, 0, 0]]}))
     placed: dict[str, Any] = EXPERT_PARALLEL | {"placement": str(placement_file)}
     train(run_dir, 2, max_steps=16, resume="auto", **placed)
-    train(run_dir, 2, max_steps=20, resume="auto", **PLAIN)
-    events = train(run_dir, 1, max_steps=24, resume="auto", **PLAIN)
+    plain: dict[str, Any] = PLAIN | {"placement": "auto"}
+    train(run_dir, 2, max_steps=20, resume="auto", **plain)
+    events = train(run_dir, 1, max_steps=24, resume="auto", **plain)
     assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
     assert [event["step"] for event in of_kind(events, "resume")] == [8, 12, 16, 20]
     assert of_kind(events, "placement")[-1]["layers"][0]["host_of"] == [1, 1, 0, 1, 1]

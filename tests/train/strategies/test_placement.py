@@ -167,13 +167,13 @@ def test_a_placement_that_fits_no_more_is_made_anew() -> None:
 
 
 def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
-    hosts = [HostFacts(1.0, 1e9)] * 2
+    hosts = (HostFacts(1.0, 1e9, "node0"), HostFacts(1.0, 1e9, "node1"))
     costs = [ExpertCost(weight, weight) for weight in SIZES]
     even = placement_of((0, 1, 0, 1, 1), costs, hosts)
     uneven = placement_of((0, 0, 0, 0, 1), costs, hosts)
     devices = (MeasuredDevice("a", 100.0), MeasuredDevice("b", 50.0))
     facts = model(experts=5, moe_layers=2, expert_weights=(SIZES, SIZES))
-    decision = PlacementDecision((even, uneven), devices, ("node0", "node1"))
+    decision = PlacementDecision((even, uneven), devices, hosts)
     assert decision.host_of == [(0, 1, 0, 1, 1), (0, 0, 0, 0, 1)]
     assert decision.saved_fields("auto") == {
         "device_speeds": {"a": 100.0, "b": 50.0},
@@ -186,7 +186,7 @@ def test_a_decision_is_recorded_with_its_least_even_layer() -> None:
     assert event["hosts"][1] == {"rank": 1, "node": "node1", "name": "b", "speed": 50.0}
     assert event["layers"][0]["costs"] == [0.1, 0.1, 0.4, 0.2, 0.2]
     assert [layer["imbalance"] for layer in event["layers"]] == [even.imbalance, uneven.imbalance]
-    one = PlacementDecision((even,), devices, ("node0", "node1"))
+    one = PlacementDecision((even,), devices, hosts)
     assert one.event(model(expert_weights=(SIZES,)))["sentence"] == even.sentence()
 
 

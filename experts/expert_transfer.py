@@ -1,0 +1,131 @@
+"""Experts on their way from host to host: their weights and optimizer state, from device to device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from experts.bank import ROLES
+from experts.layer import MoELayer
+from experts.structure import LayerStructure
+
+ExpertTensors = dict[tuple[str, str], Tensor]
+"""The tensors of one expert by slot and role. The weights have the slot ""."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that an optimizer keeps of each stack: shaped like it, or one scalar."""
+
+    name: str
+    dtype: torch.dtype
+    is_scalar: bool
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The state that an optimizer keeps of each stack of experts, the same on all hosts."""
+
+    slots: tuple[Slot, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Slots that are not tensors."""
+    is_trained: bool = True
+
+
+class Move(NamedTuple):
+    """An expert that one host sends to another."""
+
+    sender: int
+    receiver: int
+    expert_id: int
+
+
+def needed_moves(
+    old: LayerStructure, new: LayerStructure, sources: Mapping[int, tuple[int, ...]]
+) -> list[Move]:
+    """Return the experts to send, in one order that all hosts compute alike.
+
+    Each host of a new expert needs the old ones that it is made from. The first host that holds one
+    sends it."""
+    moves: set[Move] = set()
+    for expert in new.experts:
+        for source in sources[expert.id]:
+            holders = old.expert(source).hosts
+            moves |= {Move(holders[0], host, source) for host in expert.hosts if host not in holders}
+    return sorted(moves)
+
+
+def exchange_experts(
+    layer: MoELayer,
+    old: LayerStructure,
+    new: LayerStructure,
+    sources: Mapping[int, tuple[int, ...]],
+    own: Mapping[int, ExpertTensors],
+    spec: StateSpec,
+) -> dict[int, ExpertTensors]:
+    """Send this host's experts to the hosts that need them, and return those that it receives, by id.
+
+    All hosts must call it."""
+    exchange = layer.context.exchange
+    moves = needed_moves(old, new, sources)
+    if not moves:
+        return {}
+    device = layer.load_E.device
+    layouts = {move.expert_id: _layout(layer, old.expert(move.expert_id).size, spec) for move in moves}
+    num_bytes = {expert_id: sum(entry.num_bytes for entry in layout) for expert_id, layout in layouts.items()}
+    leaving = [move for move in moves if move.sender == exchange.rank]
+    arriving = [move for move in moves if move.receiver == exchange.rank]
+    send_counts = [0] * exchange.size
+    receive_counts = [0] * exchange.size
+    for move in leaving:
+        send_counts[move.receiver] += num_bytes[move.expert_id]
+    for move in arriving:
+        receive_counts[move.sender] += num_bytes[move.expert_id]
+    pieces = [
+        _to_bytes(own[move.expert_id][entry.key]) for move in leaving for entry in layouts[move.expert_id]
+    ]
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(p.to(device) for p in pieces)])
+    received = exchange.all_to_all_rows(sent, send_counts, receive_counts).wait()
+    result: dict[int, ExpertTensors] = {}
+    position = 0
+    for move in arriving:
+        tensors: ExpertTensors = {}
+        for entry in layouts[move.expert_id]:
+            piece = received[position : position + entry.num_bytes]
+            tensors[entry.key] = piece.clone().view(entry.dtype).view(entry.shape)
+            position += entry.num_bytes
+        result[move.expert_id] = tensors
+    return result
+
+
+class _Entry(NamedTuple):
+    key: tuple[str, str]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _layout(layer: MoELayer, size: int, spec: StateSpec) -> list[_Entry]:
+    """Return the tensors of an expert of a size, in the order in which they are sent."""
+    width = layer.bank.width
+    inner = 2 * size if layer.bank.kind == "swiglu" else size
+    shapes = {"up": (width, inner), "down": (size, width)}
+    entries: list[_Entry] = []
+    for role in ROLES:
+        entries.append(_Entry(("", role), layer.gate.weight_ED.dtype, shapes[role]))
+        entries += [
+            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shapes[role])
+            for slot in spec.slots
+        ]
+    return entries
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

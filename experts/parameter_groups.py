@@ -1,0 +1,50 @@
+"""The groups of an optimizer, whose parameters are replaced when experts change."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import nn
+
+from experts.layer import MoELayer
+
+
+class ParameterGroups:
+    """The groups of an optimizer that a layer's parameters belong to."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layer: MoELayer) -> None:
+        self._optimizer = optimizer
+        self._of_parameter = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._of_role = {role: self._number(stack) for _, role, stack in layer.bank.stacks()}
+        self._of_gate = self._number(layer.gate.weight_ED)
+
+    def _number(self, parameter: nn.Parameter) -> int | None:
+        return self._of_parameter.get(id(parameter))
+
+    def replace(self, model: nn.Module, layer: MoELayer, replaced: Set[nn.Parameter]) -> None:
+        """Put the layer's new parameters in the places of those ``replaced``, in the order of the model."""
+        removed = {id(parameter) for parameter in replaced}
+        added: dict[int, int] = {}
+        if self._of_gate is not None:
+            added[id(layer.gate.weight_ED)] = self._of_gate
+        for _, role, stack in layer.bank.stacks():
+            if stack.requires_grad:
+                # A host that had none of the layer's experts knows no better group than the first.
+                added[id(stack)] = self._of_role.get(role) or 0
+        # A moved expert leaves the gate as it is.
+        removed -= added.keys()
+        order = {id(p): number for number, p in enumerate(model.parameters())}
+        by_id = {id(p): p for p in model.parameters()}
+        for number, group in enumerate(self._optimizer.param_groups):
+            kept = [p for p in group["params"] if id(p) not in removed]
+            known = {id(p) for p in kept}
+            new = [by_id[key] for key, of in added.items() if of == number and key not in known]
+            group["params"] = sorted([*kept, *new], key=lambda p: order.get(id(p), -1))
+        for parameter in list(self._optimizer.state):
+            if id(parameter) in removed:
+                del self._optimizer.state[parameter]

@@ -1,0 +1,81 @@
+"""The decisions on moves and copies of experts, by the rules of ``experts.rebalance``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experts.layer import MoELayer
+from experts.load_history import LoadHistory
+from experts.rebalance import BalanceRules, cheapest_host, decide
+from experts.rebalance_costs import Cluster, LayerCosts
+from experts.structure import Change, LayerStructure
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
+
+_PASSES = 3  # products of a training step, in multiples of the forward pass
+_FLOPS = 2  # per weight and row, forward
+_STATE_VALUES = 4  # a weight, its gradient and two averages
+_VALUE_BYTES = 4
+
+FIRST_INTERVAL = 5
+"""Steps from one decision to the next at the start, and after a change."""
+_MAX_INTERVAL = 80
+
+
+def layer_costs(layer: MoELayer) -> LayerCosts:
+    """Return the costs of a layer's experts, per unit of their hidden size."""
+    matrices = 3 if layer.bank.kind == "swiglu" else 2
+    weights = layer.bank.width * matrices
+    return LayerCosts(
+        row_flops=_PASSES * _FLOPS * weights,
+        state_bytes=_STATE_VALUES * _VALUE_BYTES * weights,
+        gradient_bytes=_VALUE_BYTES * weights,
+    )
+
+
+@dataclass(frozen=True)
+class HostBalancer:
+    """Decides by the loads of recent steps. Its memory is in the state of evolution."""
+
+    costs: Sequence[LayerCosts]
+    cluster: Cluster
+    rules: BalanceRules = field(default_factory=BalanceRules)
+
+    def decide(
+        self,
+        layers: Sequence[LayerStructure],
+        loads: Sequence[Sequence[int]],
+        state: EvolutionState,
+    ) -> list[Change]:
+        """Return the moves and copies after a step with these tokens per expert."""
+        histories = [
+            history.observed(layer.ids, counts, 1)
+            for layer, counts, history in zip(layers, loads, self._histories(layers, state), strict=True)
+        ]
+        changes = decide(layers, histories, self.costs, self.cluster, self.rules)
+        state.balance = {layer.name: h.to_json() for layer, h in zip(layers, histories, strict=True)}
+        return list(changes)
+
+    def next_interval(self, interval: int, changed: bool) -> int:
+        """Return the steps until the next decision: the longer nothing has changed, the more."""
+        return FIRST_INTERVAL if changed else min(2 * interval, _MAX_INTERVAL)
+
+    def newborn_host(self, layers: Sequence[LayerStructure], change: Change, state: EvolutionState) -> int:
+        """Return the host that a newborn expert costs least on."""
+        history = self._histories(layers, state)[change.layer]
+        costs = self.costs[change.layer]
+        assert change.size is not None
+        # It will take half of its parent's tokens, or an even share of all.
+        tokens = sum(history.mean) / max(1, len(history.ids)) if history.windows else 1.0
+        newborn = costs.expert(change.size, tokens)
+        host = cheapest_host(layers, change.layer, newborn, history, self.costs, self.cluster)
+        parents = [layers[change.layer].expert(parent).hosts[0] for parent in change.parents]
+        return host if host is not None else (parents or [0])[0]
+
+    def _histories(self, layers: Sequence[LayerStructure], state: EvolutionState) -> list[LoadHistory]:
+        saved: dict[str, Any] = state.balance or {}
+        return [
+            LoadHistory.from_json(saved[layer.name]) if layer.name in saved else LoadHistory()
+            for layer in layers
+        ]

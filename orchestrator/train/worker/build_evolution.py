@@ -1,0 +1,96 @@
+"""Builds the evolution of a run's experts, where its plan asks for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from experts.balance import moe_layers
+from experts.layer import MoELayer
+from experts.placement import HostFacts
+from experts.rebalance_costs import Cluster
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.plan.planning import Plan
+from orchestrator.record.log import Log
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.data import Feed
+from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
+from orchestrator.train.evolution.engine import Evolution, EvolutionPlan
+from orchestrator.train.evolution.policy import RulesPolicy
+from orchestrator.train.step import Stepper
+from orchestrator.train.worker.build_model import ModelParts
+
+_VALIDATION_BATCHES = 8
+"""Batches that a change is judged on."""
+_BYTES_PER_SECOND = {"gloo": 1e9, "nccl": 2e10}
+"""What a host sends to another one, roughly: it decides whether a move pays."""
+_LEAST_SPEED = 1e10
+"""A deterministic run measures no speed: its hosts count as equal."""
+
+
+@dataclass(frozen=True)
+class EvolutionParts:
+    """The parts of a training that evolution works on."""
+
+    plan: Plan
+    parts: ModelParts
+    stepper: Stepper
+    feed: Feed
+    evaluation: Evaluation | None
+    log: Log
+
+
+def build_evolution(
+    training: EvolutionParts, config: Config, hosts: tuple[HostFacts, ...]
+) -> Evolution | None:
+    """Return the evolution of the experts; None where they stay as they are.
+
+    ``hosts`` are the expert hosts; none unless the run is expert parallel."""
+    state = training.parts.evolution
+    layers = [layer for _, layer in moe_layers(training.parts.model)]
+    if state is None or not layers:
+        return None
+    _check_banks(layers)
+    plan = training.plan
+    rules = plan.evolution_rules
+    balancer = None
+    if hosts and (plan.rebalance.value or rules is not None):
+        balancer = _balancer(plan, layers, hosts)
+        state.balance_interval = state.balance_interval or FIRST_INTERVAL
+    feed = training.feed
+
+    def steps_left(progress: Progress) -> int:
+        return -(-(feed.num_samples - progress.position) // feed.global_batch)
+
+    evolution_plan = EvolutionPlan(
+        seed=config.run.seed,
+        steps_left=steps_left,
+        sleep_every=config.evolution.sleep_every,
+        policy=RulesPolicy(rules) if rules is not None else None,
+        balancer=balancer,
+        moves=plan.rebalance.value,
+    )
+    judged = None
+    if training.evaluation is not None:
+        judged = replace(training.evaluation, max_batches=_VALIDATION_BATCHES, name="evolution")
+    evolution = Evolution(evolution_plan, training.stepper, training.log, judged, state)
+    for evaluation in (training.evaluation, judged):
+        if evaluation is not None:
+            evolution.on_change(evaluation.experts_changed)
+    return evolution
+
+
+def _balancer(plan: Plan, layers: list[MoELayer], hosts: tuple[HostFacts, ...]) -> HostBalancer:
+    bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
+    counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
+    return HostBalancer([layer_costs(layer) for layer in layers], Cluster(counted, bandwidth))
+
+
+def _check_banks(layers: list[MoELayer]) -> None:
+    """Refuse layers that share their experts: a change would have to fit all of them."""
+    if len({layer.bank for layer in layers}) < len(layers):
+        raise UserError(
+            "several layers of the model share one bank of experts; such experts cannot change during "
+            "training: use --evolution off --rebalance off"
+        )

@@ -1,0 +1,135 @@
+"""The experts that a worker builds its model with: as saved, and placed on the hosts of this start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experts.structure import LayerStructure
+from orchestrator.plan.estimate import ModelFacts
+from orchestrator.train.checkpoint.saved_experts import SavedExperts
+from orchestrator.train.parts.world import World
+from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
+from orchestrator.train.worker.prepared_run import PreparedRun
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """The experts of a model, and where they live."""
+
+    decision: PlacementDecision | None = None
+    """None unless the run is expert parallel."""
+    layers: Sequence[LayerStructure] | None = None
+    """The experts, where they are not as the task builds them or have copies."""
+
+    @property
+    def host_of(self) -> list[tuple[int, ...]] | None:
+        """The host of each expert, by layer."""
+        return self.decision.host_of if self.decision is not None else None
+
+
+def place_experts(
+    prepared: PreparedRun,
+    world: World,
+    known: Mapping[str, Any],
+    saved: SavedExperts | None,
+    loads: Sequence[Mapping[str, float]],
+    name: str = "placement",
+) -> PlacedExperts:
+    """Decide where the experts live. All workers must call it; ``name`` is used once per generation.
+
+    Saved experts keep their hosts and copies where there are as many hosts as before."""
+    saved_layers = saved.layers if saved is not None and saved.have_changed else None
+    if prepared.plan.strategy.value != "expert_parallel" or world.size == 1:
+        return PlacedExperts(None, _on_one_host(saved_layers) if saved_layers else None)
+    facts = facts_with_experts(prepared.facts, saved)
+    config = prepared.resolved.config
+    before = _known(known, saved, prepared.plan.expert_replicas.value)
+    counts = _in_order(loads, facts, saved_layers)
+    decision = decide_placement(config, prepared.plan, facts, world, before, counts, name)
+    if (
+        saved is not None
+        and prepared.plan.expert_replicas.value == 1
+        and _keeps_hosts(saved, decision, world)
+    ):
+        has_copies = any(len(expert.hosts) > 1 for layer in saved.layers for expert in layer.experts)
+        return PlacedExperts(decision, saved.layers if saved_layers or has_copies else None)
+    return PlacedExperts(decision, _on_hosts(saved_layers, decision.host_of) if saved_layers else None)
+
+
+def _keeps_hosts(saved: SavedExperts, decision: PlacementDecision, world: World) -> bool:
+    return saved.hosts == world.size and _first_hosts(saved) == [list(hosts) for hosts in decision.host_of]
+
+
+def _in_order(
+    loads: Sequence[Mapping[str, float]], facts: ModelFacts, layers: Sequence[LayerStructure] | None
+) -> list[list[float]]:
+    """Return the loads in the order of the experts; none for a layer with an expert that has no load yet."""
+    ids = [layer.ids for layer in layers] if layers else [range(len(w)) for w in facts.expert_weights]
+    ordered: list[list[float]] = []
+    for layer_ids, counts in zip(ids, loads, strict=False):
+        known = [counts[str(expert)] for expert in layer_ids if str(expert) in counts]
+        ordered.append(known if len(known) == len(layer_ids) else [])
+    return ordered
+
+
+def placement_fields(
+    decision: PlacementDecision, facts: ModelFacts, layers: Sequence[LayerStructure]
+) -> dict[str, Any]:
+    """Return the fields of a ``placement`` event, with the ids and copies that experts have now."""
+    fields = decision.event(facts)
+    for entry, layer in zip(fields["layers"], layers, strict=True):
+        if not layer.is_initial:
+            entry["ids"] = list(layer.ids)
+        if any(len(expert.hosts) > 1 for expert in layer.experts):
+            entry["host_of"] = [list(expert.hosts) for expert in layer.experts]
+            entry["splits"] = [list(expert.split) for expert in layer.experts]
+    return fields
+
+
+def facts_with_experts(facts: ModelFacts, saved: SavedExperts | None) -> ModelFacts:
+    """Return the facts of a model with the saved experts in place of those that the task builds."""
+    if saved is None or not saved.have_changed:
+        return facts
+    weights = tuple(
+        _expert_weights(layer, before)
+        for layer, before in zip(saved.layers, facts.expert_weights, strict=True)
+    )
+    return replace(facts, expert_weights=weights, experts=max(len(layer) for layer in weights))
+
+
+def _expert_weights(layer: LayerStructure, before: Sequence[int]) -> tuple[int, ...]:
+    """Return the parameters of each expert: they grow with its hidden size alone."""
+    known = [(before[expert.id], expert.size) for expert in layer.experts if expert.id < len(before)]
+    # Where no expert is left that the task has built, the mean stands for all.
+    weight, size = known[0] if known else (sum(before) // len(before), layer.sizes[0])
+    return tuple(weight * expert.size // size for expert in layer.experts)
+
+
+def _known(known: Mapping[str, Any], saved: SavedExperts | None, replicas: int) -> dict[str, Any]:
+    """Return the fields of the earlier plan, with the hosts that the saved experts had last."""
+    if saved is None or "placement_asked" not in known:
+        return dict(known)
+    return {**known, "placement": _first_hosts(saved), "placement_hosts": saved.hosts // replicas}
+
+
+def _first_hosts(saved: SavedExperts) -> list[list[int]]:
+    return [[expert.hosts[0] for expert in layer.experts] for layer in saved.layers]
+
+
+def _on_one_host(layers: Sequence[LayerStructure]) -> list[LayerStructure]:
+    return _on_hosts(layers, [[0] * len(layer.experts) for layer in layers])
+
+
+def _on_hosts(layers: Sequence[LayerStructure], host_of: Sequence[Sequence[int]]) -> list[LayerStructure]:
+    return [
+        replace(
+            layer,
+            experts=tuple(
+                replace(expert, hosts=(host,), split=())
+                for expert, host in zip(layer.experts, hosts, strict=True)
+            ),
+        )
+        for layer, hosts in zip(layers, host_of, strict=True)
+    ]

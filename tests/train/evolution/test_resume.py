@@ -1,0 +1,143 @@
+"""A run whose experts change is resumed at any step: in a warm-up, after a merge, on other hosts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config.settings import Config
+from orchestrator.record.events import EventLog, of_kind, read_events
+from orchestrator.record.log import Log, SilentLog
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.run import Supervision, run_worker
+from orchestrator.trainer import Trainer
+from tests.support.loop_runs import SMALL, losses_in
+from tests.support.ranks import run_ranks
+
+STEPS = 150
+EVOLVING: dict[str, Any] = SMALL | {
+    "epochs": 40,
+    "batch_size": 16,
+    "global_batch_size": 48,
+    "experts": 4,
+    "expert_hidden_size": (4, 4, 8, 8),
+    "schedule": "constant",
+    "evolution": "bold",
+    "sleep_every": 9,
+    "birth_entropy": 0.1,
+    "birth_patience": 1,
+    "newborn_warmup": 6,
+    "merge_similarity": 0.5,
+    "change_tolerance": 10.0,
+    "keep": 100,
+    "checkpoint_every": 1,
+}
+
+
+def prepare(run_dir: Path, **settings: Any) -> PreparedRun:
+    config = Config.of(**EVOLVING | settings, run_dir=run_dir)
+    return Trainer(config=config, quiet=True).prepare()
+
+
+def run(run_dir: Path, world: World | None = None, **settings: Any) -> None:
+    """Train in this process, as a worker does."""
+    world = world or World.single_process()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log: Log = EventLog(run_dir / "events.jsonl") if world.is_main else SilentLog()
+    run_worker(prepare(run_dir, **settings), world, run_dir, log, Supervision())
+    log.close()
+
+
+def changes_in(run_dir: Path) -> list[dict[str, Any]]:
+    return of_kind(read_events(run_dir / "events.jsonl"), "expert")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to the end, with a checkpoint of every step."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    run(run_dir, max_steps=STEPS)
+    return run_dir
+
+
+def test_experts_are_born_and_merged(whole: Path) -> None:
+    changes = {change["change"] for change in changes_in(whole)}
+    assert changes >= {"born", "warmed", "merged"}
+    for change in changes_in(whole):
+        if change["change"] == "born":
+            assert change["output_change"] < 1e-6
+            assert change["loss_after"] == pytest.approx(change["loss_before"], rel=1e-5)
+    graphs = of_kind(read_events(whole / "events.jsonl"), "expert_graph")
+    assert graphs[-1]["layers"][0]["experts"]
+
+
+def steps_to_resume_at(whole: Path) -> dict[str, int]:
+    first = {}
+    for change in changes_in(whole):
+        first.setdefault(change["change"], change["step"])
+    return {
+        "before a birth": first["born"] - 1,
+        "after a birth": first["born"],
+        "a twin": first["born"] + 3,
+        "the ramp": first["warmed"] + 2,
+        "after a merge": first["merged"],
+        "between observations": first["merged"] + 5,
+    }
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["before a birth", "after a birth", "a twin", "the ramp", "after a merge", "between observations"],
+)
+def test_a_resumed_run_continues_exactly(whole: Path, moment: str, tmp_path: Path) -> None:
+    step = steps_to_resume_at(whole)[moment]
+    run_dir = tmp_path / "run"
+    copy_until(whole, run_dir, step)
+    run(run_dir, max_steps=STEPS, resume="auto")
+    assert losses_in(run_dir) == losses_in(whole)[step:]
+    later = [change for change in changes_in(whole) if change["step"] > step]
+    assert [(c["step"], c["change"], c["ids"]) for c in changes_in(run_dir)] == [
+        (c["step"], c["change"], c["ids"]) for c in later
+    ]
+
+
+def copy_until(whole: Path, run_dir: Path, step: int) -> None:
+    """Copy the checkpoint of a step, as if the run had ended there."""
+    name = f"step_{step:08d}"
+    shutil.copytree(whole / "checkpoints" / name, run_dir / "checkpoints" / name)
+
+
+def test_weights_of_a_changed_model_start_another_run(whole: Path, tmp_path: Path) -> None:
+    step = steps_to_resume_at(whole)["the ramp"]
+    checkpoint = whole / "checkpoints" / f"step_{step:08d}"
+    run(tmp_path / "run", max_steps=2, init_from=checkpoint, evolution="off")
+    assert len(losses_in(tmp_path / "run")) == 2
+
+
+def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
+    import torch
+
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
+        run(
+            run_dir,
+            world,
+            max_steps=STEPS,
+            resume="auto",
+            workers=size,
+            parallel_strategy="expert_parallel",
+            rebalance="off",
+        )
+
+
+@pytest.mark.parametrize("moment", ["a twin", "the ramp"])
+def test_three_hosts_continue_a_run_of_one_process(whole: Path, moment: str, tmp_path: Path) -> None:
+    step = steps_to_resume_at(whole)[moment]
+    run_dir = tmp_path / "run"
+    copy_until(whole, run_dir, step)
+    run_ranks(resume_on_host, 3, run_dir)
+    assert losses_in(run_dir)[:10] == pytest.approx(losses_in(whole)[step : step + 10], rel=1e-4)
