@@ -21,7 +21,7 @@ from experts.kernels.loop import activate
 from experts.received_rows import RowCheck, local_slots
 from experts.routes import route_table
 from experts.statistics import ExpertStatistics
-from experts.structure import LayerStructure
+from experts.structure import SETTLED, LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
 from experts.types import Kind, Routing, Scores
 
@@ -100,7 +100,9 @@ class MoELayer(nn.Module):
             y_TD = uncompiled(self._forward_exchanged)(input_TD, routing)
         return y_TD.reshape(x.shape).to(x.dtype), routing
 
-    def use_structure(self, structure: LayerStructure, host: tuple[int, int] = (0, 1), step: int = 0) -> None:
+    def use_structure(
+        self, structure: LayerStructure, host: tuple[int, int] = (0, 1), step: int = SETTLED
+    ) -> None:
         """Route by the hosts, twins and priors of a structure, which the bank and the gate have already.
 
         ``host`` is the rank of this host and the number of hosts. ``step`` counts the steps done."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+SETTLED = 2**62
+"""A step after every ramp, for a model whose experts change no more."""
 ChangeKind = Literal["born", "warmed", "merged", "pruned", "moved", "copied"]
 
 

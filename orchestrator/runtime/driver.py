@@ -43,8 +43,10 @@ from orchestrator.tasks.load import loads_by_name
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model
+from orchestrator.train.checkpoint.saved_experts import read_experts
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.worker.observers import stop_on_signal
+from orchestrator.train.worker.placed_experts import build_saved_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom, find_candidates
 from orchestrator.train.worker.run import count_starts, record_failure
@@ -292,5 +294,6 @@ def trained_model(prepared: PreparedRun, run_dir: Path) -> nn.Module:
     if checkpoint is None:
         raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
     _, contents = checkpoint
+    build_saved_experts(model, read_experts(contents.state))
     restore_model(contents, model)
     return model

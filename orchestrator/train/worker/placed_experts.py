@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
+from experts.balance import moe_layers
 from experts.structure import LayerStructure
+from experts.surgery import restructure
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.world import World
@@ -86,6 +90,12 @@ def placement_fields(
             entry["host_of"] = [list(expert.hosts) for expert in layer.experts]
             entry["splits"] = [list(expert.split) for expert in layer.experts]
     return fields
+
+
+def build_saved_experts(model: nn.Module, saved: SavedExperts) -> None:
+    """Give a whole model that the task has built the saved experts, without their weights."""
+    if saved.have_changed:
+        restructure([layer for _, layer in moe_layers(model)], _on_one_host(saved.layers))
 
 
 def facts_with_experts(facts: ModelFacts, saved: SavedExperts | None) -> ModelFacts:

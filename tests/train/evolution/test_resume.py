@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from experts.balance import moe_layers
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log, SilentLog
+from orchestrator.runtime.driver import trained_model
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -119,9 +122,21 @@ def test_weights_of_a_changed_model_start_another_run(whole: Path, tmp_path: Pat
     assert len(losses_in(tmp_path / "run")) == 2
 
 
-def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
-    import torch
+def test_the_trained_model_has_the_experts_of_the_end(whole: Path) -> None:
+    prepared = prepare(whole)
+    model = trained_model(prepared, whole)
+    (layer,) = (layer for _, layer in moe_layers(model))
+    graph = of_kind(read_events(whole / "events.jsonl"), "expert_graph")[-1]
+    assert list(layer.structure.ids) == [expert["id"] for expert in graph["layers"][0]["experts"]]
+    evaluated = of_kind(read_events(whole / "events.jsonl"), "evaluate")[-1]
+    x, labels = prepared.task.validation_data().tensors
+    model.eval()
+    with torch.no_grad():
+        loss = prepared.task.loss(model, (x, labels))
+    assert loss.sum.item() / loss.count == pytest.approx(evaluated["loss"], rel=1e-5)
 
+
+def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
         run(
             run_dir,
