@@ -30,14 +30,28 @@ def replica_placement(
     )
 
 
+def group_count(layers: Sequence[LayerStructure], num_hosts: int) -> int:
+    """Return the number of groups that ``replica_placement`` has copied the experts to; 1 if it has not."""
+    experts = [expert for layer in layers for expert in layer.experts]
+    groups = len(experts[0].hosts) if experts else 1
+    if num_hosts % groups:
+        return 1
+    step = num_hosts // groups
+    is_copied = [expert.hosts == _group_hosts(expert.hosts[0], step, groups) for expert in experts]
+    return groups if all(is_copied) and not any(expert.split for expert in experts) else 1
+
+
+def _group_hosts(first: int, group_size: int, replicas: int) -> tuple[int, ...]:
+    return tuple(group * group_size + first for group in range(replicas))
+
+
 def _copied(expert: Expert, group_size: int, replicas: int, layer_name: str) -> Expert:
     if len(expert.hosts) != 1 or expert.hosts[0] >= group_size:
         raise ValueError(
             f"expert {expert.id} of {layer_name} is on hosts {list(expert.hosts)}; before it is copied to "
             f"{replicas} groups it must be on one host below {group_size}"
         )
-    hosts = tuple(group * group_size + expert.hosts[0] for group in range(replicas))
-    return replace(expert, hosts=hosts, split=())
+    return replace(expert, hosts=_group_hosts(expert.hosts[0], group_size, replicas), split=())
 
 
 def _divisors(count: int) -> str:

@@ -193,4 +193,6 @@ def restructure(layers: Sequence[MoELayer], structures: Sequence[LayerStructure]
         if layer.statistics is not None:
             layer.statistics = ExpertStatistics(num_experts, layer.bank.width)
         follow_number(layer, num_experts)
-        layer.use_structure(structure)
+        # The hosts of copies are of use only when the model is placed.
+        alone = [replace(expert, hosts=(0,), split=()) for expert in structure.experts]
+        layer.use_structure(replace(structure, experts=tuple(alone)))

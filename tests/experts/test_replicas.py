@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.replicas import replica_placement
+from experts.replicas import group_count, replica_placement
 from experts.routes import route_table
-from experts.structure import LayerStructure
+from experts.structure import Change, LayerStructure, changed
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
@@ -42,3 +42,18 @@ def test_experts_outside_the_first_group_are_refused() -> None:
     layer = LayerStructure.initial("moe", [8, 8], [0, 2])
     with pytest.raises(ValueError, match=r"expert 1 of moe is on hosts \[2\]; .* on one host below 2"):
         replica_placement([layer], 4, 2)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
+def test_the_number_of_groups_is_found_again(group_size: int, replicas: int, num_experts: int) -> None:
+    placed = [expert % group_size for expert in range(num_experts)]
+    layers = [LayerStructure.initial("moe", [8] * num_experts, placed)]
+    num_hosts = group_size * replicas
+    assert group_count(replica_placement(layers, num_hosts, replicas), num_hosts) == replicas
+
+
+def test_copies_with_shares_of_their_own_are_no_groups() -> None:
+    change = Change("copied", 0, (0, 1), "", hosts=((0, 2), (1, 3)), splits=((3, 1), (1, 1)))
+    layer = changed(LayerStructure.initial("moe", [8, 8], [0, 1]), change, 0)
+    assert group_count([layer], 4) == 1
+    assert group_count([LayerStructure.initial("moe", [8, 8], [0, 1])], 4) == 1

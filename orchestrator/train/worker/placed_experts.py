@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from experts.balance import moe_layers
+from experts.replicas import group_count
 from experts.structure import LayerStructure
 from experts.surgery import restructure
 from orchestrator.plan.estimate import ModelFacts
@@ -49,14 +50,13 @@ def place_experts(
         return PlacedExperts(None, _on_one_host(saved_layers) if saved_layers else None)
     facts = facts_with_experts(prepared.facts, saved)
     config = prepared.resolved.config
-    before = _known(known, saved, prepared.plan.expert_replicas.value)
+    replicas = prepared.plan.expert_replicas.value
+    # With another number of groups, the saved hosts mean nothing.
+    has_same_groups = saved is not None and group_count(saved.layers, saved.hosts) == replicas
+    before = _known(known, saved if has_same_groups else None, replicas)
     counts = _in_order(loads, facts, saved_layers)
     decision = decide_placement(config, prepared.plan, facts, world, before, counts, name)
-    if (
-        saved is not None
-        and prepared.plan.expert_replicas.value == 1
-        and _keeps_hosts(saved, decision, world)
-    ):
+    if saved is not None and has_same_groups and replicas == 1 and _keeps_hosts(saved, decision, world):
         has_copies = any(len(expert.hosts) > 1 for layer in saved.layers for expert in layer.experts)
         return PlacedExperts(decision, saved.layers if saved_layers or has_copies else None)
     return PlacedExperts(decision, _on_hosts(saved_layers, decision.host_of) if saved_layers else None)
