@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from operator import mul
 from typing import Any
 
-_NUM_WINDOWS = 8
+MAX_WINDOWS = 8
 _DECAY = 0.8  # the weight of a window relative to the one after it
 _LONG_HALF_LIFE = 200  # steps
 _LARGE_SHIFT = 0.1  # share of the tokens: loads that differ by so much need other hosts
@@ -54,7 +54,7 @@ class LoadHistory:
         kept = 0.5 ** (steps / _LONG_HALF_LIFE)
         pairs = zip(self.long_mean, window.loads, strict=True)
         long_mean = tuple(kept * old + (1 - kept) * new for old, new in pairs)
-        return LoadHistory(self.ids, (*self.windows, window)[-_NUM_WINDOWS:], long_mean)
+        return LoadHistory(self.ids, (*self.windows, window)[-MAX_WINDOWS:], long_mean)
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experts.layer import MoELayer
-from experts.load_history import LoadHistory
-from experts.rebalance import BalanceRules, cheapest_host, decide
+from experts.load_history import MAX_WINDOWS, LoadHistory
+from experts.rebalance import BalanceRules, cheapest_host, decide, layer_imbalance
 from experts.rebalance_costs import Cluster, LayerCosts
 from experts.structure import Change, LayerStructure
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
@@ -57,9 +57,27 @@ class HostBalancer:
         state.balance = {layer.name: h.to_json() for layer, h in zip(layers, histories, strict=True)}
         return list(changes)
 
-    def next_interval(self, interval: int, changed: bool) -> int:
-        """Return the steps until the next decision: the longer nothing has changed, the more."""
-        return FIRST_INTERVAL if changed else min(2 * interval, _MAX_INTERVAL)
+    def next_interval(self, layers: Sequence[LayerStructure], state: EvolutionState, changed: bool) -> int:
+        """Return the steps until the next decision: the longer nothing has changed, the more.
+
+        A layer that is uneven since a few windows is looked at again soon: its loads may have shifted.
+        One that has been uneven for long cannot be helped."""
+        histories = self._histories(layers, state)
+        number_uneven = [
+            self._num_uneven(*entry) for entry in zip(layers, histories, self.costs, strict=True)
+        ]
+        if changed or any(0 < number < MAX_WINDOWS for number in number_uneven):
+            return FIRST_INTERVAL
+        return min(2 * state.balance_interval, _MAX_INTERVAL)
+
+    def _num_uneven(self, layer: LayerStructure, history: LoadHistory, costs: LayerCosts) -> int:
+        """Return the number of uneven windows up to the newest one; 0 if that is even."""
+        number = 0
+        for window in reversed(history.windows):
+            if layer_imbalance(layer, window.loads, costs, self.cluster) <= self.rules.max_imbalance:
+                break
+            number += 1
+        return number
 
     def newborn_host(self, layers: Sequence[LayerStructure], change: Change, state: EvolutionState) -> int:
         """Return the host that a newborn expert costs least on."""

@@ -52,7 +52,9 @@ class Balancer(Protocol):
         self, layers: Sequence[LayerStructure], loads: Sequence[Sequence[int]], state: EvolutionState
     ) -> list[Change]: ...
 
-    def next_interval(self, interval: int, changed: bool) -> int: ...
+    def next_interval(
+        self, layers: Sequence[LayerStructure], state: EvolutionState, changed: bool
+    ) -> int: ...
 
     def newborn_host(
         self, layers: Sequence[LayerStructure], change: Change, state: EvolutionState
@@ -224,16 +226,17 @@ class Evolution:
         """Return the moves and copies that the main worker decides, and set the step of the next decision."""
         balancer = self._plan.balancer
         assert balancer is not None
-        fields: list[Any] | None = None
+        decided: dict[str, Any] | None = None
         if self._world.is_main:
             structures = [layer.structure for layer in self._layers]
             loads = [layer.load_E.tolist() for layer in self._layers]
-            fields = [change.to_json() for change in balancer.decide(structures, loads, self._state)]
-        changes = self._agreed(f"balance {point.step}", fields)
-        interval = balancer.next_interval(self._state.balance_interval, bool(changes))
-        self._state.balance_interval = interval
-        self._state.balance_step = point.step + interval
-        return changes
+            changes = balancer.decide(structures, loads, self._state)
+            interval = balancer.next_interval(structures, self._state, bool(changes))
+            decided = {"changes": [change.to_json() for change in changes], "interval": interval}
+        agreed = self._world.broadcast_value(f"balance {point.step}", decided)
+        self._state.balance_interval = agreed["interval"]
+        self._state.balance_step = point.step + agreed["interval"]
+        return [Change.from_json(entry) for entry in agreed["changes"]]
 
     def _agreed(self, name: str, fields: list[Any] | None) -> list[Change]:
         return [Change.from_json(entry) for entry in self._world.broadcast_value(name, fields)]

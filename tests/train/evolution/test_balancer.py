@@ -1,0 +1,44 @@
+"""When the balancer decides: soon after a change or a shift of the loads, seldom where nothing helps."""
+
+from __future__ import annotations
+
+from experts.placement import HostFacts
+from experts.rebalance_costs import Cluster, LayerCosts
+from experts.structure import LayerStructure
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer
+
+EVEN = [100, 100, 100, 100]
+HOT = [400, 0, 0, 0]
+
+
+def intervals(loads: list[list[int]], bandwidth: float) -> list[int]:
+    """Return the steps after each decision. Experts stay where they are."""
+    layers = [LayerStructure.initial("moe", [8] * 4, [0, 0, 1, 1])]
+    costs = [LayerCosts(row_flops=48.0, state_bytes=128.0, gradient_bytes=32.0)]
+    balancer = HostBalancer(costs, Cluster((HostFacts(1e10), HostFacts(1e10)), bandwidth))
+    state = EvolutionState(balance_interval=FIRST_INTERVAL)
+    found: list[int] = []
+    for counts in loads:
+        changes = balancer.decide(layers, [counts], state)
+        state.balance_interval = balancer.next_interval(layers, state, bool(changes))
+        found.append(state.balance_interval)
+    return found
+
+
+def test_the_interval_grows_while_the_hosts_are_even() -> None:
+    assert intervals([EVEN] * 6, 1e9) == [10, 20, 40, 80, 80, 80]
+
+
+def test_the_next_decision_is_soon_after_a_change() -> None:
+    # The first window alone decides nothing.
+    assert intervals([HOT] * 3, 1e9) == [5, 5, 5]
+
+
+def test_the_next_decision_is_soon_after_the_loads_shift() -> None:
+    assert intervals([*[EVEN] * 6, HOT], 1e3)[-2:] == [80, 5]
+
+
+def test_hosts_that_nothing_helps_are_looked_at_less_and_less() -> None:
+    # Nothing pays over such a link.
+    assert intervals([HOT] * 10, 1.0) == [5] * 7 + [10, 20, 40]
