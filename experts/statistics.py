@@ -16,6 +16,8 @@ from experts.types import Routing
 NUM_SAMPLES = 32
 """Tokens of the newest observed step that experts are compared on."""
 _MAX_PAIRS = 256  # experts; beyond, a table of pairs would outgrow the other statistics
+_GRID = 2**20
+"""Steps of the grid per unit: fp64 adds up to 2**33 units exactly."""
 _NO_PRIORITY = torch.iinfo(torch.int64).max
 
 
@@ -53,7 +55,7 @@ class ExpertStatistics(nn.Module):
         if self.num_experts <= _MAX_PAIRS:
             chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, routing.experts_TK, 1.0)
             parts.append((chosen_TE.t() @ chosen_TE).double().reshape(-1))
-        self.local_sums += torch.cat(parts)
+        self.local_sums += _rounded(torch.cat(parts))
         self._sample(x_TD, position_T)
 
     def _sample(self, x_TD: Tensor, position_T: Tensor) -> None:
@@ -104,6 +106,13 @@ class ExpertStatistics(nn.Module):
         if not len(pairs):
             return torch.zeros(self.num_experts, self.num_experts, dtype=torch.float64)
         return pairs.view(self.num_experts, self.num_experts)
+
+
+def _rounded(sums: Tensor) -> Tensor:
+    """Round sums to a grid on which additions are exact.
+
+    In any order they then give the same bits: a snapshot adds up the hosts earlier than others would."""
+    return (sums * _GRID).round() / _GRID
 
 
 def reduce_statistics(statistics: list[ExpertStatistics], all_reduce: Callable[[Tensor], Tensor]) -> None:

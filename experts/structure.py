@@ -89,6 +89,13 @@ class LayerStructure:
         """Return the rows of the experts that a host has a copy of."""
         return tuple(index for index, expert in enumerate(self.experts) if host in expert.hosts)
 
+    def on_hosts(self, hosts: Sequence[int]) -> LayerStructure:
+        """Return the layer with one copy of each expert, on these hosts."""
+        experts = [
+            replace(expert, hosts=(host,), split=()) for expert, host in zip(self.experts, hosts, strict=True)
+        ]
+        return replace(self, experts=tuple(experts))
+
     def to_json(self) -> dict[str, Any]:
         """Return a list for each property of the experts, unless all have its default: there may be many."""
         columns = {

@@ -193,6 +193,5 @@ def restructure(layers: Sequence[MoELayer], structures: Sequence[LayerStructure]
         if layer.statistics is not None:
             layer.statistics = ExpertStatistics(num_experts, layer.bank.width)
         follow_number(layer, num_experts)
-        # The hosts of copies are of use only when the model is placed.
-        alone = [replace(expert, hosts=(0,), split=()) for expert in structure.experts]
-        layer.use_structure(replace(structure, experts=tuple(alone)))
+        # Not placed yet: this process has all experts, each once.
+        layer.use_structure(structure.on_hosts([0] * num_experts))

@@ -15,7 +15,7 @@ from experts.context import MoEContext, StepContext
 from experts.expert_transfer import Slot, StateSpec
 from experts.layer import MoELayer
 from experts.model import attach, initialise
-from experts.structure import Change, LayerStructure
+from experts.structure import Change, LayerStructure, changed
 from experts.surgery import Surgery, change_layer, restructure
 from experts.types import Kind
 
@@ -324,3 +324,12 @@ def test_a_restructured_layer_takes_the_tensors_of_a_changed_one() -> None:
         model.train(training)
         fresh.train(training)
         assert torch.equal(outputs(fresh), outputs(model))
+
+
+def test_a_layer_is_restructured_whose_experts_have_copies() -> None:
+    """It is not placed yet, so that it routes to no host."""
+    fresh, _ = make((6, 5, 6), 1, steps=0)
+    copied = Change("copied", 0, (1,), "a test", hosts=((1, 2),))
+    restructure([fresh.moe], [changed(fresh.moe.structure, copied, 3)])
+    assert fresh.moe.route_EB is None
+    assert {expert.hosts for expert in fresh.moe.structure.experts} == {(0,)}

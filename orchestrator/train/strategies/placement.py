@@ -169,10 +169,13 @@ def _place_layers(
     known: Mapping[str, Any],
     loads: Sequence[Sequence[float]],
 ) -> list[Placement]:
-    """Return the placement of a file, the one that the run began with on as many hosts, or a new one."""
+    """Return the placement of a file, the last one on as many hosts, or a new one.
+
+    A file is outdated once experts may have been born or moved."""
     costs = _expert_costs(facts, loads)
     try:
-        from_file = placement_file(config, facts, len(hosts))
+        is_outdated = known.get("placement_outdated", False)
+        from_file = None if is_outdated else placement_file(config, facts, len(hosts))
         if from_file is not None:
             return place_in_turn(costs, hosts, lambda number, *rest: placement_of(from_file[number], *rest))
         before = known.get("placement")

@@ -13,6 +13,7 @@ from experts.replicas import group_count
 from experts.structure import LayerStructure
 from experts.surgery import restructure
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.plan.planning import Plan
 from orchestrator.train.checkpoint.saved_experts import SavedExperts
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.placement import PlacementDecision, decide_placement
@@ -53,7 +54,7 @@ def place_experts(
     replicas = prepared.plan.expert_replicas.value
     # With another number of groups, the saved hosts mean nothing.
     has_same_groups = saved is not None and group_count(saved.layers, saved.hosts) == replicas
-    before = _known(known, saved if has_same_groups else None, replicas)
+    before = _known(known, saved if has_same_groups else None, prepared.plan)
     counts = _in_order(loads, facts, saved_layers)
     decision = decide_placement(config, prepared.plan, facts, world, before, counts, name)
     if saved is not None and has_same_groups and replicas == 1 and _keeps_hosts(saved, decision, world):
@@ -117,11 +118,17 @@ def _expert_weights(layer: LayerStructure, before: Sequence[int]) -> tuple[int, 
     return tuple(weight * expert.size // size for expert in layer.experts)
 
 
-def _known(known: Mapping[str, Any], saved: SavedExperts | None, replicas: int) -> dict[str, Any]:
+def _known(known: Mapping[str, Any], saved: SavedExperts | None, plan: Plan) -> dict[str, Any]:
     """Return the fields of the earlier plan, with the hosts that the saved experts had last."""
     if saved is None or "placement_asked" not in known:
         return dict(known)
-    return {**known, "placement": _first_hosts(saved), "placement_hosts": saved.hosts // replicas}
+    return {
+        **known,
+        "placement": _first_hosts(saved),
+        "placement_hosts": saved.hosts // plan.expert_replicas.value,
+        # A file says where the experts of the start live: it knows neither newborn ones nor moves.
+        "placement_outdated": plan.rebalance.value or plan.evolution_rules is not None,
+    }
 
 
 def _first_hosts(saved: SavedExperts) -> list[list[int]]:
@@ -133,13 +140,4 @@ def _on_one_host(layers: Sequence[LayerStructure]) -> list[LayerStructure]:
 
 
 def _on_hosts(layers: Sequence[LayerStructure], host_of: Sequence[Sequence[int]]) -> list[LayerStructure]:
-    return [
-        replace(
-            layer,
-            experts=tuple(
-                replace(expert, hosts=(host,), split=())
-                for expert, host in zip(layer.experts, hosts, strict=True)
-            ),
-        )
-        for layer, hosts in zip(layers, host_of, strict=True)
-    ]
+    return [layer.on_hosts(hosts) for layer, hosts in zip(layers, host_of, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,9 +126,11 @@ def test_a_gpu_of_another_size_than_the_smallest_has_its_own_limit(monkeypatch: 
     assert on_cpu == placement_module._memory_left(chosen.memory.limit, chosen, FACTS) != left
 
 
-def place_again(known: dict[str, Any], num_hosts: int = 2, memory: float = 1e9) -> list[Placement]:
+def place_again(
+    known: dict[str, Any], num_hosts: int = 2, memory: float = 1e9, **settings: str
+) -> list[Placement]:
     """The placement of a resumed run, by ``known`` fields of its plan."""
-    config = Config.of(parallel_strategy="expert_parallel", workers=num_hosts)
+    config = Config.of(parallel_strategy="expert_parallel", workers=num_hosts, **settings)
     hosts = [HostFacts(1.0, memory)] * num_hosts
     return placement_module._place_layers(config, plan(config, machine(), FACTS), FACTS, hosts, known, ())
 
@@ -204,3 +207,13 @@ def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -
         names[deterministic] = (device.name, device.speed)
         assert decision.host_of == [(0,) * 5, (0,) * 5]
     assert names == {False: ("measured", 7.0), True: ("cpu", 1.0)}
+
+
+def test_a_file_no_longer_counts_once_experts_may_have_moved(tmp_path: Path) -> None:
+    """It has the experts of the start, and a recovery must not bring back the hosts that they had then."""
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps({"layers": [[0, 0, 0, 1, 1]] * 2}))
+    known = KNOWN | {"placement_asked": str(file)}
+    assert [layer.host_of for layer in place_again(known, placement=str(file))] == [(0, 0, 0, 1, 1)] * 2
+    moved = place_again(known | {"placement_outdated": True}, placement=str(file))
+    assert [list(layer.host_of) for layer in moved] == BEFORE
