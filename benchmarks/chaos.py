@@ -6,13 +6,16 @@
     python -m benchmarks.chaos --kills 20 --plain 5            and plain TorchTrainer with
     FailureConfig for comparison
     python -m benchmarks.chaos --kills 50 --gpu --backend nccl  on GPUs
+    python -m benchmarks.chaos --kills 100 --evolution         experts change; a third of the kills
+    hits a change
 
 The soak is compared with the same run undisturbed: losses and weights to the last bit, each sample
-once per epoch, and no process, memory or file left behind. The cost of a kill is the time until the
-next step is done; that of plain Ray Train comes from its own log of steps. Kills in the phases
-"anywhere" and "recovery" come from outside, by the clock; the others come from inside the process,
-at that moment. In a disturbed run hosts sleep a little in each step (``--pace``): steps that fill
-all cores would measure how long a busy machine takes to start a process.
+once per epoch, the same changes of experts, and no process, memory or file left behind. The cost of
+a kill is the time until the next step is done; that of plain Ray Train comes from its own log of
+steps. Kills in the phases "anywhere" and "recovery" come from outside, by the clock; the others come
+from inside the process, at that moment. In a disturbed run hosts sleep a little in each step
+(``--pace``): steps that fill all cores would measure how long a busy machine takes to start a
+process.
 """
 
 from __future__ import annotations
@@ -45,12 +48,27 @@ from benchmarks.chaos_table import (
 from benchmarks.processes import ROOT, kill, started, wait_until
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.record.events import of_kind
+from orchestrator.record.expert_changes import change_counts, expert_changes
 from orchestrator.types import MIB
-from tests.support.chaos_runs import SAMPLES, FinishedRun, Job, run_with_faults
+from tests.support.chaos_runs import EVOLVING, SAMPLES, FinishedRun, Job, run_with_faults
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import RayCluster, local_cluster
-from tests.support.faults import FaultFolder, FaultSchedule, kills_every, random_kills
-from tests.support.run_checks import check_sample_counts, check_samples, check_steps, check_survivors
+from tests.support.faults import (
+    EVOLUTION_PHASES,
+    EVOLUTION_WEIGHTS,
+    PHASE_WEIGHTS,
+    FaultFolder,
+    FaultSchedule,
+    kills_every,
+    random_kills,
+)
+from tests.support.run_checks import (
+    check_experts,
+    check_sample_counts,
+    check_samples,
+    check_steps,
+    check_survivors,
+)
 
 STEPS_BEFORE = 20  # before the first kill
 STEPS_AFTER = 40  # after the last kill
@@ -79,10 +97,12 @@ def soak(
         hosts=arguments.hosts,
         first=STEPS_BEFORE,
         last=steps - STEPS_AFTER,
+        phase_weights=EVOLUTION_WEIGHTS if arguments.evolution else PHASE_WEIGHTS,
     )
     ended = run_with_faults(job, folder / "soak", schedule, timeout=LONGEST_S)
     restarted = check_survivors(FaultFolder.of_run(ended.run_dir), arguments.hosts)
-    return calm, ended, [*calm.leftovers, *ended.problems(calm, steps), *restarted]
+    experts = check_experts(ended.events, calm.events)
+    return calm, ended, [*calm.leftovers, *ended.problems(calm, steps), *restarted, *experts]
 
 
 def kill_by_clock(
@@ -113,6 +133,8 @@ def job_of(arguments: argparse.Namespace, steps: int, cluster: RayCluster | None
     flags = ("--backend", arguments.backend)
     if cluster is not None:
         flags += ("--gpu-mode", "multi_gpu")
+    if arguments.evolution:
+        flags += tuple(EVOLVING)
     return Job(
         steps,
         arguments.hosts,
@@ -231,7 +253,11 @@ def verdict(ended: FinishedRun, wrong: Sequence[str]) -> str:
     names = ("status", "steps", "workers", "failures", "recoveries", "lost_steps", "goodput", "seconds")
     words = ", ".join(f"{name} {summary.get(name)}" for name in names)
     checks = "\n".join(f"- WRONG: {word}" for word in wrong) or "Nothing wrong, nothing left behind."
-    return f"{len(ended.fired)} kills; the run's own summary: {words}.\n\n{checks}\n"
+    in_changes = sum(fired.phase in EVOLUTION_PHASES for fired in ended.fired)
+    counts = change_counts(expert_changes(ended.events))
+    changes = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    experts = f"Experts: {changes}; {in_changes} kills hit a change.\n\n" if counts else ""
+    return f"{len(ended.fired)} kills; the run's own summary: {words}.\n\n{experts}{checks}\n"
 
 
 def goodput_table(
@@ -303,6 +329,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--snapshot-every", type=int, default=10)
     parser.add_argument("--checkpoint-every", type=int, default=50)
+    parser.add_argument(
+        "--evolution", action="store_true", help="experts change, and a third of the kills hits a change"
+    )
     parser.add_argument("--gpu", action="store_true", help="hosts on GPUs; on one GPU they share it")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary one")

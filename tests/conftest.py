@@ -25,6 +25,7 @@ _RAY_FILES = (
     "tests/runtime/data_parallel/test_fit.py",
     "tests/runtime/expert_parallel/test_calls.py",
     "tests/runtime/expert_parallel/test_chaos.py",
+    "tests/runtime/expert_parallel/test_evolution_chaos.py",
     "tests/runtime/expert_parallel/test_host_pool.py",
     "tests/runtime/expert_parallel/test_run.py",
     "tests/runtime/expert_parallel/test_snapshot_store.py",

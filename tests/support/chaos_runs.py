@@ -34,6 +34,11 @@ SETTINGS = shlex.split("""
     --placement round_robin --share-by-speed off --global-batch-size 96 --epochs 1000000 --log-every 1
     --evaluate-every 100 --trackers --no-monitor-gpu --learning-rate 1e-3 --max-failures 1000
 """)
+EVOLVING = shlex.split("""
+    --evolution bold --rebalance on --sleep-every 8 --birth-entropy 0.1 --birth-patience 1 --newborn-warmup 6
+    --merge-similarity 0.02 --change-tolerance 0.165 --max-experts 9
+""")
+"""Settings with which experts change at almost every point, and some changes are undone."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,10 +33,30 @@ Phase = Literal[
     "evaluate",
     "snapshot",
     "checkpoint",
+    "measure",
+    "before move",
+    "after move",
+    "gate",
+    "validate",
+    "undo",
     "recovery",
 ]
+EVOLUTION_PHASES: tuple[Phase, ...] = ("measure", "before move", "after move", "gate", "validate", "undo")
+"""Phases of a change of experts: statistics, the exchange of experts, the time between the change of the
+bank and that of the gate, the validation, and the way back."""
 INSIDE_PHASES: frozenset[Phase] = frozenset(
-    {"data", "forward", "counts", "exchange", "backward", "gradients", "evaluate", "snapshot", "checkpoint"}
+    {
+        "data",
+        "forward",
+        "counts",
+        "exchange",
+        "backward",
+        "gradients",
+        "evaluate",
+        "snapshot",
+        "checkpoint",
+        *EVOLUTION_PHASES,
+    }
 )
 """Phases that only the process itself can recognise."""
 PHASE_WEIGHTS: dict[Phase, float] = {
@@ -50,6 +70,16 @@ PHASE_WEIGHTS: dict[Phase, float] = {
     "checkpoint": 0.07,
     "recovery": 0.15,
 }
+EVOLUTION_WEIGHTS: dict[Phase, float] = {
+    **{phase: weight * 2 / 3 for phase, weight in PHASE_WEIGHTS.items()},
+    "measure": 0.1,
+    "before move": 0.06,
+    "after move": 0.06,
+    "gate": 0.04,
+    "validate": 0.04,
+    "undo": 0.03,
+}
+"""The weights for runs whose experts change: a third of the kills hits a change."""
 _MAX_SECONDS_INTO_RECOVERY = 1.0
 _MAX_SECONDS_AFTER_STEP = 0.1
 
@@ -196,7 +226,13 @@ def _parse_fault(entry: dict[str, Any]) -> Fault:
 
 
 def random_kills(
-    seed: int, kills: int, *, hosts: int, first: int, last: int, phases: Sequence[Phase] = ()
+    seed: int,
+    kills: int,
+    *,
+    hosts: int,
+    first: int,
+    last: int,
+    phase_weights: Mapping[Phase, float] = PHASE_WEIGHTS,
 ) -> FaultSchedule:
     """Draw a number of SIGKILLs between two steps, of any host, in phases drawn by their weights.
 
@@ -208,8 +244,8 @@ def random_kills(
             f" there are {last - first}"
         )
     draw = random.Random(f"kills/{seed}")
-    known_phases = list(phases or PHASE_WEIGHTS)
-    weights = [PHASE_WEIGHTS[phase] for phase in known_phases]
+    known_phases = list(phase_weights)
+    weights = list(phase_weights.values())
     faults: list[Fault] = []
     last_rank = 0
     for step in sorted(draw.sample(range(first, last), kills)):

@@ -34,6 +34,7 @@ _FOR_EVER_S = 3600.0
 _MAX_QUEUED_KERNELS = 600
 """Launching more than about a thousand would block the host, too."""
 MESSAGE = "a fault of the schedule"
+_ENGINE = "orchestrator.train.evolution.engine"
 _ROW_EXCHANGE = 2
 """The exchange of a step that sends rows; the one before sends counts."""
 
@@ -50,6 +51,8 @@ class FaultAgent:
     step: int = 0
     attempt: int = 0
     exchanges: int = 0
+    is_validating: bool = False
+    """Whether a change of experts is being judged."""
     _rank: int | None = None
     _record: TextIO | None = None
     _hooks: list[Any] = field(default_factory=list)
@@ -68,6 +71,7 @@ class FaultAgent:
         self.step = step
         self.attempt += 1
         self.exchanges = 0
+        self.is_validating = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -201,6 +205,14 @@ def _enter_checkpoint(agent: FaultAgent) -> None:
         agent.enter_phase("checkpoint")
 
 
+def _begin_validation(agent: FaultAgent) -> None:
+    agent.is_validating = True
+
+
+def _end_validation(agent: FaultAgent) -> None:
+    agent.is_validating = False
+
+
 @dataclass(frozen=True)
 class WrappedFunction:
     """A function whose call marks a phase."""
@@ -231,6 +243,17 @@ WRAPPED = (
         lambda agent: agent.enter_phase("checkpoint"),
         False,
     ),
+    WrappedFunction(_ENGINE, "measure_layers", lambda agent: agent.enter_phase("measure"), False),
+    WrappedFunction(
+        "experts.surgery", "exchange_experts", lambda agent: agent.enter_phase("before move"), False
+    ),
+    WrappedFunction(
+        "experts.surgery", "exchange_experts", lambda agent: agent.enter_phase("after move"), True
+    ),
+    WrappedFunction("experts.surgery", "change_gate", lambda agent: agent.enter_phase("gate"), False),
+    WrappedFunction(_ENGINE, "change_layer", _begin_validation, True),
+    WrappedFunction(_ENGINE, "Evolution._record", _end_validation, False),
+    WrappedFunction("experts.surgery", "LayerBackup.restore", lambda agent: agent.enter_phase("undo"), False),
 )
 
 
@@ -297,5 +320,5 @@ class FaultyDigits(Digits):
             sleep(self.agent.pace_s)
             self.agent.watch_backward(model.blocks[-1].norm.weight)
         elif not model.training:
-            self.agent.enter_phase("evaluate")
+            self.agent.enter_phase("validate" if self.agent.is_validating else "evaluate")
         return super().loss(model, (images, labels))

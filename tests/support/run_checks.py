@@ -9,12 +9,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from orchestrator.record.events import Event, by_step, of_kind, read_events
+from orchestrator.record.expert_changes import expert_events
 from orchestrator.train.checkpoint.files import KINDS, load
 from tests.support.cli_runs import read_summary
 from tests.support.cluster import RayCluster, connected
@@ -181,6 +183,30 @@ def check_run(run_dir: Path, calm: Path, steps: int, samples: int) -> list[str]:
         *check_sample_counts(events, samples),
         *check_samples(events, FaultFolder.of_run(run_dir), samples),
     ]
+
+
+def check_experts(events: Sequence[Event], calm: Sequence[Event]) -> list[str]:
+    """Experts change as in the undisturbed run, and no id is given to two experts."""
+    changes = [_change(event) for event in expert_events(events)]
+    calm_changes = [_change(event) for event in expert_events(calm)]
+    problems: list[str] = []
+    for change, calm_change in zip_longest(changes, calm_changes):
+        if change != calm_change:
+            problems.append(f"the change {change} is {calm_change} in the undisturbed run")
+            break
+    given = Counter(
+        (change["layer"], expert)
+        for change in changes
+        if change["change"] in ("born", "merged")
+        for expert in change["ids"]
+    )
+    repeated = [f"layer {layer}, id {expert}" for (layer, expert), count in given.items() if count > 1]
+    return [*problems, *(f"an id is given twice: {name}" for name in repeated)]
+
+
+def _change(event: Event) -> dict[str, Any]:
+    """Return the fields of a change that a fault must not alter."""
+    return {name: value for name, value in event.items() if name not in ("time", "seconds")}
 
 
 def recoveries(events: Sequence[Event]) -> list[Event]:

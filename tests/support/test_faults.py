@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.faults import (
+    EVOLUTION_PHASES,
+    EVOLUTION_WEIGHTS,
     PHASE_WEIGHTS,
     Fault,
     FaultFolder,
@@ -107,3 +109,11 @@ def test_a_run_without_a_schedule_has_no_faults(tmp_path: Path) -> None:
     folder = FaultFolder.of_run(tmp_path / "run")
     assert folder.schedule() == FaultSchedule()
     assert folder.pace_s() == 0.0
+
+
+def test_a_third_of_the_kills_hits_a_change_of_experts() -> None:
+    assert sum(EVOLUTION_WEIGHTS.values()) == pytest.approx(1.0, abs=0.01)
+    drawn = random_kills(1, 300, hosts=3, first=20, last=3000, phase_weights=EVOLUTION_WEIGHTS)
+    in_changes = [fault for fault in drawn.faults if fault.moment.phase in EVOLUTION_PHASES]
+    assert len(in_changes) == pytest.approx(100, abs=20)
+    assert {fault.moment.phase for fault in in_changes} == set(EVOLUTION_PHASES)
