@@ -24,13 +24,17 @@ class Slot:
     name: str
     dtype: torch.dtype
     is_scalar: bool
+    on_host: bool = False
+    """Whether it is in host memory, as some optimizers have their step counters."""
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The state that an optimizer keeps of each stack of experts, the same on all hosts."""
+    """The weights of a layer's experts and the state that the optimizer keeps of them, on all hosts."""
 
     slots: tuple[Slot, ...] = ()
+    dtype: torch.dtype | None = None
+    """The type of the weights; None for that of the gate."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Slots that are not tensors."""
     is_trained: bool = True
@@ -96,7 +100,8 @@ def exchange_experts(
         tensors: ExpertTensors = {}
         for entry in layouts[move.expert_id]:
             piece = received[position : position + entry.num_bytes]
-            tensors[entry.key] = piece.clone().view(entry.dtype).view(entry.shape)
+            tensor = piece.clone().view(entry.dtype).view(entry.shape)
+            tensors[entry.key] = tensor.cpu() if entry.on_host else tensor
             position += entry.num_bytes
         result[move.expert_id] = tensors
     return result
@@ -106,6 +111,7 @@ class _Entry(NamedTuple):
     key: tuple[str, str]
     dtype: torch.dtype
     shape: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -119,9 +125,9 @@ def _layout(layer: MoELayer, size: int, spec: StateSpec) -> list[_Entry]:
     shapes = {"up": (width, inner), "down": (size, width)}
     entries: list[_Entry] = []
     for role in ROLES:
-        entries.append(_Entry(("", role), layer.gate.weight_ED.dtype, shapes[role]))
+        entries.append(_Entry(("", role), spec.dtype or layer.gate.weight_ED.dtype, shapes[role]))
         entries += [
-            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shapes[role])
+            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shapes[role], slot.on_host)
             for slot in spec.slots
         ]
     return entries

@@ -56,7 +56,11 @@ class Gate(nn.Module):
     def use_priors(self, priors: Sequence[float]) -> None:
         """Set the prior of each expert."""
         self.has_prior = any(priors)
-        self.prior_E = torch.tensor(list(priors), dtype=self.prior_E.dtype, device=self.prior_E.device)
+        prior_E = torch.tensor(list(priors), dtype=self.prior_E.dtype)
+        if len(prior_E) == len(self.prior_E):
+            self.prior_E.copy_(prior_E)
+        else:
+            self.prior_E = prior_E.to(self.prior_E.device)
 
     def forward(
         self,

@@ -294,7 +294,7 @@ def test_training_continues_with_frozen_experts() -> None:
     model.moe.bank.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     train_step(model, optimizer, 0)
-    spec = StateSpec((), {}, is_trained=False)
+    spec = StateSpec(is_trained=False)
     change_layer(model, model.moe, born(2, parent=1), Surgery(optimizer, spec, 0, 1))
     assert not any(p.requires_grad for p in model.moe.bank.parameters())
     train_step(model, optimizer, 1)

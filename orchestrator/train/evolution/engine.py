@@ -96,6 +96,18 @@ class Evolution:
         self._model = stepper.strategy.model
         self._layers = [layer for _, layer in moe_layers(self._model)]
         self._listeners: list[Callable[[], None]] = []
+        self._next_warmed_step: int | None = None
+        """The step at which the next twin ends its time as one."""
+        self._last_ramp_step = 0
+        """The step at which all experts have their whole share."""
+        self._find_warmups()
+
+    def _find_warmups(self) -> None:
+        """Find the steps at which warm-ups end. Not in every step: a model may have thousands of experts."""
+        experts = [expert for layer in self._layers for expert in layer.structure.experts]
+        twins = [expert.warm_step for expert in experts if expert.twin_of is not None]
+        self._next_warmed_step = min(twins, default=None)
+        self._last_ramp_step = max((expert.warm_step for expert in experts), default=0)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each change of the experts' parameters."""
@@ -103,6 +115,7 @@ class Evolution:
 
     def start(self, progress: Progress) -> None:
         """Prepare for the step after ``progress``."""
+        self._find_warmups()
         self._set_priors(progress.step)
         self._observe_next(progress)
 
@@ -130,8 +143,7 @@ class Evolution:
         """Return what is due after a step: "warmup", "sleep", "graph", "balance"."""
         due: set[str] = set()
         step = progress.step
-        structures = [layer.structure for layer in self._layers]
-        if due_warmups(structures, step):
+        if self._next_warmed_step is not None and step >= self._next_warmed_step:
             due.add("warmup")
         if self._plan.policy is not None:
             ends_epoch = self._plan.steps_left(progress) == 0
@@ -145,11 +157,11 @@ class Evolution:
         return frozenset(due)
 
     def _set_priors(self, step: int) -> None:
-        """Set the gates' priors for the next step, where a newborn expert gains its share."""
+        """Set the gates' priors for the next step, while newborn experts gain their share."""
+        if step > self._last_ramp_step:
+            return
         for layer in self._layers:
-            # One step beyond the end of the ramp, which has the last prior.
-            if any(step <= expert.warm_step + 1 for expert in layer.structure.experts):
-                layer.use_priors(step)
+            layer.use_priors(step)
 
     def _observe_next(self, progress: Progress) -> None:
         """Collect statistics in the next step, if it is one to observe."""
@@ -250,11 +262,10 @@ class Evolution:
         if not changes:
             return
         loss = self._validation_loss() if any(change.kind in _VALIDATED for change in changes) else None
-        spec = self._state_spec()
         closed: set[int] = set()
         for change in changes:
             if change.layer not in closed:
-                loss, undone = self._carry_out_one(change, point, measured, spec, loss)
+                loss, undone = self._carry_out_one(change, point, measured, loss)
                 closed |= {change.layer} if undone else set()
 
     def _carry_out_one(
@@ -262,7 +273,6 @@ class Evolution:
         change: Change,
         point: _Point,
         measured: Sequence[LayerMeasurement],
-        spec: StateSpec,
         loss_before: float | None,
     ) -> tuple[float | None, bool]:
         """Carry out a change, and undo it if it hurts.
@@ -272,6 +282,7 @@ class Evolution:
         layer = self._layers[change.layer]
         sample_PD = measured[change.layer].sample_PD if measured and change.kind in _VALIDATED else None
         output_before = _output(layer, sample_PD)
+        spec = self._state_spec(layer)
         surgery = Surgery(self._stepper.optimizer.inner, spec, self._plan.seed, point.step)
         backup = change_layer(self._model, layer, change, surgery)
         self._take_over()
@@ -311,6 +322,7 @@ class Evolution:
 
     def _take_over(self) -> None:
         """Tell everyone who knows the experts' parameters, or their number."""
+        self._find_warmups()
         self._stepper.experts_changed()
         for listener in self._listeners:
             listener()
@@ -320,15 +332,14 @@ class Evolution:
             return None
         return self._evaluation()["loss"]
 
-    def _state_spec(self) -> StateSpec:
-        """Return the optimizer state of a stack of experts. A host without any learns it from the others."""
+    def _state_spec(self, layer: MoELayer) -> StateSpec:
+        """Return the optimizer state of a layer's experts. A host without any learns it from the others."""
         optimizer = self._stepper.optimizer.inner
-        own: dict[str, Any] | None = None
-        for layer in self._layers:
-            for _, _, stack in layer.bank.stacks():
-                own = own or _describe_state(stack, optimizer.state.get(stack, {}))
-        described = [entry for entry in self._world.gather_values(own) if entry is not None]
-        return _spec(described[0]) if described else StateSpec()
+        own = [_describe_state(stack, optimizer.state.get(stack, {})) for _, _, stack in layer.bank.stacks()]
+        described = [
+            entry for entry in self._world.gather_values(own[0] if own else None) if entry is not None
+        ]
+        return _spec(max(described, key=lambda entry: len(entry["slots"]))) if described else StateSpec()
 
     def _record(
         self,
@@ -371,17 +382,22 @@ class _Point:
 def _describe_state(stack: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Return the form of an optimizer's state of a stack, as plain values."""
     slots = [
-        [name, str(value.dtype).removeprefix("torch."), value.ndim == 0]
+        [name, _name_of(value.dtype), value.ndim == 0, value.device.type == "cpu"]
         for name, value in state.items()
         if isinstance(value, Tensor)
     ]
     values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return {"slots": slots, "values": values, "is_trained": stack.requires_grad}
+    dtype = _name_of(stack.dtype)
+    return {"slots": slots, "values": values, "dtype": dtype, "is_trained": stack.requires_grad}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _spec(fields: dict[str, Any]) -> StateSpec:
-    slots = [Slot(name, getattr(torch, dtype), is_scalar) for name, dtype, is_scalar in fields["slots"]]
-    return StateSpec(tuple(slots), fields["values"], fields["is_trained"])
+    slots = [Slot(name, getattr(torch, dtype), *places) for name, dtype, *places in fields["slots"]]
+    return StateSpec(tuple(slots), getattr(torch, fields["dtype"]), fields["values"], fields["is_trained"])
 
 
 @torch.no_grad()
