@@ -34,5 +34,5 @@ def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
         if gate.bias_rate:
             chosen_E = layer.gate_counts(counts_E)
             # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
-            direction_E = torch.sign(chosen_E.sum() - chosen_E * len(chosen_E))
+            direction_E = torch.sign(chosen_E.sum() - chosen_E * gate.num_choosable)
             gate.bias_E += gate.bias_rate * direction_E.to(gate.bias_E.dtype)

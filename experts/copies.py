@@ -33,7 +33,7 @@ class _Copy(NamedTuple):
 
 
 class CopiedGradients:
-    """Adds up the gradients of copies, in the order of hosts, so that all copies stay equal to the bit."""
+    """Adds up the gradients of copies, in the order of hosts: all copies get the same sum to the bit."""
 
     def __init__(self, layers: Sequence[MoELayer], exchange: Exchange) -> None:
         self._exchange = exchange

@@ -38,6 +38,9 @@ class StateSpec:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Slots that are not tensors."""
     is_trained: bool = True
+    groups: Mapping[str, int | None] | None = None
+    """The optimizer's group of each role; None for one that it does not train. None where each host
+    knows them by itself."""
 
 
 class Move(NamedTuple):

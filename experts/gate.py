@@ -46,6 +46,7 @@ class Gate(nn.Module):
         self.chooses_all = top_k == num_experts
         """Whether each token goes to all experts, however many there will be."""
         self.has_prior = False
+        self._has_several = top_k > 1
         self.scores: Scores = scores
         self.normalise = normalise
         self.bias_rate = bias_rate
@@ -56,8 +57,9 @@ class Gate(nn.Module):
     def use_priors(self, priors: Sequence[float]) -> None:
         """Set the prior of each expert."""
         self.has_prior = any(priors)
-        prior_E = torch.tensor(list(priors), dtype=self.prior_E.dtype)
-        if len(prior_E) == len(self.prior_E):
+        # A model in bf16 would round the logarithm of a half.
+        prior_E = torch.tensor(list(priors), dtype=torch.promote_types(self.prior_E.dtype, torch.float32))
+        if (prior_E.shape, prior_E.dtype) == (self.prior_E.shape, self.prior_E.dtype):
             self.prior_E.copy_(prior_E)
         else:
             self.prior_E = prior_E.to(self.prior_E.device)
@@ -78,7 +80,7 @@ class Gate(nn.Module):
         # Logits rounded to bf16 would tie or swap experts: autocast does not apply to the gate.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = self.logits(x_TD, noise_TD)
-            share_E = scaled_share(previous_E, logits_TE.dtype)
+            share_E = scaled_share(previous_E, logits_TE.dtype, self.num_choosable)
             if self._can_fuse(logits_TE) and replay is None:
                 weights_TK, experts_TK, balance, z = fused_gate.choose(
                     logits_TE, share_E, self.top_k, self._normalises
@@ -93,8 +95,14 @@ class Gate(nn.Module):
         return Routing(experts_TK, weights_TK, counts_E, balance, z)
 
     @property
+    def num_choosable(self) -> int | Tensor:
+        """The number of experts that may be chosen."""
+        return (self.prior_E > -torch.inf).sum() if self.has_prior else len(self.prior_E)
+
+    @property
     def _normalises(self) -> bool:
-        return self.normalise and self.top_k > 1
+        # As it was built: a gate that chooses all experts may get a second one, or lose it.
+        return self.normalise and self._has_several
 
     def _can_fuse(self, logits_TE: Tensor) -> bool:
         """Whether the fused kernel computes this gate: softmax scores without a bias."""
@@ -159,13 +167,13 @@ def _nonzero(total: Tensor) -> Tensor:
     return total.clamp(min=1e-12)
 
 
-def scaled_share(previous_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's share of tokens times the number of experts.
+def scaled_share(previous_E: Tensor, dtype: torch.dtype, num_experts: int | Tensor) -> Tensor:
+    """Return each expert's share of tokens times the number of experts that may be chosen.
 
     It is one for all experts when the load is even, and at step 0."""
     total = previous_E.sum()
     even_E = torch.ones_like(previous_E, dtype=dtype)
-    share_E = previous_E.to(dtype) * len(previous_E) / total.clamp(min=1).to(dtype)
+    share_E = previous_E.to(dtype) * num_experts / total.clamp(min=1).to(dtype)
     return torch.where(total > 0, share_E, even_E)
 
 

@@ -37,6 +37,9 @@ def change_gate(
             for slot, value in state.items()
         }
     gate.bias_E = _combine_rows(gate.bias_E, rows)
+    if gate.chooses_all:
+        # Every expert had every token: the loads of two are not added up.
+        rows = [sources[:1] for sources in rows]
     layer.load_E = _combine_loads(layer.load_E, new, rows, change)
     follow_number(layer, len(new.experts))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import nn
@@ -13,14 +13,21 @@ from experts.layer import MoELayer
 class ParameterGroups:
     """The groups of an optimizer that a layer's parameters belong to."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layer: MoELayer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layer: MoELayer,
+        groups: Mapping[str, int | None] | None,
+    ) -> None:
+        """``groups`` are those of the experts by role, where a host may hold none of them."""
         self._optimizer = optimizer
         self._of_parameter = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._of_role = {role: self._number(stack) for _, role, stack in layer.bank.stacks()}
+        own = {role: self._number(stack) for _, role, stack in layer.bank.stacks()}
+        self._of_role = own if groups is None else groups
         self._of_gate = self._number(layer.gate.weight_ED)
 
     def _number(self, parameter: nn.Parameter) -> int | None:
@@ -33,9 +40,9 @@ class ParameterGroups:
         if self._of_gate is not None:
             added[id(layer.gate.weight_ED)] = self._of_gate
         for _, role, stack in layer.bank.stacks():
-            if stack.requires_grad:
-                # A host that had none of the layer's experts knows no better group than the first.
-                added[id(stack)] = self._of_role.get(role) or 0
+            number = self._of_role.get(role)
+            if stack.requires_grad and number is not None:
+                added[id(stack)] = number
         # A moved expert leaves the gate as it is.
         removed -= added.keys()
         order = {id(p): number for number, p in enumerate(model.parameters())}

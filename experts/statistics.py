@@ -54,7 +54,9 @@ class ExpertStatistics(nn.Module):
         parts = [entropy.new_tensor([float(len(x_TD))]).double(), entropy.double().reshape(1), use_E]
         if self.num_experts <= _MAX_PAIRS:
             chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, routing.experts_TK, 1.0)
-            parts.append((chosen_TE.t() @ chosen_TE).double().reshape(-1))
+            # Autocast would round the counts.
+            with torch.autocast(x_TD.device.type, enabled=False):
+                parts.append((chosen_TE.t() @ chosen_TE).double().reshape(-1))
         self.local_sums += _rounded(torch.cat(parts))
         self._sample(x_TD, position_T)
 

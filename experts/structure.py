@@ -78,6 +78,20 @@ class LayerStructure:
         was_built = [not expert.parents and expert.born_step == 0 for expert in self.experts]
         return self.next_id == len(self.experts) and all(was_built)
 
+    def shifted(self, steps: int) -> LayerStructure:
+        """Return the layer for a run that begins anew after ``steps`` steps of an earlier one."""
+        experts = tuple(
+            replace(
+                expert,
+                # Experts that the task has built keep their birth at step 0.
+                born_step=min(-1, expert.born_step - steps) if expert.born_step else 0,
+                ramp_step=expert.ramp_step - steps,
+                warm_step=max(0, expert.warm_step - steps),
+            )
+            for expert in self.experts
+        )
+        return replace(self, experts=experts)
+
     def index(self, expert_id: int) -> int:
         """Return the row of an expert in the gate."""
         return self.ids.index(expert_id)

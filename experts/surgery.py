@@ -110,12 +110,12 @@ def change_layer(model: nn.Module, layer: MoELayer, change: Change, surgery: Sur
         expert = new.experts[row]
         recipe = ExpertRecipe(layer, change, surgery.seed, expert.id)
         tensors[row] = recipe.make([available[source] for source in sources[expert.id]])
-    groups = ParameterGroups(surgery.optimizer, layer)
+    groups = ParameterGroups(surgery.optimizer, layer, surgery.spec.groups)
     bank = _build_bank(layer.bank, new, rank, tensors, surgery)
     layer.bank = bank
     if change.kind not in ("moved", "copied"):
         change_gate(layer, new, change, surgery.optimizer, surgery.seed)
-        if layer.statistics is not None:
+        if layer.statistics is not None and change.kind != "warmed":
             layer.statistics = ExpertStatistics(len(new.experts), bank.width).to(layer.load_E.device)
     layer.use_structure(new, _host(layer), surgery.step)
     groups.replace(model, layer, {backup.gate_weight, *backup.bank.parameters()})

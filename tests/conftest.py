@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.cluster import RayCluster, local_cluster
 
@@ -16,6 +17,9 @@ from tests.support.cluster import RayCluster, local_cluster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# A busy machine takes any time for an example.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 _RAY_FILES = (
     "tests/test_documentation.py",

@@ -67,6 +67,11 @@ class EvolutionSettings:
                 f"min_experts is {self.min_experts}, more than max_experts {self.max_experts}; "
                 "lower --min-experts or raise --max-experts"
             )
+        if self.evolution in ("cautious", "bold") and self.expert_replicas > 1:
+            raise ValueError(
+                f"evolution {self.evolution} and expert_replicas {self.expert_replicas} contradict each "
+                "other: a newborn expert would be in one group alone; leave one of them out"
+            )
         if self.rebalance == "on" and self.expert_replicas > 1:
             raise ValueError(
                 f"rebalance on and expert_replicas {self.expert_replicas} contradict each other: "

@@ -142,6 +142,8 @@ def choose_rebalance(config: Config, unused: str | None, workers: int, evolution
         return Choice(False, unused + instead)
     if workers == 1:
         return Choice(False, "one host has all experts")
+    if config.parallel.gate == "primary":
+        return Choice(False, "with --gate primary all tokens come from one host, which would keep its own")
     switch = set_switch(config.evolution.rebalance, "--rebalance")
     if switch is not None:
         return switch

@@ -343,10 +343,10 @@ def test_a_layer_under_autocast_keeps_the_type_of_its_input(dtype: torch.dtype) 
 
 
 def test_the_share_of_an_expert_is_one_for_an_even_load() -> None:
-    assert scaled_share(torch.tensor([0, 0, 0]), torch.float64).tolist() == [1.0, 1.0, 1.0]
-    assert scaled_share(torch.tensor([4, 4]), torch.float64).tolist() == [1.0, 1.0]
-    assert scaled_share(torch.tensor([0, 1]), torch.float64).tolist() == [0.0, 2.0]
-    assert scaled_share(torch.tensor([6, 0, 3]), torch.float64).tolist() == [2.0, 0.0, 1.0]
+    assert scaled_share(torch.tensor([0, 0, 0]), torch.float64, 3).tolist() == [1.0, 1.0, 1.0]
+    assert scaled_share(torch.tensor([4, 4]), torch.float64, 2).tolist() == [1.0, 1.0]
+    assert scaled_share(torch.tensor([0, 1]), torch.float64, 2).tolist() == [0.0, 2.0]
+    assert scaled_share(torch.tensor([6, 0, 3]), torch.float64, 3).tolist() == [2.0, 0.0, 1.0]
 
 
 def test_a_new_gate_has_small_weights_a_normalised_top_k_and_no_bias() -> None:

@@ -184,7 +184,8 @@ def test_experts_move_where_evolution_is_on() -> None:
     assert hosted(evolution="bold").rebalance.value
     assert hosted(rebalance="on").rebalance.value
     assert not hosted(evolution="bold", rebalance="off").rebalance.value
-    assert not hosted(evolution="bold", expert_replicas=2).rebalance.value
+    with pytest.raises(UserError, match="in one group alone"):
+        hosted(evolution="bold", expert_replicas=2)
     assert hosted(evolution="bold", auto=False).rebalance.reason == NO_AUTO
     one_host = planned(CPU, FACTS, parallel_strategy="expert_parallel", workers=1, rebalance="on")
     assert one_host.rebalance.reason == "one host has all experts"

@@ -8,7 +8,8 @@ E: experts of one size"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from experts.expert_state import join_experts, remote_expert_names, stacked_names
 from experts.model import structure_of
+from experts.structure import Expert, LayerStructure
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import (
@@ -32,6 +34,8 @@ from orchestrator.train.checkpoint.state import (
 )
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
+STATISTICS = ".statistics.sums"
+"""The end of the names of routing statistics."""
 _ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _KNOWN_SLOTS: Mapping[type, Set[str]] = {
     torch.optim.AdamW: _ADAM_SLOTS,
@@ -74,11 +78,16 @@ def restore(contents: Contents, state: TrainState) -> Progress:
 def check_experts(contents: Contents, model: nn.Module) -> None:
     """Raise ``OtherExperts`` if experts were born, merged or pruned before the checkpoint was written."""
     saved = read_experts(contents.state)
-    ids = [(layer.ids, layer.sizes) for layer in saved.layers]
-    own_ids = [(layer.ids, layer.sizes) for layer in structure_of(model)]
-    names = [layer.name for layer in saved.layers]
-    if ids != own_ids and names == [layer.name for layer in structure_of(model)] and saved.have_changed:
+    own = structure_of(model)
+    have_same_names = [layer.name for layer in saved.layers] == [layer.name for layer in own]
+    can_differ = saved.have_changed or any(not layer.is_initial for layer in own)
+    if have_same_names and can_differ and _without_hosts(saved.layers) != _without_hosts(own):
         raise OtherExperts(saved)
+
+
+def _without_hosts(layers: Sequence[LayerStructure]) -> list[list[Expert]]:
+    """Return the experts without their places, which may differ."""
+    return [[replace(expert, hosts=(), split=()) for expert in layer.experts] for layer in layers]
 
 
 @torch.no_grad()
@@ -90,6 +99,8 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
         raise UserError("the checkpoint has no weights; give another one")
     saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
     for name, tensor in model_tensors(model).items():
+        if name.endswith(STATISTICS) and (name not in saved or saved[name].shape != tensor.shape):
+            continue  # a run without evolution has none
         if name not in saved:
             raise UserError(
                 f"the checkpoint has no {name}; the model needs it: is it of the same task and sizes?"

@@ -175,7 +175,9 @@ class Evolution:
     def _is_observed(self, progress: Progress) -> bool:
         """Whether the next step is observed: one in several, and each that a decision follows."""
         following = progress.step + 1
-        ends_epoch = self._plan.steps_left(progress) <= 1
+        # With none left, the next step is the first of an epoch.
+        left = self._plan.steps_left(progress) or self._plan.steps_left(Progress())
+        ends_epoch = left == 1
         every = self._plan.sleep_every
         sleeps = following % every == 0 if every else False
         return following % _OBSERVE_EVERY == 0 or ends_epoch or sleeps
@@ -335,10 +337,12 @@ class Evolution:
     def _state_spec(self, layer: MoELayer) -> StateSpec:
         """Return the optimizer state of a layer's experts. A host without any learns it from the others."""
         optimizer = self._stepper.optimizer.inner
-        own = [_describe_state(stack, optimizer.state.get(stack, {})) for _, _, stack in layer.bank.stacks()]
-        described = [
-            entry for entry in self._world.gather_values(own[0] if own else None) if entry is not None
-        ]
+        number_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        groups = {role: number_of.get(id(stack)) for _, role, stack in layer.bank.stacks()}
+        own: dict[str, Any] | None = None
+        for _, _, stack in layer.bank.stacks():
+            own = own or _describe_state(stack, optimizer.state.get(stack, {})) | {"groups": groups}
+        described = [entry for entry in self._world.gather_values(own) if entry is not None]
         return _spec(max(described, key=lambda entry: len(entry["slots"]))) if described else StateSpec()
 
     def _record(
@@ -397,7 +401,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _spec(fields: dict[str, Any]) -> StateSpec:
     slots = [Slot(name, getattr(torch, dtype), *places) for name, dtype, *places in fields["slots"]]
-    return StateSpec(tuple(slots), getattr(torch, fields["dtype"]), fields["values"], fields["is_trained"])
+    dtype = getattr(torch, fields["dtype"])
+    return StateSpec(tuple(slots), dtype, fields["values"], fields["is_trained"], fields["groups"])
 
 
 @torch.no_grad()
@@ -407,7 +412,8 @@ def _output(layer: MoELayer, sample_PD: Tensor | None) -> Tensor | None:
         return None
     was_training = layer.training
     layer.eval()
-    output, _ = layer(sample_PD)
+    dense = layer.shared.up.weight if layer.shared is not None else layer.gate.weight_ED
+    output, _ = layer(sample_PD.to(dense.dtype))
     layer.train(was_training)
     return output
 

@@ -49,7 +49,7 @@ def _measure(number: int, layer: MoELayer, world: World, step: int) -> LayerMeas
             expert.size,
             use[row] / total,
             step - expert.born_step,
-            step < expert.warm_step,
+            expert.twin_of is not None or step < expert.warm_step,
             expert.hosts,
             expert.twin_of,
         )

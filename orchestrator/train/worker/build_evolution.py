@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from experts.balance import moe_layers
 from experts.layer import MoELayer
 from experts.placement import HostFacts
@@ -52,6 +54,7 @@ def build_evolution(
     if state is None or not layers:
         return None
     _check_banks(layers)
+    _check_optimizer(training.parts.optimizer.inner)
     plan = training.plan
     rules = plan.evolution_rules
     balancer = None
@@ -85,6 +88,16 @@ def _balancer(plan: Plan, layers: list[MoELayer], hosts: tuple[HostFacts, ...]) 
     bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
     counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
     return HostBalancer([layer_costs(layer) for layer in layers], Cluster(counted, bandwidth))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state cannot follow an expert, before the first step."""
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    if not isinstance(optimizer, known):
+        raise UserError(
+            f"the optimizer is {type(optimizer).__name__}; experts can change with AdamW, Adam and SGD "
+            "alone: use one of them, or --evolution off --rebalance off"
+        )
 
 
 def _check_banks(layers: list[MoELayer]) -> None:

@@ -114,7 +114,7 @@ def build_parts(
         build_optimizer(config, plan, task, model),
         Precision(plan.precision.value, world.device),
         compiled,
-        EvolutionState() if plan.evolution_rules is not None or plan.rebalance.value else None,
+        EvolutionState() if _experts_change(plan, experts) else None,
     )
 
 
@@ -153,6 +153,12 @@ def build_model(
             layer.bank.materialise()
         initialise(model)
     return model
+
+
+def _experts_change(plan: Plan, experts: Sequence[LayerStructure] | None) -> bool:
+    """Whether experts may change, or are in a warm-up that is to end."""
+    warming = any(expert.warm_step > 0 for layer in experts or () for expert in layer.experts)
+    return plan.evolution_rules is not None or plan.rebalance.value or warming
 
 
 def _use_experts(model: nn.Module, experts: Sequence[LayerStructure] | None) -> None:

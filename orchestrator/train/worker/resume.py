@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from experts.balance import moe_layers
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.files import KINDS, MANIFEST, Contents, load
 from orchestrator.train.checkpoint.hashed_file import no_progress
-from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.checkpoint.restore import check_experts, restore, restore_model
+from orchestrator.train.checkpoint.progress import Progress, read_progress
+from orchestrator.train.checkpoint.restore import restore, restore_model
 from orchestrator.train.checkpoint.saved_experts import SavedExperts, read_experts
 from orchestrator.train.checkpoint.snapshot_format import SnapshotPart, read_part
 from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_contents
@@ -63,17 +64,26 @@ def saved_experts_to_start_with(
     source = _source(config, start, restarted=resume is not None)
     if source is None:
         return None
-    fields = _newest_experts(source, start) if start.world.is_main else None
+    begins_anew = source != "auto" and config.checkpoint.init_from is not None
+    fields = _newest_experts(source, start, begins_anew) if start.world.is_main else None
     fields = start.world.broadcast_value("experts", fields)
     return read_experts({"experts": fields}) if fields else None
 
 
-def _newest_experts(source: str, start: StartPoint) -> dict[str, Any]:
+def _newest_experts(source: str, start: StartPoint, begins_anew: bool) -> dict[str, Any]:
     """Return the experts of the newest checkpoint whose list of them can be read."""
     for path in find_candidates(source, start.store).paths:
         with suppress(CheckpointDamaged, UserError):
-            return read_experts(load(Path(path), kinds=frozenset()).state).to_json()
+            state = load(Path(path), kinds=frozenset()).state
+            return (_experts_at_start(state) if begins_anew else read_experts(state)).to_json()
     return {}
+
+
+def _experts_at_start(state: Mapping[str, Any]) -> SavedExperts:
+    """Return the experts of a checkpoint for a run whose steps begin at 0 again."""
+    saved = read_experts(state)
+    step = read_progress(state).step
+    return replace(saved, layers=tuple(layer.shifted(step) for layer in saved.layers))
 
 
 def _source(config: Config, start: StartPoint, restarted: bool) -> str | None:
@@ -118,8 +128,10 @@ def restore_checkpoint(
     if settings.init_from is not None:
         checkpoint, _ = _load_together(str(settings.init_from), start, not_needed, frozenset({"model"}))
         assert checkpoint is not None
-        check_experts(checkpoint.contents, state.model)
         restore_model(checkpoint.contents, state.model)
+        for _, layer in moe_layers(state.model):
+            if layer.statistics is not None:
+                layer.statistics.reset()  # those of the earlier run
         start.log.write("resume", step=0, path=str(checkpoint.path), skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:

@@ -167,7 +167,8 @@ def test_a_damaged_ledger_is_drawn_as_far_as_possible(tmp_path) -> None:
 
 
 def test_the_same_folder_gives_the_same_page(tmp_path) -> None:
-    assert sweep_page(write_record(tmp_path, MIXED)) == sweep_page(write_record(tmp_path, MIXED))
+    folder = write_record(tmp_path, MIXED)
+    assert sweep_page(folder) == sweep_page(folder)
 
 
 def test_a_folder_without_a_sweep_is_a_user_error(tmp_path) -> None:

@@ -22,7 +22,7 @@ from orchestrator.trainer import Trainer
 from tests.support.loop_runs import SMALL, losses_in
 from tests.support.ranks import run_ranks
 
-STEPS = 150
+STEPS = 170
 EVOLVING: dict[str, Any] = SMALL | {
     "epochs": 40,
     "batch_size": 16,
@@ -35,9 +35,9 @@ EVOLVING: dict[str, Any] = SMALL | {
     "birth_entropy": 0.1,
     "birth_patience": 1,
     "newborn_warmup": 6,
-    "merge_similarity": 0.5,
+    "merge_similarity": 0.2,
     "change_tolerance": 10.0,
-    "keep": 100,
+    "keep": 200,
     "checkpoint_every": 1,
 }
 
