@@ -2,13 +2,15 @@
 
 The loads of each step are drawn at random; the decisions are those of a run (``experts.rebalance``). The
 times are predicted: the slowest host's experts, the sum of the copies' gradients, and what is sent.
-Nothing runs on the hosts.
+Nothing runs on the hosts, unless ``--real`` asks for steps on processes of this machine.
 
     python -m benchmarks.imbalance [--hosts 2 4 8 32] [--experts 8 32 128] [--steps 120] [--out FILE]
+    python -m benchmarks.imbalance --real --hosts 2 --experts 8 --steps 80
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import time
@@ -301,14 +303,7 @@ def summary(rows: Sequence[Sequence[object]]) -> list[list[object]]:
     return found
 
 
-def main() -> None:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8, 32])
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bandwidth", type=float, default=400e9, help="bytes per second of a host's link")
-    arguments = parser.parse_args()
+def simulated_tables(arguments: argparse.Namespace) -> str:
     cases = [
         Case(name, hosts, experts, sizes, speeds, arguments.bandwidth)
         for name in DISTRIBUTIONS
@@ -317,8 +312,50 @@ def main() -> None:
         for sizes, speeds in KINDS
     ]
     rows = [row(case, arguments.steps, arguments.seed, BalanceRules()) for case in cases]
-    tables = markdown_table(SUMMARY_COLUMNS, summary(rows)) + "\n" + markdown_table(COLUMNS, rows)
-    publish(header("Balancing uneven loads, simulated", arguments) + NOTE + tables, arguments.out)
+    return NOTE + markdown_table(SUMMARY_COLUMNS, summary(rows)) + "\n" + markdown_table(COLUMNS, rows)
+
+
+def real_tables(arguments: argparse.Namespace) -> str:
+    from benchmarks import imbalance_real as real
+
+    (hosts,) = arguments.hosts
+    (experts,) = arguments.experts
+    cases: list[list[np.ndarray]] = []
+    for distribution in DISTRIBUTIONS.values():
+        random = np.random.default_rng(arguments.seed)
+        cases.append(list(itertools.islice(distribution(experts, random), arguments.steps)))
+    found = real.run_on_hosts(real.alternating_variants, hosts, cases)
+    rows = [real.row(name, case) for name, case in zip(DISTRIBUTIONS, found, strict=True)]
+    (groups,) = real.run_on_hosts(real.replica_variants, 4, [cases[1][:3]])
+    note = real.NOTE.format(
+        tokens=real.TOKENS, experts=experts, hidden=real.HIDDEN, width=real.WIDTH, block=real.BLOCK
+    )
+    columns = ["MB per step, 1 replica", "MB per step, 2 replicas", "ratio"]
+    groups_note = (
+        "\nBytes that four hosts send for the experts (Zipf 1.0), with `--expert-replicas` 1 and 2:\n\n"
+    )
+    return (
+        note
+        + markdown_table(real.COLUMNS, rows)
+        + groups_note
+        + markdown_table(columns, [real.bytes_row(groups)])
+    )
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--real", action="store_true", help="run steps on processes of this machine")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8, 32])
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bandwidth", type=float, default=400e9, help="bytes per second of a host's link")
+    arguments = parser.parse_args()
+    if arguments.real and (len(arguments.hosts) > 1 or len(arguments.experts) > 1):
+        parser.error("--real needs one number of --hosts and one of --experts, for example 2 and 8")
+    title = "Balancing uneven loads, real steps" if arguments.real else "Balancing uneven loads, simulated"
+    tables = real_tables(arguments) if arguments.real else simulated_tables(arguments)
+    publish(header(title, arguments) + tables, arguments.out)
 
 
 if __name__ == "__main__":
