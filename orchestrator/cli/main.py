@@ -13,7 +13,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from orchestrator.config.settings import did_you_mean
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import MaskedStream
 from orchestrator.types import VERSION

@@ -12,10 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar, get_origin
 
-from orchestrator.config import aliases
 from orchestrator.config.checks import Switch
+from orchestrator.config.flag_errors import FlagGrammar, one_line_errors
+from orchestrator.config.nearest import nearest
 from orchestrator.config.reader import Resolved, read_file
-from orchestrator.config.settings import Config, flat_names, nearest, setting_types
+from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
 from orchestrator.errors import UserError
 
 Options = TypeVar("Options")
@@ -38,13 +39,15 @@ def read_flags(
     check_flags(argv, names - {"settings"})
     path = _config_path(argv)
     base = read_file(path) if path else Resolved(Config(), {})
-    result = tyro.cli(
-        options,
-        args=list(_normalised(argv)),
-        default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-        prog=prog,
-    )
+    arguments = list(_normalised(argv))
+    with one_line_errors(FlagGrammar(prog, options, base.config), arguments):
+        result = tyro.cli(
+            options,
+            args=arguments,
+            default=options(settings=base.config),  # pyright: ignore[reportCallIssue]
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+            prog=prog,
+        )
     config: Config = result.settings  # pyright: ignore[reportAttributeAccessIssue]
     flags = {_setting_of(token): token.partition("=")[0] for token in argv if token.startswith("--")}
     origins = {name: f"flag {flag}" for name, flag in flags.items() if name in flat_names()}
@@ -69,7 +72,8 @@ def read_options(
         if token.startswith("--") and {name, name.removeprefix("no_")}.isdisjoint({*known, "help"}):
             flag = token.partition("=")[0]
             raise UserError(f"unknown flag {flag}{_nearest_flag(name, known)}; see {prog} --help")
-    return tyro.cli(options, args=arguments, prog=prog)
+    with one_line_errors(FlagGrammar(prog, options, None), arguments):
+        return tyro.cli(options, args=arguments, prog=prog)
 
 
 def _with_positional(argv: Sequence[str], positional: str | None) -> list[str]:
@@ -90,7 +94,7 @@ def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:
         if _setting_of(token) in known or name.replace("-", "_") in known:
             _check_switch(token, name, value)
             continue
-        advice = aliases.advice(name, value or None, flag=True)
+        advice = foreign_name_advice(name, value or None, "flag")
         if advice:
             raise UserError(f"unknown flag --{name}; {advice}")
         raise UserError(f"unknown flag --{name}{_nearest_flag(name, known)}; see --help")

@@ -13,9 +13,16 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config import aliases
+from orchestrator.config.nearest import nearest
 from orchestrator.config.safe_yaml import MAX_CHARACTERS, compose
-from orchestrator.config.settings import Config, flat_names, nearest, section_types, setting_types
+from orchestrator.config.settings import (
+    Config,
+    as_flag_text,
+    flat_names,
+    foreign_name_advice,
+    section_types,
+    setting_types,
+)
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
 
@@ -138,7 +145,7 @@ def _check_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> None:
     for key, value in content.items():
         if key in sections:
             if value is not None and not isinstance(value, dict):
-                own = f": write {key}: {{{key}: {_as_flag_text(value)}}}" if key in flat_names() else ""
+                own = f": write {key}: {{{key}: {as_flag_text(value)}}}" if key in flat_names() else ""
                 raise UserError(f"{lines[key]}: {key} is a section; its settings go below it, indented{own}")
             for name, setting_value in (value or {}).items():
                 if flat_names().get(name) != key:
@@ -155,10 +162,12 @@ def _unknown_key(name: str, value: Any, line: str, section: str) -> UserError:
         return UserError(
             f"{line}: {name} is a section of its own; it begins at the top level, not below {section}"
         )
-    advice = aliases.advice(name, _as_flag_text(value), flag=False)
+    near = nearest(name, [*flat_names(), *section_types()])
+    # A mapping is a section: ``optimizer:`` with settings below it means ``optim:``.
+    means_section = isinstance(value, dict) and near in section_types()
+    advice = None if means_section else foreign_name_advice(name, value, "yaml")
     if advice:
         return UserError(f"{line}: unknown setting {name!r}; {advice}")
-    near = nearest(name, [*flat_names(), *section_types()])
     if near:
         in_place = near in section_types() or flat_names()[near] == section
         place = "" if in_place else f" {_place(near)}"
@@ -168,15 +177,6 @@ def _unknown_key(name: str, value: Any, line: str, section: str) -> UserError:
         known += section_types()
     where = f"in {section}" if section else "here"
     return UserError(f"{line}: unknown setting {name!r}; known {where}: {', '.join(known)}")
-
-
-def _as_flag_text(value: Any) -> str | None:
-    """Return a YAML value as a flag would have it."""
-    if value is None:
-        return None
-    if isinstance(value, list):
-        return ",".join(str(entry) for entry in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _place(name: str) -> str:

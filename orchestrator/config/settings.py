@@ -7,14 +7,15 @@ across the sections, so a flag needs no prefix: ``optim.learning_rate`` is ``--l
 
 from __future__ import annotations
 
-import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from orchestrator.config.alias_table import ALIASES
+from orchestrator.config.aliases import Form, SettingNames
 from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
 from orchestrator.config.cross_checks import (
     check_batch_product,
@@ -26,6 +27,7 @@ from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.metric import split_metric
 from orchestrator.config.model import ModelSettings, MoeSettings
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
 from orchestrator.config.values import as_declared
@@ -225,7 +227,7 @@ class Config:
         known = flat_names()
         for name, value in settings.items():
             if name not in known:
-                raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+                raise _unknown_setting(name, value)
             section = known[name]
             values = sections.setdefault(section, {}) if section else top
             values[name] = as_declared(name, setting_types()[name], value)
@@ -271,11 +273,23 @@ def setting_types() -> Mapping[str, Any]:
     return types
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ' (did you mean 'X'?)' if a known name is near, else ''."""
-    near = nearest(name, known)
-    return f" (did you mean {near!r}?)" if near else ""
+def foreign_name_advice(name: str, value: Any, form: Form) -> str | None:
+    """Return the answer to a name of another trainer; None if it is not known."""
+    alias = ALIASES.get(name.replace("-", "_").lower())
+    names = SettingNames(flat_names(), setting_types())
+    return alias.advice(as_flag_text(value), form, names) if alias else None
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+def as_flag_text(value: Any) -> str | None:
+    """Return a value of YAML or Python as a flag would have it."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return ",".join(str(entry) for entry in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _unknown_setting(name: str, value: Any) -> UserError:
+    advice = foreign_name_advice(name, value, "python")
+    hint = f"; {advice}" if advice else did_you_mean(name, flat_names())
+    return UserError(f"unknown setting {name!r}{hint}")

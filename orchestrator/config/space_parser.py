@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import yaml
 
-from orchestrator.config import aliases
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.config.safe_yaml import MAX_CHARACTERS, safe_content
-from orchestrator.config.settings import Config, did_you_mean, flat_names, setting_types
+from orchestrator.config.settings import Config, flat_names, foreign_name_advice, setting_types
 from orchestrator.config.space import MAX_POINTS, Domain, Point, Range, Space, Values, point_key
 from orchestrator.config.values import as_declared
 from orchestrator.errors import UserError
@@ -115,7 +115,7 @@ def _setting(key: str, source: str) -> str:
         )
     if name in flat_names():
         return name
-    advice = aliases.advice(name, None, flag=False)
+    advice = foreign_name_advice(name, None, "yaml")
     hint = f"; {advice}" if advice else did_you_mean(name, flat_names())
     raise UserError(f"{source}: unknown setting {name!r}{hint}")
 

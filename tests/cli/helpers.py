@@ -28,10 +28,9 @@ class Answer:
 
     @property
     def lines(self) -> list[str]:
-        """The output, stderr first, without the flag parser's frames and without empty lines."""
+        """The output, stderr first, without colours and empty lines."""
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", f"{self.err}\n{self.out}")
-        texts = (line.strip(" │") for line in plain.splitlines() if not line.lstrip().startswith(("╭", "╰")))
-        return [text for text in texts if text.strip("─ ")]
+        return [line for line in plain.splitlines() if line.strip()]
 
 
 Call = Callable[..., Answer]
@@ -48,4 +47,5 @@ def check_answer(answer: Answer, cause: str) -> None:
     assert answer.code == 2, answer
     assert len(answer.lines) <= MAX_LINES, answer.lines
     assert cause in answer.lines[0], answer.lines
+    assert answer.lines[0].startswith("orchestrator: "), answer.lines
     assert "Traceback" not in answer.err + answer.out

@@ -84,21 +84,21 @@ MISTAKES = {
     "a flag of a launcher": mistake(
         "train", "--num_gpus=4", cause="unknown flag --num_gpus; write --workers 4"
     ),
-    "a word too many": mistake("train", "digits", cause="Unrecognized options: digits"),
+    "a word too many": mistake("train", "digits", cause="unexpected 'digits'; see orchestrator train --help"),
     # types
     "text for a number": mistake(
-        "train", "--epochs", "three", cause="--epochs: invalid literal for int() with base 10: 'three'"
+        "train", "--epochs", "three", cause="--epochs is 'three'; a whole number was needed"
     ),
     "text for a number in the file": in_file(
         "run:\n  epochs: three\n", "cfg.yaml:2: run.epochs is 'three'; a whole number was needed"
     ),
     "unknown word": mistake(
-        "train", "--precision", "bf17", cause="invalid choice 'bf17' for argument '--precision'"
+        "train", "--precision", "bf17", cause="--precision is 'bf17'; 'auto' or 'fp32' or"
     ),
     "a value for a switch": mistake(
         "train", "--profile", "true", cause="--profile takes no value, but 'true' follows"
     ),
-    "no value": mistake("train", "--epochs", cause="Missing value for argument '--epochs'"),
+    "no value": mistake("train", "--epochs", cause="--epochs needs a value: a whole number"),
     "number out of range": mistake("train", "--epochs", "0", cause="epochs is 0; it must be at least 1"),
     "not a number": in_file(
         "optim: {learning_rate: .nan}\n", "cfg.yaml:1: learning_rate is nan; it must be positive"

@@ -12,7 +12,7 @@ from orchestrator.cli.check import CheckOptions
 from orchestrator.cli.init import InitOptions
 from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
-from orchestrator.config.aliases import ALIASES
+from orchestrator.config.alias_table import ALIASES
 from orchestrator.config.flags import check_flags, read_flags, read_options
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.errors import UserError

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.config.reference import setting_texts
-from orchestrator.config.settings import Config, did_you_mean, flat_names, section_types, setting_types
+from orchestrator.config.settings import Config, flat_names, section_types, setting_types
 from orchestrator.errors import UserError
 from tests.support.inventories import VALUES
 

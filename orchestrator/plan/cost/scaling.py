@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.config.settings import did_you_mean
+from orchestrator.config.nearest import did_you_mean
 from orchestrator.errors import UserError
 from orchestrator.plan.cost.devices import device_of, known_gpu, links_of
 from orchestrator.plan.cost.machine import DeviceCosts, LinkKind, Machine, Parallelism
