@@ -36,6 +36,7 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.record.screen import Screen
+from orchestrator.record.tracker_backends import check_trackers
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -154,6 +155,7 @@ class Trainer:
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
     def _prepare(self, hardware: Inventory, cluster: Cluster | None, task: Task | None = None) -> PreparedRun:
+        from orchestrator.measure.tracing.metric_names import check_watched_metric
         from orchestrator.measure.tracing.model_facts import model_facts
         from orchestrator.tasks.load import load_task
         from orchestrator.train.worker.build import watched_metric
@@ -163,7 +165,8 @@ class Trainer:
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
         task = task or self._own_task or load_task(config)
-        watched_metric(config, task)  # refuses a metric without a direction before anything is written
+        # Refuses a metric without a direction, or of another task, before anything is written.
+        check_watched_metric(task, watched_metric(config, task).name)
         device = self._traced_device(config, hardware, cluster)
         precision = choose_precision(config, hardware, device).value
         facts = model_facts(task, device, precision)
@@ -216,6 +219,7 @@ class Trainer:
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
         self._take_run_settings()
         config = self.resolved.config
+        check_trackers(config.watch.trackers)
         if not workers_flag(config):
             hardware = self._take_inventory()
             if choose_strategy(config, hardware, in_cluster()).value == "single":

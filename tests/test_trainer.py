@@ -276,10 +276,11 @@ def test_a_used_folder_is_refused_before_a_cluster_starts(
         Trainer(config=Config.of(run_dir=tmp_path / "another", workers=2), quiet=True).fit()
 
 
-def test_an_unknown_metric_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_refused_before_there_is_a_run_folder(tmp_path: Path) -> None:
     for name, message in (("acuracy", "did you mean 'accuracy'"), ("f1", "not among the validation metrics")):
         with pytest.raises(UserError, match=message):
             trainer(settings(tmp_path, early_stopping_metric=name), validation=blobs(8)).fit()
+        assert not (tmp_path / "run").exists()
 
 
 def test_patience_without_validation_data_is_refused(tmp_path: Path) -> None:

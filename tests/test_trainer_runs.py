@@ -42,6 +42,32 @@ def test_a_diverged_run_fails_and_saves_no_checkpoint_of_it(tmp_path: Path) -> N
     assert max(event["step"] for event in of_kind(events, "checkpoint")) < first_nan
 
 
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("-inf"), "infinity")])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_bad_input_is_named_and_not_called_a_high_learning_rate(
+    tmp_path: Path, value: float, word: str, loaded: bool
+) -> None:
+    inputs, labels = blobs(64)
+    inputs = inputs.clone()
+    inputs[41, 1] = value
+    data: Any = list(zip(inputs, labels, strict=True)) if loaded else (inputs, labels)
+    with pytest.raises(TrainingFailed) as caught:
+        trainer(settings(tmp_path, log_every=3), data).fit()
+    assert f"training sample 41 has {word} in field 0. Clean the data" in str(caught.value)
+    assert "learning-rate" not in str(caught.value)
+
+
+def test_a_tracker_that_cannot_start_is_refused_before_there_is_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    with pytest.raises(UserError, match="the tracker wandb found no API key"):
+        trainer(settings(tmp_path, trackers=("wandb",))).fit()
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_in_a_loader_process_is_reported_like_any_other(tmp_path: Path) -> None:
     class BrokenData:
         def __len__(self) -> int:

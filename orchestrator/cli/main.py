@@ -36,7 +36,8 @@ Trains PyTorch models: detects the hardware, chooses good settings with their re
 
 {_VERB_LINES}
 
-orchestrator VERB --help lists a verb's options. Settings come from --config FILE (YAML) and flags; flags win.
+orchestrator VERB --help lists a verb's options. orchestrator --completion bash|zsh|fish writes a script that
+completes verbs, flags and their words. Settings come from --config FILE (YAML) and flags; flags win.
 Exit codes: 0 done, 2 a mistake in the call, 3 insufficient resources, 4 training failed, 130 interrupted."""
 
 _BROKEN_PIPE = 141
@@ -85,6 +86,11 @@ def _run_verb(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb == "--version":
         sys.stdout.write(f"expert-orchestrator {VERSION}\n")
+        return 0
+    if verb == "--completion":
+        from orchestrator.cli.completion import completion
+
+        sys.stdout.write(completion(rest[0] if rest else "", VERBS))
         return 0
     if verb not in VERBS:
         raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)}; verbs are {', '.join(VERBS)}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SPEED_STEPS = 50  # the speed shown is a mean over these
 NUM_PLAIN_LINES = 10  # progress lines of a whole run if the output is no terminal
+MAX_METRICS = 3  # of a task, on a line of progress; an evaluation shows all
 REST_OF_BAR = 68  # columns of the bar line without the bar itself, at most
 
 
@@ -61,13 +62,16 @@ class _BarState:
     step: int = 0
     total: int | None = None
     loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     memory_bytes: float | None = None
     speed: _Speed = field(default_factory=_Speed)
 
     def text(self) -> str:
         loss = "" if self.loss is None else f"loss {self.loss:.4g}"
         memory = "" if self.memory_bytes is None else bytes_text(self.memory_bytes)
-        return "  ".join(part for part in (loss, self.speed.text(), memory) if part)
+        shown = list(self.metrics.items())[:MAX_METRICS]
+        metrics = [f"{name} {value:.4g}" for name, value in shown]
+        return "  ".join(part for part in (loss, *metrics, self.speed.text(), memory) if part)
 
 
 class Screen:
@@ -131,6 +135,8 @@ class Screen:
         state = self._state
         state.step = int(event.get("step") or 0)
         state.loss = to_float(event.get("loss"))
+        metrics = {name: to_float(value) for name, value in (event.get("metrics") or {}).items()}
+        state.metrics = {name: value for name, value in metrics.items() if value is not None}
         state.speed.add(event)
         is_due = state.step >= self._next_line or state.step == state.total
         if is_due and not self._display.is_live:

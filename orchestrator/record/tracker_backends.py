@@ -71,21 +71,7 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # Its messages and its capture of the console would break up the progress bar. Without a
-        # limit, wandb's own hook at the end of the process would wait for a lost network for ever;
-        # updates that were not sent stay in the folder for 'wandb sync'. The command line, git's
-        # addresses and uncommitted changes may hold secrets, and W&B would upload them.
-        settings = wandb.Settings(
-            silent=True, console="off", finish_timeout=60, x_disable_meta=True, disable_git=True
-        )
-        # Without an API key wandb would ask for one on the terminal, from this thread, in the
-        # middle of the training.
-        is_online = wandb.setup(settings).settings.mode in ("online", "run", "shared")
-        if is_online and not wandb.login(prompt=False):
-            raise UserError(
-                "the tracker wandb found no API key. Run 'wandb login' first, "
-                "or set WANDB_MODE=offline to log to files alone."
-            )
+        settings = _logged_in_wandb()
         # wandb creates the folder "wandb" in the folder it is given.
         self._run = wandb.init(
             project=PROJECT, name=run_name, dir=str(run_dir), config=dict(config), settings=settings
@@ -180,6 +166,36 @@ def find_factories(names: Iterable[str]) -> dict[str, TrackerFactory]:
             )
         chosen[name] = FACTORIES[name]
     return chosen
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise UserError for a tracker that cannot start: unknown, not installed, or without a key.
+
+    Without this check a run would train for hours and leave no record where its user looks for it.
+    """
+    if "wandb" in find_factories(names):
+        _logged_in_wandb()
+
+
+def _logged_in_wandb() -> Any:
+    """Return the settings of W&B's run; UserError if it would ask for a key."""
+    import wandb
+
+    # Its messages and its capture of the console would break up the progress bar. Without a
+    # limit, wandb's own hook at the end of the process would wait for a lost network for ever;
+    # updates that were not sent stay in the folder for 'wandb sync'. The command line, git's
+    # addresses and uncommitted changes may hold secrets, and W&B would upload them.
+    settings = wandb.Settings(
+        silent=True, console="off", finish_timeout=60, x_disable_meta=True, disable_git=True
+    )
+    # Without an API key wandb would ask for one on the terminal, in the middle of the training.
+    is_online = wandb.setup(settings).settings.mode in ("online", "run", "shared")
+    if is_online and not wandb.login(prompt=False):
+        raise UserError(
+            "the tracker wandb found no API key. Run 'wandb login' first, "
+            "or set WANDB_MODE=offline to log to files alone."
+        )
+    return settings
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from experts.model import structure_of
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import Event
+from orchestrator.train.bad_inputs import find_bad_input
 from orchestrator.train.pending import PendingStep, StepFigures, fetch_figures
 from orchestrator.train.training import Training
 
@@ -29,6 +30,7 @@ class StepRecorder:
 
     def __init__(self, training: Training) -> None:
         self._stepper = training.stepper
+        self._feed = training.feed
         self._progress = training.progress
         self._log = training.log
         self._heartbeat = training.heartbeat
@@ -153,10 +155,12 @@ class StepRecorder:
         for step, figure in zip(steps, figures, strict=True):
             loss = figure.loss / max(1.0, figure.count)
             if not math.isfinite(loss if fp16 else loss + figure.norm):
-                raise TrainingFailed(
-                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: "
+                cause = self._bad_input(steps, step) or (
                     "the run has diverged. Lower --learning-rate, raise --warmup-steps, or keep "
                     "--clip-norm on. "
+                )
+                raise TrainingFailed(
+                    f"step {step.step}: loss {loss}, gradient norm {figure.norm}: {cause}"
                     "The diverged state was not saved"
                 )
         if self._stepper.precision.scale_underflowed():
@@ -164,6 +168,16 @@ class StepRecorder:
                 "fp16: gradients overflow at every loss scale; "
                 "use --precision bf16 or fp32, or lower --learning-rate"
             )
+
+    def _bad_input(self, steps: Sequence[PendingStep], bad: PendingStep) -> str | None:
+        """Return a sentence about NaN or infinity in the samples of a step, if there are any."""
+        # The steps are of one epoch, and the last of them ends at the present position.
+        later = sum(step.totals.samples for step in steps if step.step >= bad.step)
+        begin = self._progress.position - later
+        order = self._feed.order(bad.epoch)
+        indices = order[begin : begin + bad.totals.samples].tolist()
+        sentence = find_bad_input(self._feed.data, indices)
+        return f"{sentence}. Clean the data, or leave the sample out. " if sentence else None
 
     def _warn_of_recompiles(self) -> None:
         if self._stepper.compiled is None:

@@ -81,3 +81,16 @@ def test_help_imports_nothing_heavy(tmp_path: Path, verb: str):
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert "tyro" in imported
     assert imported.isdisjoint({"torch", "ray", "pandas", "matplotlib", "numpy", "sklearn", "pydantic"})
+
+
+def test_a_node_without_our_packages_is_answered_in_one_line(tmp_path: Path):
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
+    # Without -S Python would find the packages of this environment.
+    command = [sys.executable, "-S", "-B", "-m", "orchestrator", "plan"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 3
+    (line,) = result.stderr.splitlines()
+    assert "has no package" in line
+    assert "pip install expert-orchestrator" in line

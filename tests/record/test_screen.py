@@ -449,3 +449,12 @@ def test_a_change_of_experts_is_one_line() -> None:
     (line,) = out.getvalue().splitlines()
     assert line.startswith("step 20  layer 0: expert 4 born from 1, 5 experts now: gate entropy")
     assert ESCAPE not in line
+
+
+def test_the_metrics_of_a_task_are_shown_with_the_progress():
+    screen, out = piped(width=200)
+    screen(start(10))
+    screen(step(1, metrics={"accuracy": 0.5, "churn": 0.25, "broken": None}))
+    screen.close()
+    assert "loss 0.1523  accuracy 0.5  churn 0.25" in out.getvalue()
+    assert "broken" not in out.getvalue()
