@@ -192,7 +192,7 @@ def _decided(
     result.decision_seconds.append(time.perf_counter() - begun)
     before = layer
     for change in changes:
-        layer = changed(layer, change, 0, 0)
+        layer = changed(layer, change, 0)
     _count_changes(before, layer, case, result)
     return layer
 

@@ -360,6 +360,7 @@ IMPORTERS = {
     "orchestrator.runtime.cluster.import_hook": "imports a fixed list of modules",
     "orchestrator.train.parts.compiling": "imports one private module of torch by a fixed name",
     "orchestrator.tasks.load": "the user names a task on the command line or in a config",
+    "orchestrator.cli.completion": "imports the modules of the verbs, from a fixed list",
 }
 
 
