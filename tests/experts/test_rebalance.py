@@ -49,7 +49,7 @@ def observed(layer: LayerStructure, *windows: Sequence[int]) -> LoadHistory:
 def after(layers: Layers, changes: Sequence[Change]) -> list[LayerStructure]:
     result = list(layers)
     for change in changes:
-        result[change.layer] = changed(result[change.layer], change, 0, 0)
+        result[change.layer] = changed(result[change.layer], change, 0)
     return result
 
 
@@ -311,7 +311,7 @@ def test_copies_use_memory_on_each_of_their_hosts() -> None:
 
 def copied_layer() -> LayerStructure:
     change = Change("copied", 0, (0,), "hot", hosts=((0, 1),), splits=((64, 64),))
-    return changed(layer_on(0, 1, 0, 1), change, 0, 1)
+    return changed(layer_on(0, 1, 0, 1), change, 0)
 
 
 def test_copies_go_when_the_load_no_longer_needs_them() -> None:

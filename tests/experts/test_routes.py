@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
 def test_copies_and_their_shares_are_sorted_by_host_and_survive_json() -> None:
     change = Change("copied", 0, (1,), "hot", hosts=((2, 0),), splits=((30, 98),))
     assert Change.from_json(json.loads(json.dumps(change.to_json()))) == change
-    layer = changed(LayerStructure.initial("moe", [8, 8]), change, 3, 1)
+    layer = changed(LayerStructure.initial("moe", [8, 8]), change, 3)
     assert layer.expert(1).hosts == (0, 2)
     assert layer.expert(1).split == (98, 30)
     assert layer.expert(0) == Expert(0, 8)
@@ -83,11 +83,11 @@ def test_copies_and_their_shares_are_sorted_by_host_and_survive_json() -> None:
 def test_a_move_ends_the_shares_of_copies() -> None:
     copied = Change("copied", 0, (0,), "hot", hosts=((0, 1),), splits=((30, 98),))
     moved = Change("moved", 0, (0,), "cold", hosts=((1,),))
-    layer = changed(changed(LayerStructure.initial("moe", [8]), copied, 0, 1), moved, 1, 1)
+    layer = changed(changed(LayerStructure.initial("moe", [8]), copied, 0), moved, 1)
     assert layer.expert(0) == Expert(0, 8, (1,))
 
 
 def test_shares_for_another_number_of_copies_are_refused() -> None:
     change = Change("copied", 0, (0,), "hot", hosts=((0, 1),), splits=((1, 2, 3),))
     with pytest.raises(ValueError, match="expert 0 has 2 hosts and shares for 3 copies"):
-        changed(LayerStructure.initial("moe", [8]), change, 0, 1)
+        changed(LayerStructure.initial("moe", [8]), change, 0)
