@@ -48,6 +48,7 @@ class MoELayer(nn.Module):
     host_E: Tensor
     route_EB: Tensor | None
     twin_E: Tensor | None
+    chosen_row_E: Tensor | None
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class MoELayer(nn.Module):
         self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("route_EB", None, persistent=False)
         self.register_buffer("twin_E", None, persistent=False)
+        self.register_buffer("chosen_row_E", None, persistent=False)
         self.structure = LayerStructure.initial("", sizes)
         self.statistics: ExpertStatistics | None = None
 
@@ -116,10 +118,22 @@ class MoELayer(nn.Module):
         self.route_EB = None
         if has_copies:
             self.route_EB = torch.tensor(route_table(structure, rank, num_hosts), device=device)
-        twins = {expert.twin_of: row for row, expert in enumerate(experts) if expert.twin_of is not None}
-        twin_rows = [twins.get(expert.id, -1) for expert in experts]
-        self.twin_E = torch.tensor(twin_rows, device=device) if twins else None
+        self._use_twins()
         self.use_priors(step)
+
+    def _use_twins(self) -> None:
+        """Set the twin of each expert, and the expert that the gate chose where a twin computes."""
+        experts = self.structure.experts
+        device = self.load_E.device
+        twins = {expert.twin_of: row for row, expert in enumerate(experts) if expert.twin_of is not None}
+        self.twin_E = None
+        self.chosen_row_E = None
+        if twins:
+            twin_rows = [twins.get(expert.id, -1) for expert in experts]
+            parents = [e.id if e.twin_of is None else e.twin_of for e in experts]
+            chosen_rows = [self.structure.index(parent) for parent in parents]
+            self.twin_E = torch.tensor(twin_rows, device=device)
+            self.chosen_row_E = torch.tensor(chosen_rows, device=device)
 
     def use_priors(self, step: int) -> None:
         """Set the gate's priors for the step after ``step``."""
@@ -127,13 +141,9 @@ class MoELayer(nn.Module):
 
     def gate_counts(self, counts_E: Tensor) -> Tensor:
         """Return the tokens that the gate chose each expert for: a twin's are its parent's."""
-        if self.twin_E is None:
+        if self.chosen_row_E is None:
             return counts_E
-        has_twin_E = self.twin_E >= 0
-        twin_rows = self.twin_E.clamp(min=0)
-        twin_counts_E = torch.where(has_twin_E, counts_E[twin_rows], 0)
-        is_twin_E = torch.zeros_like(has_twin_E).index_fill_(0, twin_rows[has_twin_E], True)
-        return torch.where(is_twin_E, 0, counts_E + twin_counts_E)
+        return torch.zeros_like(counts_E).scatter_add_(0, self.chosen_row_E, counts_E)
 
     def _route(self, x_TD: Tensor, first_dimension: int) -> Routing:
         context = self.context

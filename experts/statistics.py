@@ -64,8 +64,15 @@ class ExpertStatistics(nn.Module):
         """Keep the tokens of the step with the lowest hashes of their positions, on any host."""
         priority = torch.cat([self.priority_P, mix_bits(position_T)])
         tokens = torch.cat([self.sample_PD, x_TD.to(self.sample_PD.dtype)])
-        self.priority_P, order_P = priority.topk(NUM_SAMPLES, largest=False)
-        self.sample_PD = tokens[order_P]
+        lowest_P, order_P = priority.topk(NUM_SAMPLES, largest=False)
+        # In place: a step that is repeated puts these buffers back.
+        self.priority_P.copy_(lowest_P)
+        self.sample_PD.copy_(tokens[order_P])
+
+    @property
+    def of_step(self) -> tuple[Tensor, ...]:
+        """The buffers that the passes of a step change."""
+        return self.local_sums, self.sample_PD, self.priority_P
 
     def begin_step(self) -> None:
         """Forget the tokens of the last observed step."""

@@ -30,7 +30,7 @@ reads these lines.
 |            | the layer's output, or null), seconds, experts (of the layer afterwards); an ``undone``    |
 |            | event follows directly on the change that it undoes, with the same ids and parents         |
 |expert_graph| step, epoch, layers [{layer, name, experts [{id, size, share (of the choices since the     |
-|            | last graph), hosts [rank], age (steps since birth), parents, warming}], coactivation       |
+|            | last sleep), hosts [rank], age (steps since birth), parents, warming}], coactivation       |
 |            | [[id, id, share of the rarer one's tokens that also chose the other]], similarity          |
 |            | [[id, id, -1 to 1]]}]; pairs with small values are left out                                |
 | epoch      | epoch, step, seconds, samples, loss (mean), samples_per_second, memory {allocated,         |

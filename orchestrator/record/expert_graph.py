@@ -24,7 +24,7 @@ class GraphExpert:
     id: int
     size: float | None
     share: float
-    """Its part of the layer's choices since the last graph."""
+    """Its part of the layer's choices since the last sleep."""
     hosts: tuple[int, ...]
     age: int
     """Steps since its birth."""

@@ -34,8 +34,8 @@ from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
+from orchestrator.train.step_statistics import StepStatistics
 from orchestrator.train.strategies.base import Strategy
-from orchestrator.train.strategies.buffers import running_statistics
 from orchestrator.train.totals import Totals, TotalsReducer
 
 Emit = Callable[..., None]
@@ -69,7 +69,7 @@ class Stepper:
     """Most samples of one forward and backward pass; halved when memory runs out."""
     _reduce_totals: TotalsReducer = field(init=False)
     _num_moe_layers: int = field(init=False)
-    _statistics: list[tuple[Tensor, Tensor]] = field(init=False)
+    _statistics: StepStatistics = field(init=False)
     _good_steps: int = field(init=False, default=0)
     _steps_to_grow: int = field(init=False, default=GROW_AFTER)
     _compile_reported: bool = field(init=False, default=False)
@@ -80,11 +80,11 @@ class Stepper:
         self._reduce_totals = TotalsReducer(self.world, "step", self.strategy.num_expert_grads)
         self.strategy.set_trained(self.optimizer.parameters)
         self._num_moe_layers = len(moe_layers(self.strategy.model))
-        statistics = running_statistics(self.strategy.model)
-        self._statistics = [(buffer.detach().clone(), buffer) for buffer in statistics]
+        self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
 
     def experts_changed(self) -> None:
         """Take over parameters that were replaced, and another number of experts."""
+        self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
         self.optimizer.parameters_changed()
         self.strategy.experts_changed()
         self.strategy.set_trained(self.optimizer.parameters)
@@ -127,7 +127,7 @@ class Stepper:
 
         Until it returns, every change can be undone, so that the step can be repeated.
         """
-        self._save_statistics()
+        self._statistics.save()
         seed_torch(mix(self.seed, "step", step, self.world.rank), self.world.device)
         self.optimizer.inner.zero_grad(set_to_none=True)
         self.strategy.begin_step(batch.all_have_samples)
@@ -269,15 +269,6 @@ class Stepper:
         """Return the number of samples that are computed at once."""
         return min(self.max_pass_samples, self.micro_batch)
 
-    def _save_statistics(self) -> None:
-        """Copy running statistics: the forward pass changes them, and may have to be repeated."""
-        for saved, running in self._statistics:
-            saved.copy_(running)
-
-    def _restore_statistics(self) -> None:
-        for saved, running in self._statistics:
-            running.copy_(saved)
-
     def _vote(self, problem: Problem | None) -> Problem | None:
         """Return the worst problem of any worker; all workers then recover from it together."""
         worst = self.world.all_reduce_max([float(_PROBLEMS.index(problem))])[0]
@@ -309,7 +300,7 @@ class Stepper:
 
     def _recover(self, problem: Problem, step: int) -> None:
         """Undo a failed attempt, and prepare the next one."""
-        self._restore_statistics()
+        self._statistics.restore()
         self.optimizer.inner.zero_grad(set_to_none=True)
         free_cached(self.world.device)
         if problem == "uncompile":

@@ -44,20 +44,7 @@ Phase = Literal[
 EVOLUTION_PHASES: tuple[Phase, ...] = ("measure", "before move", "after move", "gate", "validate", "undo")
 """Phases of a change of experts: statistics, the exchange of experts, the time between the change of the
 bank and that of the gate, the validation, and the way back."""
-INSIDE_PHASES: frozenset[Phase] = frozenset(
-    {
-        "data",
-        "forward",
-        "counts",
-        "exchange",
-        "backward",
-        "gradients",
-        "evaluate",
-        "snapshot",
-        "checkpoint",
-        *EVOLUTION_PHASES,
-    }
-)
+INSIDE_PHASES: frozenset[Phase] = frozenset(get_args(Phase)) - {"anywhere", "recovery"}
 """Phases that only the process itself can recognise."""
 PHASE_WEIGHTS: dict[Phase, float] = {
     "anywhere": 0.3,

@@ -34,7 +34,7 @@ from orchestrator.train.checkpoint.state import (
 )
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
-STATISTICS = ".statistics.sums"
+_STATISTICS = ".statistics.sums"
 """The end of the names of routing statistics."""
 _ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _KNOWN_SLOTS: Mapping[type, Set[str]] = {
@@ -99,7 +99,7 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
         raise UserError("the checkpoint has no weights; give another one")
     saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
     for name, tensor in model_tensors(model).items():
-        if name.endswith(STATISTICS) and (name not in saved or saved[name].shape != tensor.shape):
+        if name.endswith(_STATISTICS) and (name not in saved or saved[name].shape != tensor.shape):
             continue  # a run without evolution has none
         if name not in saved:
             raise UserError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -95,17 +96,23 @@ def _similarity(vectors_EF: Tensor) -> Tensor:
 def _weight_sketches(layer: MoELayer, world: World) -> Tensor:
     """Return a short vector for each expert whose cosines are about those of the weights.
 
-    Each weight is added to one of the vector's numbers, with a sign, both by a fixed random choice."""
+    Every so many weights are added up, each with a fixed random sign."""
     sketch_EF = torch.zeros(len(layer.load_E), _SKETCH, dtype=torch.float64, device=layer.load_E.device)
-    for group, role, stack in layer.bank.stacks():
-        generator = torch.Generator().manual_seed(len(role))
-        count = stack[0].numel()
-        place = torch.randint(_SKETCH, (count,), generator=generator).to(stack.device)
-        sign = torch.randint(2, (count,), generator=generator).to(stack.device, torch.float64) * 2 - 1
+    for group, _, stack in layer.bank.stacks():
+        signs = _signs(stack[0].numel()).to(stack.device)
         for row, weight in zip(group.rows, stack.detach().unbind(), strict=True):
             if row in layer.bank.owned:
-                sketch_EF[row].index_add_(0, place, weight.reshape(-1).double() * sign)
+                signed = weight.reshape(-1).double() * signs
+                padded = F.pad(signed, (0, -len(signed) % _SKETCH))
+                sketch_EF[row] += padded.view(-1, _SKETCH).sum(0)
     return _over_hosts(sketch_EF, layer, world)
+
+
+@lru_cache(maxsize=4)
+def _signs(count: int) -> Tensor:
+    """Return random signs, the same on every host and in every run."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 def _responses(layer: MoELayer, sample_PD: Tensor, world: World) -> Tensor:

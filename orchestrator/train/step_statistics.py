@@ -1,0 +1,35 @@
+"""Buffers that a forward pass changes: running statistics of norms, and statistics of routing.
+
+A step that is repeated must find them as they were."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from experts.balance import moe_layers
+from experts.context import MoEContext
+from orchestrator.train.strategies.buffers import running_statistics
+
+
+class StepStatistics:
+    """The statistics of a model, with a copy of each to put back."""
+
+    def __init__(self, model: nn.Module, context: MoEContext) -> None:
+        layers = [layer for _, layer in moe_layers(model)]
+        routing = [b for layer in layers if layer.statistics is not None for b in layer.statistics.of_step]
+        self._running = [(buffer.detach().clone(), buffer) for buffer in running_statistics(model)]
+        self._routing = [(buffer.clone(), buffer) for buffer in routing]
+        self._context = context
+
+    @property
+    def _changing(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies and the buffers that this step changes."""
+        return [*self._running, *self._routing] if self._context.observing else self._running
+
+    def save(self) -> None:
+        for copy, buffer in self._changing:
+            copy.copy_(buffer)
+
+    def restore(self) -> None:
+        for copy, buffer in self._changing:
+            buffer.copy_(copy)
