@@ -23,10 +23,10 @@ from torch import nn
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.bank import without_memory
 from experts.context import MoEContext
-from experts.exchange import GroupExchange
 from experts.expert_state import remote_expert_names
 from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.tokens.exchange import GroupExchange
 from orchestrator.record.log import SilentLog
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore

@@ -35,7 +35,7 @@ from benchmarks.control_plane_stages import (
     within_half,
 )
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.placement import Placement, place, placement_of
+from experts.placement.placement import Placement, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.types import GIB, MIB, seconds_text
 

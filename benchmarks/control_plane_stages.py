@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from experts.placement import ExpertCost, HostFacts, place, placement_of
+from experts.placement.placement import ExpertCost, HostFacts, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.cluster import Cluster, Node

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from experts.context import MoEContext
-from experts.exchange import Meter, PendingRows
 from experts.layer import MoELayer
+from experts.tokens.exchange import Meter, PendingRows
 from experts.types import Routing
 
 WARM_UP = 2

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.load_history import LoadHistory
-from experts.placement import HostFacts, place
-from experts.rebalance import BalanceRules, decide, layer_imbalance
-from experts.rebalance_costs import Cluster, LayerCosts, balance_problem, shares_of
-from experts.rebalance_plan import Transfer
-from experts.rebalance_state import host_seconds, sync_seconds
+from experts.placement.placement import HostFacts, place
+from experts.rebalance.costs import Cluster, LayerCosts, balance_problem, shares_of
+from experts.rebalance.decisions import BalanceRules, decide, layer_imbalance
+from experts.rebalance.load_history import LoadHistory
+from experts.rebalance.plan import Transfer
+from experts.rebalance.state import host_seconds, sync_seconds
 from experts.structure import LayerStructure, changed
 
 WIDTH = 2048

@@ -23,10 +23,10 @@ from experts.balance import moe_layers
 from experts.gate import Gate
 from experts.layer import MoELayer
 from experts.model import initialise, place, place_structure
-from experts.placement import HostFacts
-from experts.rebalance import layer_imbalance
-from experts.rebalance_costs import Cluster
-from experts.replicas import replica_placement
+from experts.placement.placement import HostFacts
+from experts.rebalance.costs import Cluster
+from experts.rebalance.decisions import layer_imbalance
+from experts.rebalance.replicas import replica_placement
 from experts.structure import LayerStructure
 from experts.types import Routing
 from orchestrator.config.settings import Config

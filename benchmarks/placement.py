@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of, round_robin
+from experts.placement.placement import ExpertCost, HostFacts, Placement, place, placement_of, round_robin
 
 HOSTS = {"3 hosts, 1:2:4": (1, 2, 4), "7 hosts, 1:2:4": (1, 1, 2, 2, 4, 4, 4), "8 hosts, equal": (1,) * 8}
 EXPERTS = (8, 16, 32, 64, 128, 256)

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from experts.exchange import Exchange, LocalExchange
-from experts.received_rows import RowCheck
+from experts.tokens.exchange import Exchange, LocalExchange
+from experts.tokens.received_rows import RowCheck
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experts.exchange import Exchange
 from experts.layer import MoELayer
+from experts.tokens.exchange import Exchange
 
 
 class _Copy(NamedTuple):

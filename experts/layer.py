@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from experts.bank import ExpertBank, computing_dtype
 from experts.capacity import capacity_mask
 from experts.context import MoEContext
-from experts.dispatch import combine, dispatch
 from experts.gate import Gate, coin, noise
 from experts.kernels.loop import activate
-from experts.received_rows import RowCheck, local_slots
-from experts.routes import route_table
 from experts.statistics import ExpertStatistics
 from experts.structure import SETTLED, LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
+from experts.tokens.dispatch import combine, dispatch
+from experts.tokens.received_rows import RowCheck, local_slots
+from experts.tokens.routes import route_table
 from experts.types import Kind, Routing, Scores
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from experts.context import MoEContext
-from experts.destinations import Destinations
-from experts.dispatch import sum_rows
-from experts.transfer import Layout, Transfer, receive, receive_back, send, send_back
+from experts.tokens.destinations import Destinations
+from experts.tokens.dispatch import sum_rows
+from experts.tokens.transfer import Layout, Transfer, receive, receive_back, send, send_back
 from experts.types import Routing
 
 

@@ -23,26 +23,21 @@ LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.redaction"}
 API = {"orchestrator", "orchestrator.trainer", "orchestrator.sweeps"}
 ENTRY_POINTS = {"orchestrator.__main__"}
 
-TORCH_FREE_EXPERTS = {
+EXPERTS_LEAVES = {"experts.types", "experts.structure", "experts.membership", "experts.group"}
+EXPERTS_LAYERS = ("kernels", "tokens", "modules", "placement", "rebalance", "evolution", "surgery")
+"""Sub-packages of ``experts`` from the lowest to the highest; ``modules`` stands for the modules of
+``experts`` itself, which are the MoE layer and its parts."""
+
+TORCH_FREE_EXPERTS = (
     "experts.types",
-    "experts.placement",
-    "experts.placement_greedy",
-    "experts.placement_problem",
-    "experts.placement_search",
-    "experts.evolution",
-    "experts.evolution_rules",
-    "experts.evolution_streaks",
-    "experts.evolution_views",
-    "experts.load_history",
-    "experts.rebalance",
-    "experts.rebalance_costs",
-    "experts.rebalance_plan",
-    "experts.rebalance_search",
-    "experts.rebalance_state",
-    "experts.replicas",
-    "experts.routes",
     "experts.structure",
-}
+    "experts.tokens.routes",
+    "experts.placement",
+    "experts.rebalance",
+    "experts.evolution",
+)
+"""Values and decisions. They import no other module of ``experts``, which would bring torch along."""
+
 TORCH_PACKAGES = (
     "experts",
     "orchestrator.train",
@@ -139,6 +134,26 @@ def points_downwards(entry: Import) -> bool:
     return layer_of(entry.name) <= layer_of(entry.importer)
 
 
+def experts_layer_of(module: str) -> int:
+    """The height of a module of ``experts``: 0 for leaf modules, then one per entry of ``EXPERTS_LAYERS``."""
+    if module in EXPERTS_LEAVES:
+        return 0
+    name = "modules" if module.count(".") == 1 else module.split(".")[1]
+    return EXPERTS_LAYERS.index(name) + 1
+
+
+def points_downwards_in_experts(entry: Import) -> bool:
+    if not (is_within(entry.importer, ["experts"]) and is_within(entry.name, ["experts"])):
+        return True
+    return experts_layer_of(entry.name) <= experts_layer_of(entry.importer)
+
+
+def keeps_decisions_free_of_torch(entry: Import) -> bool:
+    if not (is_within(entry.importer, TORCH_FREE_EXPERTS) and is_within(entry.name, ["experts"])):
+        return True
+    return is_within(entry.name, TORCH_FREE_EXPERTS)
+
+
 def leaves_experts_alone(entry: Import) -> bool:
     return not (is_within(entry.importer, ["experts"]) and is_within(entry.name, ["orchestrator"]))
 
@@ -158,7 +173,7 @@ def may_import_torch(entry: Import) -> bool:
         return True
     if is_within(entry.importer, TORCH_LATE):
         return entry.late
-    return is_within(entry.importer, TORCH_PACKAGES) and entry.importer not in TORCH_FREE_EXPERTS
+    return is_within(entry.importer, TORCH_PACKAGES) and not is_within(entry.importer, TORCH_FREE_EXPERTS)
 
 
 def may_import_distributed(entry: Import) -> bool:
@@ -171,6 +186,8 @@ def leaves_tests_alone(entry: Import) -> bool:
 
 RULES: tuple[Callable[[Import], bool], ...] = (
     points_downwards,
+    points_downwards_in_experts,
+    keeps_decisions_free_of_torch,
     leaves_experts_alone,
     may_import_ray,
     may_import_private_ray,
@@ -194,6 +211,14 @@ def test_every_import_follows_the_rule(rule: Callable[[Import], bool]) -> None:
         (points_downwards, "orchestrator.runtime.x", "from orchestrator.cli.main import main"),
         (points_downwards, "orchestrator.trainer", "from orchestrator.cli.main import main"),
         (points_downwards, "orchestrator.types", "from orchestrator.config.settings import Config"),
+        (points_downwards_in_experts, "experts.layer", "from experts.placement import placement"),
+        (points_downwards_in_experts, "experts.tokens.x", "from experts.layer import MoELayer"),
+        (
+            points_downwards_in_experts,
+            "experts.rebalance.x",
+            "from experts.evolution.rules import EvolutionRules",
+        ),
+        (keeps_decisions_free_of_torch, "experts.evolution.x", "from experts.layer import MoELayer"),
         (leaves_experts_alone, "experts.x", "if TYPE_CHECKING:\n    from orchestrator.types import Choice"),
         (may_import_ray, "orchestrator.train.x", "import ray"),
         (may_import_ray, "orchestrator.runtime.recovery", "from ray.exceptions import RayError"),
@@ -207,7 +232,7 @@ def test_every_import_follows_the_rule(rule: Callable[[Import], bool]) -> None:
         (may_import_private_ray, "orchestrator.runtime.driver", "from ray import _raylet"),
         (may_import_torch, "orchestrator.plan.planning", "def f():\n    import torch"),
         (may_import_torch, "orchestrator.plan.inventory.cpu", "import torch"),
-        (may_import_torch, "experts.placement", "from torch import Tensor"),
+        (may_import_torch, "experts.placement.x", "from torch import Tensor"),
         (may_import_torch, "orchestrator.cli.main", "import torch"),
         (may_import_distributed, "orchestrator.train.loop", "import torch.distributed as dist"),
         (leaves_tests_alone, "orchestrator.train.loop", "from tests.support import oracle"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from experts.evolution_rules import EvolutionRules, Preset, preset_rules
+from experts.evolution.rules import EvolutionRules, Preset, preset_rules
 from orchestrator.config.checks import Switch, at_least, within
 
 EvolutionMode = Literal["auto", "off", "cautious", "bold"]

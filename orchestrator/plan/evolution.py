@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from experts.evolution_rules import EvolutionRules, Preset
+from experts.evolution.rules import EvolutionRules, Preset
 from orchestrator.config.cross_checks import check_expert_limits, divides_experts
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from experts.evolution_rules import EvolutionRules, Preset
+from experts.evolution.rules import EvolutionRules, Preset
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.batching import plan_batches

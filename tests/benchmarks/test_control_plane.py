@@ -13,7 +13,7 @@ import pytest
 from benchmarks import control_plane
 from benchmarks.control_plane import growth, main, sizes
 from benchmarks.control_plane_stages import Size, placing, recovering
-from experts.placement import Placement
+from experts.placement.placement import Placement
 from orchestrator.runtime.recovery import Regroup
 
 ROWS = (

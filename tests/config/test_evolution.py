@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experts.evolution_rules import EvolutionRules, preset_rules
+from experts.evolution.rules import EvolutionRules, preset_rules
 from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.capacity import capacity_mask
 from experts.context import MoEContext, StepContext
-from experts.exchange import LocalExchange, PendingRows
+from experts.tokens.exchange import LocalExchange, PendingRows
 from tests.support.oracle import kept_oracle
 
 

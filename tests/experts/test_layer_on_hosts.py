@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from experts.context import MoEContext, StepContext
-from experts.exchange import GroupExchange
 from experts.layer import MoELayer
 from experts.model import attach, initialise, place
+from experts.tokens.exchange import GroupExchange
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from tests.support.ranks import run_ranks

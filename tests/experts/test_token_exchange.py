@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from experts.context import MoEContext, StepContext
-from experts.exchange import Meter, PendingRows
 from experts.token_exchange import TokenExchange, _chunk_slices
-from experts.transfer import Layout
+from experts.tokens.exchange import Meter, PendingRows
+from experts.tokens.transfer import Layout
 from experts.types import Routing
 
 WIDTH = 6

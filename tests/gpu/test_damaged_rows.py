@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from experts.received_rows import InvalidRows
+from experts.tokens.received_rows import InvalidRows
 from tests.support.damaged_rows import DamagingExchange, compute_layer, make_layer
 
 pytestmark = [

@@ -11,17 +11,17 @@ from pathlib import Path
 
 TARGETS = (
     "experts/gate.py",
-    "experts/dispatch.py",
+    "experts/tokens/dispatch.py",
     "experts/bank.py",
     "experts/layer.py",
     "experts/token_exchange.py",
-    "experts/destinations.py",
+    "experts/tokens/destinations.py",
     "experts/capacity.py",
-    "experts/received_rows.py",
-    "experts/exchange.py",
-    "experts/transfer.py",
+    "experts/tokens/received_rows.py",
+    "experts/tokens/exchange.py",
+    "experts/tokens/transfer.py",
     "experts/balance.py",
-    "experts/placement*.py",
+    "experts/placement/*.py",
     "orchestrator/train/step.py",
     "orchestrator/train/totals.py",
     "orchestrator/train/data.py",
@@ -51,14 +51,14 @@ _STEP_FP16 = "test_step_fp16.py"
 
 MORE_TESTS: dict[str, tuple[str, ...]] = {
     "experts/gate.py": ("experts/test_layer.py", _SILENT_BALANCE),
-    "experts/dispatch.py": ("experts/test_layer.py", "experts/test_token_exchange.py"),
+    "experts/tokens/dispatch.py": ("experts/test_layer.py", "experts/test_token_exchange.py"),
     "experts/bank.py": ("experts/test_layer.py", "kernels/test_kernels.py"),
     "experts/layer.py": ("experts/test_token_exchange.py", _SILENT_ROWS),
     "experts/token_exchange.py": (_SILENT_ROWS,),
-    "experts/exchange.py": ("test_layer_on_hosts.py",),
-    "experts/transfer.py": ("experts/test_exchange.py", "test_layer_on_hosts.py"),
+    "experts/tokens/exchange.py": ("test_layer_on_hosts.py",),
+    "experts/tokens/transfer.py": ("experts/tokens/test_exchange.py", "test_layer_on_hosts.py"),
     "experts/balance.py": ("test_gate.py", _SILENT_BALANCE),
-    "experts/placement_problem.py": ("experts/test_placement.py", "test_placement_search.py"),
+    "experts/placement/problem.py": ("experts/placement/test_placement.py", "placement/test_search.py"),
     "orchestrator/train/step.py": (_SILENT_FAILURES, _SILENT_GRADIENTS),
     "orchestrator/train/totals.py": ("test_step.py",),
     "orchestrator/train/data.py": ("train/test_loading.py",),
@@ -111,6 +111,6 @@ def _find_test(root: Path, end: str) -> str:
 
 
 def _mirrors_another(root: Path, target: Path, test: Path) -> bool:
-    """Report whether a test of ``placement_search`` was taken for one of ``placement``."""
+    """Report whether a test of ``placement_file`` was taken for one of ``placement``."""
     module = test.name.removeprefix("test_")
     return module != target.name and (root / target.parent / module).exists()

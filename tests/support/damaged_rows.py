@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from experts.context import MoEContext
-from experts.exchange import Meter, PendingRows
 from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.tokens.exchange import Meter, PendingRows
 
 WIDTH = 8
 

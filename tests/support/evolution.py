@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from experts.evolution import decide
-from experts.evolution_rules import EvolutionRules
-from experts.evolution_views import Decision, ExpertView, LayerView, PolicyState, RunView
+from experts.evolution.decisions import decide
+from experts.evolution.rules import EvolutionRules
+from experts.evolution.views import Decision, ExpertView, LayerView, PolicyState, RunView
 from experts.structure import Change
 
 EVEN = [0.25] * 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experts.balance import moe_layers
-from experts.evolution_views import LayerView
+from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from experts.placement import ExpertCost, HostFacts
+from experts.placement.placement import ExpertCost, HostFacts
 
 
 def experts_of_work(*work: float) -> list[ExpertCost]:

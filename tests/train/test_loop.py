@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.received_rows import InvalidRows, RowCheck
+from experts.tokens.received_rows import InvalidRows, RowCheck
 from orchestrator.errors import TrainingFailed
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData

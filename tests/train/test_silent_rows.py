@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from experts import bank as bank_module
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
-from experts.exchange import GroupExchange
 from experts.group import Group
 from experts.kernels import grouped
 from experts.layer import MoELayer
 from experts.model import initialise
+from experts.tokens.exchange import GroupExchange
 from orchestrator.config.settings import Config
 from tests.support.planted_faults import (
     HOSTS,

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from experts.balance import moe_layers
 from experts.bank import ExpertBank, SizeClass
 from experts.context import MoEContext
-from experts.exchange import Exchange, LocalExchange, Meter, PendingRows
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import activate, row_counts
 from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 
 _CPU = torch.device("cpu")

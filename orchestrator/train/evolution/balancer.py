@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experts.layer import MoELayer
-from experts.load_history import MAX_WINDOWS, LoadHistory
-from experts.rebalance import BalanceRules, cheapest_host, decide, layer_imbalance
-from experts.rebalance_costs import Cluster, LayerCosts
+from experts.rebalance.costs import Cluster, LayerCosts
+from experts.rebalance.decisions import BalanceRules, cheapest_host, decide, layer_imbalance
+from experts.rebalance.load_history import MAX_WINDOWS, LoadHistory
 from experts.structure import Change, LayerStructure
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 

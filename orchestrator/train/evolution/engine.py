@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from experts.balance import moe_layers
-from experts.evolution import due_warmups
-from experts.evolution_views import LayerView
-from experts.expert_transfer import Slot, StateSpec
+from experts.evolution.decisions import due_warmups
+from experts.evolution.views import LayerView
 from experts.layer import MoELayer
 from experts.statistics import reduce_statistics
 from experts.structure import Change, LayerStructure
-from experts.surgery import LayerBackup, Surgery, change_layer
+from experts.surgery.expert_transfer import Slot, StateSpec
+from experts.surgery.surgery import LayerBackup, Surgery, change_layer
 from orchestrator.record.log import Log
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress

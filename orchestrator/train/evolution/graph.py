@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experts.evolution_views import LayerView, Matrix
+from experts.evolution.views import LayerView, Matrix
 from experts.layer import MoELayer
 from orchestrator.train.evolution.measurements import LayerMeasurement
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experts.dispatch import dispatch
-from experts.evolution_views import ExpertView, LayerView, Matrix
+from experts.evolution.views import ExpertView, LayerView, Matrix
 from experts.layer import MoELayer
+from experts.tokens.dispatch import dispatch
 from orchestrator.train.parts.world import World
 
 _SKETCH = 4096

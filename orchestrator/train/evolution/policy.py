@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.evolution import after_undo, decide, why_undo
-from experts.evolution_rules import EvolutionRules
-from experts.evolution_views import LayerView, PolicyState, RunView
+from experts.evolution.decisions import after_undo, decide, why_undo
+from experts.evolution.rules import EvolutionRules
+from experts.evolution.views import LayerView, PolicyState, RunView
 from experts.structure import Change
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 

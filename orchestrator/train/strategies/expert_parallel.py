@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.context import MoEContext
 from experts.copies import CopiedGradients
-from experts.exchange import GroupExchange
 from experts.group import AsyncWork, Group
+from experts.tokens.exchange import GroupExchange
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World

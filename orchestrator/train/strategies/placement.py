@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from experts.placement import (
+from experts.placement.placement import (
     CannotPlace,
     ExpertCost,
     HostFacts,

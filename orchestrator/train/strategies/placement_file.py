@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from experts.placement import check_placement, read_placement
+from experts.placement.placement import check_placement, read_placement
 from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError

@@ -8,8 +8,8 @@ import torch
 
 from experts.balance import moe_layers
 from experts.layer import MoELayer
-from experts.placement import HostFacts
-from experts.rebalance_costs import Cluster
+from experts.placement.placement import HostFacts
+from experts.rebalance.costs import Cluster
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan

@@ -12,10 +12,10 @@ from experts.balance import moe_layers
 from experts.bank import without_memory
 from experts.expert_state import is_expert_parallel
 from experts.model import mix, place, place_structure
-from experts.replicas import replica_placement
+from experts.rebalance.replicas import replica_placement
 from experts.statistics import ExpertStatistics
 from experts.structure import LayerStructure
-from experts.surgery import restructure
+from experts.surgery.surgery import restructure
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from experts.balance import moe_layers
-from experts.replicas import group_count
+from experts.rebalance.replicas import group_count
 from experts.structure import LayerStructure
-from experts.surgery import restructure
+from experts.surgery.surgery import restructure
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.planning import Plan
 from orchestrator.train.checkpoint.saved_experts import SavedExperts

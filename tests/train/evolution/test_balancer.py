@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experts.placement import HostFacts
-from experts.rebalance_costs import Cluster, LayerCosts
+from experts.placement.placement import HostFacts
+from experts.rebalance.costs import Cluster, LayerCosts
 from experts.structure import LayerStructure
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer

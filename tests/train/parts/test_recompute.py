@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from experts.balance import moe_layers
 from experts.context import MoEContext
-from experts.exchange import GroupExchange
 from experts.model import attach
+from experts.tokens.exchange import GroupExchange
 from orchestrator.errors import UserError
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.stores import file_store

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.model import initialise
-from experts.transfer import Transfer
+from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.placement import ExpertCost, HostFacts, Placement, place, placement_of
+from experts.placement.placement import ExpertCost, HostFacts, Placement, place, placement_of
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.planning import plan

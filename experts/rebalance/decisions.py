@@ -1,0 +1,256 @@
+"""Decisions to move and copy experts between hosts while training.
+
+``decide`` compares what a change wins with what it costs. It wins the seconds by which the slowest host of
+a layer gets faster, in each step for as long as such loads usually last. It costs the bytes that it sends,
+once, and the sum of the copies' gradients in each step. All functions are pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import mul
+
+from experts.placement.placement import ExpertCost
+from experts.rebalance.costs import (
+    Cluster,
+    LayerCosts,
+    balance_problem,
+    shares_of,
+    used_memory,
+    with_shares,
+)
+from experts.rebalance.load_history import LoadHistory, Loads
+from experts.rebalance.plan import Plan, Transfer
+from experts.rebalance.search import (
+    SearchLimits,
+    improve,
+    relieved_shares,
+    without_needless_copies,
+)
+from experts.rebalance.state import (
+    BalanceProblem,
+    Shares,
+    host_seconds,
+    imbalance,
+    resplit,
+    sync_seconds,
+)
+from experts.structure import Change, LayerStructure
+
+_MOST = 0.6  # of the weight of all windows
+_FEW = 1 / 3  # of the seconds that are won in other windows
+_LEAST_GAIN = 0.01  # of the mean time: a change that wins less is not worth an event
+
+
+@dataclass(frozen=True)
+class BalanceRules:
+    """When experts move and are copied."""
+
+    max_imbalance: float = 1.05
+    """The slowest host's time as a multiple of the mean, up to which nothing is changed."""
+    aim: float = 1.02
+    """The multiple that a change aims at. Copies are removed where it holds without them. The distance
+    to ``max_imbalance`` keeps small changes of the load from causing changes back and forth."""
+    margin: float = 1.5
+    """A change must win this multiple of the seconds that it costs."""
+    max_copies: int | None = None
+    """The most copies of an expert. None: one on each host."""
+    max_bytes: float = math.inf
+    """The most bytes that are sent at one point in time."""
+    max_steps: float = 500
+    """The most steps that a change may take to win its costs back."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.aim <= self.max_imbalance:
+            raise ValueError(
+                f"the aim of balancing is {self.aim} and the tolerated imbalance {self.max_imbalance}; "
+                f"they are multiples of the mean time of the hosts: 1 <= aim <= tolerated"
+            )
+
+
+def decide(
+    layers: Sequence[LayerStructure],
+    histories: Sequence[LoadHistory],
+    costs: Sequence[LayerCosts],
+    cluster: Cluster,
+    rules: BalanceRules,
+) -> tuple[Change, ...]:
+    """Return the moves and copies that pay, in the order in which they are carried out.
+
+    The layer that loses most time comes first, as long as the bytes of this point last. A layer waits
+    until its history has two windows."""
+    layers = list(layers)
+    changes: list[Change] = []
+    bytes_left = rules.max_bytes
+    for index in _by_lost_seconds(layers, histories, costs, cluster):
+        others = [i for i in range(len(layers)) if i != index]
+        used = used_memory([layers[i] for i in others], [costs[i] for i in others], len(cluster.hosts))
+        decision = _Decision(layers[index], histories[index], costs[index], cluster.without(used), rules)
+        plan = decision.best_plan(bytes_left)
+        if plan is not None:
+            layers[index] = plan.after
+            bytes_left -= plan.transfer.bytes
+            changes += plan.changes(index)
+    return tuple(changes)
+
+
+def cheapest_host(
+    layers: Sequence[LayerStructure],
+    layer: int,
+    newborn: ExpertCost,
+    history: LoadHistory,
+    costs: Sequence[LayerCosts],
+    cluster: Cluster,
+) -> int | None:
+    """Return the host that would finish a newborn expert of a layer first; None where none has memory.
+
+    Ties go to the host with the fewest experts of all layers, then to the lowest index. Where the
+    history is of other experts, those of the layer count as equally loaded."""
+    structure = layers[layer]
+    num_hosts = len(cluster.hosts)
+    loads = history.mean if history.ids == structure.ids else (1.0,) * len(structure.experts)
+    problem = balance_problem(structure, loads, costs[layer], cluster)
+    seconds = host_seconds(problem, shares_of(structure, num_hosts))
+    left = cluster.without(used_memory(layers, costs, num_hosts)).hosts
+
+    def finish(host: int) -> tuple[float, int, int]:
+        num_held = sum(len(each.held(host)) for each in layers)
+        return seconds[host] + newborn.work / left[host].speed, num_held, host
+
+    fitting = [host for host in range(num_hosts) if left[host].memory >= newborn.bytes]
+    return min(fitting, key=finish, default=None)
+
+
+def layer_imbalance(
+    layer: LayerStructure, loads: Sequence[float], costs: LayerCosts, cluster: Cluster
+) -> float:
+    """Return the slowest host's time as a multiple of the mean, for some loads of the experts."""
+    problem = balance_problem(layer, tuple(loads), costs, cluster)
+    return imbalance(problem, shares_of(layer, len(cluster.hosts)))
+
+
+def _by_lost_seconds(
+    layers: Sequence[LayerStructure],
+    histories: Sequence[LoadHistory],
+    costs: Sequence[LayerCosts],
+    cluster: Cluster,
+) -> list[int]:
+    lost: dict[int, float] = {}
+    for index, (layer, history) in enumerate(zip(layers, histories, strict=True)):
+        if len(history.windows) > 1 and history.ids == layer.ids:
+            problem = balance_problem(layer, history.mean, costs[index], cluster)
+            slowest = max(host_seconds(problem, shares_of(layer, len(cluster.hosts))))
+            lost[index] = slowest - problem.mean
+    return sorted(lost, key=lambda index: (-lost[index], index))
+
+
+class _Decision:
+    """The decision for one layer."""
+
+    def __init__(
+        self,
+        layer: LayerStructure,
+        history: LoadHistory,
+        costs: LayerCosts,
+        cluster: Cluster,
+        rules: BalanceRules,
+    ) -> None:
+        def problem(loads: Loads) -> BalanceProblem:
+            return balance_problem(layer, loads, costs, cluster)
+
+        self.layer = layer
+        self.rules = rules
+        self.cluster = cluster
+        self.num_hosts = len(cluster.hosts)
+        self.before = shares_of(layer, self.num_hosts)
+        self.steps = history.expected_steps(rules.max_steps)
+        self.weights = history.weights
+        self.windows = [problem(window.loads) for window in history.windows]
+        self.mean = problem(history.mean)
+        self.long_mean = problem(history.long_mean)
+        farthest = history.farthest()
+        # Loads that alternate may be even in the mean, and need copies that suit both extremes.
+        self.scenarios = [[self.mean]]
+        if farthest is not None:
+            self.scenarios.append([problem(farthest.loads), self.windows[-1]])
+
+    def best_plan(self, max_bytes: float) -> Plan | None:
+        """Return the plan that wins most; None where none pays."""
+        if self._is_balanced():
+            return self._plan_without_needless_copies()
+        candidates = [self._plan(shares) for shares in self._candidates(max_bytes)]
+        affordable = [plan for plan in candidates if plan.transfer.bytes <= max_bytes]
+        paying = [plan for plan in affordable if self._pays(plan)]
+        return max(paying, key=lambda plan: plan.net_seconds(self.rules.margin), default=None)
+
+    def _is_balanced(self) -> bool:
+        """Whether the hosts were balanced in most windows: a short burst is no reason to change."""
+        uneven = [imbalance(window, self.before) > self.rules.max_imbalance for window in self.windows]
+        return sum(compress(self.weights, uneven)) < _MOST
+
+    def _candidates(self, max_bytes: float) -> Iterator[Shares]:
+        """Yield other hosts and shares: other shares alone, with moves, and with copies."""
+        yield from (resplit(scenario, self.before) for scenario in self.scenarios)
+        if all(len(copies) == 1 for copies in self.before):
+            yield relieved_shares(self.mean, self.before)
+        begin = self._without_needless_copies()
+        max_copies = self.rules.max_copies or self.num_hosts
+        # The price of a byte, in seconds per step.
+        price = 1 / self.cluster.bandwidth / self.steps
+        only_moves = SearchLimits(self.rules.aim, True, 1, max_bytes, price)
+        only_copies = SearchLimits(self.rules.aim, False, max_copies, max_bytes, price)
+        for limits in (only_moves, replace(only_copies, moves=True), only_copies):
+            yield from (improve(scenario, begin, limits) for scenario in self.scenarios)
+
+    def _plan_without_needless_copies(self) -> Plan | None:
+        if all(len(expert.hosts) == 1 for expert in self.layer.experts):
+            return None
+        fewer = self._without_needless_copies()
+        if all(len(old) == len(new) for old, new in zip(self.before, fewer, strict=True)):
+            return None
+        plan = self._plan(fewer)
+        # The copies may be of use in single windows still.
+        return plan if plan.seconds_won >= -(self.rules.aim - 1) * self.mean.mean else None
+
+    def _without_needless_copies(self) -> Shares:
+        # The long mean keeps copies for loads that come and go.
+        scenarios = [*self.scenarios, [self.long_mean]]
+        return without_needless_copies(scenarios, self.before, self.rules.aim)
+
+    def _plan(self, shares: Shares) -> Plan:
+        after = with_shares(self.layer, shares, self.num_hosts)
+        rounded = shares_of(after, self.num_hosts)
+        bandwidth = self.cluster.bandwidth
+        return Plan(
+            self.layer,
+            after,
+            Transfer.between(self.layer, after, self.mean.bytes, self.num_hosts, bandwidth),
+            sum(map(mul, self.weights, self._seconds_won(rounded))),
+            self._mean_imbalance(self.before),
+            self._mean_imbalance(rounded),
+            self.steps,
+        )
+
+    def _pays(self, plan: Plan) -> bool:
+        """Whether a plan wins its costs back: something in most windows, and far more than it loses."""
+        least = _LEAST_GAIN * self.mean.mean
+        won = self._seconds_won(shares_of(plan.after, self.num_hosts))
+        weight_won = sum(compress(self.weights, (seconds >= least for seconds in won)))
+        gained = sum(weight * max(0.0, seconds) for weight, seconds in zip(self.weights, won, strict=True))
+        lost = gained - plan.seconds_won
+        in_windows = weight_won >= _MOST and lost <= _FEW * gained
+        return in_windows and plan.seconds_won >= least and plan.net_seconds(self.rules.margin) > 0
+
+    def _seconds_won(self, shares: Shares) -> list[float]:
+        """Return the seconds per step that other shares would have won in each window."""
+        return [_seconds(window, self.before) - _seconds(window, shares) for window in self.windows]
+
+    def _mean_imbalance(self, shares: Shares) -> float:
+        return sum(map(mul, self.weights, (imbalance(window, shares) for window in self.windows)))
+
+
+def _seconds(problem: BalanceProblem, shares: Shares) -> float:
+    """Return the seconds per step of the slowest host and of the sum of the copies' gradients."""
+    return max(host_seconds(problem, shares)) + sync_seconds(problem, shares)

@@ -1,0 +1,197 @@
+"""Changes of a layer's experts, carried out on its bank, its gate and the optimizer's state.
+
+Nothing is changed in place: the tensors before the change stay as they are, so that it can be undone
+exactly. An expert that another host needs is sent with its optimizer state, from device to device. See
+``types`` for the letters of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.bank import ExpertBank, without_memory
+from experts.layer import MoELayer
+from experts.statistics import ExpertStatistics
+from experts.structure import Change, LayerStructure, changed
+from experts.surgery.builder import ExpertBuilder
+from experts.surgery.expert_transfer import ExpertTensors, StateSpec, exchange_experts
+from experts.surgery.gate_rows import change_gate, follow_number
+from experts.surgery.parameter_groups import ParameterGroups
+
+
+@dataclass(frozen=True)
+class Surgery:
+    """The means by which a layer is changed. ``step`` counts the steps done."""
+
+    optimizer: torch.optim.Optimizer
+    spec: StateSpec
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class LayerBackup:
+    """A layer and its optimizer state, as they were before a change."""
+
+    layer: MoELayer
+    bank: ExpertBank
+    gate_weight: nn.Parameter
+    bias_E: Tensor
+    load_E: Tensor
+    statistics: ExpertStatistics | None
+    structure: LayerStructure
+    optimizer: torch.optim.Optimizer
+    state: Mapping[nn.Parameter, dict[str, Any]]
+    groups: Sequence[list[nn.Parameter]]
+
+    @classmethod
+    def of(cls, layer: MoELayer, optimizer: torch.optim.Optimizer) -> LayerBackup:
+        parameters = _changed_parameters(layer)
+        return cls(
+            layer,
+            layer.bank,
+            layer.gate.weight_ED,
+            layer.gate.bias_E,
+            layer.load_E,
+            layer.statistics,
+            layer.structure,
+            optimizer,
+            {p: optimizer.state[p] for p in parameters if p in optimizer.state},
+            [list(group["params"]) for group in optimizer.param_groups],
+        )
+
+    def restore(self, step: int) -> None:
+        """Put everything back. Ids that were given stay given."""
+        layer = self.layer
+        structure = replace(self.structure, next_id=layer.structure.next_id)
+        for parameter in _changed_parameters(layer):
+            self.optimizer.state.pop(parameter, None)
+        layer.bank = self.bank
+        layer.gate.weight_ED = self.gate_weight
+        layer.gate.bias_E = self.bias_E
+        layer.load_E = self.load_E
+        layer.statistics = self.statistics
+        follow_number(layer, len(self.structure.experts))
+        layer.use_structure(structure, _host(layer), step)
+        for parameter, state in self.state.items():
+            self.optimizer.state[parameter] = state
+        for group, parameters in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = parameters
+
+
+def _host(layer: MoELayer) -> tuple[int, int]:
+    """Return the rank of this host, and the number of hosts."""
+    return layer.context.exchange.rank, layer.context.exchange.size
+
+
+def _changed_parameters(layer: MoELayer) -> list[nn.Parameter]:
+    return [layer.gate.weight_ED, *layer.bank.parameters()]
+
+
+@torch.no_grad()
+def change_layer(model: nn.Module, layer: MoELayer, change: Change, surgery: Surgery) -> LayerBackup:
+    """Carry out a change. Return the means to undo it.
+
+    All hosts must call it with the same change. The parameters of bank and gate are replaced: a strategy
+    that knows them must be told."""
+    backup = LayerBackup.of(layer, surgery.optimizer)
+    old = layer.structure
+    new = changed(old, change, surgery.step, layer.gate.chooses_all)
+    rank = layer.context.exchange.rank
+    sources = _sources(old, new, change)
+    own = {layer.bank.ids[row]: _expert_tensors(layer.bank, row, surgery) for row in layer.bank.held}
+    available = own | exchange_experts(layer, old, new, sources, own, surgery.spec)
+    tensors: dict[int, ExpertTensors] = {}
+    for row in new.held(rank):
+        expert = new.experts[row]
+        builder = ExpertBuilder(layer, change, surgery.seed, expert.id)
+        tensors[row] = builder.build([available[source] for source in sources[expert.id]])
+    groups = ParameterGroups(surgery.optimizer, layer, surgery.spec.groups)
+    bank = _build_bank(layer.bank, new, rank, tensors, surgery)
+    layer.bank = bank
+    if change.kind not in ("moved", "copied"):
+        change_gate(layer, new, change, surgery.optimizer, surgery.seed)
+        if layer.statistics is not None and change.kind != "warmed":
+            layer.statistics = ExpertStatistics(len(new.experts), bank.width).to(layer.load_E.device)
+    layer.use_structure(new, _host(layer), surgery.step)
+    groups.replace(model, layer, {backup.gate_weight, *backup.bank.parameters()})
+    return backup
+
+
+def _sources(old: LayerStructure, new: LayerStructure, change: Change) -> dict[int, tuple[int, ...]]:
+    """Return the experts that each new expert is made from."""
+    sources: dict[int, tuple[int, ...]] = {expert.id: (expert.id,) for expert in new.experts}
+    if change.kind == "born":
+        # An expert made afresh takes the scale of the optimizer's averages from one of its size.
+        same_size = [expert.id for expert in old.experts if expert.size == new.expert(change.ids[0]).size]
+        sources[change.ids[0]] = change.parents or (same_size[0],)
+    elif change.kind == "merged":
+        sources[change.ids[0]] = change.parents
+    return sources
+
+
+def _expert_tensors(bank: ExpertBank, row: int, surgery: Surgery) -> ExpertTensors:
+    """Return an expert's weights and optimizer state, as views."""
+    tensors: ExpertTensors = {}
+    for group, role, stack in bank.stacks():
+        if row not in group.rows:
+            continue
+        place = group.rows.index(row)
+        tensors["", role] = stack.detach()[place]
+        for slot in surgery.spec.slots:
+            value = surgery.optimizer.state[stack][slot.name]
+            tensors[slot.name, role] = value if slot.is_scalar else value[place]
+    return tensors
+
+
+def _build_bank(
+    before: ExpertBank,
+    structure: LayerStructure,
+    rank: int,
+    tensors: Mapping[int, ExpertTensors],
+    surgery: Surgery,
+) -> ExpertBank:
+    """Build a bank of this host's experts from their tensors, by row, and set the optimizer's state."""
+    with without_memory():
+        bank = ExpertBank(before.width, structure.sizes, before.kind, structure.held(rank), structure.ids)
+    bank.kernel = before.kernel
+    bank.slot_E = bank.slot_E.to(before.slot_E.device)
+    bank.train(before.training)
+    for group, role, _ in list(bank.stacks()):
+        weights = torch.stack([tensors[row]["", role] for row in group.rows])
+        stack = nn.Parameter(weights, requires_grad=surgery.spec.is_trained)
+        bank.register_parameter(f"{role}_{group.hidden}", stack)
+        state: dict[str, Any] = dict(surgery.spec.values)
+        for slot in surgery.spec.slots:
+            parts = [tensors[row][slot.name, role] for row in group.rows]
+            state[slot.name] = parts[0].clone() if slot.is_scalar else torch.stack(parts)
+        if state:
+            surgery.optimizer.state[stack] = state
+    return bank
+
+
+@torch.no_grad()
+def restructure(layers: Sequence[MoELayer], structures: Sequence[LayerStructure]) -> None:
+    """Give layers that were just built the experts of a saved structure, before the model is placed.
+
+    Their weights are those of no run: a checkpoint or a snapshot is to fill them."""
+    for layer, structure in zip(layers, structures, strict=True):
+        num_experts = len(structure.experts)
+        gate = layer.gate
+        before = gate.weight_ED
+        zeros = before.new_zeros(num_experts, before.shape[1])
+        gate.weight_ED = nn.Parameter(zeros, requires_grad=before.requires_grad)
+        gate.bias_E = gate.bias_E.new_zeros(num_experts)
+        layer.load_E = layer.load_E.new_zeros(num_experts)
+        kernel = layer.bank.kernel
+        layer.bank = ExpertBank(layer.bank.width, structure.sizes, layer.bank.kind, None, structure.ids)
+        layer.bank.kernel = kernel
+        if layer.statistics is not None:
+            layer.statistics = ExpertStatistics(num_experts, layer.bank.width)
+        follow_number(layer, num_experts)
+        # Not placed yet: this process has all experts, each once.
+        layer.use_structure(structure.on_hosts([0] * num_experts))

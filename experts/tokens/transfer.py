@@ -1,0 +1,254 @@
+"""Transfers of rows between hosts, with gradients.
+
+Tokens are sent to the hosts of their experts, and outputs come back. Rows go in one message each
+way: a row holds the features of a token and, on the way to the experts, the ids and weights of the
+experts it is for. Each transfer is split into a function that sends and one that receives, so that
+experts can compute on one chunk while the next is on its way, in the forward and in the backward
+pass. See ``types`` for the letters of shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts.tokens.dispatch import sum_in_order
+from experts.tokens.exchange import Exchange, PendingRows
+from experts.types import RowMap
+
+_ALIGNMENT_BYTES = 8  # each section of a packed row starts at a multiple of this
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The rows of one chunk: their tokens, and how many go to and come from each host."""
+
+    row_map: RowMap
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+
+
+class Transfer:
+    """Rows on their way in the forward pass, and their gradients in the backward pass.
+
+    Gradients go the opposite way. Received tensors are handed over and not kept: the autograd graph
+    holds the transfer, so that a reference from the transfer back to the graph would keep both
+    alive for ever."""
+
+    def __init__(self, exchange: Exchange, plan: TransferPlan) -> None:
+        self.exchange = exchange
+        self.plan = plan
+        self.pending_rows: PendingRows | None = None
+        self.pending_grads: PendingRows | None = None
+
+    def wait_for_rows(self) -> Tensor:
+        pending = self.pending_rows
+        assert pending is not None, "no rows were sent"
+        self.pending_rows = None
+        return pending.wait()
+
+    def wait_for_grads(self) -> Tensor:
+        pending = self.pending_grads
+        assert pending is not None, "no gradients were sent"
+        self.pending_grads = None
+        return pending.wait()
+
+    def start(self, rows: Tensor) -> PendingRows:
+        """Send rows to the hosts that the plan names."""
+        return self.exchange.all_to_all_rows(rows, self.plan.send_counts, self.plan.receive_counts)
+
+    def start_reversed(self, rows: Tensor) -> PendingRows:
+        """Send rows to the hosts that the plan receives from."""
+        return self.exchange.all_to_all_rows(rows, self.plan.receive_counts, self.plan.send_counts)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes of the sections of a packed row, and its size.
+
+    The sections are features, weights and expert ids."""
+
+    features: int
+    weights: int
+    ids: int
+    size: int
+
+    @classmethod
+    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> Layout:
+        return cls.of_format(_RowFormat.of(x_TD, weights_TK))
+
+    @classmethod
+    def of_format(cls, row_format: _RowFormat) -> Layout:
+        weights = _aligned(row_format.width * row_format.dtype.itemsize)
+        ids = weights + _aligned(row_format.top_k * row_format.weight_dtype.itemsize)
+        return cls(0, weights, ids, ids + _aligned(row_format.top_k * torch.int32.itemsize))
+
+
+@dataclass(frozen=True)
+class _RowFormat:
+    """Sizes and types of the sections of a packed row."""
+
+    width: int
+    dtype: torch.dtype
+    top_k: int
+    weight_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x_TD: Tensor, weights_TK: Tensor) -> _RowFormat:
+        return cls(x_TD.shape[1], x_TD.dtype, weights_TK.shape[1], weights_TK.dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _new_packed(num_rows: int, size: int, used: int, device: torch.device) -> Tensor:
+    """Return memory for packed rows of ``size`` bytes.
+
+    Padding, where only ``used`` bytes are written, is zero."""
+    create = torch.empty if used == size else torch.zeros
+    return create(num_rows, size, dtype=torch.uint8, device=device)
+
+
+def _section(packed: Tensor, begin: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return a view of a section of packed rows."""
+    return packed[:, begin : begin + columns * dtype.itemsize].view(dtype)
+
+
+def send(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_SK: Tensor,
+    anchor: Tensor,
+    transfer: Transfer,
+) -> Tensor:
+    """Send tokens to the hosts of their experts. Returns a ticket to pass to ``receive``.
+
+    ``anchor`` is any tensor that requires a gradient. Through it the backward pass reaches this
+    exchange on every host, also on one whose rows need no gradient; a host that stayed away would
+    block the others."""
+    ticket: Tensor = _Send.apply(x_TD, weights_TK, ids_SK, anchor, transfer)  # pyright: ignore[reportAssignmentType]
+    return ticket
+
+
+def receive(
+    ticket: Tensor, transfer: Transfer, x_TD: Tensor, weights_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features, weights and expert ids of the tokens received.
+
+    Width and types are those of ``x_TD`` and ``weights_TK``."""
+    return _Receive.apply(ticket, transfer, _RowFormat.of(x_TD, weights_TK))  # pyright: ignore
+
+
+def send_back(rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
+    """Send outputs back to the hosts that the tokens came from.
+
+    Returns a ticket to pass to ``receive_back``."""
+    ticket: Tensor = _SendBack.apply(rows_GD, anchor, transfer)  # pyright: ignore[reportAssignmentType]
+    return ticket
+
+
+def receive_back(ticket: Tensor, transfer: Transfer) -> Tensor:
+    """Return the outputs for this host's tokens: a row for each host that a token was sent to."""
+    rows_SD: Tensor = _ReceiveBack.apply(ticket, transfer)  # pyright: ignore[reportAssignmentType]
+    return rows_SD
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_SK: Tensor,
+        anchor: Tensor,
+        transfer: Transfer,
+    ) -> Tensor:
+        row_format = _RowFormat.of(x_TD, weights_TK)
+        layout = Layout.of_format(row_format)
+        token_S = transfer.plan.row_map.token_R
+        row_bytes = row_format.width * x_TD.itemsize
+        choice_bytes = row_format.top_k * (weights_TK.itemsize + ids_SK.itemsize)
+        packed = _new_packed(len(token_S), layout.size, row_bytes + choice_bytes, x_TD.device)
+        features = _section(packed, layout.features, row_format.width, row_format.dtype)
+        weights = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype)
+        torch.index_select(x_TD, 0, token_S, out=features)
+        torch.index_select(weights_TK, 0, token_S, out=weights)
+        _section(packed, layout.ids, row_format.top_k, torch.int32).copy_(ids_SK)
+        transfer.pending_rows = transfer.start(packed)
+        ctx.transfer = transfer
+        ctx.layout = layout
+        ctx.row_format = row_format
+        return anchor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # noqa: ARG004
+        transfer: Transfer = ctx.transfer
+        row_format: _RowFormat = ctx.row_format
+        packed = transfer.wait_for_grads()
+        grad_SD = _section(packed, 0, row_format.width, row_format.dtype)
+        grad_SK = _section(packed, ctx.layout.weights, row_format.top_k, row_format.weight_dtype)
+        row_map = transfer.plan.row_map
+        return sum_in_order(grad_SD, row_map), sum_in_order(grad_SK, row_map), None, None, None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer, row_format: _RowFormat) -> Any:
+        packed = transfer.wait_for_rows()
+        layout = Layout.of_format(row_format)
+        rows_GD = _section(packed, layout.features, row_format.width, row_format.dtype)
+        weights_GK = _section(packed, layout.weights, row_format.top_k, row_format.weight_dtype).contiguous()
+        ids_GK = _section(packed, layout.ids, row_format.top_k, torch.int32).long()
+        ctx.transfer = transfer
+        ctx.layout = layout
+        ctx.ticket = (ticket.dtype, ticket.device)
+        ctx.mark_non_differentiable(ids_GK)
+        return rows_GD, weights_GK, ids_GK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        transfer: Transfer = ctx.transfer
+        layout: Layout = ctx.layout
+        grad_GD, grad_GK, _ = grads
+        used = grad_GD.shape[1] * grad_GD.itemsize + grad_GK.shape[1] * grad_GK.itemsize
+        # Ids have no gradient: a packed row ends where they would begin.
+        packed = _new_packed(len(grad_GD), layout.ids, used, grad_GD.device)
+        _section(packed, layout.features, grad_GD.shape[1], grad_GD.dtype).copy_(grad_GD)
+        _section(packed, layout.weights, grad_GK.shape[1], grad_GK.dtype).copy_(grad_GK)
+        transfer.pending_grads = transfer.start_reversed(packed)
+        return _zero_grad_of(ctx.ticket), None, None
+
+
+class _SendBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_GD: Tensor, anchor: Tensor, transfer: Transfer) -> Tensor:
+        transfer.pending_rows = transfer.start_reversed(rows_GD)
+        ctx.transfer = transfer
+        return anchor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ARG004
+        transfer: Transfer = ctx.transfer
+        return transfer.wait_for_grads(), None, None
+
+
+class _ReceiveBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        ctx.ticket = (ticket.dtype, ticket.device)
+        return transfer.wait_for_rows()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        transfer: Transfer = ctx.transfer
+        transfer.pending_grads = transfer.start(grads[0])
+        return _zero_grad_of(ctx.ticket), None
+
+
+def _zero_grad_of(ticket: tuple[torch.dtype, torch.device]) -> Tensor:
+    dtype, device = ticket
+    return torch.zeros((), dtype=dtype, device=device)

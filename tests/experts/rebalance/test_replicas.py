@@ -1,0 +1,59 @@
+"""Static replicas: each group holds every expert once, and its tokens stay in it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experts.rebalance.replicas import group_count, replica_placement
+from experts.structure import Change, LayerStructure, changed
+from experts.tokens.routes import route_table
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
+def test_tokens_stay_in_their_group_and_each_group_holds_each_expert_once(
+    group_size: int, replicas: int, num_experts: int
+) -> None:
+    num_hosts = group_size * replicas
+    placed = [expert % group_size for expert in range(num_experts)]
+    (layer,) = replica_placement(
+        [LayerStructure.initial("moe", [8] * num_experts, placed)], num_hosts, replicas
+    )
+    for rank in range(num_hosts):
+        group = range(rank // group_size * group_size, (rank // group_size + 1) * group_size)
+        held = [index for host in group for index in layer.held(host)]
+        assert sorted(held) == list(range(num_experts))
+        assert {host for row in route_table(layer, rank, num_hosts) for host in row} <= set(group)
+
+
+def test_one_replica_changes_nothing() -> None:
+    layers = (LayerStructure.initial("moe", [8, 8], [0, 1]),)
+    assert replica_placement(layers, 2, 1) == layers
+
+
+def test_a_number_of_replicas_that_does_not_divide_the_hosts_is_refused() -> None:
+    message = "6 hosts cannot be divided into 4 groups .* --expert-replicas to one of 1, 2, 3, 6"
+    with pytest.raises(ValueError, match=message):
+        replica_placement([LayerStructure.initial("moe", [8])], 6, 4)
+
+
+def test_experts_outside_the_first_group_are_refused() -> None:
+    layer = LayerStructure.initial("moe", [8, 8], [0, 2])
+    with pytest.raises(ValueError, match=r"expert 1 of moe is on hosts \[2\]; .* on one host below 2"):
+        replica_placement([layer], 4, 2)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
+def test_the_number_of_groups_is_found_again(group_size: int, replicas: int, num_experts: int) -> None:
+    placed = [expert % group_size for expert in range(num_experts)]
+    layers = [LayerStructure.initial("moe", [8] * num_experts, placed)]
+    num_hosts = group_size * replicas
+    assert group_count(replica_placement(layers, num_hosts, replicas), num_hosts) == replicas
+
+
+def test_copies_with_shares_of_their_own_are_no_groups() -> None:
+    change = Change("copied", 0, (0, 1), "", hosts=((0, 2), (1, 3)), splits=((3, 1), (1, 1)))
+    layer = changed(LayerStructure.initial("moe", [8, 8], [0, 1]), change, 0)
+    assert group_count([layer], 4) == 1
+    assert group_count([LayerStructure.initial("moe", [8, 8], [0, 1])], 4) == 1
