@@ -119,7 +119,7 @@ class _RunRecord:
         self._restarted = False
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
-        self._follower = Follower(self._path, [*readers, self._observe_restart], only_new=True)
+        self._follower = Follower(self._path, [*readers, self._observe], only_new=True)
         self.log = DriverLog(self._path, secrets=secret_values())
         self.recovery_log = RecoveryLog(self.log, run_dir)
 
@@ -142,7 +142,9 @@ class _RunRecord:
         self._restarted = True
         self.poll()
 
-    def _observe_restart(self, event: Event) -> None:
+    def _observe(self, event: Event) -> None:
+        if event["event"] == "resume":
+            self.recovery_log.resumed(event.get("source", "disk"))
         # Expert hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
         if self._restarted:
             self.recovery_log.observe(event)

@@ -109,10 +109,15 @@ class RecoveryLog:
         return max(1, current.last_step - current.resumed_step - 1)
 
     def regrouped(self, workers: int, source: str, at: float) -> None:
-        """The new workers are there. Their state comes from ``memory`` or ``disk``."""
+        """The new workers are there. Their state is expected to come from ``memory`` or ``disk``."""
         if self._current is not None:
             self._current.regrouped_at = at
             self._current.workers = workers
+            self._current.source = source
+
+    def resumed(self, source: str) -> None:
+        """The new workers have read their state from ``memory`` or ``disk``."""
+        if self._current is not None:
             self._current.source = source
 
     def restored(self, at: float) -> None:

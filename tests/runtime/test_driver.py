@@ -20,7 +20,7 @@ from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import STOP_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, drive
 from orchestrator.runtime.recovery import Failure, GiveUp
-from orchestrator.runtime.recovery_log import RecoveryLog
+from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 
 LOST = Failure("worker", "worker 1 was lost", 1, loss="died")
 COMPLETED = AttemptResult("completed")
@@ -168,6 +168,19 @@ def test_a_restart_is_recorded_by_the_driver_from_the_workers_events(fake_cluste
     assert recovery["total_seconds"] == pytest.approx(steps[0]["time"] - last_sign_of_life, abs=1e-4)
     assert screen.shown.count("recovery") == 1
     assert cluster.assignments[1].resume is not None
+
+
+def test_the_source_of_a_recovery_is_the_one_that_the_workers_record(tmp_path: Path) -> None:
+    """A checkpoint newer than the snapshots was expected, and turned out to be damaged."""
+    with module._RunRecord(tmp_path, []) as record:
+        record.recovery_log.failed(LOST, "host 1 was lost", 3, 9, FailureTimes(1000.0, 1001.0))
+        record.recovery_log.regrouped(3, "disk", 1002.0)
+        EventLog(tmp_path / "events.jsonl").write("resume", step=5, path=None, source="memory", skipped=[])
+        record.poll()
+        record.recovery_log.restored(1003.0)
+        record.recovery_log.stepped(9, 1004.0)
+    (recovery,) = of_kind(read_events(tmp_path / "events.jsonl"), "recovery")
+    assert recovery["source"] == "memory"
 
 
 def test_the_driver_writes_nothing_to_the_file_of_the_workers(fake_cluster: FakeClusters) -> None:

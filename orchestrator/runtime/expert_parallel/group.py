@@ -38,8 +38,12 @@ class HostGroup:
         self.heartbeats = Heartbeats(store)
         self.snapshots = snapshots
 
-    def join(self, command: JoinGroup, snapshots: tuple[SnapshotReferences, ...]) -> None:
-        """Make hosts the members of a new generation. They resume from ``snapshots``, if any."""
+    def join(
+        self, command: JoinGroup, snapshots: tuple[SnapshotReferences, ...], checkpoint_is_newer: bool
+    ) -> None:
+        """Make hosts the members of a new generation.
+
+        They resume from ``snapshots``, if any, or from a newer checkpoint that is good."""
         self.calls.set_members(command.members)
         self.heartbeats.follow(command.generation, command.members)
         size = len(command.members)
@@ -54,6 +58,7 @@ class HostGroup:
                 resumed=command.generation > 0,
                 halvings=command.halvings,
                 snapshots=references_for(snapshots, rank, size, command.generation),
+                checkpoint_is_newer=checkpoint_is_newer,
             )
             return actor.join.remote(host_worker, command.generation, self._assignment, request)
 

@@ -63,6 +63,8 @@ class JoinRequest:
     halvings: int = 0
     snapshots: tuple[SnapshotReferences, ...] = ()
     """References to the snapshots that the host may need; without any, a checkpoint is read."""
+    checkpoint_is_newer: bool = False
+    """Whether there is a checkpoint newer than the snapshots, which is read if it is good."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
             )
             target = SnapshotTarget(context.outbox, buffers, request.generation)
             supervision = Supervision(stop_requested(assignment, rank), heartbeat, target)
-            resume = ResumeFrom(snapshots, request.halvings) if request.resumed else None
+            resume = None
+            if request.resumed:
+                resume = ResumeFrom(snapshots, request.halvings, request.checkpoint_is_newer)
             with (
                 open_log(assignment, rank) as log,
                 _reusing_client(context, factory),

@@ -339,12 +339,14 @@ class ExpertParallelRun:
             self._group.grant_segment(Segment(steps, snapshot_at_end, every))
 
     def _join_group(self, command: JoinGroup) -> None:
-        """Form the group of a generation. It resumes from snapshots, unless a checkpoint is newer."""
-        snapshots = ()
-        if command.generation > 0 and self._group.snapshots.step >= self._checkpoint_step():
-            snapshots = self._group.snapshots.references()
+        """Form the group of a generation. It resumes from the newest good state.
+
+        A checkpoint may be newer than the snapshots, and damaged: the hosts find out when they read it.
+        So they get the snapshots in any case."""
+        snapshots = self._group.snapshots.references() if command.generation > 0 else ()
+        checkpoint_is_newer = bool(snapshots) and self._checkpoint_step() > self._group.snapshots.step
         if command.generation > 0 and not snapshots:
-            self._group.snapshots.clear()  # older than the checkpoint, or lost
+            self._group.snapshots.clear()  # a part of the set is lost
         if command.failure is not None:
             self._record_failure(command.reason)
         elif command.generation > 0:
@@ -352,11 +354,12 @@ class ExpertParallelRun:
             size_before = len(self._group.calls.members)
             step = self._group.heartbeats.last_step
             self._recovery_log.begin(command.reason, size_before, step, FailureTimes(now, now))
-        source = "memory" if snapshots else "disk"
+        # As expected; the hosts record what they have read.
+        source = "memory" if snapshots and not checkpoint_is_newer else "disk"
         self._recovery_log.regrouped(len(command.members), source, time.time())
         self._segments.begin_group()
         self._snapshot_interval.begin_group()
-        self._group.join(command, snapshots)
+        self._group.join(command, snapshots, checkpoint_is_newer)
 
     def _record_failure(self, reason: str) -> None:
         """Record the last failure once, as soon as it is decided how the run goes on."""

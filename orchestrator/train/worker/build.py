@@ -32,7 +32,7 @@ from orchestrator.train.worker.resume import (
     ResumeFrom,
     StartPoint,
     restore_checkpoint,
-    restore_snapshots,
+    restore_newest,
 )
 
 _DEBUG_EVALUATION_BATCHES = 2
@@ -113,12 +113,11 @@ def _restore(
     resume: ResumeFrom | None,
 ) -> Progress:
     """Restore the state that the run starts from. Return its progress."""
-    if resume is not None and resume.snapshots is not None:
-        return restore_snapshots(resume.snapshots, state, worker.world, worker.log)
-    config = worker.prepared.resolved.config
-    restarted = resume is not None
     start = StartPoint(store, worker.world, worker.log, worker.heartbeat.advance)
-    return restore_checkpoint(config, state, start, restarted)
+    if resume is not None and resume.snapshots is not None:
+        return restore_newest(resume.snapshots, state, start, resume.checkpoint_is_newer)
+    config = worker.prepared.resolved.config
+    return restore_checkpoint(config, state, start, restarted=resume is not None)
 
 
 def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:

@@ -36,6 +36,8 @@ class ResumeFrom:
     """The state of the hosts, as the driver kept it in memory."""
     halvings: int = 0
     """How often the micro-batch was halved because a worker ran out of memory."""
+    checkpoint_is_newer: bool = False
+    """Whether the run has a checkpoint newer than the snapshots: they serve only if it is damaged."""
 
 
 def check_start_checkpoint(config: Config) -> None:
@@ -56,7 +58,7 @@ def saved_experts_to_start_with(
     """Return the experts of the state that the run will start from; None if the task builds them.
 
     The model must be built with them before the state can be restored. All workers must call it."""
-    if resume is not None and resume.snapshots is not None:
+    if resume is not None and resume.snapshots is not None and not resume.checkpoint_is_newer:
         header, data = resume.snapshots.fetch_dense()
         _, state = read_part(SnapshotPart(header.rank, header.dense_end, data))
         saved = read_experts(state)
@@ -94,14 +96,6 @@ def _source(config: Config, start: StartPoint, restarted: bool) -> str | None:
     return str(settings.init_from) if settings.init_from is not None else settings.resume
 
 
-def restore_snapshots(snapshots: SnapshotSource, state: TrainState, world: World, log: Log) -> Progress:
-    """Restore this host's part of the snapshots. Return their progress."""
-    contents = fetch_contents(snapshots, world.rank, state.model)
-    progress = restore(contents, state)
-    log.write("resume", step=progress.step, path=None, source="memory", skipped=[])
-    return progress
-
-
 @dataclass(frozen=True)
 class StartPoint:
     """Where a worker looks for checkpoints, and with whom it agrees on one."""
@@ -111,6 +105,26 @@ class StartPoint:
     log: Log
     progress: Callable[[], None] = no_progress
     """Called for each piece of a checkpoint that is read."""
+
+
+def restore_newest(
+    snapshots: SnapshotSource, state: TrainState, start: StartPoint, checkpoint_is_newer: bool
+) -> Progress:
+    """Restore this host's part of the snapshots, or of a newer checkpoint that is good.
+
+    Return the progress. ``checkpoint_is_newer`` says whether to look for one, the same on all hosts."""
+    checkpoint = None
+    skipped: list[Skipped] = []
+    if checkpoint_is_newer:
+        newer = None
+        if start.world.is_main:
+            paths = _newest_first(start.store, after_step=snapshots.headers[0].step)
+            newer = Candidates(paths, "auto", "auto")
+        checkpoint, skipped = _load_together(newer, start, remote_expert_names(state.model))
+    if checkpoint is not None:
+        return _resumed(restore(checkpoint.contents, state), start, checkpoint.path.name, skipped)
+    contents = fetch_contents(snapshots, start.world.rank, state.model)
+    return _resumed(restore(contents, state), start, None, skipped, source="memory")
 
 
 def restore_checkpoint(
@@ -126,7 +140,8 @@ def restore_checkpoint(
         settings = replace(settings, resume="auto", init_from=None)
     not_needed = remote_expert_names(state.model)
     if settings.init_from is not None:
-        checkpoint, _ = _load_together(str(settings.init_from), start, not_needed, frozenset({"model"}))
+        found = _find_on_main(str(settings.init_from), start)
+        checkpoint, _ = _load_together(found, start, not_needed, frozenset({"model"}))
         assert checkpoint is not None
         restore_model(checkpoint.contents, state.model)
         for _, layer in moe_layers(state.model):
@@ -136,14 +151,20 @@ def restore_checkpoint(
         return Progress()
     if settings.resume is None:
         return Progress()
-    checkpoint, skipped = _load_together(settings.resume, start, not_needed)
+    checkpoint, skipped = _load_together(_find_on_main(settings.resume, start), start, not_needed)
     progress = restore(checkpoint.contents, state) if checkpoint else Progress()
+    return _resumed(progress, start, checkpoint.path.name if checkpoint else None, skipped)
+
+
+def _resumed(
+    progress: Progress, start: StartPoint, name: str | None, skipped: Sequence[Skipped], **fields: str
+) -> Progress:
+    """Record what the run has resumed from, and return the progress."""
     # All have read: damaged checkpoints and later ones may now be renamed.
     if start.world.is_main:
         start.store.set_aside_after(progress.step)
     skipped_fields = [{"path": entry.path.name, "reason": entry.reason} for entry in skipped]
-    name = checkpoint.path.name if checkpoint else None
-    start.log.write("resume", step=progress.step, path=name, skipped=skipped_fields)
+    start.log.write("resume", step=progress.step, path=name, skipped=skipped_fields, **fields)
     return progress
 
 
@@ -155,14 +176,17 @@ def _has_checkpoints(start: StartPoint) -> bool:
     return bool(start.world.all_reduce_max([float(count or 0)])[0])
 
 
+def _find_on_main(resume: str, start: StartPoint) -> Candidates | None:
+    return find_candidates(resume, start.store) if start.world.is_main else None
+
+
 def _load_together(
-    resume: str, start: StartPoint, not_needed: Set[str], kinds: Set[str] = KINDS
+    found: Candidates | None, start: StartPoint, not_needed: Set[str], kinds: Set[str] = KINDS
 ) -> tuple[LoadedCheckpoint | None, list[Skipped]]:
     """Load the same checkpoint on all workers. Each reads and verifies only what it needs.
 
-    The main worker lists the candidates. Where any worker finds damage, all go on to the next."""
+    The main worker has listed the candidates. Where any worker finds damage, all go on to the next."""
     world = start.world
-    found = find_candidates(resume, start.store) if world.is_main else None
     fields = world.broadcast_value("checkpoints", asdict(found) if found is not None else None)
 
     def load_one(path: Path) -> Contents:
@@ -221,5 +245,5 @@ def find_candidates(resume: str, store: CheckpointStore) -> Candidates:
     return Candidates(_newest_first(other_store), "run", resume)
 
 
-def _newest_first(store: CheckpointStore) -> list[str]:
-    return [str(path) for _, path in store.newest_first()]
+def _newest_first(store: CheckpointStore, after_step: int = -1) -> list[str]:
+    return [str(path) for step, path in store.newest_first() if step > after_step]

@@ -227,10 +227,27 @@ def test_a_deterministic_run_waits_for_a_late_host(
     assert isinstance(run.state, state)
 
 
-def test_the_newest_checkpoint_is_the_one_on_disk(make_run: MakeRun) -> None:
-    """Snapshots older than it are not used.
+@pytest.mark.parametrize(("checkpoint_step", "is_newer"), [(4, False), (5, False), (6, True)])
+def test_hosts_get_the_snapshots_even_if_a_checkpoint_is_newer(
+    make_run: MakeRun, checkpoint_step: int, is_newer: bool
+) -> None:
+    """They are told that it is newer, and take the snapshots if it is damaged."""
+    run = make_run()
+    run.begin_first_segment()
+    run.snapshots.step = 5
+    (run.run_dir / "checkpoints" / f"step_0000000{checkpoint_step}").mkdir(parents=True)
+    run.finish("advance", RayActorError(), 1)
+    run.finish("advance", CONNECTION_CLOSED, 0, 2)
+    run.poll()
+    for host_id in range(3):
+        request = run.pool.actor(host_id).last_call("join").arguments[3]
+        assert request.snapshots
+        assert request.checkpoint_is_newer == is_newer
+    assert not run.snapshots.cleared
 
-    An event about a checkpoint proves nothing: it may be gone."""
+
+def test_the_newest_checkpoint_is_the_one_on_disk(make_run: MakeRun) -> None:
+    """An event about a checkpoint proves nothing: it may be gone."""
     run = make_run()
     log = EventLog(run.run_dir / "events.jsonl")
     log.write("checkpoint", step=500, path="checkpoints/step_00000500")

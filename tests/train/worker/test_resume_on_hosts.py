@@ -19,41 +19,63 @@ from orchestrator.train.checkpoint.hashed_file import HashedReader
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
+from orchestrator.train.checkpoint.snapshots import Snapshots, SnapshotTarget
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
-from orchestrator.train.worker.resume import StartPoint, _load_together
+from orchestrator.train.worker.resume import StartPoint, _find_on_main, _load_together, restore_newest
 from tests.support.forged_files import reseal
 from tests.support.ranks import run_ranks
-from tests.support.snapshots import CPU, HOST_OF, TASK, assert_same_contents, merge_parts, state_of
+from tests.support.snapshots import (
+    CPU,
+    HOST_OF,
+    TASK,
+    CopyingSink,
+    CountingSource,
+    HostSnapshot,
+    HostSnapshots,
+    assert_same_contents,
+    merge_all,
+    merge_parts,
+    state_of,
+)
 from tests.support.steppers import make_stepper, run_steps
 
 OTHER_HOSTS = ((1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 0, 1, 1, 0))
 
 
-def save_on_host(rank: int, size: int, store: str, folder: Path) -> None:
+Saved = tuple[Path, HostSnapshots]
+
+
+def save_on_host(rank: int, size: int, store: str, folder: Path) -> HostSnapshot:
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
         stepper, feed = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=HOST_OF)
-        writer = CheckpointWriter(CheckpointStore(folder), state_of(stepper), world, SilentLog())
-        for step in (2, 4):
-            run_steps(stepper, feed, 2)
-            writer.save(Progress(step=step))
+        state = state_of(stepper)
+        writer = CheckpointWriter(CheckpointStore(folder), state, world, SilentLog())
+        sink = CopyingSink()
+        snapshots = Snapshots(state, world, SnapshotTarget(sink, PinnedBuffers(CPU), 0))
+        for step in (2, 3, 4):
+            run_steps(stepper, feed, 1)
+            if step == 3:
+                snapshots.take(Progress(step=step))
+            else:
+                writer.save(Progress(step=step))
         writer.finish()
         writer.close()
+        return sink.snapshots[0]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of steps 2 and 4 that three hosts have written."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoints of steps 2 and 4 that three hosts have written, and their snapshots of step 3."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    run_ranks(save_on_host, 3, folder)
-    return folder
+    return folder, run_ranks(save_on_host, 3, folder)
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    shutil.copytree(saved, tmp_path / "checkpoints")
+def folder(saved: Saved, tmp_path: Path) -> Path:
+    shutil.copytree(saved[0], tmp_path / "checkpoints")
     return tmp_path / "checkpoints"
 
 
@@ -84,7 +106,8 @@ def resume_on_host(rank: int, size: int, store_path: str, folder: Path, host_of:
         store = CheckpointStore(folder, repair=rank == 0)
         start = StartPoint(store, world, SilentLog(), lambda: signs.append(None))
         try:
-            checkpoint, skipped = _load_together("auto", start, remote_expert_names(state.model))
+            found = _find_on_main("auto", start)
+            checkpoint, skipped = _load_together(found, start, remote_expert_names(state.model))
         except UserError as error:
             return str(error)
         part = None
@@ -140,16 +163,70 @@ def test_other_hosts_read_what_three_hosts_have_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_damage_that_one_host_finds_sends_all_to_the_checkpoint_before(folder: Path, rank: int) -> None:
-    """The last bytes of a host's file belong to its experts: no other host reads them."""
-    file = folder / "step_00000004" / f"optimizer_{rank:05d}.safetensors"
+    damage = damage_experts_of(rank, folder / "step_00000004")
+    for result in run_ranks(resume_on_host, 3, folder, HOST_OF):
+        assert result.path == "step_00000002"
+        assert result.skipped == [("step_00000004", damage)]
+
+
+def damage_experts_of(rank: int, checkpoint: Path) -> str:
+    """Change the last byte of a host's file. Return the damage in words.
+
+    It belongs to the host's experts: no other host reads it."""
+    file = checkpoint / f"optimizer_{rank:05d}.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(bytes(data))
     with pytest.raises(CheckpointDamaged) as damage:
-        load(folder / "step_00000004")
-    for result in run_ranks(resume_on_host, 3, folder, HOST_OF):
-        assert result.path == "step_00000002"
-        assert result.skipped == [("step_00000004", str(damage.value))]
+        load(checkpoint)
+    return str(damage.value)
+
+
+class RecordingLog(SilentLog):
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+
+def recover_on_host(
+    rank: int, size: int, store_path: str, folder: Path, snapshots: HostSnapshots
+) -> tuple[HostPart, dict[str, Any]]:
+    """Resume as after a failure, with snapshots of step 3 and a newer checkpoint."""
+    with process_group_world(file_store(store_path, size), rank, size, CPU, "gloo", 60) as world:
+        stepper, _ = make_stepper(TASK, 4, 12, learning_rate=1e-2, world=world, host_of=HOST_OF)
+        state = state_of(stepper)
+        log = RecordingLog()
+        start = StartPoint(CheckpointStore(folder, repair=rank == 0), world, log)
+        progress = restore_newest(CountingSource(snapshots), state, start, checkpoint_is_newer=True)
+        (event,) = log.events
+        return capture(state, progress, world, PinnedBuffers(CPU)).part, event
+
+
+def test_a_checkpoint_newer_than_the_snapshots_is_taken_if_it_is_good(folder: Path, saved: Saved) -> None:
+    results = run_ranks(recover_on_host, 3, folder, saved[1])
+    merged = merge_parts([part for part, _ in results])
+    assert_same_contents(without_random(merged), without_random(load(folder / "step_00000004")))
+    for _, event in results:
+        assert event == {"event": "resume", "step": 4, "path": "step_00000004", "skipped": []}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_snapshots_are_taken_before_checkpoints_older_than_they(
+    folder: Path, saved: Saved, rank: int
+) -> None:
+    """The checkpoint of step 4 is damaged: the snapshots of step 3 are the newest good state."""
+    damage = damage_experts_of(rank, folder / "step_00000004")
+    results = run_ranks(recover_on_host, 3, folder, saved[1])
+    merged = merge_parts([part for part, _ in results])
+    assert_same_contents(without_random(merged), without_random(merge_all(saved[1])))
+    skipped = [{"path": "step_00000004", "reason": damage}]
+    for _, event in results:
+        expected = {"step": 3, "path": None, "skipped": skipped, "source": "memory"}
+        assert event == {"event": "resume", **expected}
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["abandoned_step_00000004", "step_00000002"], "it must not outrank the next snapshots"
 
 
 def test_hosts_begin_anew_together_where_every_checkpoint_is_damaged(folder: Path) -> None:
