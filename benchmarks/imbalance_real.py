@@ -36,7 +36,8 @@ from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
-from orchestrator.train.evolution.engine import Evolution, EvolutionPlan
+from orchestrator.train.evolution.engine import Evolution
+from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule

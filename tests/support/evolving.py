@@ -16,7 +16,8 @@ from orchestrator.record.log import SilentLog
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed
-from orchestrator.train.evolution.engine import Evolution, EvolutionPlan
+from orchestrator.train.evolution.engine import Evolution
+from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from tests.support.planted_faults import by_expert

@@ -35,6 +35,7 @@ _MAX_QUEUED_KERNELS = 600
 """Launching more than about a thousand would block the host, too."""
 MESSAGE = "a fault of the schedule"
 _ENGINE = "orchestrator.train.evolution.engine"
+_EXECUTION = "orchestrator.train.evolution.execution"
 _SURGERY = "experts.surgery.surgery"
 _ROW_EXCHANGE = 2
 """The exchange of a step that sends rows; the one before sends counts."""
@@ -248,8 +249,8 @@ WRAPPED = (
     WrappedFunction(_SURGERY, "exchange_experts", lambda agent: agent.enter_phase("before move"), False),
     WrappedFunction(_SURGERY, "exchange_experts", lambda agent: agent.enter_phase("after move"), True),
     WrappedFunction(_SURGERY, "change_gate", lambda agent: agent.enter_phase("gate"), False),
-    WrappedFunction(_ENGINE, "change_layer", _begin_validation, True),
-    WrappedFunction(_ENGINE, "Evolution._record", _end_validation, False),
+    WrappedFunction(_EXECUTION, "change_layer", _begin_validation, True),
+    WrappedFunction(_EXECUTION, "Execution._record", _end_validation, False),
     WrappedFunction(_SURGERY, "LayerBackup.restore", lambda agent: agent.enter_phase("undo"), False),
 )
 

@@ -18,7 +18,8 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
-from orchestrator.train.evolution.engine import Evolution, EvolutionPlan
+from orchestrator.train.evolution.engine import Evolution
+from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
 from orchestrator.train.step import Stepper
 from orchestrator.train.worker.build_model import ModelParts

@@ -1,0 +1,174 @@
+"""Carries out changes of experts, judges them, and records each as an event.
+
+A change that raises the validation loss too much is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from experts.balance import moe_layers
+from experts.layer import MoELayer
+from experts.structure import Change
+from experts.surgery.surgery import LayerBackup, Surgery, change_layer
+from orchestrator.record.log import Log
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evolution.measurements import LayerMeasurement
+from orchestrator.train.evolution.optimizer_state import state_spec
+from orchestrator.train.evolution.plan import EvolutionPlan
+from orchestrator.train.step import Stepper
+
+_JUDGED = ("born", "merged", "pruned")
+"""Changes that are judged. The end of a twin's time changes nothing at that moment."""
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What a change did to the losses and to the layer's output; None where that was not measured."""
+
+    seconds: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    output_change: float | None = None
+
+
+class Execution:
+    """Carries out the changes of a run. All workers call it with the same changes in the same order."""
+
+    def __init__(
+        self,
+        plan: EvolutionPlan,
+        stepper: Stepper,
+        log: Log,
+        evaluation: Evaluation | None,
+        state: EvolutionState,
+    ) -> None:
+        self._plan = plan
+        self._stepper = stepper
+        self._log = log
+        self._evaluation = evaluation
+        self._state = state
+        self._layers = [layer for _, layer in moe_layers(stepper.strategy.model)]
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each change of the experts' parameters."""
+        self._listeners.append(listener)
+
+    def carry_out(self, changes: Sequence[Change], step: int, measured: Sequence[LayerMeasurement]) -> None:
+        """Carry out changes one after the other. After an undone one, the layer has no further change."""
+        is_judged = any(change.kind in _JUDGED for change in changes)
+        loss = self._validation_loss() if is_judged else None
+        closed: set[int] = set()
+        for change in changes:
+            if change.layer in closed:
+                continue
+            if change.kind not in _JUDGED:
+                began_s = perf_counter()
+                self._change(change, step)
+                self._record(change, step, _Effect(perf_counter() - began_s))
+                continue
+            sample_PD = measured[change.layer].sample_PD if measured else None
+            loss, is_undone = self._try(change, step, sample_PD, loss)
+            closed |= {change.layer} if is_undone else set()
+
+    def _try(
+        self, change: Change, step: int, sample_PD: Tensor | None, loss_before: float | None
+    ) -> tuple[float | None, bool]:
+        """Carry out a change, and undo it if it hurts.
+
+        Return the loss afterwards, and whether the change is undone."""
+        began_s = perf_counter()
+        layer = self._layers[change.layer]
+        output_before = _output(layer, sample_PD)
+        backup = self._change(change, step)
+        output_change = _relative_change(output_before, _output(layer, sample_PD))
+        loss_after = self._validation_loss()
+        seconds = perf_counter() - began_s
+        self._record(change, step, _Effect(seconds, loss_before, loss_after, output_change))
+        reason = self._why_undo(loss_before, loss_after)
+        if reason is None:
+            return loss_after, False
+        self._undo(replace(change, reason=reason), step, backup, (loss_after, loss_before))
+        return loss_before, True
+
+    def _change(self, change: Change, step: int) -> LayerBackup:
+        layer = self._layers[change.layer]
+        optimizer = self._stepper.optimizer.inner
+        spec = state_spec(layer, optimizer, self._stepper.world)
+        surgery = Surgery(optimizer, spec, self._plan.seed, step)
+        backup = change_layer(self._stepper.strategy.model, layer, change, surgery)
+        self._take_over()
+        return backup
+
+    def _take_over(self) -> None:
+        """Tell everyone who knows the experts' parameters, or their number."""
+        self._stepper.experts_changed()
+        for listener in self._listeners:
+            listener()
+
+    def _validation_loss(self) -> float | None:
+        return None if self._evaluation is None else self._evaluation()["loss"]
+
+    def _why_undo(self, before: float | None, after: float | None) -> str | None:
+        policy = self._plan.policy
+        if policy is None or before is None or after is None:
+            return None
+        return policy.why_undo(before, after)
+
+    def _undo(
+        self, change: Change, step: int, backup: LayerBackup, losses: tuple[float | None, float | None]
+    ) -> None:
+        """Put everything back as it was."""
+        began_s = perf_counter()
+        backup.restore(step)
+        self._take_over()
+        if self._plan.policy is not None:
+            name = self._layers[change.layer].structure.name
+            self._plan.policy.undone(name, change, self._state, step)
+        self._record(change, step, _Effect(perf_counter() - began_s, *losses), kind="undone")
+
+    def _record(self, change: Change, step: int, effect: _Effect, kind: str | None = None) -> None:
+        structure = self._layers[change.layer].structure
+        present = set(structure.ids)
+        self._log.write(
+            "expert",
+            step=step,
+            change=kind or change.kind,
+            layer=change.layer,
+            layer_name=structure.name,
+            ids=list(change.ids),
+            parents=list(change.parents),
+            hosts=[list(structure.expert(i).hosts) if i in present else [] for i in change.ids],
+            splits=[list(structure.expert(i).split) if i in present else [] for i in change.ids],
+            reason=change.reason,
+            loss_before=effect.loss_before,
+            loss_after=effect.loss_after,
+            output_change=effect.output_change,
+            seconds=effect.seconds,
+            experts=len(structure.experts),
+        )
+
+
+@torch.no_grad()
+def _output(layer: MoELayer, sample_PD: Tensor | None) -> Tensor | None:
+    """Return the layer's output for tokens that all workers have."""
+    if sample_PD is None or not len(sample_PD):
+        return None
+    was_training = layer.training
+    layer.eval()
+    dense = layer.shared.up.weight if layer.shared is not None else layer.gate.weight_ED
+    output, _ = layer(sample_PD.to(dense.dtype))
+    layer.train(was_training)
+    return output
+
+
+def _relative_change(before: Tensor | None, after: Tensor | None) -> float | None:
+    if before is None or after is None:
+        return None
+    return float((after - before).norm() / before.norm().clamp(min=1e-12))

@@ -1,0 +1,45 @@
+"""The form of the optimizer's state of a layer's experts, which all workers must know alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.layer import MoELayer
+from experts.surgery.expert_transfer import Slot, StateSpec
+from orchestrator.train.parts.world import World
+
+
+def state_spec(layer: MoELayer, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:
+    """Return the optimizer state of a layer's experts. A host without any learns it from the others."""
+    number_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {role: number_of.get(id(stack)) for _, role, stack in layer.bank.stacks()}
+    own: dict[str, Any] | None = None
+    for _, _, stack in layer.bank.stacks():
+        own = own or _described(stack, optimizer.state.get(stack, {})) | {"groups": groups}
+    described = [entry for entry in world.gather_values(own) if entry is not None]
+    return _spec(max(described, key=lambda entry: len(entry["slots"]))) if described else StateSpec()
+
+
+def _described(stack: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of an optimizer's state of a stack, as plain values."""
+    slots = [
+        [name, _name_of(value.dtype), value.ndim == 0, value.device.type == "cpu"]
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    dtype = _name_of(stack.dtype)
+    return {"slots": slots, "values": values, "dtype": dtype, "is_trained": stack.requires_grad}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(fields: dict[str, Any]) -> StateSpec:
+    slots = [Slot(name, getattr(torch, dtype), *places) for name, dtype, *places in fields["slots"]]
+    dtype = getattr(torch, fields["dtype"])
+    return StateSpec(tuple(slots), dtype, fields["values"], fields["is_trained"], fields["groups"])

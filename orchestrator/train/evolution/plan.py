@@ -1,0 +1,53 @@
+"""When experts may change during a run, and by whose decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from experts.evolution.views import LayerView
+from experts.structure import Change, LayerStructure
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.train.checkpoint.progress import Progress
+
+
+class Policy(Protocol):
+    """Decides which experts are born, merged and pruned. Only the main worker asks it."""
+
+    def decide(self, layers: Sequence[LayerView], state: EvolutionState, step: int) -> list[Change]: ...
+
+    def why_undo(self, loss_before: float, loss_after: float) -> str | None: ...
+
+    def undone(self, layer_name: str, change: Change, state: EvolutionState, step: int) -> None: ...
+
+
+class Balancer(Protocol):
+    """Decides where experts live, and which have copies. Only the main worker asks it."""
+
+    def decide(
+        self, layers: Sequence[LayerStructure], loads: Sequence[Sequence[int]], state: EvolutionState
+    ) -> list[Change]: ...
+
+    def next_interval(
+        self, layers: Sequence[LayerStructure], state: EvolutionState, changed: bool
+    ) -> int: ...
+
+    def newborn_host(
+        self, layers: Sequence[LayerStructure], change: Change, state: EvolutionState
+    ) -> int: ...
+
+
+@dataclass(frozen=True)
+class EvolutionPlan:
+    """When experts may change, and by whose decision."""
+
+    seed: int
+    steps_left: Callable[[Progress], int]
+    """Returns the steps that are left of an epoch."""
+    sleep_every: int = 0
+    """Steps between two decisions on births, merges and prunes; 0: at the end of each epoch."""
+    policy: Policy | None = None
+    balancer: Balancer | None = None
+    moves: bool = False
+    """Whether experts move and are copied; else the balancer only places newborn ones."""
