@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
+from orchestrator.record.callback_values import StepInfo
+from orchestrator.record.callbacks import Callback, CallbackRunner
 from orchestrator.record.events import EventLog
 from orchestrator.record.monitor import Monitor
 from orchestrator.record.trackers import TrackerThread
@@ -171,7 +174,14 @@ def bare(case: Case, device: torch.device) -> float:
     return case.steps / (synchronized_time(device) - begun)
 
 
-def ours(case: Case, device: torch.device) -> float:
+class Empty(Callback):
+    """A callback that is called at each step and does nothing."""
+
+    def on_step(self, step: StepInfo) -> None:
+        pass
+
+
+def ours(case: Case, device: torch.device, num_callbacks: int = 0) -> float:
     """Return the steps per second of our loop, built as ``orchestrator train`` does, without the
     last checkpoint.
     """
@@ -190,7 +200,9 @@ def ours(case: Case, device: torch.device) -> float:
     ):
         run_dir = Path(folder)
         trackers = TrackerThread(("tensorboard",), run_dir, "bench", {}, on_warning=print)
-        log = EventLog(run_dir / "events.jsonl", [trackers])
+        callbacks = CallbackRunner([Empty() for _ in range(num_callbacks)])
+        log = EventLog(run_dir / "events.jsonl", [trackers, callbacks])
+        callbacks.bind(run_dir, prepared.resolved.config, log.write)
         world = World.single_process(prepared.plan.device.value)
         training = build_training(WorkerContext(prepared, world, run_dir, log))
         # a hand-written loop saves nothing either
@@ -254,7 +266,11 @@ def accelerate(case: Case, device: torch.device) -> float:
 
 
 def contestants() -> dict[str, Callable[[Case, torch.device], float]]:
-    named: dict[str, Callable[[Case, torch.device], float]] = {"bare loop": bare, "orchestrator": ours}
+    named: dict[str, Callable[[Case, torch.device], float]] = {
+        "bare loop": bare,
+        "orchestrator": ours,
+        "orchestrator, two callbacks": partial(ours, num_callbacks=2),
+    }
     if importlib.util.find_spec("accelerate"):
         named["accelerate"] = accelerate
     return named | {"orchestrator, one worker of Ray Train": under_ray}

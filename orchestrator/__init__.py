@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from orchestrator.cli.check import check
     from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
+    from orchestrator.record.callbacks import Callback, Request
     from orchestrator.record.monitor import Monitor
     from orchestrator.report.run.frames import read_run
     from orchestrator.report.run.graph_files import read_expert_graph
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from orchestrator.trainer import Result, Trainer
 
 _HOMES = {
+    "Callback": "orchestrator.record.callbacks",
     "Config": "orchestrator.config.settings",
     "Metric": "orchestrator.config.metric",
+    "Request": "orchestrator.record.callbacks",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.trainer",
     "Task": "orchestrator.tasks.task",
@@ -35,10 +38,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Config",
     "Loss",
     "Metric",
     "Monitor",
+    "Request",
     "Result",
     "Task",
     "TensorData",

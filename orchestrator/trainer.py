@@ -35,6 +35,7 @@ from orchestrator.plan.workers import (
     uses_gpus,
     workers_flag,
 )
+from orchestrator.record.callbacks import CallbackRunner, load_callbacks
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 
@@ -89,7 +90,8 @@ class Trainer:
     ``__getitem__``. ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a
     ``Loss``. ``optimizer`` builds an optimizer from parameters; ``schedule`` returns the factor of
     the learning rate at a step. ``metrics`` gives the directions of metrics that early stopping may
-    watch: ``{"churn": Metric(mode="min")}``. After the training the model holds the trained weights.
+    watch: ``{"churn": Metric(mode="min")}``. ``callbacks`` are objects whose methods are called during
+    the run, see ``Callback``. After the training the model holds the trained weights.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Trainer:
         optimizer: Callable[[Iterable[Any]], Any] | None = None,
         schedule: Callable[[int], float] | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        callbacks: Iterable[Any] = (),
         task: Task | None = None,
         config: Config | Resolved | None = None,
         quiet: bool = False,
@@ -112,6 +115,8 @@ class Trainer:
         self._resumed: ResumedSettings | None = None
         self._screen = Screen(quiet=True)
         self._quiet = quiet
+        self._given_callbacks = list(callbacks)
+        self._callbacks = CallbackRunner([])
         self._model = model
         self._own_task: Task | None = task
         if task is not None:
@@ -220,6 +225,8 @@ class Trainer:
         self._take_run_settings()
         config = self.resolved.config
         check_trackers(config.watch.trackers)
+        callbacks = load_callbacks(config, self._given_callbacks)
+        self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
         if not workers_flag(config):
             hardware = self._take_inventory()
             if choose_strategy(config, hardware, in_cluster()).value == "single":
@@ -266,6 +273,8 @@ class Trainer:
         from orchestrator.sweeps import finish_sweep, is_complete, run_trials
         from orchestrator.tasks.load import load_task
 
+        if self._given_callbacks or self.resolved.config.watch.callbacks:
+            raise UserError("trials of a sweep call no callbacks; leave callbacks out")
         earlier = read_sweep_record(resume) if resume is not None else None
         if earlier is not None and is_complete(sweep, earlier):
             return finish_sweep(sweep, earlier.folder, self._quiet)
@@ -290,7 +299,7 @@ class Trainer:
     def _run_in_process(self, prepared: PreparedRun) -> Result:
         """Train in this process."""
         from orchestrator.train.parts.world import World
-        from orchestrator.train.worker.observers import open_event_log, stop_on_signal
+        from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
@@ -305,12 +314,13 @@ class Trainer:
         world = World.single_process(prepared.plan.device.value)
         with (
             preserved_random_state(),
-            open_event_log(config, run_dir, self._screen) as log,
+            open_event_log(config, run_dir, self._screen, self._callbacks) as log,
             stop_on_signal() as stop_requested,
         ):
             self._show_banner(prepared, banner_rows(prepared, run_dir))
+            supervision = Supervision(requests_of(stop_requested, self._callbacks))
             try:
-                outcome, model = run_worker(prepared, world, run_dir, log, Supervision(stop_requested))
+                outcome, model = run_worker(prepared, world, run_dir, log, supervision)
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
                 raise
@@ -339,7 +349,9 @@ class Trainer:
             placement_file(config, prepared.facts, num_workers)
         run_dir = open_run_dir(config, config.run.name, results_folder())
         self._show_banner(prepared, banner_rows(prepared, run_dir))
-        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, self._screen)
+        status = drive(
+            _worker_group_type(prepared), prepared, cluster, run_dir, self._screen, self._callbacks
+        )
         return self._finish(status, run_dir, trained_model(prepared, run_dir))
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
@@ -365,6 +377,7 @@ class Trainer:
         draw_report(run_dir)
         for line in summary_lines(summary, run_dir):
             self._screen.note(line)
+        self._callbacks.check()
         return Result(status, run_dir, summary, model)
 
 

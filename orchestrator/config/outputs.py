@@ -9,6 +9,7 @@ from typing import Literal
 from orchestrator.config.checks import at_least
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+CallbackErrors = Literal["warn", "raise"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class WatchSettings:
     """Steps between monitor events; 0 turns them off."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Trackers that receive the metrics; wandb and mlflow are extras. Give "--trackers" alone for none."""
+    callbacks: tuple[str, ...] = ()
+    """Callbacks of your own, as package.module:Name: called at the start, steps, evaluations,
+    checkpoints, failures and end of the run."""
+    callback_errors: CallbackErrors = "warn"
+    """An exception in a callback: warn shows it and goes on, raise ends the run."""
     profile: bool = False
     """Trace a few steps: trace.json and the table of the most expensive operations."""
 

@@ -52,6 +52,7 @@ reads these lines.
 |            | lost_steps, source (memory, disk), detect_seconds, regroup_seconds, restore_seconds,       |
 |            | replay_seconds (to repeat the lost steps), total_seconds: from the                         |
 |            | failure until the first step after it is done                                              |
+| log        | step, values {name: number}: what a callback asked to log                                  |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
 
 Each file has one writer. ``events.jsonl`` is written by the main worker, or by the only process of a
@@ -88,7 +89,18 @@ _MAX_DEPTH = 32
 _TAIL_BYTES = 2**20
 _POSITION = "worker_bytes"
 """Field of the driver's events: the bytes of the workers' file that they follow. Readers drop it."""
-_STEP_KINDS = {"step", "evaluate", "epoch", "phases", "exchange", "load", "expert", "expert_graph", "monitor"}
+_STEP_KINDS = {
+    "step",
+    "evaluate",
+    "epoch",
+    "phases",
+    "exchange",
+    "load",
+    "expert",
+    "expert_graph",
+    "monitor",
+    "log",
+}
 """Events that describe one step or the steps before it."""
 
 
@@ -144,9 +156,9 @@ class DriverLog(EventLog):
     Appends of two machines to one file can overwrite each other on a network drive, and their clocks
     differ. So each event says how much of the workers' file it follows."""
 
-    def __init__(self, path: Path, secrets: Secrets = ()) -> None:
+    def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
         """``path`` is the workers' file."""
-        super().__init__(driver_path(path), secrets=secrets)
+        super().__init__(driver_path(path), listeners, secrets)
         self._workers_path = path
 
     def write_all(self, events: Iterable[Event]) -> None:

@@ -32,6 +32,8 @@ def scalars(event: Event) -> dict[str, float]:
             return _prefixed(
                 "experts/", {f"layer{layer}_imbalance": _imbalance(loads) for layer, loads in layers}
             )
+        case "log":
+            return _prefixed("callbacks/", _mapping(event.get("values")))
         case "expert":
             return _prefixed("experts/", {f"layer{event.get('layer')}_number": event.get("experts")})
         case _:

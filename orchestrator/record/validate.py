@@ -70,6 +70,7 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
     "expert": _STEP,
     "expert_graph": _STEP,
     "monitor": _STEP,
+    "log": _STEP,
 }
 _OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     "epoch": {"memory": _is_memory},

@@ -5,12 +5,13 @@ working directory, loads the task and opens the event log."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -25,14 +26,15 @@ from orchestrator.runtime.cluster.environment import set_variables, variable
 # Ray Train's controller imports this module too and needs no torch, so torch is imported late.
 if TYPE_CHECKING:
     from orchestrator.record.log import Log
+    from orchestrator.train.requests import Requests
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.resume import ResumeFrom
 
-STOP_FILE = "stop"
-"""A file in ``logs/`` by which the driver asks the workers to stop."""
+REQUESTS_FILE = "requests.json"
+"""A file in ``logs/`` with the driver's requests to the workers."""
 NONCE_FILE = "nonce"
 """A file in ``logs/`` by which a worker verifies that it sees the driver's run folder."""
-_STOP_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -144,26 +146,48 @@ def open_log(assignment: Assignment, rank: int) -> Iterator[Log]:
         log.close()
 
 
-def stop_requested(assignment: Assignment, rank: int) -> Callable[[], bool]:
-    """Return a function that returns whether the driver has asked for a stop.
+@dataclass(frozen=True)
+class DriverRequests:
+    """The driver's requests to the workers, as they are in their file."""
 
-    Rank 0 looks for all, and broadcasts the answer in the loop."""
-    if rank != 0:
-        return lambda: False
-    path = assignment.run_dir / "logs" / STOP_FILE
-    requested = False
-    looked_at = 0.0
+    interrupt: bool = False
+    end: str | None = None
+    num_saves: int = 0
+    """Checkpoints asked for since the run was started."""
 
-    def is_requested() -> bool:
-        nonlocal requested, looked_at
+    def write(self, logs: Path) -> None:
+        """Write the file. A worker reads the whole of it, or the one before."""
+        partial = logs / f".{REQUESTS_FILE}.writing"
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(partial, logs / REQUESTS_FILE)
+
+
+class RequestReader:
+    """Takes the driver's requests from their file.
+
+    Rank 0 reads for all workers, which learn of them in the loop."""
+
+    def __init__(self, assignment: Assignment, rank: int) -> None:
+        self._logs = assignment.run_dir / "logs"
+        self._is_reader = rank == 0
+        self._looked_at = 0.0
+        self._last = DriverRequests()
+
+    def __call__(self) -> Requests:
+        """Return the requests since the last call; a request to end or to interrupt stays."""
+        from orchestrator.train.requests import Requests
+
         now = monotonic()
+        before = self._last
         # Looking at a network drive in every step would cost time.
-        if not requested and now - looked_at > _STOP_POLL_SECONDS:
-            looked_at = now
-            requested = path.exists()
-        return requested
-
-    return is_requested
+        if self._is_reader and now - self._looked_at > _POLL_SECONDS:
+            self._looked_at = now
+            # No file yet, or a network drive on which it is just being replaced.
+            with suppress(OSError, ValueError):
+                text = (self._logs / REQUESTS_FILE).read_text(encoding="utf-8")
+                self._last = DriverRequests(**json.loads(text))
+        has_new_save = self._last.num_saves > before.num_saves
+        return Requests(self._last.interrupt, self._last.end, has_new_save)
 
 
 @contextmanager

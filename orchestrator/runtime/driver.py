@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol, Self
@@ -22,13 +22,14 @@ from orchestrator.errors import TrainingFailed
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
+from orchestrator.record.callbacks import CallbackRunner
 from orchestrator.record.events import DriverLog, Event, EventLog, Listener, last_events
 from orchestrator.record.log_copy import copy_masked
 from orchestrator.record.screen import Screen
 from orchestrator.record.tail import Follower
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
-from orchestrator.runtime.bootstrap import NONCE_FILE, STOP_FILE, Assignment
+from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
@@ -86,13 +87,21 @@ Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 """Starts a number of workers, with a GPU each or without. The driver's own events go to the logs."""
 
 
-def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, screen: Screen) -> str:
+def drive(
+    start: Start,
+    prepared: PreparedRun,
+    cluster: Cluster,
+    run_dir: Path,
+    screen: Screen,
+    callbacks: CallbackRunner | None = None,
+) -> str:
     """Run to the end, through failures. Return the status of the run."""
+    callbacks = callbacks or CallbackRunner([])
     begun = perf_counter()
     starts_before = count_starts(run_dir)
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    (logs / STOP_FILE).unlink(missing_ok=True)
+    (logs / REQUESTS_FILE).unlink(missing_ok=True)
     (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     config = prepared.resolved.config
     settings = mask_tree(to_json(config), secret_values())
@@ -104,10 +113,15 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
         )
         stack.callback(trackers.close)
         try:
-            with _RunRecord(run_dir, [screen, trackers]) as record, stop_on_signal() as stop_requested:
-                return _Driver(start, prepared, cluster, run_dir, record, stop_requested, screen.note).run()
+            with (
+                _RunRecord(run_dir, [screen, trackers, callbacks]) as record,
+                stop_on_signal() as stop_requested,
+            ):
+                callbacks.bind(run_dir, config, record.log.write)
+                requests = _Requests(run_dir / "logs", stop_requested, callbacks, screen.note)
+                return _Driver(start, prepared, cluster, run_dir, record, requests, screen.note).run()
         except BaseException as error:
-            record_failure(run_dir, error, perf_counter() - begun, starts_before)
+            record_failure(run_dir, error, perf_counter() - begun, starts_before, None, callbacks)
             raise
 
 
@@ -167,13 +181,35 @@ class _RunRecord:
 
 
 @dataclass
+class _Requests:
+    """Passes the requests of the user and of callbacks on to the workers."""
+
+    logs: Path
+    stop_requested: Callable[[], bool]
+    callbacks: CallbackRunner
+    note: Callable[[str], None]
+    _written: DriverRequests = field(default_factory=DriverRequests)
+
+    def pass_on(self) -> None:
+        """Write the requests if they are new. Raise the error of a callback if that is to end the run."""
+        self.callbacks.check()
+        asked = DriverRequests(self.stop_requested(), self.callbacks.stop_reason, self.callbacks.num_saves)
+        if asked == self._written:
+            return
+        if asked.interrupt and not self._written.interrupt:
+            self.note("stopping after this step, with a checkpoint ...")
+        asked.write(self.logs)
+        self._written = asked
+
+
+@dataclass
 class _Driver:
     start: Start
     prepared: PreparedRun
     cluster: Cluster
     run_dir: Path
     record: _RunRecord
-    stop_requested: Callable[[], bool]
+    requests: _Requests
     note: Callable[[str], None]
 
     def run(self) -> str:
@@ -216,7 +252,6 @@ class _Driver:
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""
         groups_before = _placement_groups()
-        stop_file = self.run_dir / "logs" / STOP_FILE
         assignment = _assignment(self.prepared, self.run_dir, resume)
         attempt = self.start(assignment, workers, gpu, self.record.log, self.record.recovery_log)
         succeeded = False
@@ -227,9 +262,7 @@ class _Driver:
                 if result is not None:
                     succeeded = result.status is not None
                     return result
-                if self.stop_requested() and not stop_file.exists():
-                    self.note("stopping after this step, with a checkpoint ...")
-                    stop_file.touch()
+                self.requests.pass_on()
         finally:
             attempt.close()
             self.record.poll()

@@ -11,13 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
+from torch import Tensor
+
 from orchestrator.errors import ResourceError
 from orchestrator.train.data import StepBatch
 from orchestrator.train.memory_watch import MemoryWatch
 from orchestrator.train.parts.memory import free_cached, release_idle
 from orchestrator.train.pending import PendingStep
+from orchestrator.train.requests import Requests, RequestVotes
 from orchestrator.train.step_recorder import StepRecorder
-from orchestrator.train.stopping import StopFlag
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.validation import Validation
 from orchestrator.types import counted
@@ -47,7 +49,8 @@ class Loop:
         self._evolution = training.evolution
         self._recorder = StepRecorder(training)
         self._validation = Validation(training)
-        self._stop_flag = StopFlag(training.stepper.world.device, hooks.stop_requested)
+        world = training.stepper.world
+        self._votes = RequestVotes(world.device, world.size, hooks.take_requests)
         self._after_step = hooks.after_step
         self._monitor = hooks.monitor
         self._heartbeat = training.heartbeat
@@ -124,7 +127,7 @@ class Loop:
                 if progress.step >= self._cadence.total_steps:
                     self._evaluate()
                     return Outcome("completed", f"{counted(self._cadence.total_steps, 'step')} done")
-                stop = self._train_step(batch)
+                votes = self._train_step(batch)
                 self._change_experts()
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
                     return self._stopped_early()
@@ -132,14 +135,29 @@ class Loop:
                     self._save_checkpoint()
                 self._snapshot_if_due()
                 # Last, so that a stopped run is evaluated and saved like any other.
-                if stop:
-                    return Outcome("stopped", "interrupted")
+                outcome = self._follow(self._votes.agreed(votes))
+                if outcome is not None:
+                    return outcome
                 yield
             self._end_epoch(epoch_began_s)
             if self._cadence.evaluate_every == 0 and self._out_of_patience():
                 return self._stopped_early()
+            outcome = self._follow(self._votes.agreed())
+            if outcome is not None:
+                return outcome
         self._evaluate()
         return Outcome("completed", f"{counted(self._cadence.epochs, 'epoch')} done")
+
+    def _follow(self, requests: Requests) -> Outcome | None:
+        """Carry out what all workers were asked to do. Return the outcome if that ends the run."""
+        if requests.save:
+            self._save_checkpoint()
+        if requests.interrupt:
+            return Outcome("stopped", "interrupted")
+        if requests.end is not None:
+            self._evaluate()
+            return Outcome("completed", requests.end)
+        return None
 
     def _batches(self) -> Iterator[StepBatch]:
         """Fetch the batches of the current epoch.
@@ -155,16 +173,16 @@ class Loop:
                 return
             yield batch
 
-    def _train_step(self, batch: StepBatch) -> bool:
-        """Do one optimizer step and record it. Return whether all workers are to stop after it."""
+    def _train_step(self, batch: StepBatch) -> Tensor | None:
+        """Do one optimizer step and record it. Return the votes of all workers on requests."""
         progress = self.progress
         # The first step may compile kernels and connect peers: the driver allows it more time.
         phase = "first step" if progress.step == self._first_step else "step"
-        stop_requested = self._stop_flag.requested()  # looks at a file, which may take long
+        votes = self._votes.cast()  # looks at a file, which may take long
         self._heartbeat.enter_phase(phase, progress.step)
         lr = self.stepper.optimizer.learning_rate(progress.step)
         # Forward, backward, reduce and update. The sums stay on the device.
-        totals = self.stepper.run(batch, progress.step, stop_requested)
+        totals = self.stepper.run(batch, progress.step, votes)
         seconds = self.stepper.clock.end()
         progress.step += 1
         progress.position += totals.samples
@@ -178,7 +196,7 @@ class Loop:
         with self._heartbeat.within("save"):
             self._checkpoints.poll()
             self._after_step(progress.step)
-        return self._stop_flag.should_stop(totals.stop_votes)
+        return totals.votes
 
     def _change_experts(self) -> None:
         """Let experts be born, merged, pruned, moved or copied where that is due.

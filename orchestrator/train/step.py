@@ -34,6 +34,7 @@ from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
+from orchestrator.train.requests import NO_VOTES, Votes
 from orchestrator.train.step_statistics import StepStatistics
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.totals import Totals, TotalsReducer
@@ -92,10 +93,10 @@ class Stepper:
         if self.compiled is not None:
             self.compiled.experts_changed(self.strategy.model)
 
-    def run(self, batch: StepBatch, step: int, stop: bool = False) -> Totals:
+    def run(self, batch: StepBatch, step: int, votes: Votes = NO_VOTES) -> Totals:
         """Run step number ``step`` (from 0); return its sums over all workers and the norm of its gradient.
 
-        ``stop`` is this worker's vote to stop; the sums carry it to the others.
+        ``votes`` are this worker's requests; the sums carry them to the others.
         """
         while True:
             problem: Problem | None = None
@@ -113,7 +114,7 @@ class Stepper:
                 break
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
             self._recover(problem, step)
-        global_totals = self._reduce(totals, batch, stop)
+        global_totals = self._reduce(totals, batch, votes)
         self._update(global_totals, step)
         self.clock.mark("optimizer")
         self._grow_back(step)
@@ -203,7 +204,7 @@ class Stepper:
 
     # --- reduction and update
 
-    def _reduce(self, totals: Totals | None, batch: StepBatch, stop: bool) -> Totals:
+    def _reduce(self, totals: Totals | None, batch: StepBatch, votes: Votes) -> Totals:
         """Sum gradients and totals over all workers."""
         if self.world.size == 1:
             assert totals is not None
@@ -224,7 +225,7 @@ class Stepper:
         global_totals = self._reduce_totals(
             totals,
             batch.global_samples,
-            stop,
+            votes,
             self.strategy.expert_grad_squares(),
             self.strategy.exchange_stats(),
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.world import World
+from orchestrator.train.requests import NO_VOTES, Votes
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Totals:
     """The power of two near the count, by which gradients are divided until the exact count is known."""
     norm: Tensor | None = None
     finite: Tensor | None = None
-    stop_votes: Tensor | None = None
-    """Number of workers that were asked to stop; None in one process."""
+    votes: Tensor | None = None
+    """Number of workers with each kind of request; None in one process."""
     expert_grad_squares: Tensor | None = None
     """Squared norms of gradients that live on one worker each, of all workers."""
     exchange_stats: Tensor | None = None
@@ -86,7 +87,7 @@ class TotalsReducer:
         self,
         totals: Totals | None,
         samples: int,
-        stop: bool = False,
+        votes: Votes = NO_VOTES,
         expert_grad_squares: Tensor | None = None,
         exchange_stats: Sequence[float] = (0.0, 0.0, 0.0),
     ) -> Totals:
@@ -98,15 +99,15 @@ class TotalsReducer:
             name = f"{self.name}/{self._num_layouts}"
             self._metrics, self._num_experts = self.world.broadcast_value(name, layout)
         device = self.world.device
-        # One vector: the stop flag and exchange statistics, squared norms, then the sums themselves.
-        head = torch.tensor([float(stop), *exchange_stats], dtype=torch.float64).to(device)
+        # One vector: requests and exchange statistics, squared norms, then the sums themselves.
+        head = torch.tensor([*votes, *exchange_stats], dtype=torch.float64).to(device)
         squares = head.new_zeros(self._num_squares) if expert_grad_squares is None else expert_grad_squares
         vector = self.world.all_reduce(torch.cat([head, squares, self._pack(totals, device)]))
         squares_end = len(head) + self._num_squares
         result = self._unpack(vector[squares_end:])
         result.samples = samples
-        result.stop_votes = vector[0]
-        result.exchange_stats = vector[1 : len(head)]
+        result.votes = vector[: len(votes)]
+        result.exchange_stats = vector[len(votes) : len(head)]
         result.expert_grad_squares = vector[len(head) : squares_end] if self._num_squares else None
         return result
 

@@ -15,6 +15,7 @@ from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.heartbeat import Heartbeat
+from orchestrator.train.requests import Requests
 from orchestrator.train.step import Stepper
 
 
@@ -70,7 +71,8 @@ class Training:
 class LoopHooks:
     """Connections of a loop to the code around it."""
 
-    stop_requested: Callable[[], bool] = lambda: False
+    take_requests: Callable[[], Requests] = Requests
+    """Returns the requests of the user and of callbacks since the last call."""
     after_step: Callable[[int], None] = lambda step: None  # noqa: ARG005
     monitor: Callable[[], dict[str, Any]] | None = None
     """Returns the newest reading of the machine's memory and utilisation."""

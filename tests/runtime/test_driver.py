@@ -17,7 +17,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
-from orchestrator.runtime.bootstrap import STOP_FILE, Assignment
+from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, drive
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
@@ -256,7 +256,7 @@ def test_a_request_to_stop_is_passed_on_by_a_file(
     monkeypatch.setattr(module, "stop_on_signal", Requested)
     cluster = fake_cluster((AttemptResult("stopped"), range(1, 3)))
     assert drive_run(cluster, screen) == "stopped"
-    assert (cluster.run_dir / "logs" / STOP_FILE).exists()
+    assert (cluster.run_dir / "logs" / REQUESTS_FILE).exists()
     assert any("stopping after this step" in note for note in screen.notes)
 
 

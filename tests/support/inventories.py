@@ -261,6 +261,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "monitor_gpu": st.booleans(),
     "gpu_log_interval": st.integers(0, 300),
     "trackers": st.lists(st.sampled_from(["tensorboard", "wandb", "mlflow"]), max_size=3).map(tuple),
+    "callbacks": st.lists(st.sampled_from(["mine:Watch", "a.b:C"]), max_size=2).map(tuple),
+    "callback_errors": st.sampled_from(["warn", "raise"]),
     "profile": st.booleans(),
 }
 

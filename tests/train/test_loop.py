@@ -15,6 +15,7 @@ from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.tasks.task import Task, TensorData
 from orchestrator.train.heartbeat import Heartbeat, Phase
 from orchestrator.train.loop import Loop
+from orchestrator.train.requests import Requests
 from orchestrator.train.training import LoopHooks
 from tests.support.loop_runs import StepCounter, build_small_training, losses_in, run_loop
 
@@ -62,7 +63,7 @@ def test_a_request_to_stop_ends_the_run_after_the_step_with_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     steps: list[int] = []
-    hooks = LoopHooks(stop_requested=lambda: len(steps) >= 3, after_step=steps.append)
+    hooks = LoopHooks(take_requests=lambda: Requests(len(steps) >= 3), after_step=steps.append)
     run_loop(tmp_path, hooks=hooks)
     assert steps == [1, 2, 3]
     (checkpoint,) = of_kind(read_events(tmp_path / "events.jsonl"), "checkpoint")

@@ -67,12 +67,13 @@ def test_one_process_keeps_its_own_sums(num_squares: int) -> None:
     for scale in (1, 2):
         totals = make_totals(scale)
         totals.count = torch.tensor(4 * scale)
-        reduced = reduce_totals(totals, 9, scale == 2, squares, (100.0, 200.0, 0.5))
+        votes = (0.0, float(scale == 2), 1.0)
+        reduced = reduce_totals(totals, 9, votes, squares, (100.0, 200.0, 0.5))
         assert summary(reduced) == [*summary(totals)[:-1], 9]
         assert {load_E.dtype for load_E in reduced.loads} == {torch.int64}
         assert reduced.loss.dtype == torch.float64
-        assert reduced.stop_votes is not None
-        assert float(reduced.stop_votes) == float(scale == 2)
+        assert reduced.votes is not None
+        assert tuple(reduced.votes.tolist()) == votes
         assert reduced.exchange_stats is not None
         assert reduced.exchange_stats.tolist() == [100.0, 200.0, 0.5]
         if squares is None:
@@ -88,7 +89,8 @@ def test_a_loss_without_metrics_and_layers_is_reduced() -> None:
     assert summary(reduced) == [2.5, 3.0, {}, [], 1]
     assert reduced.exchange_stats is not None
     assert reduced.exchange_stats.tolist() == [0.0, 0.0, 0.0]
-    assert reduced.stop_votes == 0
+    assert reduced.votes is not None
+    assert reduced.votes.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_other_metrics_than_at_first_are_refused() -> None:
@@ -100,7 +102,7 @@ def test_other_metrics_than_at_first_are_refused() -> None:
 
 
 def reduce_on_rank(rank: int, size: int, store_path: str) -> list[Any]:
-    """Rank 0 never has samples; rank 2 votes to stop."""
+    """Rank 0 never has samples; rank 2 votes to stop, ranks 1 and 2 to save."""
     results: list[Any] = []
     store = file_store(store_path, size)
     with process_group_world(store, rank, size, torch.device("cpu"), "gloo", 60) as world:
@@ -108,11 +110,12 @@ def reduce_on_rank(rank: int, size: int, store_path: str) -> list[Any]:
         for scale in (1, 2**40):
             totals = make_totals(rank * scale) if rank else None
             squares = torch.tensor([float(rank)], dtype=torch.float64) if rank != 1 else None
-            reduced = reduce_totals(totals, 3, rank == 2, squares, (1.0, rank, 0.25))
-            assert reduced.stop_votes is not None
+            votes = (float(rank == 2), 0.0, float(rank > 0))
+            reduced = reduce_totals(totals, 3, votes, squares, (1.0, rank, 0.25))
+            assert reduced.votes is not None
             assert reduced.exchange_stats is not None
             assert reduced.expert_grad_squares is not None
-            more = [reduced.stop_votes, *reduced.exchange_stats, *reduced.expert_grad_squares]
+            more = [*reduced.votes, *reduced.exchange_stats, *reduced.expert_grad_squares]
             results.append([*summary(reduced), [float(value) for value in more]])
     return results
 
@@ -126,7 +129,7 @@ def test_all_workers_get_the_sums_of_all() -> None:
             {"correct": 9.0 * scale, "wrong": 3.0 * scale},
             [[3 * scale, 0, 6 * scale], [15 * scale, 18 * scale]],
             3,
-            [1.0, 3.0, 3.0, 0.75, 2.0],
+            [1.0, 0.0, 2.0, 3.0, 3.0, 0.75, 2.0],
         ]
         for scale in (1, 2**40)
     ]

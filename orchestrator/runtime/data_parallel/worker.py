@@ -18,10 +18,10 @@ from experts.actor_host import free_address
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.runtime.bootstrap import (
     Assignment,
+    RequestReader,
     masked_errors,
     open_log,
     prepare_worker,
-    stop_requested,
     uses_cuda,
 )
 from orchestrator.runtime.cluster.environment import set_variables, variable
@@ -103,7 +103,7 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
     store = tcp_store(address, port, world_size, rank == 0, timeout_s)
     device = _device(prepared)
     backend = prepared.plan.backend.value
-    supervision = Supervision(stop_requested(assignment, rank))
+    supervision = Supervision(RequestReader(assignment, rank))
     with (
         open_log(assignment, rank) as log,
         torch_settings(prepared.resolved.config, prepared.plan, device),

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.runtime.bootstrap import (
     Assignment,
+    RequestReader,
     check_run_dir,
     enter_working_dir,
     masked_errors,
     open_log,
     prepare_worker,
-    stop_requested,
     uses_cuda,
 )
 from orchestrator.runtime.cluster.environment import set_variables
@@ -175,7 +175,7 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
                 store, f"generation{request.generation}", rank, request.world_size, membership
             )
             target = SnapshotTarget(context.outbox, buffers, request.generation)
-            supervision = Supervision(stop_requested(assignment, rank), heartbeat, target)
+            supervision = Supervision(RequestReader(assignment, rank), heartbeat, target)
             resume = None
             if request.resumed:
                 resume = ResumeFrom(snapshots, request.halvings, request.checkpoint_is_newer)

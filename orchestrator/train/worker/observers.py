@@ -14,6 +14,7 @@ from typing import Any
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.plan.inventory.hardware import inventory, secret_values
+from orchestrator.record.callbacks import CallbackRunner
 from orchestrator.record.events import EventLog
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
@@ -21,12 +22,15 @@ from orchestrator.record.screen import Screen
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import mask_tree
 from orchestrator.train.parts.world import World
+from orchestrator.train.requests import Requests
 from orchestrator.train.worker.prepared_run import PreparedRun
 
 
 @contextmanager
-def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[EventLog]:
-    """Yield the event log of a run, with the screen and the trackers as its listeners."""
+def open_event_log(
+    config: Config, run_dir: Path, screen: Screen, callbacks: CallbackRunner
+) -> Iterator[EventLog]:
+    """Yield the event log of a run, with the screen, the trackers and the callbacks as its listeners."""
 
     def warn(message: str) -> None:
         log.write("warning", kind="tracker", message=message)
@@ -40,7 +44,8 @@ def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[Ev
         settings,
         on_warning=warn,
     )
-    log = EventLog(run_dir / "events.jsonl", [screen, trackers], secrets)
+    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks], secrets)
+    callbacks.bind(run_dir, config, log.write)
     try:
         yield log
     finally:
@@ -49,6 +54,16 @@ def open_event_log(config: Config, run_dir: Path, screen: Screen) -> Iterator[Ev
             trackers.close()
         screen.close()
         log.close()
+
+
+def requests_of(stop_requested: Callable[[], bool], callbacks: CallbackRunner) -> Callable[[], Requests]:
+    """Return a function that takes the requests of a run in this process."""
+
+    def take() -> Requests:
+        callbacks.check()
+        return Requests(stop_requested(), callbacks.stop_reason, callbacks.take_save())
+
+    return take
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 
 from experts.model import structure_of
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.events import DriverLog, EventLog, of_kind, read_events
+from orchestrator.record.events import DriverLog, EventLog, Listener, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.redaction import mask
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
@@ -25,6 +25,7 @@ from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loop import Loop, Outcome
 from orchestrator.train.parts.profiling import profiling
 from orchestrator.train.parts.world import World
+from orchestrator.train.requests import Requests
 from orchestrator.train.strategies.shares import assign_shares
 from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.worker.batch_probe import with_measured_batch
@@ -54,7 +55,8 @@ _MAX_MESSAGE_CHARACTERS = 2000
 class Supervision:
     """How the driver supervises a worker."""
 
-    stop_requested: Callable[[], bool] = lambda: False
+    take_requests: Callable[[], Requests] = Requests
+    """Returns the requests of the user and of callbacks since the last call."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     snapshots: SnapshotTarget | None = None
     """Where an expert host writes its snapshots; other workers take none."""
@@ -218,7 +220,7 @@ class WorkerRun:
         """Start the monitor and the profiler.
 
         The profiler must not start before the model is built."""
-        hooks = LoopHooks(stop_requested=self._supervision.stop_requested)
+        hooks = LoopHooks(take_requests=self._supervision.take_requests)
         watch = self.prepared.resolved.config.watch
         if watch.monitor_gpu and self.world.is_main:
             monitor = stack.enter_context(monitor_readings(self.prepared, self.world, self.log))
@@ -274,13 +276,18 @@ def count_starts(run_dir: Path) -> int:
 
 
 def record_failure(
-    run_dir: Path, error: BaseException, seconds: float, starts_before: int, log: EventLog | None = None
+    run_dir: Path,
+    error: BaseException,
+    seconds: float,
+    starts_before: int,
+    log: EventLog | None = None,
+    listener: Listener | None = None,
 ) -> None:
     """Record that a run failed, and write its summary and report.
 
     ``starts_before`` is the number of starts that the record had before this one. A resume that
     fails before its own start leaves the earlier outcome as it was. ``log`` is that of a run in one
-    process; without it, the driver's own is opened.
+    process; without it, the driver's own is opened, and ``listener`` receives its events.
 
     An error in here must not hide the failure itself: a full disk may be the cause of both."""
     from orchestrator.report.run.page import draw_report
@@ -290,7 +297,7 @@ def record_failure(
     message = mask(str(error) or type(error).__name__, secrets)
     with suppress(Exception):
         path = run_dir / "events.jsonl"
-        event_log = log or DriverLog(path, secrets)
+        event_log = log or DriverLog(path, [listener] if listener else [], secrets)
         if starts_before and count_starts(run_dir) == starts_before:
             text = f"a resume failed before its first step: {first_line(message)}"
             event_log.write("warning", kind="resume", message=text)

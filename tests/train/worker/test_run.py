@@ -17,6 +17,7 @@ from orchestrator.record.log import Log, SilentLog
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.requests import Requests
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import Supervision, run_worker
 from orchestrator.trainer import Trainer
@@ -66,13 +67,13 @@ def run_rank(
         log = EventLog(run_dir / "events.jsonl")
     num_steps = 0
 
-    def stop_requested() -> bool:
+    def take_requests() -> Requests:
         nonlocal num_steps
         num_steps += 1
-        return stop_at is not None and rank == size - 1 and num_steps >= stop_at
+        return Requests(stop_at is not None and rank == size - 1 and num_steps >= stop_at)
 
     with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
-        outcome, _ = run_worker(prepared, world, run_dir, log, Supervision(stop_requested), resume_from)
+        outcome, _ = run_worker(prepared, world, run_dir, log, Supervision(take_requests), resume_from)
     log.close()
     return outcome.status
 
