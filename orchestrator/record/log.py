@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from orchestrator.record.events import Event
+
+Emit = Callable[..., None]
+"""Writes an event: its kind, then its fields as keywords."""
 
 
 class Log(Protocol):

@@ -19,7 +19,7 @@ from orchestrator.train.data import Feed, MicroBatch
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
-from orchestrator.train.step import NO_LIMIT
+from orchestrator.train.step_recovery import NO_LIMIT
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import persistent_buffers
 from orchestrator.train.totals import Totals, TotalsReducer

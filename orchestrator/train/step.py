@@ -1,18 +1,17 @@
 """One optimizer step: forward and backward over its micro-batches, a reduction over the workers, one
 update.
 
-A step that runs out of memory is repeated in halves, with the same samples, the same randomness and the
-same global batch.
+A step that runs out of memory is repeated with smaller passes (``step_recovery``): with the same samples,
+the same randomness and the same global batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +19,24 @@ from torch import Tensor
 from experts.balance import moe_layers, update_balance
 from experts.context import StepContext
 from experts.model import mix
-from orchestrator.errors import OrchestratorError, OutOfMemory, ResourceError, UserError
+from orchestrator.errors import OutOfMemory, ResourceError, UserError
+from orchestrator.record.log import Emit
 from orchestrator.tasks.task import Loss
-from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device, slice_batch
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.comm_errors import is_communication_error
-from orchestrator.train.parts.compiling import Compiled, is_compile_error
+from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES, Votes
+from orchestrator.train.step_recovery import Problem, StepRecovery
 from orchestrator.train.step_statistics import StepStatistics
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.totals import Totals, TotalsReducer
-
-Emit = Callable[..., None]
-"""Writes an event: its kind, then its fields as keywords."""
-Problem = Literal["uncompile", "halve", "exhausted"]
-
-_PROBLEMS: tuple[Problem | None, ...] = (None, "uncompile", "halve", "exhausted")  # from good to worst
-NO_LIMIT = 2**62
-"""A limit that splits nothing: where workers wait for each other in a pass, all must make the same number
-of passes."""
-GROW_AFTER = 100
-"""Good steps before a halved micro-batch is doubled again; each failure doubles the wait."""
 
 
 @dataclass
@@ -66,22 +54,24 @@ class Stepper:
     emit: Emit
     compiled: Compiled | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    max_pass_samples: int = field(init=False)
-    """Most samples of one forward and backward pass; halved when memory runs out."""
+    _recovery: StepRecovery = field(init=False)
     _reduce_totals: TotalsReducer = field(init=False)
     _num_moe_layers: int = field(init=False)
     _statistics: StepStatistics = field(init=False)
-    _good_steps: int = field(init=False, default=0)
-    _steps_to_grow: int = field(init=False, default=GROW_AFTER)
     _compile_reported: bool = field(init=False, default=False)
     _constants: dict[tuple[float, torch.dtype], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.max_pass_samples = NO_LIMIT if self.strategy.lockstep else self.micro_batch
+        self._recovery = StepRecovery(self.world, self.strategy, self.micro_batch, self.emit)
         self._reduce_totals = TotalsReducer(self.world, "step", self.strategy.num_expert_grads)
         self.strategy.set_trained(self.optimizer.parameters)
         self._num_moe_layers = len(moe_layers(self.strategy.model))
         self._statistics = StepStatistics(self.strategy.model, self.strategy.context)
+
+    @property
+    def max_pass_samples(self) -> int:
+        """Most samples of one forward and backward pass."""
+        return self._recovery.max_pass_samples
 
     def experts_changed(self) -> None:
         """Take over parameters that were replaced, and another number of experts."""
@@ -105,19 +95,19 @@ class Stepper:
             try:
                 totals = self._attempt(batch, step)
             except Exception as error:
-                problem = self._classify(error, step)
+                problem = self._recovery.classify(error, step, self.compiled is not None)
                 if problem is None:
                     raise
             if self.strategy.needs_vote:
-                problem = self._vote(problem)
+                problem = self._recovery.vote(problem)
             if problem is None:
                 break
             # Outside the handler, so that no frame of the failed attempt keeps its tensors alive.
-            self._recover(problem, step)
+            self._prepare_repetition(problem, step)
         global_totals = self._reduce(totals, batch, votes)
         self._update(global_totals, step)
         self.clock.mark("optimizer")
-        self._grow_back(step)
+        self._recovery.grow_back(step)
         self._report_compilation(perf_counter() - attempt_start)
         return global_totals
 
@@ -219,7 +209,7 @@ class Stepper:
             if is_out_of_memory(error):
                 raise OutOfMemory(
                     f"worker {self.world.rank} ran out of memory in the sum of gradients",
-                    self._pass_samples(),
+                    self._recovery.pass_samples,
                 ) from None
             raise
         global_totals = self._reduce_totals(
@@ -264,43 +254,10 @@ class Stepper:
         if totals.finite is not None:
             self.precision.update(totals.finite)
 
-    # --- recovery
+    # --- failed attempts
 
-    def _pass_samples(self) -> int:
-        """Return the number of samples that are computed at once."""
-        return min(self.max_pass_samples, self.micro_batch)
-
-    def _vote(self, problem: Problem | None) -> Problem | None:
-        """Return the worst problem of any worker; all workers then recover from it together."""
-        worst = self.world.all_reduce_max([float(_PROBLEMS.index(problem))])[0]
-        return _PROBLEMS[int(worst)]
-
-    def _classify(self, error: Exception, step: int) -> Problem | None:
-        """Return the problem to recover from, or None if there is no recovery.
-
-        Errors of the user's code are raised as such; ours keep their traceback.
-        """
-        can_repeat = self.world.size == 1 or self.strategy.needs_vote
-        if is_out_of_memory(error):
-            if not can_repeat:
-                raise OutOfMemory(
-                    f"worker {self.world.rank} ran out of memory at step {step + 1} "
-                    f"with a micro-batch of {self._pass_samples()}",
-                    self._pass_samples(),
-                ) from None
-            return "exhausted" if self.max_pass_samples == 1 else "halve"
-        if self.compiled is not None and is_compile_error(error) and can_repeat:
-            self.emit("compile", status="failed", seconds=0.0, detail=_error_summary(error))
-            return "uncompile"
-        if self.world.size > 1 and is_communication_error(error):
-            return None
-        if not isinstance(error, OrchestratorError) and raised_in_user_code(error):
-            with user_code(f"computing step {step + 1}"):
-                raise error
-        return None
-
-    def _recover(self, problem: Problem, step: int) -> None:
-        """Undo a failed attempt, and prepare the next one."""
+    def _prepare_repetition(self, problem: Problem, step: int) -> None:
+        """Undo a failed attempt, and remove its cause."""
         self._statistics.restore()
         self.optimizer.inner.zero_grad(set_to_none=True)
         free_cached(self.world.device)
@@ -308,42 +265,8 @@ class Stepper:
             assert self.compiled is not None
             self.compiled.undo()
             self.compiled = None
-            return
-        if problem == "exhausted":
-            raise ResourceError(
-                f"out of memory at step {step + 1} with a micro-batch of one sample; try "
-                "--activation-checkpointing on, --precision bf16, a smaller --width, or a device with more "
-                "memory"
-            )
-        self.strategy.micro_batch_changed()
-        before = self.max_pass_samples
-        self.max_pass_samples = -(-before // 2)
-        self._good_steps = 0
-        self._steps_to_grow *= 2
-        self.emit(
-            "oom",
-            step=step + 1,
-            micro_batch=before,
-            next_micro_batch=self.max_pass_samples,
-            where=str(self.world.device),
-        )
-
-    def _grow_back(self, step: int) -> None:
-        """Double a halved micro-batch after many good steps.
-
-        One unusual step (a long sample, another program on the GPU) should not slow down the rest of the
-        run.
-        """
-        self._good_steps += 1
-        if self.max_pass_samples < self.micro_batch and self._good_steps >= self._steps_to_grow:
-            self.max_pass_samples = min(self.micro_batch, self.max_pass_samples * 2)
-            self._good_steps = 0
-            self.strategy.micro_batch_changed()
-            self.emit(
-                "warning",
-                kind="memory",
-                message=f"step {step + 1}: memory allows again; micro-batch back to {self.max_pass_samples}",
-            )
+        else:
+            self._recovery.shrink_passes(problem, step)
 
     def _report_compilation(self, seconds: float) -> None:
         """Emit an event after the first step, which compiled the model."""
@@ -375,9 +298,3 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def _error_summary(error: BaseException) -> str:
-    """Return an error's class and two lines of its message: the first may only name the compiler."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -30,6 +30,7 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
+from orchestrator.train.step_recovery import StepRecovery
 from orchestrator.train.totals import Totals
 from tests.support.planted_faults import (
     HOSTS,
@@ -231,7 +232,7 @@ def continue_with_half(patch: pytest.MonkeyPatch) -> None:
 
 
 def halve_without_a_vote(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Stepper, "_vote", lambda self, problem: problem)
+    patch.setattr(StepRecovery, "vote", lambda self, problem: problem)
 
 
 def assert_hosts_end_together(plant: Plant | None) -> None:

@@ -14,7 +14,8 @@ from orchestrator.errors import ResourceError, TaskFailed, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
-from orchestrator.train.step import GROW_AFTER, power_of_two
+from orchestrator.train.step import power_of_two
+from orchestrator.train.step_recovery import GROW_AFTER
 from orchestrator.train.totals import Totals
 from tests.support.steppers import (
     DoubleDigits,

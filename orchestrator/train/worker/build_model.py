@@ -19,6 +19,7 @@ from experts.surgery.surgery import restructure
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
+from orchestrator.record.log import Emit
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import build_checked_model
@@ -36,7 +37,7 @@ from orchestrator.train.parts.optim import (
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
-from orchestrator.train.step import Emit, Stepper
+from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import (
     convert_sync_batchnorm,
