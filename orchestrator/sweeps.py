@@ -14,6 +14,7 @@ from orchestrator.config.writer import changed_settings
 from orchestrator.errors import Interrupted, OrchestratorError, ResourceError, TrainingFailed, UserError
 from orchestrator.plan.inventory.hardware import results_folder, secret_values
 from orchestrator.record.ledger import SETTINGS_NOT_KEPT, Ledger, SweepRecord, holds_sweep, read_sweep_record
+from orchestrator.storage.address import refuse_address
 from orchestrator.types import VERSION
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ def check_new(config: Config) -> None:
 
 
 def _named_folder(config: Config) -> Path | None:
+    refuse_address("--run-dir of a sweep", config.run.run_dir)
     return config.run.run_dir or (results_folder() / config.run.name if config.run.name else None)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +39,7 @@ from orchestrator.plan.workers import (
 from orchestrator.record.callbacks import CallbackRunner, load_callbacks
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
+from orchestrator.storage.address import as_url
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
+    from orchestrator.train.remote.run import RemoteRun
     from orchestrator.train.worker.batch_size import BatchSizeResult
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run_settings import ResumedSettings
@@ -113,6 +116,7 @@ class Trainer:
             raise UserError(f"config is a {type(config).__name__}; a Config is needed: Config.of(epochs=3)")
         self.resolved = config if isinstance(config, Resolved) else _given_in_python(config or Config())
         self._resumed: ResumedSettings | None = None
+        self._remote: RemoteRun | None = None
         self._screen = Screen(quiet=True)
         self._quiet = quiet
         self._given_callbacks = list(callbacks)
@@ -140,8 +144,23 @@ class Trainer:
 
     def prepare(self) -> PreparedRun:
         """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""
-        self._take_run_settings()
-        return self._prepare(self._take_inventory(), None)
+        with self._local_record():
+            self._take_run_settings()
+            return self._prepare(self._take_inventory(), None)
+
+    @contextmanager
+    def _local_record(self) -> Iterator[None]:
+        """Let the block read the record of a remote run folder, and write nothing."""
+        from orchestrator.record.remote_record import local_record
+
+        resolved = self.resolved
+        config = resolved.config
+        if as_url(config.run.run_dir) is None or config.run.run_dir is None:
+            yield
+            return
+        with local_record(config.run.run_dir) as folder:
+            self.resolved = Resolved(config.but(run_dir=folder), resolved.origins)
+            yield
 
     def _take_run_settings(self) -> None:
         """Let a resumed run have the settings of its folder, except for those that are given again."""
@@ -222,6 +241,43 @@ class Trainer:
         """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
         does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
+        with ExitStack() as stack:
+            self._download_start(stack)
+            self._remote = self._open_remote()
+            if self._remote is not None:
+                stack.enter_context(self._remote.closing(self._screen.note))
+            return self._fit()
+
+    def _download_start(self, stack: ExitStack) -> None:
+        """Replace a remote checkpoint or run that the run begins with by a local copy, until it has ended."""
+        settings = self.resolved.config.checkpoint
+        for name, location in (("resume", settings.resume), ("init_from", settings.init_from)):
+            if location is None or as_url(location) is None:
+                continue
+            from orchestrator.train.remote.run import downloaded_start
+
+            flag = f"--{name.replace('_', '-')}"
+            copy = downloaded_start(flag, location, results_folder(), self._screen.note)
+            changed = {name: str(stack.enter_context(copy))}
+            self.resolved = Resolved(self.resolved.config.but(**changed), self.resolved.origins)
+
+    def _open_remote(self) -> RemoteRun | None:
+        """Open the remote folder of ``--run-dir``, if it is one. The run works in a local copy of it."""
+        config = self.resolved.config
+        url = as_url(config.run.run_dir)
+        if url is None:
+            return None
+        from orchestrator.storage.folder import RemoteFolder
+        from orchestrator.train.remote.run import open_remote_run
+
+        resumes = config.checkpoint.resume is not None
+        remote = open_remote_run(
+            RemoteFolder(url), results_folder(), config.checkpoint.keep, resumes, self._screen.note
+        )
+        self.resolved = Resolved(config.but(run_dir=remote.local), self.resolved.origins)
+        return remote
+
+    def _fit(self) -> Result:
         self._take_run_settings()
         config = self.resolved.config
         check_trackers(config.watch.trackers)
@@ -299,11 +355,12 @@ class Trainer:
     def _run_in_process(self, prepared: PreparedRun) -> Result:
         """Train in this process."""
         from orchestrator.train.parts.world import World
+        from orchestrator.train.remote.run import mirroring
         from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
         from orchestrator.train.worker.run import Supervision, count_starts, record_failure, run_worker
-        from orchestrator.train.worker.run_dir import open_run_dir
+        from orchestrator.train.worker.run_dir import open_run_dir, remote_of
         from orchestrator.train.worker.torch_settings import preserved_random_state
 
         start_s = perf_counter()
@@ -316,8 +373,9 @@ class Trainer:
             preserved_random_state(),
             open_event_log(config, run_dir, self._screen, self._callbacks) as log,
             stop_on_signal() as stop_requested,
+            mirroring(self._remote, log),
         ):
-            self._show_banner(prepared, banner_rows(prepared, run_dir))
+            self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
             supervision = Supervision(requests_of(stop_requested, self._callbacks))
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
@@ -329,11 +387,11 @@ class Trainer:
     def _run_on_workers(self, joined: bool) -> Result:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
         from orchestrator.runtime.cluster.survey import survey
-        from orchestrator.runtime.driver import drive, trained_model
+        from orchestrator.runtime.driver import Observers, drive, trained_model
         from orchestrator.train.strategies.placement_file import placement_file
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
-        from orchestrator.train.worker.run_dir import open_run_dir
+        from orchestrator.train.worker.run_dir import open_run_dir, remote_of
 
         cluster, node = survey(self._take_inventory(), joined)
         # Insufficient resources are reported before the model is traced.
@@ -348,10 +406,9 @@ class Trainer:
         if prepared.plan.strategy.value == "expert_parallel":
             placement_file(config, prepared.facts, num_workers)
         run_dir = open_run_dir(config, config.run.name, results_folder())
-        self._show_banner(prepared, banner_rows(prepared, run_dir))
-        status = drive(
-            _worker_group_type(prepared), prepared, cluster, run_dir, self._screen, self._callbacks
-        )
+        self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
+        observers = Observers(self._screen, self._callbacks, self._remote)
+        status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
         return self._finish(status, run_dir, trained_model(prepared, run_dir))
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support.cluster import RayCluster, local_cluster
+from tests.support.object_server import ObjectServer, object_server
 
 # Set before torch is imported, here and in processes that tests start. Tensors of tests are tiny:
 # on two busy cores, threads that wait for each other cost ten times what they save.
@@ -67,3 +68,17 @@ def shared_cluster() -> Iterator[RayCluster]:
     """The Ray cluster of the whole suite: four CPU slots, no GPU."""
     with local_cluster(cpus=4) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[ObjectServer]:
+    with object_server() as started:
+        yield started
+
+
+@pytest.fixture
+def s3(_s3_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """A real S3 server, and the variables by which clients find it."""
+    for name, value in _s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return _s3_server

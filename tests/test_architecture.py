@@ -15,7 +15,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LAYERS = ("config", "tasks", "plan", "record", "report", "train", "measure", "runtime", "api", "cli")
+LAYERS = (
+    "storage",
+    "config",
+    "tasks",
+    "plan",
+    "record",
+    "report",
+    "train",
+    "measure",
+    "runtime",
+    "api",
+    "cli",
+)
 """Packages of ``orchestrator`` from the lowest to the highest. A module imports from its own layer
 and from lower ones."""
 

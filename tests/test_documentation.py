@@ -35,6 +35,7 @@ NOT_RUN = {
     "docs/recovery.md": 1,
     "docs/security.md": 1,
     "docs/settings.md": 1,
+    "docs/storage.md": 3,
     "docs/sweeps.md": 1,
     "docs/training.md": 2,
 }

@@ -14,7 +14,7 @@ class ReportOptions:
     """Draw plots, performance_summary.txt and report.html again from a run folder."""
 
     folder: Path
-    """The folder of a run or of a sweep."""
+    """The folder of a run or of a sweep, or the address of a run (s3://bucket/run1)."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,10 +28,18 @@ def show_report(folder: Path) -> int:
     from rich.text import Text
 
     from orchestrator.record.ledger import holds_sweep
+    from orchestrator.record.remote_record import local_record
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.page import draw_sweep
+    from orchestrator.storage.address import as_url, location_text
+    from orchestrator.storage.folder import open_folder
 
-    draw = draw_sweep if holds_sweep(folder) else draw_report
-    for path in draw(folder):
-        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+    with local_record(folder) as local:
+        draw = draw_sweep if holds_sweep(local) else draw_report
+        for path in draw(local):
+            shown = str(path)
+            if as_url(folder):
+                open_folder("the run folder", folder).upload(path, path.name)
+                shown = f"{location_text(folder)}/{path.name}"
+            Console().print(Text(f"wrote {shown}"), soft_wrap=True)
     return 0

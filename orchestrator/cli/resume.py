@@ -11,6 +11,8 @@ from orchestrator.config.flags import read_flags
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
+from orchestrator.record.remote_record import local_record
+from orchestrator.storage.address import location_text
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class ResumeOptions:
 
     settings: Config
     folder: Path | None = None
-    """The folder of the run."""
+    """The folder of the run, or its address (s3://bucket/run1)."""
     config: Path | None = None
     """YAML file with settings that win over those of the folder; flags win over both."""
 
@@ -33,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
     if options.folder is None:
         raise UserError("which run? Give its folder: orchestrator resume FOLDER")
     _check_flags(resolved)
-    _check_folder(options.folder)
+    with local_record(options.folder) as folder:
+        _check_folder(folder, location_text(options.folder))
     origins = dict(resolved.origins) | dict.fromkeys(("resume", "run_dir"), "orchestrator resume")
     return fit(Resolved(resolved.config.but(resume="auto", run_dir=options.folder), origins))
 
@@ -48,29 +51,31 @@ def _check_flags(resolved: Resolved) -> None:
             )
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise UserError unless the folder holds a run that the command line can continue."""
+def _check_folder(folder: Path, shown: str) -> None:
+    """Raise UserError unless the folder holds a run that the command line can continue.
+
+    ``shown`` is the folder as the user named it."""
     from orchestrator.config.reader import read_file
     from orchestrator.record.ledger import holds_sweep
     from orchestrator.train.worker.plan_file import CONFIG
     from orchestrator.train.worker.run_dir import check_links, holds_run
 
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; give the folder of a run")
+        raise UserError(f"{shown}: there is no such folder; give the folder of a run")
     check_links(folder)
     if holds_sweep(folder):
         raise UserError(
-            f"{folder} is the folder of a sweep; continue it with: orchestrator sweep --resume {folder}"
+            f"{shown} is the folder of a sweep; continue it with: orchestrator sweep --resume {shown}"
         )
     if not holds_run(folder):
         raise UserError(
-            f"{folder} holds no run: no start is recorded in its events.jsonl; begin one with train"
+            f"{shown} holds no run: no start is recorded in its events.jsonl; begin one with train"
         )
     path = folder / CONFIG
     task = read_file(path).config.task if path.is_file() else ""
     if task.startswith("python:"):
         raise UserError(
-            f"the run in {folder} trains an object of a Python program ({task}), which no command line can "
+            f"the run in {shown} trains an object of a Python program ({task}), which no command line can "
             "name; continue it in Python: Trainer(..., config=Config.of(resume='auto', "
-            f"run_dir={str(folder)!r})).fit()"
+            f"run_dir={shown!r})).fit()"
         )

@@ -18,6 +18,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.inventory.hardware import results_folder
 from orchestrator.record.ledger import SETTINGS_NOT_KEPT, SweepRecord, holds_sweep, read_sweep_record
 from orchestrator.redaction import MASK
+from orchestrator.storage.address import refuse_address
 from orchestrator.sweeps import check_new
 
 
@@ -98,6 +99,7 @@ def _requested_space(options: SweepOptions) -> Space:
 def _resumed_folder(config: Config) -> Path | None:
     """Return the folder of the sweep to continue; None for a new one."""
     resume = config.checkpoint.resume
+    refuse_address("--resume of a sweep", resume)
     if resume is None:
         return None
     if resume != "auto":

@@ -16,6 +16,7 @@ from orchestrator.config.sweep import as_mapping
 from orchestrator.config.writer import flat_values
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import SweepRecord, TrialRow, read_sweep_record
+from orchestrator.storage.address import refuse_address
 
 
 def tuned(
@@ -27,6 +28,7 @@ def tuned(
     Flags win over the trial. ``devices`` returns the devices of a run with some settings:
     ``gpu`` or ``cpu``, and their number.
     """
+    refuse_address("--tuned", folder)
     record = read_sweep_record(folder)
     _check_task(record, resolved)
     flags = {name for name, origin in resolved.origins.items() if origin.startswith("flag")}

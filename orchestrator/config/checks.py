@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from orchestrator.storage.address import check_address
+
 Switch = Literal["auto", "on", "off"]
 
 LARGEST_NUMBER = 2**63
@@ -44,7 +46,8 @@ def positive(name: str, value: float | None) -> None:
 
 
 def possible_path(name: str, value: str | Path | None) -> None:
-    """Raise ValueError for a path that no file system accepts, before a run tries to open it."""
+    """Raise ValueError for a path or address that nothing accepts, before a run tries to open it."""
+    check_address(name, value)
     text = str(value or "")
     if any(character < " " or character == "\x7f" for character in text):
         raise ValueError(f"{name} is {reprlib.repr(text)}; a path without control characters was needed")

@@ -15,7 +15,7 @@ class DataSettings:
 
     data_dir: Path | None = None
     """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt
-    files for text)."""
+    files for text), or its address (s3://bucket/data); each machine keeps a copy in ~/.cache."""
     samples: int | None = None
     """Training samples of the synthetic task."""
     loader_workers: int = -1

@@ -27,10 +27,11 @@ class CheckpointSettings:
     resume: str | None = None
     """Continue a run with the settings of its folder; settings given again win, and differences are
     shown. auto: the run in the folder that --name or --run-dir names, from its newest good
-    checkpoint; a new run if the folder has none. PATH: a checkpoint, or a run folder with some;
-    the run continues in a folder of its own."""
+    checkpoint; a new run if the folder has none. PATH or address: a checkpoint, or a run folder
+    with some; the run continues in a folder of its own."""
     init_from: Path | None = None
-    """Begin with the weights of this checkpoint, without its optimizer state and its progress."""
+    """Begin with the weights of this checkpoint (path or address), without its optimizer state
+    and its progress."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint_every", self.checkpoint_every, 0)

@@ -49,7 +49,7 @@ class ParallelSettings:
     the first host over the whole batch."""
     placement: str = "auto"
     """Expert parallel: placement of the experts. auto uses their cost and the measured speed of
-    the devices; round_robin; or the path of a .json file."""
+    the devices; round_robin; or the path or address of a .json file."""
     exchange_chunks: int | None = None
     """Expert parallel: parts in which a layer's tokens are exchanged, so that experts compute
     while the next part is sent. Default: by the plan."""

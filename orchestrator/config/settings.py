@@ -52,7 +52,8 @@ class RunSettings:
     """Name of the run; its folder is results/NAME, below the current folder. Default: the task with
     the date and time."""
     run_dir: Path | None = None
-    """Folder of the run, in place of results/NAME."""
+    """Folder of the run, in place of results/NAME. An address (s3://bucket/run1, gs://...,
+    file:///...): the run works in results/, and is uploaded while it trains."""
     epochs: int = 10
     """Passes over the training data."""
     max_steps: int | None = None

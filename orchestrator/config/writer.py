@@ -14,6 +14,7 @@ from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config, flat_names, section_types
 from orchestrator.redaction import Secrets, mask, mask_tree
+from orchestrator.storage.address import as_url, location_text
 
 
 def write_file(
@@ -73,7 +74,7 @@ def _to_json(value: Any) -> Any:
         return {key: _to_json(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         return [_to_json(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
+    return location_text(value) if isinstance(value, Path) else value
 
 
 def with_absolute_paths(config: Config, folder: Path) -> Config:
@@ -83,12 +84,17 @@ def with_absolute_paths(config: Config, folder: Path) -> Config:
     for section in section_types():
         settings: Any = getattr(config, section)
         values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        paths = {name: folder / value for name, value in values.items() if isinstance(value, Path)}
+        paths = {name: _absolute(value, folder) for name, value in values.items() if isinstance(value, Path)}
         if paths:
             changes[section] = replace(settings, **paths)
     config = replace(config, **changes)
     # Two settings are a word or a path, and therefore declared as text.
     if config.checkpoint.resume not in (None, "auto"):
-        config = config.but(resume=str(folder / str(config.checkpoint.resume)))
+        config = config.but(resume=str(_absolute(str(config.checkpoint.resume), folder)))
     placement = config.parallel.placement
-    return config if placement in PLACEMENTS else config.but(placement=str(folder / placement))
+    return config if placement in PLACEMENTS else config.but(placement=str(_absolute(placement, folder)))
+
+
+def _absolute(location: str | Path, folder: Path) -> str | Path:
+    """Return a path taken from ``folder``; an address stays as it is."""
+    return location if as_url(location) else folder / location

@@ -38,6 +38,7 @@ reads these lines.
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                         |
 | checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (the part of the seconds      |
 |            | during which the loop was blocked)                                                         |
+| upload     | step, path, bytes, seconds: the checkpoint is published in the remote folder of the run    |
 | monitor    | step, host {cpu_percent, memory_used, memory_total, process_memory}, devices [{index,      |
 |            | name, …}]                                                                                  |
 | oom        | step, micro_batch, next_micro_batch, where                                                 |
@@ -71,6 +72,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,6 +117,8 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8")
         self._listeners = tuple(listeners)
         self._secrets = secrets
+        # Uploads write from a thread of their own; a listener may write too.
+        self._lock = threading.RLock()
 
     def write(self, event: str, **fields: Any) -> None:
         self.write_all([{"event": event, "time": time.time(), **fields}])
@@ -122,11 +126,12 @@ class EventLog:
     def write_all(self, events: Iterable[Event]) -> None:
         """Write several events at once: a kill in between leaves whole lines and at most one torn line."""
         masked = [self._masked(event) for event in events]
-        self._file.write("".join(line + "\n" for line, _ in masked))
-        self._file.flush()
-        for listener in self._listeners:
-            for _, event in masked:
-                listener(event)
+        with self._lock:
+            self._file.write("".join(line + "\n" for line, _ in masked))
+            self._file.flush()
+            for listener in self._listeners:
+                for _, event in masked:
+                    listener(event)
 
     def _masked(self, event: Event) -> tuple[str, Event]:
         """Return an event's line and the event itself, both without secrets."""

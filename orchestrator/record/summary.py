@@ -50,6 +50,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "train_loss": steps[-1]["loss"] if steps else None,
         **_validation(by_step(events, "evaluate")),
         "peak_memory_bytes": _peak_memory(events),
+        "uploaded_step": _uploaded_step(recorded),
         "experts": final_num_experts(changes, loads),
         "expert_changes": change_counts(changes),
         "imbalance": settled_imbalance(events, loads),
@@ -81,6 +82,12 @@ def _validation(evaluations: Sequence[Event]) -> dict[str, Any]:
         "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
         "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
     }
+
+
+def _uploaded_step(recorded: Sequence[Event]) -> int | None:
+    """Return the newest checkpoint that is in the remote folder; None without one."""
+    uploads = of_kind(recorded, "upload")
+    return uploads[-1]["step"] if uploads else None
 
 
 def _peak_memory(events: Sequence[Event]) -> float | None:

@@ -64,6 +64,7 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
     "evaluate": {"step": _is_integer, "loss": _is_loss, "metrics": _is_mapping},
     "epoch": {"step": _is_integer, "epoch": _is_integer},
     "end": {"status": _is_present, "reason": _is_present},
+    "upload": _STEP,
     "phases": _STEP,
     "exchange": _STEP,
     "load": _STEP,

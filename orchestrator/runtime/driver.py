@@ -46,6 +46,7 @@ from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.saved_experts import read_experts
 from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.placed_experts import build_saved_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -87,16 +88,20 @@ Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 """Starts a number of workers, with a GPU each or without. The driver's own events go to the logs."""
 
 
-def drive(
-    start: Start,
-    prepared: PreparedRun,
-    cluster: Cluster,
-    run_dir: Path,
-    screen: Screen,
-    callbacks: CallbackRunner | None = None,
-) -> str:
+@dataclass(frozen=True)
+class Observers:
+    """What follows a run beside its workers: the screen, the user's callbacks, and the uploads."""
+
+    screen: Screen
+    callbacks: CallbackRunner = field(default_factory=lambda: CallbackRunner([]))
+    remote: RemoteRun | None = None
+    """The remote folder that the run folder is copied to, if there is one."""
+
+
+def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, observers: Observers) -> str:
     """Run to the end, through failures. Return the status of the run."""
-    callbacks = callbacks or CallbackRunner([])
+    screen = observers.screen
+    callbacks = observers.callbacks
     begun = perf_counter()
     starts_before = count_starts(run_dir)
     logs = run_dir / "logs"
@@ -116,6 +121,7 @@ def drive(
             with (
                 _RunRecord(run_dir, [screen, trackers, callbacks]) as record,
                 stop_on_signal() as stop_requested,
+                mirroring(observers.remote, record.log),
             ):
                 callbacks.bind(run_dir, config, record.log.write)
                 requests = _Requests(run_dir / "logs", stop_requested, callbacks, screen.note)

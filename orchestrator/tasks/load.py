@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.nearest import did_you_mean
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
+from orchestrator.storage.address import as_url
+from orchestrator.storage.local_copy import local_copy
 from orchestrator.tasks.named_object import make_named_object
 from orchestrator.tasks.task import Task
 
@@ -18,6 +21,7 @@ REQUIRED_MEMBERS = ("build_model", "train_data", "loss")
 def load_task(config: Config) -> Task:
     """Return the task that the config names, ready to build its model and data."""
     name = config.task
+    config = _with_local_data(config)
     if name in BUILT_IN:
         module = importlib.import_module(f"orchestrator.tasks.{name}")
         return getattr(module, BUILT_IN[name])(config)
@@ -27,6 +31,14 @@ def load_task(config: Config) -> Task:
             "a task of your own is named package.module:Name"
         )
     return _load_user_task(name, config)
+
+
+def _with_local_data(config: Config) -> Config:
+    """Return the config with a local copy in place of a remote ``--data-dir``."""
+    data_dir = config.data.data_dir
+    if data_dir is None or as_url(data_dir) is None:
+        return config
+    return replace(config, data=replace(config.data, data_dir=local_copy("--data-dir", data_dir)))
 
 
 def loads_by_name(name: str) -> bool:

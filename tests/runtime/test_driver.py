@@ -18,7 +18,7 @@ from orchestrator.errors import ResourceError, TrainingFailed
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
-from orchestrator.runtime.driver import Attempt, AttemptResult, drive
+from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 
@@ -139,7 +139,7 @@ def drive_run(cluster: FakeCluster, screen: FakeScreen | None = None, **settings
     prepared: Any = FakePrepared(SimpleNamespace(config=config))
     ray_cluster: Any = SimpleNamespace(autoscaling=False)
     shown: Any = screen or FakeScreen()
-    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, shown)
+    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, Observers(shown))
 
 
 def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) -> None:

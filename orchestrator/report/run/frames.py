@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import expert_events
+from orchestrator.record.remote_record import local_record
 from orchestrator.report.run.read import RunRecord, number, read_run_record, section
 from orchestrator.types import PHASES
 
@@ -104,7 +105,7 @@ _TABLES = {
 
 
 def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
-    """Return a table of a run folder::
+    """Return a table of a run folder, which may be remote (``s3://bucket/run1``)::
 
         steps = orchestrator.read_run("results/digits")
         steps[["loss", "validation_loss"]].interpolate().plot()
@@ -123,7 +124,8 @@ def read_run(folder: str | Path, table: str = "steps") -> DataFrame:
     """
     if table not in _TABLES:
         raise UserError(f"a run has no table {table!r}; it has {', '.join(_TABLES)}")
-    record = read_run_record(Path(folder))
+    with local_record(folder) as local:
+        record = read_run_record(local)
     return steps_frame(record) if table == "steps" else _event_frame(record, table)
 
 

@@ -166,6 +166,13 @@ def load(
     return Contents(tensors, state)
 
 
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint. Raises ``CheckpointDamaged`` with the first defect."""
+    for name, hashes in _listed_files(path).items():
+        with HashedReader(path / name, hashes) as reader:
+            reader.verify()
+
+
 def _tensor_files(files: Mapping[str, Hashes]) -> Iterator[tuple[str, str]]:
     """Yield the name and the kind of each file of tensors, in the order of ranks."""
     for name in sorted(files):
@@ -203,7 +210,7 @@ def _listed_files(path: Path) -> dict[str, Hashes]:
     """Return the files of a checkpoint and their hashes. They are exactly those in the folder."""
     if not path.is_dir():
         raise UserError(f"there is no checkpoint at {path}")
-    listed = _read_manifest(path)
+    listed = read_manifest(path)
     present = {file.name for file in path.iterdir()} - {MANIFEST}
     if present != set(listed):
         missing = sorted(set(listed) - present) or "nothing"
@@ -212,7 +219,7 @@ def _listed_files(path: Path) -> dict[str, Hashes]:
     return listed
 
 
-def _read_manifest(path: Path) -> dict[str, Hashes]:
+def read_manifest(path: Path) -> dict[str, Hashes]:
     """Return the hashes of each file in the manifest, which is checked against itself."""
     try:
         with os.fdopen(open_regular(path / MANIFEST), "rb") as file:

@@ -127,6 +127,11 @@ class HashedReader:
         self.read(begin, memoryview(content))
         return content
 
+    def verify(self) -> None:
+        """Read every piece. Raises ``CheckpointDamaged`` for a wrong one."""
+        for number in range(len(self._ends)):
+            self._piece(number)
+
     def _piece(self, number: int) -> memoryview:
         if self._last is None or self._last[0] != number:
             num_bytes, expected = self._hashes.pieces[number]

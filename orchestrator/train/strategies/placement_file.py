@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from experts.placement.placement import check_placement, read_placement
 from orchestrator.config.parallel import PLACEMENTS
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts
+from orchestrator.storage.folder import RemoteError
+from orchestrator.storage.local_copy import read_file
 
 
 def placement_file(config: Config, facts: ModelFacts, num_hosts: int) -> list[tuple[int, ...]] | None:
@@ -40,8 +41,8 @@ def _file_text(config: Config) -> str | None:
     if path in PLACEMENTS:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file("--placement", path).decode("utf-8")
+    except (OSError, UnicodeDecodeError, RemoteError) as error:
         raise UserError(
             f"--placement {path} cannot be read ({error}); give auto, round_robin or a JSON file"
         ) from None

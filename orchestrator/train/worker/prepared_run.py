@@ -88,8 +88,8 @@ def plan_json(prepared: PreparedRun) -> dict[str, Any]:
     }
 
 
-def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
-    """Return the rows of the start-up banner."""
+def banner_rows(prepared: PreparedRun, run_dir: Path, remote: str | None = None) -> list[tuple[str, str]]:
+    """Return the rows of the start-up banner. ``remote`` is the address of the remote folder."""
     plan = prepared.plan
     facts = prepared.facts
     experts = ""
@@ -107,7 +107,7 @@ def banner_rows(prepared: PreparedRun, run_dir: Path) -> list[tuple[str, str]]:
         ("precision", f"{plan.precision.value}: {plan.precision.reason}"),
         ("batch", _batch_text(plan)),
         ("steps", f"{plan.total_steps.value}: {plan.total_steps.reason}"),
-        ("folder", str(run_dir)),
+        ("folder", f"{run_dir}, uploaded to {remote}" if remote else str(run_dir)),
     ]
 
 

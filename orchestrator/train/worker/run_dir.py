@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +15,14 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.events import of_kind, read_events
 from orchestrator.record.summary import summarise, write_json
-from orchestrator.types import counted
+from orchestrator.storage.address import location_text
+from orchestrator.types import counted, first_line
 
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".yaml", ".html", ".txt", ".png", ".log"})
 _MAX_NAME_CHARACTERS = 60
 _MAX_RUNS_PER_SECOND = 100
+_MAX_URL_CHARACTERS = 4096
+_REMOTE = "remote"
 
 
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
@@ -28,7 +32,7 @@ def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
     run_dir = config.run.run_dir or (results / name if name else None)
     if run_dir is None and config.checkpoint.resume == "auto":
         raise _unnamed(config, results)
-    run_dir = run_dir or _new_folder(config, results)
+    run_dir = run_dir or new_folder(results, task_name(config))
     check_unused(config, run_dir)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -68,16 +72,30 @@ def _newest_run(config: Config, results: Path) -> Path | None:
     return max((folder for folder in folders if stamped.fullmatch(folder.name)), default=None)
 
 
-def resume_command(run_dir: Path, ray_address: str = "auto") -> str:
-    """Return the whole command that continues a run."""
+def resume_command(run_dir: str | Path, ray_address: str = "auto") -> str:
+    """Return the whole command that continues a run. A local copy is continued in its remote folder."""
     address = "" if ray_address == "auto" else f" --ray-address {shlex.quote(ray_address)}"
-    return f"orchestrator resume {shlex.quote(str(run_dir))}{address}"
+    location = remote_of(Path(run_dir)) or location_text(run_dir)
+    return f"orchestrator resume {shlex.quote(location)}{address}"
 
 
-def _new_folder(config: Config, results: Path) -> Path:
+def write_remote(run_dir: Path, url: str) -> None:
+    """Note in a run folder that it is the local copy of a remote one. The note is for people alone."""
+    (run_dir / _REMOTE).write_text(f"{url}\n", encoding="utf-8")
+
+
+def remote_of(run_dir: Path) -> str | None:
+    """Return the address of the remote folder that a run folder is the local copy of."""
+    with suppress(OSError, UnicodeDecodeError):
+        return first_line((run_dir / _REMOTE).read_text(encoding="utf-8"), _MAX_URL_CHARACTERS)
+    return None
+
+
+def new_folder(results: Path, name: str) -> Path:
+    """Return a folder that does not exist, with a name and the time."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     suffixes = ["", *(f"-{number}" for number in range(2, _MAX_RUNS_PER_SECOND))]
-    candidates = (results / f"{task_name(config)}-{stamp}{suffix}" for suffix in suffixes)
+    candidates = (results / f"{name}-{stamp}{suffix}" for suffix in suffixes)
     return next(path for path in candidates if not path.exists())
 
 

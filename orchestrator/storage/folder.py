@@ -1,0 +1,165 @@
+"""A remote folder: objects below an address, written and read as a whole through fsspec."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import OrchestratorError, UserError
+from orchestrator.redaction import mask
+from orchestrator.storage.address import as_url, check_address, scheme_of
+from orchestrator.types import first_line
+
+_PART_BYTES = 2**24
+_NUM_PARTS_AT_ONCE = 4
+_CONNECT_SECONDS = 10
+_READ_SECONDS = 60
+_MAX_ERROR_CHARACTERS = 300
+_PROBE = ".writable"
+_SAFE_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "memory": {},
+    # Listings must show what other machines have written since.
+    "gs": {"use_listings_cache": False},
+    "s3": {
+        "use_listings_cache": False,
+        "max_concurrency": _NUM_PARTS_AT_ONCE,
+        "config_kwargs": {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS},
+    },
+}
+
+
+class RemoteError(OrchestratorError):
+    """The storage refused an operation or did not answer. The message has no secret."""
+
+
+class RemoteFolder:
+    """The objects below an address. Names are relative to it, with slashes."""
+
+    def __init__(self, location: str | Path, files: Any = None) -> None:
+        """``location`` has passed ``check_address``; ``files`` is the file system of a parent folder."""
+        url = as_url(location)
+        assert url is not None, location
+        self.url = url
+        self._scheme = scheme_of(url)
+        self._files = files or self._open()
+        self._root = str(self._files._strip_protocol(url)).rstrip("/")
+
+    def _open(self) -> Any:
+        import fsspec
+
+        with self._errors("open"):
+            # fsspec's own cache would not see credentials that have changed.
+            return fsspec.filesystem(self._scheme, skip_instance_cache=True, **_OPTIONS[self._scheme])
+
+    def __truediv__(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self.url}/{name}", self._files)
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    def check_writable(self) -> None:
+        """Write and remove an object. Raises ``RemoteError``."""
+        self.write(_PROBE, b"writable")
+        self.remove([_PROBE])
+
+    def files(self) -> dict[str, str]:
+        """Return every object below the address: its name, and a text that changes with its content.
+
+        Names that could not be paths below a local folder are left out."""
+        with self._errors("list"):
+            try:
+                found = self._files.find(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+        names = {str(path).removeprefix(f"{self._root}/"): info for path, info in found.items()}
+        return {name: _version(info) for name, info in names.items() if is_safe_name(name)}
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return the content of an object, cut at ``max_bytes``; None if there is none."""
+        with self._errors(f"read {name} of"):
+            if not self._files.isfile(self._path(name)):
+                return None
+            with suppress(FileNotFoundError), self._files.open(self._path(name), "rb") as file:
+                return bytes(file.read(max_bytes))
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        with self._errors(f"write {name} to"):
+            self._files.pipe_file(self._path(name), content)
+            self._sync(name)
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a local file. The object is there as a whole, or not at all, once this returns or fails."""
+        # Others than object stores have no parts.
+        options = {"chunksize": _PART_BYTES} if self._scheme in ("s3", "gs") else {}
+        with self._errors(f"write {name} to"):
+            self._files.put_file(str(source), self._path(name), **options)
+            self._sync(name)
+
+    def download(self, name: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors(f"read {name} of"):
+            self._files.get_file(self._path(name), str(target))
+
+    def remove(self, names: list[str]) -> None:
+        """Remove objects in this order. One that is gone already is no error."""
+        for name in names:
+            with self._errors(f"remove {name} of"), suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+            if self._scheme == "file":
+                with suppress(OSError):  # the folder has other files
+                    Path(self._path(name)).parent.rmdir()
+
+    def _path(self, name: str) -> str:
+        assert is_safe_name(name), name
+        return f"{self._root}/{name}"
+
+    def _sync(self, name: str) -> None:
+        """Force a file of file:// and its name to the disk; object stores do so themselves."""
+        if self._scheme != "file":
+            return
+        path = Path(self._path(name))
+        for synced in (path, path.parent):
+            descriptor = os.open(synced, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    @contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        """Raise every error of the storage's library as ``RemoteError``: each library has its own."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error, _MAX_ERROR_CHARACTERS)}"
+            raise RemoteError(mask(f"cannot {action} {self.url}: {reason}")) from None
+
+
+def open_folder(name: str, location: str | Path) -> RemoteFolder:
+    """Return the remote folder of a setting or argument. Raises ``UserError`` if it cannot be used."""
+    try:
+        check_address(name, location)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return RemoteFolder(location)
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    """Return the size of an object with its hash or time, under the names of each library."""
+    marks = (info.get(key) for key in ("ETag", "md5Hash", "mtime", "created"))
+    return f"{info.get('size')} {next((mark for mark in marks if mark), '')}"
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether the name of an object may become a path below a local folder."""
+    parts = name.split("/")
+    return all(_SAFE_NAME.fullmatch(part) and part not in (".", "..") for part in parts)

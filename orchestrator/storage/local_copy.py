@@ -1,0 +1,82 @@
+"""Local copies of remote data: a folder or a file that a task reads, and small files.
+
+Copies stay in ``~/.cache/expert-orchestrator``, one for each state of the remote folder, and are
+shared by the processes of a machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.errors import UserError
+from orchestrator.storage.address import as_url
+from orchestrator.storage.folder import RemoteFolder, open_folder
+
+_MAX_SMALL_FILE_BYTES = 2**26
+_KEY_CHARACTERS = 20
+
+
+def local_copy(name: str, location: str | Path) -> Path:
+    """Return a local copy of a remote folder or file; ``name`` is the setting, for messages.
+
+    Raises ``UserError`` if there is nothing."""
+    folder, file = _folder_and_file(name, location)
+    files = folder.files()
+    if file:
+        files = {other: version for other, version in files.items() if other == file}
+    if not files:
+        raise UserError(f"{name} {as_url(location)}: there is nothing; give a folder or a file with data")
+    key = hashlib.sha256(json.dumps([as_url(location), files], sort_keys=True).encode()).hexdigest()
+    copy = Path.home() / ".cache" / "expert-orchestrator" / key[:_KEY_CHARACTERS]
+    with _locked(copy.with_suffix(".lock")):
+        if not copy.exists():
+            _download(folder, list(files), copy)
+    return copy / file if file else copy
+
+
+def read_file(name: str, location: str | Path) -> bytes:
+    """Return the content of a small file, local or remote. Raises ``OSError`` or ``RemoteError``."""
+    if as_url(location) is None:
+        return Path(location).read_bytes()
+    folder, file = _split(name, location)
+    content = folder.read(file, _MAX_SMALL_FILE_BYTES)
+    if content is None:
+        raise FileNotFoundError(f"there is no {as_url(location)}")
+    return content
+
+
+def _folder_and_file(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
+    """Return the folder of an address; for the address of a file also the name of the file."""
+    folder, file = _split(name, location)
+    is_file = bool(file) and folder.read(file, 1) is not None
+    return (folder, file) if is_file else (open_folder(name, location), "")
+
+
+def _split(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
+    parent, _, file = str(as_url(location)).rpartition("/")
+    if parent.endswith(":/"):
+        return open_folder(name, location), ""
+    return open_folder(name, parent), file
+
+
+def _download(folder: RemoteFolder, names: list[str], target: Path) -> None:
+    partial = target.with_suffix(".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    for file in names:
+        folder.download(file, partial / file)
+    os.rename(partial, target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process of this machine at a time download a copy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,167 @@
+"""The checkpoints of a run in a remote folder: published by their manifest, retained, downloaded.
+
+An object store has no rename. So a checkpoint is there once its manifest is: the manifest is written
+after all other files, and removed before any of them. A folder without a manifest is the remains of
+a killed upload or removal.
+
+    checkpoints/step_00000040/      the files of a checkpoint, as on disk
+    checkpoints/step_00000040.1/    another upload of the same step: no file of a checkpoint that is
+                                    published is ever overwritten"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.errors import CheckpointDamaged
+from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.train.checkpoint.files import (
+    MANIFEST,
+    load,
+    read_manifest,
+    step_name,
+    step_of,
+    verify,
+)
+from orchestrator.train.checkpoint.progress import read_progress
+
+CHECKPOINTS = "checkpoints"
+_ABANDONED = "abandoned.json"
+"""The manifest of a checkpoint that is damaged, or later than the step that the run resumed from."""
+_FOLDER_NAME = re.compile(r"(step_\d{8,18})(?:\.(\d{1,6}))?", re.ASCII)
+_MAX_MANIFEST_BYTES = 2**27
+
+
+class RemoteCheckpoint(NamedTuple):
+    """A published checkpoint: its step, the number of its upload, and the name of its folder."""
+
+    step: int
+    upload: int
+    name: str
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one run. One process writes them."""
+
+    def __init__(self, folder: RemoteFolder) -> None:
+        """``folder`` is the folder ``checkpoints`` of the run."""
+        self._folder = folder
+
+    def newest_first(self) -> list[RemoteCheckpoint]:
+        return _published(self._folder.files())
+
+    def upload(self, path: Path, before_manifest: Callable[[], None]) -> int | None:
+        """Upload a checkpoint of the disk, and publish it. Return its bytes; None if it is there already.
+
+        ``before_manifest`` uploads what must be there before the checkpoint is. Files that an upload
+        has begun with and that failed are sent again."""
+        manifest = (path / MANIFEST).read_bytes()
+        step = step_of(path.name)
+        assert step is not None, path
+        earlier = [checkpoint for checkpoint in self.newest_first() if checkpoint.step == step]
+        for checkpoint in earlier:
+            if self._manifest(checkpoint) == manifest:
+                return None
+        name = _new_name(step, earlier)
+        num_bytes = 0
+        for file in sorted(path.iterdir()):
+            if file.name != MANIFEST:
+                self._folder.upload(file, f"{name}/{file.name}")
+                num_bytes += file.stat().st_size
+        before_manifest()
+        self._folder.write(f"{name}/{MANIFEST}", manifest)
+        for checkpoint in earlier:
+            self._remove(checkpoint.name)
+        return num_bytes + len(manifest)
+
+    def retain(self, keep: int, best_step: int | None) -> None:
+        """Remove all but the newest few and the best one, and the remains of killed uploads."""
+        files = self._folder.files()
+        published = _published(files)
+        steps = sorted({checkpoint.step for checkpoint in published}, reverse=True)
+        retained = {*steps[:keep], best_step}
+        kept = {checkpoint.name for checkpoint in published if checkpoint.step in retained}
+        kept |= {folder for folder in _folders(files) if f"{folder}/{_ABANDONED}" in files}
+        for name in _folders(files) - kept:
+            self._remove(name)
+
+    def abandon_after(self, step: int) -> None:
+        """Unpublish the checkpoints later than ``step``, which the run resumes from. Their files stay."""
+        for checkpoint in self.newest_first():
+            if checkpoint.step > step:
+                self._folder.write(f"{checkpoint.name}/{_ABANDONED}", self._manifest(checkpoint))
+                self._folder.remove([f"{checkpoint.name}/{MANIFEST}"])
+
+    def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
+        """Download a checkpoint into ``folder``, verify every byte, and return its path.
+
+        Raises ``CheckpointDamaged``, and ``RemoteError`` if the storage does not answer."""
+        partial = folder / f".writing_{step_name(checkpoint.step)}_download"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            (partial / MANIFEST).write_bytes(self._manifest(checkpoint))
+            # The names in a manifest are those of a checkpoint's files, else it counts as damaged.
+            for name in read_manifest(partial):
+                self._download_file(checkpoint, name, partial)
+            verify(partial)
+            path = folder / step_name(checkpoint.step)
+            os.rename(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return path
+
+    def _download_file(self, checkpoint: RemoteCheckpoint, name: str, folder: Path) -> None:
+        try:
+            self._folder.download(f"{checkpoint.name}/{name}", folder / name)
+        except RemoteError as error:
+            if self._folder.read(f"{checkpoint.name}/{name}", 1) is None:
+                raise CheckpointDamaged(f"{checkpoint.name}: {name} is missing") from None
+            raise error
+
+    def _manifest(self, checkpoint: RemoteCheckpoint) -> bytes:
+        return self._folder.read(f"{checkpoint.name}/{MANIFEST}", _MAX_MANIFEST_BYTES) or b""
+
+    def _remove(self, name: str) -> None:
+        # The manifest first: a kill in between leaves no half checkpoint that passes for a whole one.
+        files = [file for file in self._folder.files() if file.startswith(f"{name}/")]
+        self._folder.remove(sorted(files, key=lambda file: file != f"{name}/{MANIFEST}"))
+
+
+def named_checkpoint(name: str) -> RemoteCheckpoint | None:
+    """Return the checkpoint of a folder's name; None for a name that no upload has."""
+    match = _FOLDER_NAME.fullmatch(name)
+    step = step_of(match[1]) if match else None
+    return RemoteCheckpoint(step, int(match[2] or 0), name) if match and step is not None else None
+
+
+def best_step(path: Path) -> int | None:
+    """Return the best step so far, as a checkpoint on the disk has it."""
+    return read_progress(load(path, kinds=frozenset()).state).best_step
+
+
+def _published(files: Iterable[str]) -> list[RemoteCheckpoint]:
+    """Return the checkpoints with a manifest: the newest step first, of one step its last upload."""
+    published: list[RemoteCheckpoint] = []
+    for file in files:
+        folder, _, name = file.partition("/")
+        checkpoint = named_checkpoint(folder)
+        if checkpoint is not None and name == MANIFEST:
+            published.append(checkpoint)
+    return sorted(published, reverse=True)
+
+
+def _folders(files: Iterable[str]) -> set[str]:
+    """Return the folders with the name of a checkpoint, published or not."""
+    folders = {file.partition("/")[0] for file in files}
+    return {folder for folder in folders if named_checkpoint(folder)}
+
+
+def _new_name(step: int, earlier: Sequence[RemoteCheckpoint]) -> str:
+    """Return the name of a folder that no published checkpoint has."""
+    last_upload = max((checkpoint.upload for checkpoint in earlier), default=None)
+    return step_name(step) if last_upload is None else f"{step_name(step)}.{last_upload + 1}"

@@ -1,0 +1,198 @@
+"""Copies a run folder to a remote one, in a thread beside the training.
+
+The run works in a folder on the disk and knows nothing of this. The thread looks at the folder every
+second. It uploads a new checkpoint: its files, then the events and the other files of the run, then
+its manifest. Only then is there an ``upload`` event. Files of the run are also uploaded at intervals.
+
+No upload waits in a queue: after one, the newest checkpoint is next, and those before it are left
+out. The training never waits for an upload, except for the last one at the end of the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+
+from orchestrator.errors import OrchestratorError, TrainingFailed
+from orchestrator.record.log import Log
+from orchestrator.record.remote_record import RecordUpload
+from orchestrator.storage.folder import RemoteFolder
+from orchestrator.train.checkpoint.files import MANIFEST
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step
+from orchestrator.types import first_line
+
+_LOOK_SECONDS = 1.0
+_MAX_WAIT_SECONDS = 60.0
+_LOUD_FAILURES = 5
+"""Failures in a row after which a warning says what is at stake."""
+_LAST_TRIES = 6
+_LINKS = ".upload"
+"""Folder of hard links to the checkpoint that is being uploaded: the run may remove its own names."""
+
+
+class Mirror:
+    """Uploads the checkpoints and the record of one run."""
+
+    def __init__(self, local: Path, remote: RemoteFolder, keep: int) -> None:
+        self._local = local
+        self._remote = remote
+        self._keep = keep
+        self._store = CheckpointStore(local / CHECKPOINTS, repair=False)
+        self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
+        self._record = RecordUpload(local, remote)
+        self._log: Log | None = None
+        self._uploaded: set[tuple[int, int, int]] = set()
+        """Step, inode and time of the manifests that are published: a step may be saved again."""
+        self._best_step: int | None = None
+        self._num_failures = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, log: Log) -> None:
+        """Start to upload in the background. Events go to ``log``."""
+        self._log = log
+        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the upload in progress, and begin no other one. The log may be closed afterwards."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        self._log = None
+
+    def finish_checkpoints(self) -> None:
+        """Upload the last checkpoints. A failure is an event, and ``finish`` tries again.
+
+        The log may be closed afterwards."""
+        log = self._log
+        self.stop()
+        self._log = log
+        self._try_often(self._upload_checkpoints)
+        self._log = None
+
+    def finish(self) -> None:
+        """Upload the rest: the record with its end, and the report.
+
+        Raises ``TrainingFailed`` if anything is missing in the remote folder."""
+        self.stop()
+        error = self._try_often(self._upload_all)
+        if error is not None:
+            raise TrainingFailed(
+                f"the run ended, but its upload to {self._remote.url} failed {_LAST_TRIES} times "
+                f"({first_line(error, None)}); all of it is in {self._local}: copy that folder there"
+            )
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stop.wait(wait_s):
+            error = self._try(self._upload_due)
+            wait_s = _LOOK_SECONDS if error is None else _wait_seconds(self._num_failures)
+
+    def _try_often(self, action: Callable[[], None]) -> Exception | None:
+        """Carry out an action, again after failures. Return the last error if all tries have failed."""
+        self._num_failures = 0
+        for number in range(1, _LAST_TRIES + 1):
+            error = self._try(action)
+            if error is None or number == _LAST_TRIES:
+                return error
+            sleep(_wait_seconds(number))
+        return None
+
+    def _try(self, action: Callable[[], None]) -> Exception | None:
+        """Carry out an action. Warn of its first failure, and when failures go on."""
+        try:
+            action()
+        # A full disk (hard links), a damaged checkpoint, or the storage.
+        except (OrchestratorError, OSError) as error:
+            self._num_failures += 1
+            self._warn_of(error)
+            return error
+        if self._num_failures:
+            self._num_failures = 0
+            self._write("notice", message=f"uploads to {self._remote.url} work again")
+        return None
+
+    def _warn_of(self, error: Exception) -> None:
+        reason = first_line(error, None)
+        if self._num_failures == 1:
+            self._warn(f"an upload failed, and is tried again: {reason}")
+        elif self._num_failures % _LOUD_FAILURES == 0:
+            newest = max((step for step, *_ in self._uploaded), default=None)
+            saved = f"the newest checkpoint there is of step {newest}" if newest else "no checkpoint is there"
+            self._warn(
+                f"UPLOADS FAIL: {self._num_failures} in a row, {saved}; what came later is on this machine "
+                f"alone ({self._local}): {reason}"
+            )
+
+    def _warn(self, message: str) -> None:
+        self._write("warning", kind="upload", message=message)
+
+    def _write(self, event: str, **fields: object) -> None:
+        if self._log is not None:
+            with suppress(ValueError):  # a run that has failed has closed its log
+                self._log.write(event, **fields)
+
+    def _upload_due(self) -> None:
+        """Upload the newest checkpoint if it is new, and the record if its time has come."""
+        self._upload_checkpoints()
+        if self._record.is_due():
+            self._record.upload()
+
+    def _upload_all(self) -> None:
+        self._upload_checkpoints()
+        self._record.upload()
+
+    def _upload_checkpoints(self) -> None:
+        """Upload the newest checkpoint, and the best one, unless they are there."""
+        checkpoints = self._store.newest_first()
+        for number, (step, path) in enumerate(checkpoints):
+            if number == 0 or step == self._best_step:
+                self._upload_checkpoint(step, path, is_newest=number == 0)
+
+    def _upload_checkpoint(self, step: int, path: Path, is_newest: bool) -> None:
+        try:
+            status = (path / MANIFEST).stat()
+            identity = (step, status.st_ino, status.st_mtime_ns)
+            if identity in self._uploaded:
+                return
+            links = _link_files(path, self._local / _LINKS / path.name)
+        except FileNotFoundError:
+            return  # removed meanwhile: there is a newer one
+        began_s = monotonic()
+        try:
+            if is_newest:
+                self._best_step = best_step(links)
+            num_bytes = self._checkpoints.upload(links, self._record.upload)
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
+        self._uploaded.add(identity)
+        if num_bytes is None:
+            return  # the checkpoint that a resumed run has downloaded
+        # It is published: from here on it counts, whatever happens to the older ones.
+        seconds = monotonic() - began_s
+        relative_path = f"{CHECKPOINTS}/{path.name}"
+        self._write("upload", step=step, path=relative_path, bytes=num_bytes, seconds=seconds)
+        self._checkpoints.retain(self._keep, self._best_step)
+
+
+def _wait_seconds(num_failures: int) -> float:
+    return min(_MAX_WAIT_SECONDS, 2.0 ** (num_failures - 1))
+
+
+def _link_files(source: Path, target: Path) -> Path:
+    """Give the files of a checkpoint names of their own, below ``target``."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except PermissionError:  # a file system without hard links
+            shutil.copyfile(file, target / file.name)
+    return target

@@ -1,0 +1,161 @@
+"""A run in a remote folder: a local folder that the run works in, and the mirror that uploads it.
+
+The local folder is new at each start. A resumed run gets its record and its newest good checkpoint
+from the remote folder, whichever machine wrote them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
+from orchestrator.record.log import Log
+from orchestrator.record.remote_record import download_record, holds_record
+from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
+from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step, named_checkpoint
+from orchestrator.train.remote.mirror import Mirror
+from orchestrator.train.worker.run import record_failure
+from orchestrator.train.worker.run_dir import new_folder, resume_command, write_remote
+
+
+@dataclass
+class RemoteRun:
+    """A run in a remote folder, from its start to its end."""
+
+    folder: RemoteFolder
+    local: Path
+    """The folder that the run works in."""
+    mirror: Mirror
+    resumed_step: int | None = None
+    """The step of the checkpoint that was downloaded; None without checkpoints."""
+    has_started: bool = False
+
+    @contextmanager
+    def mirroring(self, log: Log) -> Iterator[None]:
+        """Upload while the block trains, with events in ``log``."""
+        if self.resumed_step is not None:
+            RemoteCheckpoints(self.folder / CHECKPOINTS).abandon_after(self.resumed_step)
+        self.has_started = True
+        self.mirror.start(log)
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise  # the user wants to end at once
+        except BaseException:
+            self.mirror.stop()
+            raise
+        self.mirror.finish_checkpoints()
+
+    @contextmanager
+    def closing(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Upload what is left when the block has ended, also after an error of its own."""
+        began_s = perf_counter()
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            if self.has_started:
+                try:
+                    self.mirror.finish()
+                except TrainingFailed as error:
+                    note(f"warning: {error}")
+            else:
+                shutil.rmtree(self.local, ignore_errors=True)
+            raise
+        try:
+            self.mirror.finish()
+        except TrainingFailed as error:
+            record_failure(self.local, error, perf_counter() - began_s, starts_before=0)
+            raise
+        note(f"uploaded: {self.folder.url}")
+
+
+def mirroring(remote: RemoteRun | None, log: Log) -> AbstractContextManager[None]:
+    """Upload while the block trains, if the run has a remote folder."""
+    return nullcontext() if remote is None else remote.mirroring(log)
+
+
+def open_remote_run(
+    folder: RemoteFolder, results: Path, keep: int, resumes: bool, note: Callable[[str], None]
+) -> RemoteRun:
+    """Check the remote folder, and create the local one.
+
+    Raises ``UserError`` if it cannot be written, or holds a run that is not to be continued."""
+    _check_writable(folder)
+    holds_run = holds_record(folder)
+    if holds_run and not resumes:
+        raise UserError(
+            f"{folder.url} holds a run already; continue it with {resume_command(folder.url)}, "
+            "or choose another --run-dir"
+        )
+    local = new_folder(results, folder.name)
+    (local / CHECKPOINTS).mkdir(parents=True)
+    write_remote(local, folder.url)
+    remote = RemoteRun(folder, local, Mirror(local, folder, keep))
+    if holds_run:
+        try:
+            download_record(folder, local)
+            remote.resumed_step = download_newest(folder, local, note)
+        except BaseException:
+            shutil.rmtree(local, ignore_errors=True)
+            raise
+    return remote
+
+
+def _check_writable(folder: RemoteFolder) -> None:
+    try:
+        folder.check_writable()
+    except RemoteError as error:
+        raise UserError(
+            f"{error}. Check the name of the bucket and that your credentials allow to write there "
+            "(see docs/storage.md), or choose another --run-dir"
+        ) from None
+
+
+def download_newest(folder: RemoteFolder, local: Path, note: Callable[[str], None]) -> int | None:
+    """Download the newest good checkpoint of a run, and its best one.
+
+    Return the step of the newest; 0 if all are damaged, and None if there are none."""
+    checkpoints = RemoteCheckpoints(folder / CHECKPOINTS)
+    published = checkpoints.newest_first()
+    for checkpoint in published:
+        try:
+            path = checkpoints.download(checkpoint, local / CHECKPOINTS)
+        except CheckpointDamaged as error:
+            note(f"warning: skipped checkpoint {checkpoint.name} of {folder.url}: {error}")
+            continue
+        best = best_step(path)
+        best_ones = [other for other in published if other.step == best and best != checkpoint.step]
+        for other in best_ones[:1]:
+            with suppress(CheckpointDamaged):
+                checkpoints.download(other, local / CHECKPOINTS)
+        return checkpoint.step
+    return 0 if published else None
+
+
+@contextmanager
+def downloaded_start(
+    flag: str, location: str | Path, results: Path, note: Callable[[str], None]
+) -> Iterator[Path]:
+    """Yield a local copy of what ``--resume`` or ``--init-from`` names: a checkpoint, or a run folder.
+
+    It is below ``results``, where the workers of other nodes see it too, and removed at the end."""
+    folder = open_folder(flag, location)
+    results.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".downloaded-", dir=results) as copy:
+        local = Path(copy)
+        checkpoint = named_checkpoint(folder.name)
+        run = folder if checkpoint is None else open_folder(flag, folder.url.rsplit("/", 2)[0])
+        download_record(run, local)
+        if checkpoint is not None:
+            yield RemoteCheckpoints(run / CHECKPOINTS).download(checkpoint, local / CHECKPOINTS)
+        elif download_newest(run, local, note):
+            yield local
+        else:
+            raise UserError(f"{flag} {folder.url}: there is no good checkpoint; give a run or a checkpoint")

@@ -1,0 +1,223 @@
+"""Tests of whole runs in remote folders: training, resuming elsewhere, failing uploads, secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator import Config, Result, Trainer, read_run
+from orchestrator.errors import TrainingFailed, UserError
+from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.train.remote import mirror
+from orchestrator.train.remote.checkpoints import RemoteCheckpoints
+from tests.test_trainer import blobs, cross_entropy, settings
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid4().hex}/run1"
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.01)
+
+
+def remote_settings(url: str, **changes: Any) -> Config:
+    return settings(Path("unused"), run_dir=url, **changes)
+
+
+def fit(url: str, quiet: bool = True, **changes: Any) -> Result:
+    return make_trainer(remote_settings(url, **changes), quiet=quiet).fit()
+
+
+def make_trainer(
+    config: Config, loss: Callable[[Any, Any], Any] = cross_entropy, quiet: bool = True
+) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(nn.Linear(4, 3), data=blobs(320), loss=loss, config=config, quiet=quiet)
+
+
+def published(url: str) -> list[int]:
+    checkpoints = RemoteCheckpoints(RemoteFolder(url) / "checkpoints")
+    return [checkpoint.step for checkpoint in checkpoints.newest_first()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in by_step(read_events(folder / "events.jsonl"))]
+
+
+def local_run(tmp_path: Path, **changes: Any) -> list[float]:
+    make_trainer(settings(tmp_path, **changes)).fit()
+    return losses(tmp_path / "run")
+
+
+# Training and resuming
+
+
+def test_a_run_is_in_the_remote_folder_and_no_folder_is_named_like_the_address(
+    url: str, tmp_path: Path
+) -> None:
+    result = fit(url, max_steps=8, checkpoint_every=2)
+    assert not list(tmp_path.glob("memory*"))
+    names = set(RemoteFolder(url).files())
+    assert {"events.jsonl", "config.yaml", "plan.json", "summary.json", "report.html"} <= names
+    assert "remote" not in names
+    assert published(url)[0] == 8
+    summary = json.loads(RemoteFolder(url).read("summary.json", 2**20) or b"")
+    assert summary["status"] == "completed"
+    assert summary["uploaded_step"] == 8
+    assert RemoteFolder(url).read("events.jsonl", 2**24) == (result.run_dir / "events.jsonl").read_bytes()
+
+
+def test_an_upload_event_follows_the_manifest(url: str) -> None:
+    result = fit(url, max_steps=8, checkpoint_every=4)
+    uploads = of_kind(read_events(result.run_dir / "events.jsonl"), "upload")
+    assert uploads[-1]["step"] == 8
+    assert uploads[-1]["path"] == "checkpoints/step_00000008"
+    assert uploads[-1]["bytes"] > 0
+
+
+def test_a_run_resumed_in_another_folder_has_the_losses_of_one_never_stopped(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = local_run(tmp_path / "local", max_steps=12, schedule="constant", warmup_steps=0)
+    fit(url, max_steps=7, checkpoint_every=3, schedule="constant", warmup_steps=0)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    result = fit(url, max_steps=12, resume="auto", schedule="constant", warmup_steps=0)
+    assert result.run_dir.is_relative_to(other)
+    assert losses(result.run_dir) == whole
+    assert list(read_run(url)["loss"]) == whole
+    starts = of_kind(read_events(result.run_dir / "events.jsonl"), "start")
+    assert [start["step"] for start in starts] == [0, 7]
+
+
+def test_the_settings_of_a_resumed_run_are_those_of_the_remote_folder(url: str) -> None:
+    fit(url, max_steps=4, learning_rate=1e-4)
+    result = fit(url, max_steps=6, resume="auto")
+    steps = by_step(read_events(result.run_dir / "events.jsonl"))
+    assert max(step["lr"] for step in steps) <= 1e-4
+    assert "config.001.yaml" in RemoteFolder(url).files()
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(url, max_steps=4)
+    fit(url, max_steps=8, resume="auto")
+    assert published(url) == [8, 4]
+    RemoteFolder(url).write("checkpoints/step_00000008/model_00000.safetensors", b"damaged")
+    result = fit(url, quiet=False, max_steps=10, resume="auto")
+    assert "skipped checkpoint step_00000008" in " ".join(capsys.readouterr().out.split())
+    starts = of_kind(read_events(result.run_dir / "events.jsonl"), "start")
+    assert starts[-1]["step"] == 4
+    assert 8 not in published(url)
+    assert published(url)[0] == 10
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_again(url: str, tmp_path: Path) -> None:
+    fit(url, max_steps=2)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(
+        UserError, match=f"{url} holds a run already; continue it with orchestrator resume {url}"
+    ):
+        fit(url, max_steps=4)
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_resume_auto_begins_a_run_where_there_is_none(url: str) -> None:
+    assert fit(url, max_steps=2, resume="auto").summary["steps"] == 2
+
+
+def test_a_run_begins_with_the_weights_or_the_state_of_a_remote_checkpoint(url: str, tmp_path: Path) -> None:
+    fit(url, max_steps=4)
+    settings_of = {"max_steps": 6, "schedule": "constant"}
+    for number, start in enumerate((url, f"{url}/checkpoints/step_00000004")):
+        config = settings(tmp_path / f"resumed{number}", resume=start, **settings_of)
+        result = make_trainer(config).fit()
+        assert of_kind(read_events(result.run_dir / "events.jsonl"), "resume")[0]["step"] == 4
+    config = settings(tmp_path / "new", init_from=f"{url}/checkpoints/step_00000004", max_steps=2)
+    result = make_trainer(config).fit()
+    assert of_kind(read_events(result.run_dir / "events.jsonl"), "resume")[0]["weights_only"]
+    assert not list(tmp_path.rglob(".downloaded-*"))
+
+
+# Places that cannot be written, and uploads that fail
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_created(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*Check the name of the bucket"):
+        fit(f"file://{tmp_path}/file/run1", max_steps=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    """Let that many uploads fail before one succeeds."""
+    upload = RemoteFolder.upload
+    left = num_failures
+
+    def fail(self: RemoteFolder, source: Path, name: str) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise RemoteError(f"cannot write {name}: the storage is down")
+        upload(self, source, name)
+
+    monkeypatch.setattr(RemoteFolder, "upload", fail)
+    monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)
+
+
+def test_a_failing_upload_is_tried_again_and_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, 3)
+    result = fit(url, max_steps=6)
+    events = read_events(result.run_dir / "events.jsonl")
+    warnings = [event["message"] for event in of_kind(events, "warning") if event["kind"] == "upload"]
+    assert "the storage is down" in warnings[0]
+    assert of_kind(events, "upload")[-1]["step"] == 6
+    assert result.status == "completed"
+    assert published(url) == [6]
+
+
+def test_an_upload_that_fails_for_good_is_the_end_status_of_the_run(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, 10**6)
+    with pytest.raises(TrainingFailed, match=f"its upload to {url} failed 6 times .*the storage is down"):
+        fit(url, max_steps=6)
+    (folder,) = (tmp_path / "results").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert f"its upload to {url} failed" in summary["reason"]
+    assert summary["steps"] == 6
+    events = read_events(folder / "events.jsonl")
+    warnings = [event["message"] for event in of_kind(events, "warning") if event["kind"] == "upload"]
+    assert any("UPLOADS FAIL: 5 in a row, no checkpoint is there" in message for message in warnings)
+    # The run itself is whole, and on this machine.
+    assert (folder / "checkpoints" / "step_00000006" / "manifest.json").exists()
+
+
+def test_what_a_failed_run_has_saved_is_uploaded(url: str) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 30:
+            raise ValueError("broken at last")
+        return cross_entropy(model, batch)
+
+    num_calls = 0
+    with pytest.raises(Exception, match="broken at last"):
+        make_trainer(remote_settings(url, checkpoint_every=2), loss).fit()
+    assert published(url)
+    assert json.loads(RemoteFolder(url).read("summary.json", 2**20) or b"")["status"] == "failed"
