@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from orchestrator.report.run.graph_files import read_expert_graph
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.frames import read_sweep
+    from orchestrator.tasks.metrics import AUC, F1, Perplexity
     from orchestrator.tasks.task import Loss, Task, TensorData
     from orchestrator.trainer import Result, Trainer
 
 _HOMES = {
+    "AUC": "orchestrator.tasks.metrics",
+    "F1": "orchestrator.tasks.metrics",
+    "Perplexity": "orchestrator.tasks.metrics",
     "Callback": "orchestrator.record.callbacks",
     "Config": "orchestrator.config.settings",
     "Metric": "orchestrator.config.metric",
@@ -38,11 +42,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "AUC",
+    "F1",
     "Callback",
     "Config",
     "Loss",
     "Metric",
     "Monitor",
+    "Perplexity",
     "Request",
     "Result",
     "Task",

@@ -93,8 +93,9 @@ class Trainer:
     ``__getitem__``. ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a
     ``Loss``. ``optimizer`` builds an optimizer from parameters; ``schedule`` returns the factor of
     the learning rate at a step. ``metrics`` gives the directions of metrics that early stopping may
-    watch: ``{"churn": Metric(mode="min")}``. ``callbacks`` are objects whose methods are called during
-    the run, see ``Callback``. After the training the model holds the trained weights.
+    watch, and metrics with a state: ``{"churn": Metric(mode="min"), "f1": F1()}``. ``callbacks`` are
+    objects whose methods are called during the run, see ``Callback``. After the training the model
+    holds the trained weights.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Trainer:
         validation: Any = None,
         optimizer: Callable[[Iterable[Any]], Any] | None = None,
         schedule: Callable[[int], float] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Any] | None = None,
         callbacks: Iterable[Any] = (),
         task: Task | None = None,
         config: Config | Resolved | None = None,
@@ -456,12 +457,13 @@ def _worker_group_type(prepared: PreparedRun) -> Any:
 
 
 def _check_metrics(metrics: Any) -> None:
-    from orchestrator.config.metric import Metric
+    from orchestrator.config.metric import as_metric
 
-    if not isinstance(metrics, Mapping) or not all(isinstance(value, Metric) for value in metrics.values()):
+    is_mapping = isinstance(metrics, Mapping)
+    if not is_mapping or any(as_metric(value) is None for value in metrics.values()):
         raise UserError(
-            f"metrics is {metrics!r}; a mapping of names to directions is needed: "
-            '{"churn": Metric(mode="min")}'
+            f"metrics is {metrics!r}; a mapping of names to metrics is needed: "
+            '{"churn": Metric(mode="min"), "f1": F1()}'
         )
 
 

@@ -1,4 +1,4 @@
-"""The direction of a metric: whether smaller or larger values are better.
+"""Metrics: their direction, and those that are computed from a state of their own.
 
 One rule for everything that ranks by a metric: early stopping, the best checkpoint, sweeps, reports.
 A direction is given with the name (``mae:min``), declared by the task (``Metric(mode="min")``), or
@@ -7,16 +7,19 @@ known from the name. It is never guessed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from orchestrator.errors import UserError
 
 Mode = Literal["min", "max"]
+Reduction = Literal["sum", "gather"]
 
 _SMALLER_IS_BETTER = frozenset({
     "loss", "error", "err", "mae", "mse", "rmse", "mape", "smape", "msle", "rmsle",
@@ -32,15 +35,79 @@ _OPPOSITES = frozenset(("negative", "neg", "inverse", "drop", "gap"))
 """Words that may turn the meaning of a metric around: with one of them the direction must be given."""
 
 
-@dataclass(frozen=True)
 class Metric:
-    """A metric of a task: ``mode`` is ``min`` if smaller values are better, ``max`` if larger ones are."""
+    """A metric of a task: ``mode`` is ``min`` if smaller values are better, ``max`` if larger ones are.
 
-    mode: Mode
+    ``Metric(mode="min")`` gives the direction of a metric that the loss returns as a sum. A metric of
+    any other kind is a subclass with ``update`` and ``compute``::
 
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise UserError(f"Metric(mode={self.mode!r}): the mode must be 'min' or 'max'")
+        class Largest(Metric):
+            def __init__(self):
+                super().__init__("max")
+                self.add_state("values", reduce="gather")
+
+            def update(self, values_B):
+                self.values.append(values_B)
+
+            def compute(self):
+                return self.values.max()
+
+    The loss then returns the arguments of ``update`` as a tuple: ``Loss(..., metrics={"largest": (x,)})``.
+    """
+
+    _starts: Mapping[str, tuple[Any, Reduction]] = MappingProxyType({})
+
+    def __init__(self, mode: Mode | None = None) -> None:
+        """Without ``mode`` the direction is that of the metric's name, if it is a usual one."""
+        if mode is not None and mode not in get_args(Mode):
+            raise UserError(f"Metric(mode={mode!r}): the mode must be 'min' or 'max'")
+        self.mode: Mode | None = mode
+
+    def add_state(self, name: str, start: Any = None, reduce: Reduction = "sum") -> None:
+        """Declare an attribute that ``update`` changes, and how the workers' values become one.
+
+        ``sum`` adds tensors; ``start`` is the tensor to begin with. ``gather`` begins with an empty
+        list, to which ``update`` appends tensors of one row per sample; ``compute`` finds a tensor
+        with the rows of all workers, in any order."""
+        if reduce not in get_args(Reduction) or (reduce == "sum") != (start is not None):
+            raise UserError(
+                f"add_state({name!r}, start={start!r}, reduce={reduce!r}): a sum needs a tensor to start "
+                "with, and gather needs none"
+            )
+        self._starts = {**self._starts, name: (start, reduce)}
+        setattr(self, name, [] if reduce == "gather" else start)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add the values of a batch to the state."""
+        del args, kwargs
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """Return the metric, a number, from the state of all workers."""
+        raise NotImplementedError
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the metric is computed from updates; else the loss returns it as a sum."""
+        return type(self).update is not Metric.update
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """The states by name, and how each is reduced."""
+        return {name: reduction for name, (_, reduction) in self._starts.items()}
+
+    def fresh(self, device: Any) -> Metric:
+        """Return a copy whose states are at their start, on a device."""
+        metric = copy.copy(self)
+        for name, (start, reduction) in self._starts.items():
+            setattr(metric, name, [] if reduction == "gather" else start.clone().to(device))
+        return metric
+
+    def state(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def set_state(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -117,4 +184,62 @@ def declared_metrics(task: Any) -> Mapping[str, Metric]:
     declared = getattr(task, "metrics", None)
     if not isinstance(declared, Mapping):
         return {}
-    return {name: metric for name, metric in declared.items() if isinstance(metric, Metric)}
+    metrics = {name: as_metric(metric) for name, metric in declared.items()}
+    return {name: metric for name, metric in metrics.items() if metric is not None}
+
+
+def as_metric(value: Any) -> Metric | None:
+    """Return a metric, one of torchmetrics included; None for any other object."""
+    if isinstance(value, Metric):
+        return value
+    return TorchMetric(value) if TorchMetric.accepts(value) else None
+
+
+class TorchMetric(Metric):
+    """A metric of torchmetrics, which need not be installed: its attributes are known by name."""
+
+    def __init__(self, metric: Any) -> None:
+        higher_is_better = getattr(metric, "higher_is_better", None)
+        modes: Mapping[Any, Mode] = {True: "max", False: "min"}
+        super().__init__(modes.get(higher_is_better))
+        self._metric = metric
+
+    @staticmethod
+    def accepts(value: Any) -> bool:
+        names = ("update", "compute", "reset", "_defaults", "_reductions")
+        return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        known: Mapping[str, Reduction] = {"dim_zero_sum": "sum", "dim_zero_cat": "gather"}
+        found: dict[str, Reduction] = {}
+        for name, function in self._metric._reductions.items():
+            reduction = known.get(getattr(function, "__name__", ""))
+            if reduction is None:
+                raise UserError(
+                    f"{type(self._metric).__name__} reduces its state {name!r} over workers by {function!r}; "
+                    "states that are summed or gathered were needed"
+                )
+            found[name] = reduction
+        return found
+
+    def fresh(self, device: Any) -> Metric:
+        inner = copy.deepcopy(self._metric)
+        inner.reset()
+        # The states are reduced here: left on, torchmetrics would add up the workers a second time.
+        inner.sync_on_compute = False
+        inner._to_sync = False
+        return TorchMetric(inner.to(device))
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._metric.update(*args, **kwargs)
+
+    def compute(self) -> Any:
+        self._metric._update_count = max(1, getattr(self._metric, "_update_count", 1))
+        return self._metric.compute()
+
+    def state(self, name: str) -> Any:
+        return getattr(self._metric, name)
+
+    def set_state(self, name: str, value: Any) -> None:
+        setattr(self._metric, name, value)

@@ -26,10 +26,12 @@ class Loss:
 
     sum: Tensor
     count: int | Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Sums over the same count."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Sums over the same count; a tuple has the arguments of ``update`` of a ``Metric``."""
     loads: tuple[Tensor, ...] = ()
     """Tokens per expert of each MoE layer."""
+    updates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The tuples among ``metrics``; ``as_loss`` moves them here."""
 
 
 class Task(Protocol):
@@ -49,9 +51,9 @@ class Task(Protocol):
     """The unit of a count. Throughput is reported in samples per second and, if it differs, in this."""
     units_per_sample: int = 1
     """Units in a sample."""
-    metrics: Mapping[str, Metric] = MappingProxyType({})
-    """Directions of the metrics that ``loss`` returns, for names that are not known:
-    ``{"churn": Metric(mode="min")}``."""
+    metrics: Mapping[str, Metric | Any] = MappingProxyType({})
+    """Directions of the metrics that ``loss`` returns, for names that are not known, and metrics with
+    a state: ``{"churn": Metric(mode="min"), "f1": F1()}``. Those of torchmetrics are accepted."""
 
     def build_model(self) -> nn.Module: ...
 

@@ -27,13 +27,19 @@ def as_loss(result: Any, samples: int) -> tuple[Loss, float]:
     """Convert any form of a task's loss to ``Loss``, with the weight of its sum.
 
     A plain scalar is a mean over the samples, so its weight is their number; the weight of a sum is 1.
+    Metrics that are tuples become its ``updates``.
     """
     if isinstance(result, Loss):
         if all(isinstance(value, Tensor) for value in result.metrics.values()):
             return result, 1.0
         device = result.sum.device
-        metrics = {name: torch.as_tensor(value, device=device) for name, value in result.metrics.items()}
-        return replace(result, metrics=metrics), 1.0
+        updates = {name: value for name, value in result.metrics.items() if isinstance(value, tuple)}
+        sums = {
+            name: torch.as_tensor(value, device=device)
+            for name, value in result.metrics.items()
+            if name not in updates
+        }
+        return replace(result, metrics=sums, updates=updates), 1.0
     if isinstance(result, Tensor):
         if result.ndim:
             raise UserError(

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from experts.context import StepContext
+from orchestrator.config.metric import declared_metrics
 from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss
 from orchestrator.train.batches import check_batch_device, slice_batch
 from orchestrator.train.data import Feed, MicroBatch
+from orchestrator.train.metric_states import MetricStates
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
 from orchestrator.train.parts.precision import Precision
@@ -58,22 +60,24 @@ class Evaluation:
         world.broadcast(persistent_buffers(model))
         model.eval()
         try:
-            totals, samples = self._local_totals(world.device)
+            states = MetricStates(declared_metrics(self.strategy.task), world.device)
+            totals, samples = self._local_totals(world.device, states)
         finally:
             model.train(was_training)
         if world.size > 1:
             totals = self._reduce_totals(totals, samples)
         assert totals is not None
         count = max(1.0, float(totals.count))
+        means = {name: float(value) / count for name, value in totals.metrics.items()}
         return {
             "loss": float(totals.loss) / count,
-            "metrics": {name: float(value) / count for name, value in totals.metrics.items()},
+            "metrics": means | states.compute(world),
             "samples": samples,
             "seconds": perf_counter() - start,
         }
 
-    def _local_totals(self, device: torch.device) -> tuple[Totals | None, int]:
-        """Return this worker's sums, and the number of samples of all workers."""
+    def _local_totals(self, device: torch.device, states: MetricStates) -> tuple[Totals | None, int]:
+        """Return this worker's sums, and the number of samples of all workers. Update the metrics."""
         totals: Totals | None = None
         samples = 0
         limit = NO_LIMIT if self.strategy.lockstep else self.feed.largest_micro_batch
@@ -83,7 +87,7 @@ class Evaluation:
             samples += batch.global_samples
             for micro_batch in batch.micro_batches:
                 if micro_batch.num_samples or self.strategy.lockstep:
-                    more, limit = self._evaluate(micro_batch, device, limit)
+                    more, limit = self._evaluate(micro_batch, states, limit)
                     totals = _add(totals, more)
                 self.on_progress()
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
@@ -91,13 +95,14 @@ class Evaluation:
         return totals, samples
 
     def _evaluate(
-        self, micro_batch: MicroBatch, device: torch.device, limit: int
+        self, micro_batch: MicroBatch, states: MetricStates, limit: int
     ) -> tuple[Totals | None, int]:
         """Return the sums of a micro-batch, and the largest number of samples known to fit in memory.
 
         A pass that does not fit is repeated in halves. A dummy micro-batch is computed, but has no sums.
         """
         data = micro_batch.fetch()
+        device = states.device
         check_batch_device(data, device)
         samples = micro_batch.num_samples or micro_batch.num_dummies
         context = StepContext(dummy=not micro_batch.num_samples)
@@ -117,6 +122,8 @@ class Evaluation:
                 limit = -(-size // 2)
                 free_cached(device)
                 continue
+            if micro_batch.num_samples:
+                states.update(result[0].updates)
             totals = _add(totals, _double_totals(*result, samples=size))
             done += size
         return totals if micro_batch.num_samples else None, limit

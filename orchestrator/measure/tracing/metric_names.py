@@ -58,7 +58,7 @@ def _names(task: Task, model: nn.Module, batch: Any) -> list[str]:
     # A task may return other metrics in evaluation than in training.
     model.eval()
     loss, _ = as_loss(task.loss(model, batch), _SAMPLES)
-    return list(loss.metrics)
+    return [*loss.metrics, *loss.updates]
 
 
 def _unless_it_fails(find: Callable[[], list[str]]) -> list[str] | None:
