@@ -21,6 +21,7 @@ from orchestrator.tasks.task import Loss, Task, TensorData
 class OneLayer(Task):
     """A sample is a token; a host takes 2,048 of them a step. The loss counts its features."""
 
+    unit = "features"
     units_per_sample = WIDTH
 
     def __init__(self, config: Config) -> None:

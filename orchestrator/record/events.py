@@ -18,9 +18,9 @@ reads these lines.
 | step       | step (from 1), epoch, loss, grad_norm, lr, samples, units, seconds, metrics {name: mean    |
 |            | over the batch}; warm_up is true on the first steps of a process                           |
 | phases     | step, steps; seconds per step of data, forward, backward, optimizer and, on several        |
-|            | workers, communication; total                                                              |
+|            | workers, communication; total; warm_up as in ``step``                                      |
 | exchange   | step, steps; per step: bytes (sent to other hosts, summed over hosts), seconds (waiting    |
-|            | time, mean over hosts), rows (sent, summed over hosts)                                     |
+|            | time, mean over hosts), rows (sent, summed over hosts); warm_up as in ``step``             |
 | load       | step, steps, loads [layer][expert]: tokens per expert summed over those steps; ids         |
 |            | [layer][expert] once the experts are not the initial ones                                  |
 | expert     | step (steps done when it takes effect), change (born, warmed, merged, pruned, moved,       |

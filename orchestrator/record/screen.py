@@ -32,9 +32,10 @@ REST_OF_BAR = 68  # columns of the bar line without the bar itself, at most
 
 
 class _Speed:
-    """Samples or tokens per second over the last steps."""
+    """Samples, or the units that a task counts, per second over the last steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "") -> None:
+        self._unit = unit or "tokens"
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=SPEED_STEPS)
 
     def add(self, event: Event) -> None:
@@ -52,7 +53,7 @@ class _Speed:
         samples, units, seconds = (sum(column) for column in zip(*steps, strict=True))
         if units == samples:
             return f"{count_text(round(samples / seconds, 1))} samples/s"
-        return f"{count_text(round(units / seconds))} tokens/s"
+        return f"{count_text(round(units / seconds))} {self._unit}/s"
 
 
 @dataclass
@@ -125,7 +126,11 @@ class Screen:
     def _start(self, event: Event) -> None:
         self.close()  # a run that starts again in this process gets a new bar
         total = event.get("total_steps")
-        self._state = _BarState(step=int(event.get("step") or 0), total=int(total) if total else None)
+        self._state = _BarState(
+            step=int(event.get("step") or 0),
+            total=int(total) if total else None,
+            speed=_Speed(str(event.get("unit") or "")),
+        )
         self._next_line = self._state.step + 1
         if self._display.is_live:
             self._bar = _make_bar(self._display.console, self._state)

@@ -19,6 +19,7 @@ from orchestrator.record.events import (
 )
 from orchestrator.record.expert_changes import change_counts, expert_changes, final_num_experts
 from orchestrator.record.host_balance import mean_per_step, settled_imbalance
+from orchestrator.record.speed import after_warm_up, speed_of
 from orchestrator.record.validate import is_valid
 
 
@@ -30,7 +31,8 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     start: Event = starts[-1] if starts else {"event": "start"}
     steps = by_step(events, "step")
     loads = by_step(events, "load")
-    exchanges = by_step(events, "exchange")
+    exchanges = after_warm_up(by_step(events, "exchange"))
+    speed = speed_of(steps)
     changes = expert_changes(events)
     # The order of the keys is the order in the file.
     return {
@@ -45,8 +47,11 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "unit": start.get("unit"),
         "steps": steps[-1]["step"] if steps else 0,
         "epochs": len({event["epoch"] for event in of_kind(events, "epoch")}),
-        "samples_per_second": _per_second(steps, "samples"),
-        "units_per_second": _per_second(steps, "units"),
+        "samples_per_second": speed.samples if speed else None,
+        "units_per_second": speed.units if speed else None,
+        "median_step_seconds": speed.median_step_s if speed else None,
+        "mean_step_seconds": speed.mean_step_s if speed else None,
+        "warm_up_steps": speed.num_warm_up if speed else 0,
         "train_loss": steps[-1]["loss"] if steps else None,
         **_validation(by_step(events, "evaluate")),
         "peak_memory_bytes": _peak_memory(events),
@@ -126,13 +131,6 @@ def _seconds(session: Sequence[Event]) -> float:
     times = [event["time"] for event in session if isinstance(event.get("time"), int | float)]
     recorded = sum(end.get("seconds") or 0.0 for end in of_kind(session, "end"))
     return max(recorded, max(times) - min(times) if times else 0.0)
-
-
-def _per_second(steps: Sequence[Event], name: str) -> float | None:
-    """Return a rate over the run, without the warm-up steps unless there are no others."""
-    counted = [step for step in steps if not step.get("warm_up")] or steps
-    seconds = sum(step["seconds"] for step in counted)
-    return sum(step[name] for step in counted) / seconds if seconds else None
 
 
 def write_json(path: Path, content: Any) -> None:

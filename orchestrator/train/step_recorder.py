@@ -103,9 +103,13 @@ class StepRecorder:
             "seconds": step.seconds,
             "metrics": {name: value / max(1.0, count) for name, value in figures.metrics.items()},
         }
-        if step.step - self._first_step <= _WARM_UP_STEPS:
-            event["warm_up"] = True
-        return event
+        return event | self._warm_up_mark(step)
+
+    def _warm_up_mark(self, last: PendingStep) -> Event:
+        """Return the field of an event whose steps, up to this one, belong to the warm-up.
+
+        Events are written at its end: none is about steps before and after it."""
+        return {"warm_up": True} if last.step - self._first_step <= _WARM_UP_STEPS else {}
 
     def _phases_events(self, steps: Sequence[PendingStep]) -> list[Event]:
         phases = self._stepper.clock.take()
@@ -114,7 +118,8 @@ class StepRecorder:
         # The clock's total is of the host, which runs ahead of a GPU: the mean of the steps
         # replaces it.
         total_s = sum(step.seconds for step in steps) / len(steps)
-        return [self._event("phases", **{**phases, "total": total_s})]
+        mark = self._warm_up_mark(steps[-1])
+        return [self._event("phases", **{**phases, "total": total_s}, **mark)]
 
     def _exchange_events(self, steps: Sequence[PendingStep]) -> list[Event]:
         """Return the mean cost per step of the token exchange between hosts."""
@@ -131,6 +136,7 @@ class StepRecorder:
                 bytes=sent_bytes,
                 rows=rows,
                 seconds=seconds,
+                **self._warm_up_mark(steps[-1]),
             )
         ]
 

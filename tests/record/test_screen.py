@@ -150,6 +150,13 @@ def test_without_gpus_host_memory_is_shown_and_tokens_if_counted() -> None:
     assert out.getvalue().strip() == "epoch 1  step 1/2  loss 0.1523  16.4k tokens/s  1.0 GiB"
 
 
+def test_the_speed_has_the_unit_of_the_task() -> None:
+    screen, out = piped()
+    screen(start(2) | {"unit": "frames"})
+    screen(step(1, units=64 * 128, seconds=0.5))
+    assert "16.4k frames/s" in out.getvalue()
+
+
 def test_the_speed_is_that_of_the_last_steps() -> None:
     screen, out = piped()
     screen(start(1000))

@@ -19,8 +19,9 @@ from orchestrator.record.host_balance import (
     token_counts,
 )
 from orchestrator.record.placements import RecordedHost, RecordedLayer, RecordedPlacement, measurement
+from orchestrator.record.speed import after_warm_up
 from orchestrator.report.run.read import RunRecord, cached_on_record
-from orchestrator.report.run.stats import phase_seconds, plural, throughput
+from orchestrator.report.run.stats import plural, speed
 
 HOST_MAX_LOG2 = 1.0
 """The colours of host use range from half to twice the mean: hosts should be balanced, experts need not."""
@@ -216,15 +217,12 @@ def _counted_steps(loads: Sequence[Event]) -> tuple[int, int]:
 def exchange_cost(record: RunRecord) -> ExchangeCost | None:
     if not record.exchanges:
         return None
-    num_bytes, seconds, rows = (
-        mean_per_step(record.exchanges, name) for name in ("bytes", "seconds", "rows")
-    )
+    exchanges = after_warm_up(record.exchanges)
+    num_bytes, seconds, rows = (mean_per_step(exchanges, name) for name in ("bytes", "seconds", "rows"))
     if num_bytes is None and seconds is None and rows is None:
         return None
-    # Without phases the median step is the best estimate of a step.
-    rate = throughput(record)
-    step_seconds = sum(phase_seconds(record).values()) or (rate.step_s if rate else 0.0)
-    share = seconds / step_seconds if seconds is not None and step_seconds else None
+    measured = speed(record)
+    share = seconds / measured.mean_step_s if seconds is not None and measured else None
     return ExchangeCost(num_bytes, seconds, rows, share)
 
 

@@ -15,7 +15,7 @@ from orchestrator.report.run.stats import (
     phase_seconds,
     plural,
     shares,
-    throughput,
+    speed,
 )
 from orchestrator.types import bytes_text, seconds_text
 
@@ -72,17 +72,17 @@ def _half_precision_advice(record: RunRecord) -> tuple[str, ...]:
 def python_finding(record: RunRecord) -> Finding | None:
     """Return a GPU that waits for Python to launch its work."""
     use = gpu_utilization(record)
-    rate = throughput(record)
-    if not record.on_gpu or use is None or rate is None:
+    measured = speed(record)
+    if not record.on_gpu or use is None or measured is None:
         return None
-    if use >= IDLE_UTILIZATION or rate.step_s >= SHORT_STEP_S:
+    if use >= IDLE_UTILIZATION or measured.median_step_s >= SHORT_STEP_S:
         return None
     advice = ["a larger --batch-size: more work per launch; scale --learning-rate with it"]
     if not is_compiled(record):
         advice.append("--compile --compile-mode reduce-overhead: one launch for many kernels")
     evidence = (
         f"the GPU is busy {use:.0f}% of the time",
-        f"a step takes {seconds_text(rate.step_s)}: Python and kernel launches dominate it",
+        f"a step takes {seconds_text(measured.median_step_s)}: Python and kernel launches dominate it",
     )
     return Finding("host", evidence, tuple(advice))
 

@@ -22,7 +22,7 @@ from orchestrator.report.run.stats import (
     plural,
     score,
     score_number,
-    throughput,
+    speed,
     unit_name,
     values,
     wall_seconds,
@@ -128,12 +128,13 @@ def _quality_tiles(record: RunRecord) -> list[Tile]:
 
 def _speed_tiles(record: RunRecord) -> list[Tile]:
     shown: list[Tile] = []
-    rate = throughput(record)
-    if rate is not None:
-        below = f"{seconds_text(rate.step_s)} per step"
-        if rate.units:
-            below = f"{rate.units:,.0f} {unit_name(record)}/s"
-        shown.append(("samples / s", f"{rate.samples:,.{0 if rate.samples >= 100 else 1}f}", below))
+    measured = speed(record)
+    if measured is not None:
+        below = f"{seconds_text(measured.median_step_s)} per step (median)"
+        if measured.units != measured.samples:
+            below = f"{measured.units:,.0f} {unit_name(record)}/s"
+        digits = 0 if measured.samples >= 100 else 1
+        shown.append(("samples / s", f"{measured.samples:,.{digits}f}", below))
     peak = memory(record)
     if peak is not None:
         below = "at its highest" if record.on_gpu else "of the process"
@@ -246,7 +247,9 @@ def time_section(record: RunRecord) -> str:
     wall = wall_seconds(record)
     cards = []
     if step:
-        cards.append(_time_card("A step", f"{seconds_text(sum(step.values()))} on average", step))
+        measured = speed(record)
+        basis = f", mean of {measured.basis}" if measured else ""
+        cards.append(_time_card("A step", seconds_text(sum(step.values())) + basis, step))
     if wall:
         cards.append(_time_card("The whole run", seconds_text(sum(wall.values())), wall))
     if not cards:

@@ -6,26 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from orchestrator.config.metric import Criterion, find_criterion
 from orchestrator.errors import UserError
 from orchestrator.record.events import Event
+from orchestrator.record.speed import Speed, after_warm_up, speed_of
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
 from orchestrator.types import PHASES, count_text
 
 OTHER = "other"
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Rates of the training steps per second. ``units`` (tokens) is None if a unit is a sample."""
-
-    samples: float
-    units: float | None
-    step_s: float
-    """The median step: unlike the mean it ignores compilation and other costs of the first steps."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +49,17 @@ def values(events: Iterable[Event], name: str) -> list[float]:
 
 
 @cached_on_record
-def throughput(record: RunRecord) -> Throughput | None:
-    timed = [event for event in record.steps if (finite(event.get("seconds")) or 0) > 0]
-    seconds = sum(values(timed, "seconds"))
-    if not seconds:
-        return None
-    samples = sum(values(timed, "samples"))
-    units = sum(values(timed, "units"))
-    recorded = finite(record.summary.get("samples_per_second"))
-    return Throughput(
-        samples=recorded if recorded is not None else samples / seconds,
-        units=units / seconds if units and units != samples else None,
-        step_s=median(values(timed, "seconds")),
-    )
+def speed(record: RunRecord) -> Speed | None:
+    return speed_of(record.steps)
 
 
 @cached_on_record
 def phase_seconds(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds per step of each phase and of the time between them; empty if unmeasured."""
-    measured = [event for event in record.phases if finite(event.get("total"))]
+    """Return the mean seconds per step of each phase and of the time between them; empty if unmeasured.
+
+    They add up to the mean step after the warm-up.
+    """
+    measured = after_warm_up([event for event in record.phases if finite(event.get("total"))])
     # The last event of a run may average over fewer steps than the others.
     weights = [finite(event.get("steps")) or 1.0 for event in measured]
     num_steps = sum(weights)
@@ -223,9 +206,9 @@ def best_evaluation(record: RunRecord) -> Event | None:
 
 def flops_per_second(record: RunRecord) -> float | None:
     """Return the plan's count of operations over the median step."""
-    rate = throughput(record)
+    measured = speed(record)
     flops = finite(record.plan.get("flops_per_step"))
-    return flops / rate.step_s if rate and flops else None
+    return flops / measured.median_step_s if measured and flops else None
 
 
 def is_compiled(record: RunRecord) -> bool:

@@ -37,7 +37,7 @@ from orchestrator.report.run.stats import (
     score,
     score_number,
     shares,
-    throughput,
+    speed,
     unit_name,
     values,
     wall_seconds,
@@ -123,12 +123,14 @@ def _scores_text(event: Event, names: Iterable[str]) -> str:
 
 def _speed_lines(record: RunRecord) -> list[Line]:
     lines = []
-    rate = throughput(record)
-    if rate is not None:
-        lines.append(("samples per second", f"{rate.samples:,.1f}"))
-        if rate.units is not None:
-            lines.append((f"{unit_name(record)} per second", f"{rate.units:,.0f}"))
-        lines.append(("median step", seconds_text(rate.step_s)))
+    measured = speed(record)
+    if measured is not None:
+        lines.append(("samples per second", f"{measured.samples:,.1f}"))
+        if measured.units != measured.samples:
+            lines.append((f"{unit_name(record)} per second", f"{measured.units:,.0f}"))
+        lines.append(("median step", seconds_text(measured.median_step_s)))
+        lines.append(("mean step", seconds_text(measured.mean_step_s)))
+        lines.append(("measured over", measured.basis))
         flops = flops_per_second(record)
         if flops is not None:
             lines.append(("compute", f"{flops_text(flops)} by the plan's count"))

@@ -27,7 +27,7 @@ def test_each_expert_is_shown_on_its_host(tmp_path):
     for text_part in (
         "Hosts of the experts", "5 experts of 2 layers on 3 hosts (lpt)", "Layer 1",
         "blocks.1.ffn", "predicted 1.41×", "21.3<i> MiB</i>",
-        "21,845 rows", "9.6<i> ms</i>", "12% of a step", "host 2", "93.0 GFLOP/s",
+        "21,845 rows", "9.6<i> ms</i>", "11% of a step", "host 2", "93.0 GFLOP/s",
         "AMD EPYC 7R13 · cpu", "10.0.0.3", "layer 0: 0, 3",
         "steps 61 to 120",
     ):  # fmt: skip

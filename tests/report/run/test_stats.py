@@ -15,18 +15,18 @@ def record_of(tmp_path, run=None, **fields):
     return run_record(tmp_path, run or FakeRun(**fields))
 
 
-def test_throughput_counts_tokens_only_if_they_differ_from_samples(tmp_path):
-    dense = stats.throughput(record_of(tmp_path / "a"))
-    moe = stats.throughput(record_of(tmp_path / "b", experts=4))
+def test_the_speed_counts_the_units_of_the_task(tmp_path):
+    dense = stats.speed(record_of(tmp_path / "a"))
+    moe = stats.speed(record_of(tmp_path / "b", experts=4))
     assert dense is not None
     assert moe is not None
-    assert dense.units is None
+    assert dense.units == dense.samples
     assert moe.units == pytest.approx(moe.samples * 128, rel=1e-6)
-    assert dense.step_s == pytest.approx(0.085, rel=0.1), "the median ignores the slow first step"
+    assert dense.median_step_s == pytest.approx(0.085, rel=0.1), "the median ignores the slow first step"
 
 
-def test_without_steps_there_is_no_throughput(tmp_path):
-    assert stats.throughput(record_of(tmp_path, steps=0)) is None
+def test_without_steps_there_is_no_speed(tmp_path):
+    assert stats.speed(record_of(tmp_path, steps=0)) is None
 
 
 def test_phases_add_up_to_the_step(tmp_path):
@@ -44,6 +44,14 @@ def test_phases_are_weighted_by_their_steps(tmp_path):
     parts = stats.phase_seconds(events_record(tmp_path, events))
     assert parts["data"] == pytest.approx(0.1)
     assert parts["forward"] == pytest.approx(0.9)
+
+
+def test_phases_leave_out_the_warm_up(tmp_path):
+    events = [
+        {"event": "phases", "step": 3, "steps": 3, "data": 9.0, "total": 9.0, "warm_up": True},
+        {"event": "phases", "step": 10, "steps": 7, "data": 1.0, "total": 2.0},
+    ]
+    assert stats.phase_seconds(events_record(tmp_path, events)) == {"data": 1.0, "other": 1.0}
 
 
 def test_wall_time_includes_replayed_steps(tmp_path):
@@ -128,7 +136,7 @@ def test_malformed_events_are_harmless(tmp_path):
     }
     write_events(tmp_path, [event | odd for event in run_events(FakeRun(steps=12, epochs=1))])
     record = read_run_record(tmp_path)
-    assert stats.throughput(record) is None
+    assert stats.speed(record) is None
     assert stats.phase_seconds(record) == {}
     assert stats.memory(record) is None
     assert stats.monitored_figures(record) == []
