@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,7 @@ from orchestrator.plan.workers import (
     workers_flag,
 )
 from orchestrator.record.callbacks import CallbackRunner, load_callbacks
+from orchestrator.record.events import DriverLog
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 from orchestrator.storage.address import as_url
@@ -64,6 +65,11 @@ class Result:
     run_dir: Path
     summary: dict[str, Any]
     model: nn.Module
+
+    @property
+    def step(self) -> int:
+        """The step that the model's weights are of: the best one, or the last with ``--keep-last``."""
+        return self.summary["final"]["step"]
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -357,6 +363,7 @@ class Trainer:
         """Train in this process."""
         from orchestrator.train.parts.world import World
         from orchestrator.train.remote.run import mirroring
+        from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.observers import open_event_log, requests_of, stop_on_signal
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
@@ -380,6 +387,7 @@ class Trainer:
             supervision = Supervision(requests_of(stop_requested, self._callbacks))
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
+                model = final_model(prepared, run_dir, log, model)
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
                 raise
@@ -388,8 +396,9 @@ class Trainer:
     def _run_on_workers(self, joined: bool) -> Result:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
         from orchestrator.runtime.cluster.survey import survey
-        from orchestrator.runtime.driver import Observers, drive, trained_model
+        from orchestrator.runtime.driver import Observers, drive
         from orchestrator.train.strategies.placement_file import placement_file
+        from orchestrator.train.worker.final_model import final_model
         from orchestrator.train.worker.prepared_run import banner_rows
         from orchestrator.train.worker.resume import check_start_checkpoint
         from orchestrator.train.worker.run_dir import open_run_dir, remote_of
@@ -410,7 +419,9 @@ class Trainer:
         self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
         observers = Observers(self._screen, self._callbacks, self._remote)
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
-        return self._finish(status, run_dir, trained_model(prepared, run_dir))
+        with closing(DriverLog(run_dir / "events.jsonl", secret_values())) as log:
+            model = final_model(prepared, run_dir, log)
+        return self._finish(status, run_dir, model)
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
         from orchestrator.train.worker.run_settings import resume_lines
@@ -427,11 +438,12 @@ class Trainer:
 
     def _finish(self, status: str, run_dir: Path, model: nn.Module) -> Result:
         from orchestrator.report.run.page import draw_report
+        from orchestrator.train.worker.final_model import copy_model
         from orchestrator.train.worker.run_dir import summary_lines, write_summary
 
-        if self._model is not None:
-            self._model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
         summary = write_summary(run_dir)
+        if self._model is not None:
+            copy_model(model, self._model, summary["final"]["step"])
         draw_report(run_dir)
         for line in summary_lines(summary, run_dir):
             self._screen.note(line)

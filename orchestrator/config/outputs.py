@@ -24,6 +24,9 @@ class CheckpointSettings:
     from checkpoints only."""
     keep: int = 3
     """Checkpoints kept besides the best one."""
+    keep_last: bool = False
+    """End with the weights of the last step instead of those with the best validation result
+    (--early-stopping-metric). The last checkpoint is kept in any case: a resumed run continues from it."""
     resume: str | None = None
     """Continue a run with the settings of its folder; settings given again win, and differences are
     shown. auto: the run in the folder that --name or --run-dir names, from its newest good

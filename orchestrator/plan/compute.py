@@ -83,11 +83,15 @@ def choose_compile(
     if not config.run.auto:
         return Choice(False, NO_AUTO)
     if gpu is None:
-        return Choice(False, "it seldom pays on CPUs")
+        return Choice(
+            False, "it seldom pays on CPUs", (Rejected("on", "compiling takes longer than it saves"),)
+        )
     if gpu.capability < _COMPILE_CAPABILITY:
-        return Choice(False, f"there is no compiler for compute capability {gpu.capability[0]}")
+        no_compiler = f"there is no compiler for compute capability {gpu.capability[0]}"
+        return Choice(False, no_compiler, (Rejected("on", "would fail"),))
     if config.run.deterministic:
-        return Choice(False, "deterministic mode turns it off: compiled code sums in another order")
+        other_order = "compiled code sums in another order"
+        return Choice(False, "deterministic mode turns it off", (Rejected("on", other_order),))
     if model_is_divided:
         return Choice(
             False, "the run would end if a part of the divided model did not compile; try --compile"
@@ -97,7 +101,8 @@ def choose_compile(
     seconds = max(flops / flops_per_s, steps * _SHORTEST_STEP_S)
     length = f"about {seconds_text(seconds)} of work"
     if seconds < _COMPILE_PAYS_FROM_S:
-        return Choice(False, f"the run is short ({length}): compiling would take as long as it saves")
+        takes_long = Rejected("on", "compiling would take as long as it saves")
+        return Choice(False, f"the run is short ({length})", (takes_long,))
     experts = "; experts and gates included" if facts.experts else ""
     reason = f"{length}: compiling takes half a minute and saves more{experts}"
     return Choice(True, reason, (Rejected("off", "slower"),))

@@ -55,10 +55,11 @@ reads these lines.
 |            | failure until the first step after it is done                                              |
 | log        | step, values {name: number}: what a callback asked to log                                  |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
+| final      | step (whose weights the model has in the end), weights (best, last), reason; after ``end`` |
 
 Each file has one writer. ``events.jsonl`` is written by the main worker, or by the only process of a
-run; the driver of several workers writes its own events (``failure``, ``recovery``, warnings, and the
-``end`` of a run that failed) to ``events.driver.jsonl`` (see ``DriverLog``). ``read_events`` and
+run; the driver of several workers writes its own events (``failure``, ``recovery``, ``final``, warnings,
+and the ``end`` of a run that failed) to ``events.driver.jsonl`` (see ``DriverLog``). ``read_events`` and
 ``tail.Follower`` merge the two: an event of the driver follows what the workers had written by then.
 
 A step replayed after a restart is appended again: readers take its last line (``by_step``). A

@@ -118,8 +118,15 @@ def change_counts(changes: Sequence[ExpertChange]) -> dict[str, int]:
     return {kind: counts[kind] for kind in KINDS if counts[kind]}
 
 
-def final_num_experts(changes: Sequence[ExpertChange], loads: Sequence[Event]) -> list[int]:
-    """Return the number of experts of each layer at the end, from the last loads and later changes."""
+def final_num_experts(
+    changes: Sequence[ExpertChange], loads: Sequence[Event], final_step: int | None = None
+) -> list[int]:
+    """Return the number of experts of each layer after a step, else at the end.
+
+    They follow from the last loads until then and from later changes."""
+    if final_step is not None:
+        changes = [change for change in changes if change.step <= final_step]
+        loads = [load for load in loads if load["step"] <= final_step]
     last_load = loads[-1] if loads else {}
     layers = last_load.get("loads")
     numbers = [len(layer) if isinstance(layer, list) else 0 for layer in layers] if layers else []

@@ -34,6 +34,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
     exchanges = after_warm_up(by_step(events, "exchange"))
     speed = speed_of(steps)
     changes = expert_changes(events)
+    final = _final(recorded)
     # The order of the keys is the order in the file.
     return {
         **_ending(recorded),
@@ -53,10 +54,11 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "mean_step_seconds": speed.mean_step_s if speed else None,
         "warm_up_steps": speed.num_warm_up if speed else 0,
         "train_loss": steps[-1]["loss"] if steps else None,
-        **_validation(by_step(events, "evaluate")),
+        **_validation(events, final),
         "peak_memory_bytes": _peak_memory(events),
         "uploaded_step": _uploaded_step(recorded),
-        "experts": final_num_experts(changes, loads),
+        "final": final,
+        "experts": final_num_experts(changes, loads, final.get("step")),
         "expert_changes": change_counts(changes),
         "imbalance": settled_imbalance(events, loads),
         "exchange_bytes_per_step": mean_per_step(exchanges, "bytes"),
@@ -79,13 +81,30 @@ def _workers(events: Sequence[Event]) -> int | None:
     return changes[-1]["workers"] if changes else None
 
 
-def _validation(evaluations: Sequence[Event]) -> dict[str, Any]:
-    """Return the last evaluation, and the last that was the best so far when it was made."""
+def _final(recorded: Sequence[Event]) -> dict[str, Any]:
+    """Return the step whose weights the run ended with, and why; empty if it did not end."""
+    last_session = split_sessions(recorded)[-1:]
+    events = of_kind(last_session[0], "final") if last_session else []
+    return {name: events[-1].get(name) for name in ("step", "weights", "reason")} if events else {}
+
+
+def best_evaluation(events: Sequence[Event]) -> Event | None:
+    """Return the last evaluation that was the best so far when it was made, of the events that count."""
+    evaluations = by_step(events, "evaluate")
+    return next((event for event in reversed(evaluations) if event.get("best")), None)
+
+
+def _validation(events: Sequence[Event], final: dict[str, Any]) -> dict[str, Any]:
+    """Return the evaluations of the final weights (of the newest ones in a run without), of the last step
+    that was evaluated, and of the best one."""
+    evaluations = by_step(events, "evaluate")
     last = evaluations[-1] if evaluations else None
-    best = next((event for event in reversed(evaluations) if event.get("best")), None)
+    of_final = [event for event in evaluations if event["step"] == final.get("step")]
+    shown = of_final[-1] if of_final else last
     return {
-        "validation": {"loss": last["loss"], **last["metrics"]} if last else {},
-        "best": {"step": best["step"], "loss": best["loss"], **best["metrics"]} if best else {},
+        "validation": {"loss": shown["loss"], **shown["metrics"]} if shown else {},
+        "last": _with_step(last),
+        "best": _with_step(best_evaluation(events)),
     }
 
 
@@ -93,6 +112,12 @@ def _uploaded_step(recorded: Sequence[Event]) -> int | None:
     """Return the newest checkpoint that is in the remote folder; None without one."""
     uploads = of_kind(recorded, "upload")
     return uploads[-1]["step"] if uploads else None
+
+
+def _with_step(evaluation: Event | None) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    return {"step": evaluation["step"], "loss": evaluation["loss"], **evaluation["metrics"]}
 
 
 def _peak_memory(events: Sequence[Event]) -> float | None:

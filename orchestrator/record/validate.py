@@ -65,6 +65,7 @@ _REQUIRED: Mapping[str, Mapping[str, Check]] = {
     "epoch": {"step": _is_integer, "epoch": _is_integer},
     "end": {"status": _is_present, "reason": _is_present},
     "upload": _STEP,
+    "final": {"step": _is_integer, "weights": _is_present},
     "phases": _STEP,
     "exchange": _STEP,
     "load": _STEP,

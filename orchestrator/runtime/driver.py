@@ -15,10 +15,8 @@ from time import perf_counter
 from typing import Protocol, Self
 
 import ray
-from torch import nn
 
 from orchestrator.config.writer import to_json
-from orchestrator.errors import TrainingFailed
 from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
@@ -41,16 +39,10 @@ from orchestrator.runtime.ray_internals import (
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Restart, decide_restart
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
 from orchestrator.tasks.load import loads_by_name
-from orchestrator.tasks.validate import build_checked_model
-from orchestrator.train.checkpoint.files import load
-from orchestrator.train.checkpoint.restore import restore_model
-from orchestrator.train.checkpoint.saved_experts import read_experts
-from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal
-from orchestrator.train.worker.placed_experts import build_saved_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
-from orchestrator.train.worker.resume import ResumeFrom, find_candidates
+from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import count_starts, record_failure
 from orchestrator.train.worker.run_dir import resume_command
 
@@ -319,22 +311,3 @@ def _copy_logs(logs: Path, secrets: Secrets) -> None:
             if 0 < path.stat().st_size <= _MAX_LOG_BYTES:
                 folder.mkdir(parents=True, exist_ok=True)
                 copy_masked(path, folder / path.name, secrets)
-
-
-def trained_model(prepared: PreparedRun, run_dir: Path) -> nn.Module:
-    """Return the model with the weights of the last checkpoint."""
-    model = build_checked_model(prepared.task)
-    store = CheckpointStore(run_dir / "checkpoints", repair=False)
-    weights = frozenset({"model"})
-    checkpoint, _ = store.newest_good(weights)
-    resume = prepared.resolved.config.checkpoint.resume
-    if checkpoint is None and resume not in (None, "auto"):
-        # The run was resumed from another run that had no step left to do.
-        candidates = find_candidates(str(resume), store)
-        checkpoint, _ = candidates.first_good(lambda path: load(path, kinds=weights))
-    if checkpoint is None:
-        raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
-    _, contents = checkpoint
-    build_saved_experts(model, read_experts(contents.state))
-    restore_model(contents, model)
-    return model

@@ -73,6 +73,10 @@ def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
     uncompiled = planned(H200, short).compile
     assert not uncompiled.value
     assert uncompiled.reason.startswith("the run is short")
+    for plan in (planned(H200, short), planned(CPU, long), planned(H200, long, deterministic=True)):
+        assert [rejected.option for rejected in plan.compile.rejected] == ["on"], (
+            "the report advises no other"
+        )
     assert not planned(CPU, long).compile.value
     assert not planned(H200, long, deterministic=True).compile.value
     assert not planned(H200, long, compile="off").compile.value

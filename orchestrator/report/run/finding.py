@@ -1,4 +1,4 @@
-"""A finding about a run: the cause that slows it, the numbers that show it, and advice."""
+"""A finding about a run: what slows it or harms its result, the numbers that show it, and advice."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ BoundBy = Literal[
     "evaluation",
     "checkpoint",
     "recovery",
+    "overfitting",
     "unknown",
 ]
 
@@ -23,7 +24,7 @@ MAX_ADVICE = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """The cause that slows a run, the numbers that show it, and things to try."""
+    """A cause that slows a run or harms its result, the numbers that show it, and things to try."""
 
     bound_by: BoundBy
     evidence: tuple[str, ...]

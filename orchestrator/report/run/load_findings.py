@@ -39,7 +39,8 @@ def out_of_memory_finding(record: RunRecord) -> Finding | None:
     peak = memory(record)
     if peak is not None and peak.limit:
         evidence.append(f"peak {bytes_text(peak.allocated)} of {bytes_text(peak.limit)} allowed")
-    return Finding("memory", tuple(evidence), _memory_advice(record))
+    # The run has refuted the plan's estimate, so what the plan rejected may help.
+    return Finding("memory", tuple(evidence), _memory_advice(record, may_recompute=True))
 
 
 def near_limit_finding(record: RunRecord) -> Finding | None:
@@ -48,12 +49,13 @@ def near_limit_finding(record: RunRecord) -> Finding | None:
         return None
     share = peak.allocated / peak.limit
     evidence = f"peak {bytes_text(peak.allocated)} is {share:.0%} of the {bytes_text(peak.limit)} allowed"
-    return Finding("memory", (evidence,), _memory_advice(record))
+    may_recompute = not record.rejects("activation_checkpointing", "on")
+    return Finding("memory", (evidence,), _memory_advice(record, may_recompute))
 
 
-def _memory_advice(record: RunRecord) -> tuple[str, ...]:
+def _memory_advice(record: RunRecord, may_recompute: bool) -> tuple[str, ...]:
     advice = ["a smaller --batch-size with as many more --accumulation-steps: the same result in less memory"]
-    if record.setting("device", "activation_checkpointing") not in (True, "on"):
+    if may_recompute and record.setting("device", "activation_checkpointing") not in (True, "on"):
         advice.append(
             "--activation-checkpointing on: recomputes activations, about a third more compute for "
             "far less memory"
@@ -77,14 +79,29 @@ def python_finding(record: RunRecord) -> Finding | None:
         return None
     if use >= IDLE_UTILIZATION or measured.median_step_s >= SHORT_STEP_S:
         return None
-    advice = ["a larger --batch-size: more work per launch; scale --learning-rate with it"]
-    if not is_compiled(record):
-        advice.append("--compile --compile-mode reduce-overhead: one launch for many kernels")
+    launches = "--compile --compile-mode reduce-overhead: one launch for many kernels"
+    advice = (
+        *larger_batch_advice(record, "more work per launch; scale --learning-rate with it"),
+        *_compile_advice(record, launches),
+        "--profile: traces a few steps, operation by operation",
+    )
     evidence = (
         f"the GPU is busy {use:.0f}% of the time",
         f"a step takes {seconds_text(measured.median_step_s)}: Python and kernel launches dominate it",
     )
-    return Finding("host", evidence, tuple(advice))
+    return Finding("host", evidence, advice)
+
+
+def larger_batch_advice(record: RunRecord, gain: str) -> tuple[str, ...]:
+    """Advise a larger batch, unless the plan has found that memory does not allow it."""
+    choice = section(section(record.plan, "choices"), "batch_size")
+    return () if choice.get("rejected") else (f"a larger --batch-size: {gain}",)
+
+
+def _compile_advice(record: RunRecord, text: str) -> tuple[str, ...]:
+    """Advise compilation, unless the run was compiled, failed to compile, or its plan rejects it."""
+    was_tried = is_compiled(record) or bool(record.of("compile"))
+    return () if was_tried or record.rejects("compile", "on") else (text,)
 
 
 def imbalance_finding(record: RunRecord) -> Finding | None:
@@ -173,9 +190,12 @@ def compute_finding(record: RunRecord) -> Finding | None:
     rate = flops_per_second(record)
     if rate is not None:
         evidence.append(f"{flops_text(rate)} by the plan's count of operations")
-    advice = []
-    if not is_compiled(record):
-        advice.append("--compile: fuses operations, after some tens of seconds at the start")
-    advice += _half_precision_advice(record)
-    advice.append("a larger --batch-size, while memory allows" if record.on_gpu else "a machine with a GPU")
-    return Finding("compute", tuple(evidence), tuple(advice[:MAX_ADVICE]))
+    advice = (
+        *_compile_advice(record, "--compile: fuses operations, after some tens of seconds at the start"),
+        *_half_precision_advice(record),
+    )
+    if record.on_gpu:
+        advice += larger_batch_advice(record, "while memory allows") or ("a faster GPU, or more of them",)
+    else:
+        advice += ("a machine with a GPU",)
+    return Finding("compute", tuple(evidence), advice[:MAX_ADVICE])

@@ -15,6 +15,13 @@ def status_text(record: RunRecord) -> str:
     return record.status + (f" ({reason})" if reason else "")
 
 
+def weights_text(record: RunRecord) -> str:
+    """Return the step whose weights the run ended with, and why; empty if it has not ended."""
+    if record.final is None:
+        return ""
+    return f"of step {record.final['step']}: {record.final.get('reason') or record.final.get('weights')}"
+
+
 def compile_text(record: RunRecord) -> str:
     compiles = record.of("compile")
     if not compiles:

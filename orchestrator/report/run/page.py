@@ -49,7 +49,7 @@ def page(record: RunRecord) -> str:
         sections.header(record),
         sections.notes(record),
         sections.tiles(record),
-        sections.verdict_box(record),
+        sections.verdict_boxes(record),
         sections.training_section(record),
         evolution_section(record),
         sections.experts_section(record),

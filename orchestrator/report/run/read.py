@@ -143,6 +143,13 @@ class RunRecord:
         return last_end(self.sessions)
 
     @cached_property
+    def final(self) -> Event | None:
+        """The step whose weights the last session ended with; None if it has not ended."""
+        finals = of_kind(self.sessions[-1], "final") if self.sessions else []
+        known = [event for event in finals if isinstance(event.get("step"), int)]
+        return known[-1] if known else None
+
+    @cached_property
     def status(self) -> str:
         """completed, stopped, failed, or unfinished: killed, or still running."""
         if self.end is not None:
@@ -168,6 +175,11 @@ class RunRecord:
         """Return the value a setting had: the plan's choice, else the configured value."""
         choice = section(section(self.plan, "choices"), name).get("value")
         return choice if choice is not None else section(self.config, part).get(name)
+
+    def rejects(self, name: str, option: str) -> bool:
+        """Return whether the plan has considered an option and not chosen it."""
+        choice = section(section(self.plan, "choices"), name)
+        return any(rejected.get("option") == option for rejected in entries(choice, "rejected"))
 
     @cached_property
     def on_gpu(self) -> bool:

@@ -6,12 +6,15 @@ import re
 from statistics import fmean
 
 from orchestrator.report.run.expert_load import LayerLoad, layer_loads
+from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
 from orchestrator.report.run.panels import Panel, device_panels, training_panels
+from orchestrator.report.run.quality_findings import overfitting_finding
 from orchestrator.report.run.read import UNFINISHED, RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
     device_name,
+    final_evaluation,
     flops_per_second,
     flops_text,
     memory,
@@ -44,6 +47,7 @@ HEADLINES = {
     "imbalance": "The work is unbalanced",
     "evaluation": "Evaluation takes much of the time",
     "checkpoint": "Checkpoints take much of the time",
+    "overfitting": "The model overfits",
     "unknown": "Not enough data for a verdict",
 }
 MEASURED_COLOR = 5
@@ -111,11 +115,14 @@ def tile_row(shown: list[Tile]) -> str:
 def _quality_tiles(record: RunRecord) -> list[Tile]:
     shown: list[Tile] = []
     watched = watched_metric(record)
-    if record.evaluations:
-        last = record.evaluations[-1]
+    final = final_evaluation(record)
+    if final is not None:
         names = [watched] if watched != "loss" else [*metric_names(record)[:1], "loss"]
-        name = next((name for name in names if score(last, name) is not None), "loss")
-        shown.append((f"validation {name}", esc(score_text(score(last, name))), f"at step {last['step']}"))
+        name = next((name for name in names if score(final, name) is not None), "loss")
+        below = f"at step {final['step']}"
+        if record.final is not None:
+            below = f"final weights, of step {record.final['step']}"
+        shown.append((f"validation {name}", esc(score_text(score(final, name))), below))
     best = best_evaluation(record)
     if best is not None:
         text = score_text(score_number(best, watched))
@@ -166,9 +173,15 @@ def with_unit(text: str) -> str:
     return f"{esc(number)}<i> {esc(unit)}</i>" if unit.isalpha() or unit == "µs" else esc(text)
 
 
-def verdict_box(record: RunRecord) -> str:
-    finding = verdict(record)
-    label = "verdict" if finding.bound_by == "unknown" else f"bound by {finding.bound_by}"
+def verdict_boxes(record: RunRecord) -> str:
+    """Return the verdict on the result, if there is one, and the verdict on the speed."""
+    findings = [overfitting_finding(record), verdict(record)]
+    return "".join(_verdict_box(finding) for finding in findings if finding is not None)
+
+
+def _verdict_box(finding: Finding) -> str:
+    is_cause = finding.bound_by not in ("unknown", "overfitting")
+    label = f"bound by {finding.bound_by}" if is_cause else "verdict"
     # A run that is bound by compute uses its device well.
     tone = {"unknown": "calm", "compute": "good"}.get(finding.bound_by, "warn")
     return (

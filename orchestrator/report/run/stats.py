@@ -163,10 +163,11 @@ def gpu_utilization(record: RunRecord) -> float | None:
 def watched_metric(record: RunRecord) -> str:
     """Return the validation metric that decides which checkpoint is best; the loss if no
     evaluation has it."""
-    return _criterion(record).name
+    return watched_criterion(record).name
 
 
-def _criterion(record: RunRecord) -> Criterion:
+def watched_criterion(record: RunRecord) -> Criterion:
+    """Return the watched metric and its direction."""
     by_loss = Criterion("loss", "min")
     try:
         criterion = find_criterion(str(record.start.get("best_by") or by_loss), {}, "best_by")
@@ -197,11 +198,18 @@ def metric_names(record: RunRecord) -> list[str]:
 @cached_on_record
 def best_evaluation(record: RunRecord) -> Event | None:
     """Return the evaluation with the best watched metric; of equal ones the first."""
-    criterion = _criterion(record)
+    criterion = watched_criterion(record)
     known = [event for event in record.evaluations if score_number(event, criterion.name) is not None]
     return max(
         known, key=lambda event: criterion.score(score_number(event, criterion.name) or 0.0), default=None
     )
+
+
+def final_evaluation(record: RunRecord) -> Event | None:
+    """Return the evaluation of the final weights; the last one if the run has not ended."""
+    step = record.final["step"] if record.final is not None else None
+    of_final = [event for event in record.evaluations if event["step"] == step]
+    return next(iter([*of_final, *record.evaluations[-1:]]), None)
 
 
 def flops_per_second(record: RunRecord) -> float | None:

@@ -11,6 +11,7 @@ from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import change_counts
 from orchestrator.record.text import failure_text
 from orchestrator.report.run.expert_load import IDLE_RATIO, busiest_layer, layer_loads
+from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.host_load import (
     ExchangeCost,
     HostLoad,
@@ -20,12 +21,14 @@ from orchestrator.report.run.host_load import (
     slowest_text,
     steps_text,
 )
-from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
+from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text, weights_text
+from orchestrator.report.run.quality_findings import overfitting_finding
 from orchestrator.report.run.read import RunRecord, finite, section
 from orchestrator.report.run.stats import (
     best_evaluation,
     checkpoint_stalls,
     device_name,
+    final_evaluation,
     flops_per_second,
     flops_text,
     memory,
@@ -70,6 +73,7 @@ def performance_summary(record: RunRecord) -> str:
         "Hosts": _hosts_lines(record),
         "Device use": _device_lines(record),
         "Course": _course_lines(record),
+        "Overfitting": _overfitting_lines(record),
         "Bound by": _verdict_lines(record),
     }
     title = f"Performance summary: {_printable(record.name)}"[:WIDTH]
@@ -104,8 +108,13 @@ def _quality_lines(record: RunRecord) -> list[Line]:
     lines = []
     if record.steps:
         lines.append(("train, last step", _scores_text(record.steps[-1], names)))
-    if record.evaluations:
-        lines.append(("validation, last", _scores_text(record.evaluations[-1], names)))
+    final = final_evaluation(record)
+    if final is not None:
+        lines.append(("validation", f"{_scores_text(final, names)}   at step {final['step']}"))
+        last = record.evaluations[-1]
+        if last["step"] != final["step"]:
+            lines.append(("validation, last", _scores_text(last, names)))
+    lines.append(("final weights", weights_text(record)))
     best = best_evaluation(record)
     if best is not None:
         name = watched_metric(record)
@@ -113,7 +122,7 @@ def _quality_lines(record: RunRecord) -> list[Line]:
     non_finite = non_finite_text(record)
     if non_finite is not None:
         lines.append(("nan or infinite", non_finite))
-    return lines
+    return [(label, text) for label, text in lines if text]
 
 
 def _scores_text(event: Event, names: Iterable[str]) -> str:
@@ -301,8 +310,16 @@ def _warning_lines(record: RunRecord) -> list[Line]:
 
 def _verdict_lines(record: RunRecord) -> list[Line]:
     finding = verdict(record)
-    lines = [("verdict", str(finding.bound_by))]
-    lines += [("because", line) for line in finding.evidence]
+    return [("verdict", str(finding.bound_by)), *_finding_lines(finding)]
+
+
+def _overfitting_lines(record: RunRecord) -> list[Line]:
+    finding = overfitting_finding(record)
+    return _finding_lines(finding) if finding is not None else []
+
+
+def _finding_lines(finding: Finding) -> list[Line]:
+    lines = [("because", line) for line in finding.evidence]
     return lines + [("try", line) for line in finding.advice]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from orchestrator.report.run.finding import Finding, merge
 from orchestrator.report.run.host_load import exchange_cost
-from orchestrator.report.run.load_findings import placement_advice
+from orchestrator.report.run.load_findings import larger_batch_advice, placement_advice
 from orchestrator.report.run.read import RunRecord, section
 from orchestrator.report.run.stats import phase_seconds, plural, shares, wall_seconds
 from orchestrator.types import bytes_text, seconds_text
@@ -34,14 +34,12 @@ def data_finding(record: RunRecord) -> Finding | None:
     seconds = phase_seconds(record)["data"]
     workers = record.setting("data", "loader_workers")
     used = f" with {workers} loader workers" if isinstance(workers, int) and workers >= 0 else ""
-    return Finding(
-        "data",
-        (f"{share:.0%} of a step waits for data ({seconds_text(seconds)} per step{used})",),
-        (
-            f"--loader-workers {_more_loader_workers(record)}: batches are prepared while the model computes",
-            "move costly preparation out of the dataset: do it once, and store the result in --data-dir",
-        ),
-    )
+    advice = ["move costly preparation out of the dataset: do it once, and store the result in --data-dir"]
+    if not record.rejects("loader_workers", "loader processes"):
+        more = f"--loader-workers {_more_loader_workers(record)}"
+        advice.insert(0, f"{more}: batches are prepared while the model computes")
+    evidence = f"{share:.0%} of a step waits for data ({seconds_text(seconds)} per step{used})"
+    return Finding("data", (evidence,), tuple(advice))
 
 
 def _more_loader_workers(record: RunRecord) -> int:
@@ -132,7 +130,7 @@ def _exchange_finding(record: RunRecord) -> Finding | None:
         (
             *placement_advice(record),
             *_overlap_advice(record),
-            "a larger --batch-size: fewer and larger messages for the same number of rows",
+            *larger_batch_advice(record, "fewer and larger messages for the same number of rows"),
             FEWER_WORKERS,
         ),
     )
@@ -159,10 +157,10 @@ def _reduction_finding(record: RunRecord) -> Finding | None:
     seconds = seconds_text(parts["communication"])
     evidence = f"{share:.0%} of a step{workers} is communication ({seconds} per step)"
     advice = ["more --accumulation-steps, or a larger --batch-size: more work per all-reduce of gradients"]
-    if record.start.get("sharding") == "zero3":
-        advice.append(
-            "--sharding zero2 or none, if memory allows: then parameters are not gathered in every step"
-        )
+    less_sharding = [form for form in ("zero2", "none") if not record.rejects("sharding", form)]
+    if record.start.get("sharding") == "zero3" and less_sharding:
+        forms = " or ".join(less_sharding)
+        advice.append(f"--sharding {forms}, if memory allows: then parameters are not gathered in every step")
     if record.on_gpu and record.start.get("backend") == "gloo":
         advice.append(NCCL)
     return Finding("communication", (evidence,), (*advice, FEWER_WORKERS))

@@ -93,10 +93,9 @@ def placement_fields(
     return fields
 
 
-def build_saved_experts(model: nn.Module, saved: SavedExperts) -> None:
-    """Give a whole model that the task has built the saved experts, without their weights."""
-    if saved.have_changed:
-        restructure([layer for _, layer in moe_layers(model)], _on_one_host(saved.layers))
+def build_experts(model: nn.Module, layers: Sequence[LayerStructure]) -> None:
+    """Give a whole model the experts of saved layers, without their weights."""
+    restructure([layer for _, layer in moe_layers(model)], _on_one_host(layers))
 
 
 def facts_with_experts(facts: ModelFacts, saved: SavedExperts | None) -> ModelFacts:

@@ -172,10 +172,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     reason = "" if summary["reason"] == f"{steps} done" else f" ({summary['reason']})"
     parts = [steps + reason]
     if summary["validation"]:
-        parts.append(f"validation {_values_text(summary['validation'])}")
-        best = summary["best"]
-        if best and best["step"] != summary["steps"]:
-            parts.append(f"best at step {best['step']}: {_values_text(best)}")
+        parts += _validation_parts(summary)
     elif summary["train_loss"] is not None:
         parts.append(f"training loss {float(summary['train_loss']):.4f}")
     samples_per_second = summary["samples_per_second"]
@@ -189,6 +186,22 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"{summary['status']}: {', '.join(parts)}",
         f"report: {run_dir / 'report.html'}",
     ]
+
+
+def _validation_parts(summary: dict[str, Any]) -> list[str]:
+    """Return the validation result of the final weights, and of the last or the best ones if they differ."""
+    final = summary["final"]
+    last = summary["last"]
+    best = summary["best"]
+    parts = [f"validation {_values_text(summary['validation'])}"]
+    if final.get("weights") == "best" and final["step"] != last["step"]:
+        parts.append(f"with the best weights, of step {final['step']}")
+        parts.append(f"the last had {_values_text(last)}")
+    elif best and best["step"] != last["step"]:
+        parts.append(f"best at step {best['step']}: {_values_text(best)}")
+        if final:
+            parts.append(f"the weights are the last ones ({final['reason']})")
+    return parts
 
 
 def _values_text(values: dict[str, Any]) -> str:

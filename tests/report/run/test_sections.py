@@ -64,10 +64,10 @@ def test_without_metrics_the_loss_is_shown(tmp_path):
 
 
 def test_flags_in_the_verdict_are_set_as_code(tmp_path):
-    text = sections.verdict_box(record_of(tmp_path, ooms=1))
+    text = sections.verdict_boxes(record_of(tmp_path, ooms=1))
     assert '<code class="flag">--activation-checkpointing on</code>' in text
     assert "bound by memory" in text
-    uneven = sections.verdict_box(
+    uneven = sections.verdict_boxes(
         record_of(tmp_path / "b", workers=2, experts=5, hosted=True, skew=0.0, method="round_robin")
     )
     assert '<code class="flag">--placement auto</code>' in uneven

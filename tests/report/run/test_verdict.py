@@ -1,6 +1,7 @@
 """Tests of the verdict: each cause is finding, shown with numbers, and answered with advice."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -175,7 +176,34 @@ def test_settings_that_are_on_already_are_not_advised(tmp_path):
     finding = verdict_of(tmp_path / "a", gpu=True, compiled="compiled")
     assert advised_flags(finding, "--compile", "--precision bf16", "--batch-size") == ["--batch-size"]
     failed = verdict_of(tmp_path / "b", gpu=True, compiled="failed")
-    assert "--compile" in advised_flags(failed, "--compile")
+    assert "--compile" not in " ".join(failed.advice), "it was tried"
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "option", "flag"),
+    [
+        ({}, "compile", "on", "--compile"),
+        ({"gpu": True, "utilization": 20.0, "step_s": 0.01}, "compile", "on", "--compile"),
+        ({"gpu": True}, "batch_size", "512", "--batch-size"),
+        ({"phases": MOSTLY_DATA}, "loader_workers", "loader processes", "--loader-workers"),
+        (
+            {"gpu": True, "peak_bytes": 122 * GIB},
+            "activation_checkpointing",
+            "on",
+            "--activation-checkpointing",
+        ),
+    ],
+)
+def test_what_the_plan_rejects_is_not_advised(tmp_path, fields, choice, option, flag):
+    folder = write_run(tmp_path, FakeRun(**fields))
+    assert flag in " ".join(verdict(read_run_record(folder)).advice)
+    plan = json.loads((folder / "plan.json").read_text())
+    rejected = [{"option": option, "why": "measured"}]
+    plan["choices"][choice] = plan["choices"].get(choice, {"value": False}) | {"rejected": rejected}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    finding = verdict(read_run_record(folder))
+    assert flag not in " ".join(finding.advice)
+    assert finding.advice
 
 
 def test_a_gpu_run_in_fp32_is_advised_bf16(tmp_path):

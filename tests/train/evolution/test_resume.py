@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from experts.balance import moe_layers
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.record.log import Log, SilentLog
-from orchestrator.runtime.driver import trained_model
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.prepared_run import PreparedRun
@@ -120,20 +118,6 @@ def test_weights_of_a_changed_model_start_another_run(whole: Path, tmp_path: Pat
     checkpoint = whole / "checkpoints" / f"step_{step:08d}"
     run(tmp_path / "run", max_steps=2, init_from=checkpoint, evolution="off")
     assert len(losses_in(tmp_path / "run")) == 2
-
-
-def test_the_trained_model_has_the_experts_of_the_end(whole: Path) -> None:
-    prepared = prepare(whole)
-    model = trained_model(prepared, whole)
-    (layer,) = (layer for _, layer in moe_layers(model))
-    graph = of_kind(read_events(whole / "events.jsonl"), "expert_graph")[-1]
-    assert list(layer.structure.ids) == [expert["id"] for expert in graph["layers"][0]["experts"]]
-    evaluated = of_kind(read_events(whole / "events.jsonl"), "evaluate")[-1]
-    x, labels = prepared.task.validation_data().tensors
-    model.eval()
-    with torch.no_grad():
-        loss = prepared.task.loss(model, (x, labels))
-    assert loss.sum.item() / loss.count == pytest.approx(evaluated["loss"], rel=1e-5)
 
 
 def resume_on_host(rank: int, size: int, store: str, run_dir: Path) -> None:

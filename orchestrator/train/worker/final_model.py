@@ -1,0 +1,126 @@
+"""The model at the end of a run: with the weights of the best step, or of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from experts.balance import moe_layers
+from experts.model import structure_of
+from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
+from orchestrator.record.events import Event, effective_events, of_kind, read_events
+from orchestrator.record.log import Log
+from orchestrator.record.summary import best_evaluation
+from orchestrator.tasks.validate import build_checked_model
+from orchestrator.train.checkpoint.files import Contents, load, step_name
+from orchestrator.train.checkpoint.progress import read_progress
+from orchestrator.train.checkpoint.restore import check_experts, restore_model
+from orchestrator.train.checkpoint.saved_experts import OtherExperts
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.worker.placed_experts import build_experts
+from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.resume import find_candidates
+
+_WEIGHTS = frozenset({"model"})
+
+
+@dataclass(frozen=True)
+class FinalWeights:
+    """The step whose weights a run ends with, and why."""
+
+    step: int
+    weights: Literal["best", "last"]
+    reason: str
+
+
+def final_model(
+    prepared: PreparedRun, run_dir: Path, log: Log, live_model: nn.Module | None = None
+) -> nn.Module:
+    """Return the model that a run ends with, and record which step its weights are of.
+
+    ``live_model`` was trained in this process, and has the weights of the last step. Without it the
+    model is built, and all weights come from a checkpoint."""
+    events = effective_events(read_events(run_dir / "events.jsonl"))
+    last_step = of_kind(events, "end")[-1]["steps"]
+    chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)
+    contents: Contents | None = None
+    if chosen.weights == "best" and (live_model is None or chosen.step != last_step):
+        try:
+            contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=_WEIGHTS)
+        except (CheckpointDamaged, UserError) as error:
+            reason = f"the best weights, of step {chosen.step}, cannot be restored: {error}"
+            chosen = FinalWeights(last_step, "last", reason)
+            log.write("warning", kind="checkpoint", message=f"{reason}; the model has the last ones")
+    if contents is None and live_model is None:
+        contents = _newest_weights(prepared, run_dir)
+        chosen = replace(chosen, step=read_progress(contents.state).step)
+    model = build_checked_model(prepared.task) if live_model is None else live_model
+    if contents is not None:
+        _restore_weights(model, contents)
+    for _, layer in moe_layers(model):
+        layer.statistics = None  # a part of the training
+    log.write("final", **asdict(chosen))
+    return model
+
+
+def choose_weights(events: Sequence[Event], keep_last: bool) -> FinalWeights:
+    """Choose the step whose weights a run ends with, from the events that count. Pure."""
+    end = of_kind(events, "end")[-1]
+    last_step = end["steps"]
+    best = best_evaluation(events)
+    if end["status"] != "completed":
+        return FinalWeights(last_step, "last", "the run can be continued")
+    if keep_last:
+        return FinalWeights(last_step, "last", "set by --keep-last")
+    if best is not None:
+        best_by = str(of_kind(events, "start")[-1].get("best_by")).partition(":")[0]
+        return FinalWeights(best["step"], "best", f"the best validation {best_by}")
+    if of_kind(events, "evaluate"):
+        # The run was continued in a folder of its own.
+        return FinalWeights(last_step, "last", "the best result is of an earlier run, in another folder")
+    return FinalWeights(last_step, "last", "there is no validation result to choose by")
+
+
+def copy_model(source: nn.Module, target: nn.Module, step: int) -> None:
+    """Copy the weights of ``step`` from one whole model to another, whose experts may be others."""
+    structures = structure_of(source)
+    if structures != structure_of(target):
+        build_experts(target, structures)
+    target.load_state_dict({name: tensor.cpu() for name, tensor in source.state_dict().items()})
+    _use_priors(target, step)
+
+
+def _newest_weights(prepared: PreparedRun, run_dir: Path) -> Contents:
+    """Return the weights of the last checkpoint."""
+    store = CheckpointStore(run_dir / "checkpoints", repair=False)
+    checkpoint, _ = store.newest_good(_WEIGHTS)
+    resume = prepared.resolved.config.checkpoint.resume
+    if checkpoint is None and resume not in (None, "auto"):
+        # The run was resumed from another run that had no step left to do.
+        candidates = find_candidates(str(resume), store)
+        checkpoint, _ = candidates.first_good(lambda path: load(path, kinds=_WEIGHTS))
+    if checkpoint is None:
+        raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
+    return checkpoint.contents
+
+
+def _restore_weights(model: nn.Module, contents: Contents) -> None:
+    """Restore the weights of a checkpoint into a whole model, whose experts may be others."""
+    try:
+        check_experts(contents, model)
+    except OtherExperts as other:
+        device = next(model.parameters()).device
+        build_experts(model, other.saved.layers)
+        model.to(device)
+    restore_model(contents, model)
+    _use_priors(model, read_progress(contents.state).step)
+
+
+def _use_priors(model: nn.Module, step: int) -> None:
+    """Let newborn experts have the share of the tokens that they had after ``step``."""
+    for _, layer in moe_layers(model):
+        layer.use_priors(step)

@@ -1,0 +1,281 @@
+"""The model at the end of a run: the best weights or the last ones, whatever trained them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experts.balance import moe_layers
+from experts.layer import MoELayer
+from experts.model import structure_of
+from experts.types import Routing
+from orchestrator.config.settings import Config
+from orchestrator.record.events import Event, EventLog, of_kind, read_events
+from orchestrator.record.log import Log, SilentLog
+from orchestrator.record.summary import summarise
+from orchestrator.tasks.task import Loss, TensorData
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.worker.final_model import FinalWeights, choose_weights, final_model
+from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.run import Supervision, run_worker
+from orchestrator.trainer import Result, Trainer
+from tests.support.evolving import ListLog
+from tests.support.loop_runs import SMALL, losses_in
+from tests.support.ranks import run_ranks
+
+START: Event = {"event": "start", "best_by": "loss:min", "step": 0}
+END: Event = {"event": "end", "status": "completed", "steps": 30}
+
+
+def evaluated(step: int, best: bool) -> Event:
+    return {"event": "evaluate", "step": step, "loss": 1.0, "metrics": {}, "best": best}
+
+
+@pytest.mark.parametrize(
+    ("events", "keep_last", "step", "weights", "reason"),
+    [
+        (
+            [evaluated(10, True), evaluated(20, True), evaluated(30, False)],
+            False,
+            20,
+            "best",
+            "validation loss",
+        ),
+        ([evaluated(10, True), evaluated(30, True)], False, 30, "best", "validation loss"),
+        ([evaluated(10, True), evaluated(30, False)], True, 30, "last", "--keep-last"),
+        ([evaluated(30, False)], False, 30, "last", "another folder"),
+        ([], False, 30, "last", "no validation result"),
+    ],
+)
+def test_the_best_weights_are_chosen_unless_there_are_none(
+    events: list[Event], keep_last: bool, step: int, weights: str, reason: str
+) -> None:
+    chosen = choose_weights([START, *events, END], keep_last)
+    assert (chosen.step, chosen.weights) == (step, weights)
+    assert reason in chosen.reason
+
+
+def test_an_interrupted_run_keeps_its_last_weights() -> None:
+    events = [START, evaluated(10, True), evaluated(20, False), END | {"status": "stopped"}]
+    assert choose_weights(events, False) == FinalWeights(30, "last", "the run can be continued")
+
+
+# Runs whose best step is not the last one, and has other experts. The task's learning rate is turned
+# around half-way, so that the run becomes worse.
+
+STEPS = 60
+EVOLVING: dict[str, Any] = SMALL | {
+    "epochs": 40,
+    "max_steps": STEPS,
+    "batch_size": 16,
+    "global_batch_size": 48,
+    "experts": 4,
+    "expert_hidden_size": (4, 4, 8, 8),
+    "evolution": "bold",
+    "sleep_every": 9,
+    "birth_entropy": 0.1,
+    "birth_patience": 1,
+    "newborn_warmup": 6,
+    "merge_similarity": 0.2,
+    "change_tolerance": 1000.0,
+    "evaluate_every": 5,
+    "checkpoint_every": 5,
+    "keep": 1,
+}
+
+
+def prepare(run_dir: Path, **settings: Any) -> PreparedRun:
+    config = Config.of(**EVOLVING | settings, run_dir=run_dir)
+    prepared = Trainer(config=config, quiet=True).prepare()
+    prepared.task.schedule = lambda: _there_and_back  # pyright: ignore[reportAttributeAccessIssue]
+    return prepared
+
+
+def _there_and_back(step: int) -> float:
+    return 1.0 if step < STEPS // 2 else -1.0
+
+
+def run(run_dir: Path, world: World | None = None, **settings: Any) -> tuple[PreparedRun, nn.Module]:
+    """Train in this process, as a worker does."""
+    world = world or World.single_process()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log: Log = EventLog(run_dir / "events.jsonl") if world.is_main else SilentLog()
+    prepared = prepare(run_dir, **settings)
+    _, model = run_worker(prepared, world, run_dir, log, Supervision())
+    log.close()
+    return prepared, model
+
+
+def run_on_rank(rank: int, size: int, store: str, run_dir: Path, settings: dict[str, Any]) -> None:
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 60) as world:
+        run(run_dir, world, workers=size, **settings)
+
+
+def validation_loss(prepared: PreparedRun, model: nn.Module) -> float:
+    data = prepared.task.validation_data()
+    assert isinstance(data, TensorData)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        loss = prepared.task.loss(model, data.tensors)
+    model.train(was_training)
+    return loss.sum.item() / loss.count
+
+
+def finish(
+    run_dir: Path, prepared: PreparedRun, live_model: nn.Module | None = None
+) -> tuple[nn.Module, ListLog, dict[str, Any]]:
+    """Return the final model, its events and the summary with them."""
+    log = ListLog()
+    model = final_model(prepared, run_dir, log, live_model)
+    return model, log, summarise([*read_events(run_dir / "events.jsonl"), *log.events])
+
+
+def assert_is_final(model: nn.Module, prepared: PreparedRun, summary: dict[str, Any], rel: float) -> None:
+    """The model computes the validation loss of the summary, and has the experts that it names."""
+    assert validation_loss(prepared, model) == pytest.approx(summary["validation"]["loss"], rel=rel)
+    assert [len(layer.experts) for layer in structure_of(model)] == summary["experts"]
+
+
+@pytest.fixture(scope="module")
+def evolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("evolved") / "run"
+    run(run_dir)
+    return run_dir
+
+
+def copied(evolved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(evolved, tmp_path / "run"))
+
+
+def test_one_process_ends_with_the_experts_and_weights_of_the_best_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    prepared, live_model = run(run_dir)
+    last_loss = validation_loss(prepared, live_model)
+    experts_at_end = [layer.ids for layer in structure_of(live_model)]
+    model, log, summary = finish(run_dir, prepared, live_model)
+    assert model is live_model
+    assert_is_final(model, prepared, summary, 1e-6)
+    assert summary["validation"]["loss"] == summary["best"]["loss"] < 0.9 * last_loss
+    assert summary["final"] == {
+        "step": summary["best"]["step"],
+        "weights": "best",
+        "reason": "the best validation loss",
+    }
+    assert summary["last"]["step"] == STEPS > summary["final"]["step"]
+    assert [layer.ids for layer in structure_of(model)] != experts_at_end
+    assert [event["event"] for event in log.events] == ["final"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, {"parallel_strategy": "expert_parallel"}),
+        (2, {"parallel_strategy": "data_parallel"}),
+        (2, {"parallel_strategy": "data_parallel", "sharding": "zero3", "evolution": "off"}),
+    ],
+    ids=["three expert hosts", "two DDP workers", "two FSDP workers"],
+)
+def test_several_workers_end_with_the_best_weights(
+    tmp_path: Path, workers: int, settings: dict[str, Any]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_ranks(run_on_rank, workers, run_dir, settings)
+    prepared = prepare(run_dir, workers=workers, **settings)
+    model, _, summary = finish(run_dir, prepared)
+    assert summary["final"]["weights"] == "best"
+    assert 0 < summary["final"]["step"] < STEPS
+    assert_is_final(model, prepared, summary, 1e-5)
+
+
+def test_the_last_weights_are_kept_on_request(evolved: Path) -> None:
+    prepared = prepare(evolved, keep_last=True)
+    model, _, summary = finish(evolved, prepared)
+    assert summary["final"] == {"step": STEPS, "weights": "last", "reason": "set by --keep-last"}
+    assert_is_final(model, prepared, summary, 1e-6)
+    assert summary["validation"]["loss"] == summary["last"]["loss"] > summary["best"]["loss"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_without_a_good_checkpoint_of_the_best_step_the_last_weights_stay(
+    evolved: Path, tmp_path: Path, damage: str
+) -> None:
+    run_dir = copied(evolved, tmp_path)
+    best = summarise(read_events(run_dir / "events.jsonl"))["best"]["step"]
+    checkpoint = run_dir / "checkpoints" / f"step_{best:08d}"
+    if damage == "missing":
+        shutil.rmtree(checkpoint)
+    else:
+        (checkpoint / "manifest.json").write_text("{}")
+    prepared = prepare(run_dir)
+    model, log, summary = finish(run_dir, prepared)
+    assert (summary["final"]["step"], summary["final"]["weights"]) == (STEPS, "last")
+    assert f"of step {best}, cannot be restored" in summary["final"]["reason"]
+    assert "cannot be restored" in of_kind(log.events, "warning")[0]["message"]
+    assert_is_final(model, prepared, summary, 1e-6)
+
+
+def test_a_completed_run_is_resumed_from_its_last_step(evolved: Path, tmp_path: Path) -> None:
+    run_dir = copied(evolved, tmp_path)
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write('{"event": "final", "step": 5, "weights": "best", "reason": "the best validation loss"}\n')
+    num_losses = len(losses_in(run_dir))
+    run(run_dir, resume="auto", max_steps=STEPS + 2)
+    events = read_events(run_dir / "events.jsonl")
+    assert of_kind(events, "resume")[-1]["step"] == STEPS
+    assert len(losses_in(run_dir)) == num_losses + 2
+    assert summarise(events)["final"] == {}, "the earlier end says nothing about a run that went on"
+
+
+class Mixture(nn.Module):
+    """A user's own model with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(4, (8, 8, 8, 8), 2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        y, routing = self.moe(x)
+        return self.head(y), routing
+
+
+def test_a_users_own_model_gets_the_best_weights_and_their_experts(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (96,), generator=generator)
+    x = torch.randn(96, 4, generator=generator) + nn.functional.one_hot(labels, 4)
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        logits, routing = model(batch[0])
+        total = nn.functional.cross_entropy(logits, batch[1], reduction="sum")
+        return Loss(total, len(batch[1]), loads=(routing.counts_E,))
+
+    torch.manual_seed(0)
+    model = Mixture()
+    changes = {"birth_entropy": 0.1, "birth_patience": 1, "newborn_warmup": 4, "change_tolerance": 1000.0}
+    config = Config.of(
+        run_dir=tmp_path / "run",
+        epochs=STEPS // 3,
+        batch_size=32,
+        evolution="bold",
+        sleep_every=3,
+        trackers=(),
+        **changes,
+    )
+    result: Result = Trainer(
+        model, data=(x, labels), validation=(x, labels), loss=loss, schedule=_there_and_back, config=config,
+        quiet=True,
+    ).fit()  # fmt: skip
+    assert result.step == result.summary["best"]["step"] < result.summary["steps"]
+    assert len(next(iter(moe_layers(model)))[1].structure.experts) == result.summary["experts"][0]
+    for trained in (model, result.model):
+        trained.eval()
+        with torch.no_grad():
+            value = loss(trained, (x, labels)).sum.item() / len(x)
+        assert value == pytest.approx(result.summary["validation"]["loss"], rel=1e-5)
