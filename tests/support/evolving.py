@@ -61,7 +61,22 @@ def on_one_host(script: Script) -> Script:
     }
 
 
-def make_evolution(stepper: Stepper, feed: Feed, script: Script) -> Evolution:
+def on_hosts(script: Script, hosts: int) -> Script:
+    """Return a script for a number of hosts: higher ones stand for lower ones."""
+    if hosts == 1:
+        return on_one_host(script)
+    return {step: [_on_hosts(change, hosts) for change in changes] for step, changes in script.items()}
+
+
+def _on_hosts(change: Change, hosts: int) -> Change:
+    return replace(
+        change, hosts=tuple(tuple(sorted({host % hosts for host in copies})) for copies in change.hosts)
+    )
+
+
+def make_evolution(
+    stepper: Stepper, feed: Feed, script: Script, state: EvolutionState | None = None
+) -> Evolution:
     """Return an evolution that may change experts after every step."""
     for _, layer in moe_layers(stepper.strategy.model):
         layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width).to(
@@ -73,7 +88,7 @@ def make_evolution(stepper: Stepper, feed: Feed, script: Script) -> Evolution:
         sleep_every=1,
         policy=ScriptedPolicy(script),
     )
-    return Evolution(plan, stepper, ListLog(), None, EvolutionState())
+    return Evolution(plan, stepper, ListLog(), None, state or EvolutionState())
 
 
 def train_evolving(

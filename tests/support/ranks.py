@@ -47,7 +47,7 @@ PRELOAD = (
     "pytest",
     "orchestrator.train.worker.build",
     "orchestrator.record.trackers",
-    "tests.support.steppers",
+    "tests.support.interrupted",
 )
 GRACE_S = 5.0  # for the other ranks to fail too, once one has failed
 PEER_GONE = (

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.model import place
+from experts.balance import moe_layers
+from experts.model import place, place_structure
+from experts.structure import LayerStructure
+from experts.surgery.surgery import restructure
 from orchestrator.config.settings import Config
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
@@ -74,14 +77,19 @@ def make_stepper(
     bucket_mb: int | None = None,
     recompute: bool = False,
     precision: PrecisionName = "fp32",
+    experts: Sequence[LayerStructure] | None = None,
 ) -> tuple[Stepper, Feed]:
     """Build a stepper and its feed.
 
-    ``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers.
+    ``micro_batch`` is per worker. ``host_of`` places the experts of each layer on the workers. ``experts``
+    are those of a saved run, with their hosts: their weights are still to be restored.
     """
     world = world or World.single_process()
     emit = emit or Events()
     model = task.build_model()
+    if experts is not None:
+        restructure([layer for _, layer in moe_layers(model)], experts)
+        model.to(task.dtype)
     model.train()
     if sharding == "none":
         model.to(world.device)
@@ -89,8 +97,11 @@ def make_stepper(
     if sharding != "none":
         shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
         strategy = FSDPStrategy(model, task, world)
-    elif world.size > 1 and host_of is not None:
-        place(model, host_of, world.rank)
+    elif world.size > 1 and (host_of is not None or experts is not None):
+        if experts is not None:
+            place_structure(model, experts, world.rank, world.size)
+        elif host_of is not None:
+            place(model, host_of, world.rank)
         strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
     elif world.size > 1:
         strategy = DDPStrategy(
