@@ -91,7 +91,7 @@ class Execution:
         loss_after = self._validation_loss()
         seconds = perf_counter() - began_s
         self._record(change, step, _Effect(seconds, loss_before, loss_after, output_change))
-        reason = self._why_undo(loss_before, loss_after)
+        reason = self._why_undo(change, step, loss_before, loss_after)
         if reason is None:
             return loss_after, False
         self._undo(replace(change, reason=reason), step, backup, (loss_after, loss_before))
@@ -115,11 +115,15 @@ class Execution:
     def _validation_loss(self) -> float | None:
         return None if self._evaluation is None else self._evaluation()["loss"]
 
-    def _why_undo(self, before: float | None, after: float | None) -> str | None:
+    def _why_undo(self, change: Change, step: int, before: float | None, after: float | None) -> str | None:
+        """Return why the main worker undoes a change; None if it lasts."""
         policy = self._plan.policy
         if policy is None or before is None or after is None:
             return None
-        return policy.why_undo(before, after)
+        # One worker decides: the losses of two could differ in the last digit.
+        world = self._stepper.world
+        reason = policy.why_undo(before, after) if world.is_main else None
+        return world.broadcast_value(f"undo {step} {change.layer} {change.kind} {change.ids[0]}", reason)
 
     def _undo(
         self, change: Change, step: int, backup: LayerBackup, losses: tuple[float | None, float | None]
@@ -128,7 +132,7 @@ class Execution:
         began_s = perf_counter()
         backup.restore(step)
         self._take_over()
-        if self._plan.policy is not None:
+        if self._plan.policy is not None and self._stepper.world.is_main:
             name = self._layers[change.layer].structure.name
             self._plan.policy.undone(name, change, self._state, step)
         self._record(change, step, _Effect(perf_counter() - began_s, *losses), kind="undone")

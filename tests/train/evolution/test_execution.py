@@ -1,0 +1,64 @@
+"""The main worker's decision to undo a change is that of all workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from experts.model import structure_of
+from experts.structure import Change
+from orchestrator.train.checkpoint.evolution_state import EvolutionState
+from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.evolution.execution import Execution
+from orchestrator.train.evolution.plan import EvolutionPlan
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
+from tests.support.evolving import ListLog, ScriptedPolicy
+from tests.support.ranks import run_ranks
+from tests.support.steppers import make_stepper
+from tests.support.tiny_model import Tiny
+
+TASK = Tiny(((4, 4, 4),), samples=12)
+BIRTH = Change("born", 0, (3,), "", (0,), ((1,),), 4, warmup_steps=2)
+
+
+@dataclass
+class DividedPolicy(ScriptedPolicy):
+    """Undoes every change on one of the workers, and none on the others."""
+
+    undoes: bool = False
+    num_undone: int = 0
+
+    def why_undo(self, loss_before: float, loss_after: float) -> str | None:
+        return "it hurts" if self.undoes else None
+
+    def undone(self, layer_name: str, change: Change, state: EvolutionState, step: int) -> None:
+        self.num_undone += 1
+
+
+def carry_out_on_host(rank: int, size: int, store: str, undoing_rank: int) -> dict[str, Any]:
+    cpu = torch.device("cpu")
+    with process_group_world(file_store(store, size), rank, size, cpu, "gloo", 60) as world:
+        stepper, feed = make_stepper(TASK, 4, 12, world=world, host_of=[(0, 1, 0)])
+        policy = DividedPolicy({}, undoes=rank == undoing_rank)
+        plan = EvolutionPlan(seed=0, steps_left=lambda progress: 1, policy=policy)
+        evaluation = Evaluation(stepper.strategy, feed, stepper.precision)
+        log = ListLog()
+        execution = Execution(plan, stepper, log, evaluation, EvolutionState())
+        execution.on_change(evaluation.experts_changed)
+        execution.carry_out([BIRTH], 1, [])
+        (layer,) = structure_of(stepper.strategy.model)
+        changes = [event["change"] for event in log.events]
+        return {"ids": layer.ids, "changes": changes, "num_undone": policy.num_undone}
+
+
+@pytest.mark.parametrize("undoing_rank", [0, 1])
+def test_all_workers_follow_the_main_worker_when_it_undoes_a_change(undoing_rank: int) -> None:
+    main, other = run_ranks(carry_out_on_host, 2, undoing_rank)
+    is_undone = undoing_rank == 0
+    assert main["ids"] == other["ids"] == ((0, 1, 2) if is_undone else (0, 1, 2, 3))
+    assert main["changes"] == other["changes"] == (["born", "undone"] if is_undone else ["born"])
+    assert [main["num_undone"], other["num_undone"]] == [int(is_undone), 0]
