@@ -56,7 +56,10 @@ class Outbox:
         membership.wait_until(lambda: self._content is None)
 
     def put(self, header: Any, experts: Any, dense: Any) -> None:
+        """Put the next item. The caller has waited for space: no item is replaced before it is fetched."""
         with self._changed:
+            if self._content is not None:
+                raise RuntimeError("the last snapshot has not been fetched; call wait_for_space before put")
             self._content = header, experts, dense
             self._changed.notify_all()
 
@@ -180,12 +183,19 @@ class ExpertHost:
         return self._context.outbox.fetch()
 
     @ray.method(concurrency_group="backups")
-    def store_backup(self, key: BackupKey, experts: Any, dense: Any, oldest_step: int) -> None:
-        """Keep another host's snapshot in this process; delete those from before ``oldest_step``.
+    def store_backup(
+        self, key: BackupKey, experts: Any, dense: Any, complete_set: tuple[int, int] | None
+    ) -> None:
+        """Keep another host's snapshot in this process.
 
+        Delete those of all sets but its own and the complete one, which its generation and step name.
         The bytes are copied out of the object store, whose copy is lost with the node of the other
         host."""
-        self._backups = {known: backup for known, backup in self._backups.items() if known[2] >= oldest_step}
+        generation, _, step = key
+        kept = {complete_set, (generation, step)}
+        self._backups = {
+            known: backup for known, backup in self._backups.items() if (known[0], known[2]) in kept
+        }
         self._backups[key] = experts.copy(), dense.copy()
 
     @ray.method(concurrency_group="backups", num_returns=2)

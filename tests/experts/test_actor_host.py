@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
+from experts.actor_host import Outbox
 from experts.membership import GroupLeft
 from tests.support.cluster import RayCluster, connected
 from tests.support.idle_hosts import IdlePool, idle_pool
@@ -121,11 +122,35 @@ def test_a_new_generation_begins_with_an_empty_mailbox(pool: IdlePool) -> None:
     assert ray.get(header) == IdleHeader(31, 2, 0, 1)
 
 
+def test_a_mailbox_replaces_nothing_that_was_not_fetched() -> None:
+    outbox = Outbox()
+    outbox.put(1, b"experts", b"dense")
+    with pytest.raises(RuntimeError, match="has not been fetched"):
+        outbox.put(2, b"others", b"others")
+    assert outbox.fetch() == (1, b"experts", b"dense")
+    outbox.put(2, b"others", b"others")
+
+
+def test_backups_of_two_sets_are_kept_whatever_their_generation(pool: IdlePool) -> None:
+    """The complete set, and the one that is coming in. After a loss a run may go back many steps."""
+    host = pool.actor(0)
+    part = np.ones(1, np.uint8)
+    ray.get(host.store_backup.remote((4, 1, 900), part, part, None))
+    for generation in (5, 6):
+        for rank in (1, 2):
+            ray.get(host.store_backup.remote((generation, rank, 500), part, part, (4, 400)))
+    for gone in ((4, 1, 900), (5, 1, 500)):
+        with pytest.raises(RayTaskError):
+            ray.get(host.load_backup.remote(gone)[0])
+    for rank in (1, 2):
+        ray.get(host.load_backup.remote((6, rank, 500))[0])
+
+
 def test_old_backups_are_deleted(pool: IdlePool) -> None:
     host = pool.actor(0)
     data = np.zeros(SNAPSHOT_BYTES, np.uint8)
     for step in (10, 20, 30):
-        ray.get(host.store_backup.remote((0, 1, step), data + step, data[:1] + step + 1, step - 10))
+        ray.get(host.store_backup.remote((0, 1, step), data + step, data[:1] + step + 1, (0, step - 10)))
     newest = ray.get(host.load_backup.remote((0, 1, 30)))
     assert [int(part[0]) for part in newest] == [30, 31], "the experts and the dense part"
     bytes_before, _ = host.load_backup.remote((0, 1, 20))

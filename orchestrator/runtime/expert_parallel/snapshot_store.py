@@ -3,7 +3,8 @@
 The driver owns the snapshots; their bytes stay in the memory of the node where they were taken.
 With several nodes, a host on another node keeps a backup. A snapshot set is complete when the
 snapshots of all hosts for a step are there and their backups are confirmed. Only then is the
-previous set dropped, so that there always is a complete one."""
+previous set dropped, so that there always is a complete one, and only then does the next set begin to
+come in: there are two at most, however slow the transfers are. Hosts that are ahead wait."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ class SnapshotStore:
         Usually that of the main host is enough: the other hosts take their snapshots at the same
         step. Waking the driver for each would take time from hosts on the same machine."""
         main = self._members[:1]
-        return [header for header, fetch in self._fetches.items() if all_hosts or fetch.host_id in main]
+        of_main = [header for header, fetch in self._fetches.items() if fetch.host_id in main]
+        # Without one, the main host's snapshot has come in, and those of the others are on their way.
+        return list(self._fetches) if all_hosts else of_main or list(self._fetches)
 
     def follow(self, generation: int, members: tuple[int, ...]) -> None:
         """Fetch the snapshots of a new group from now on."""
@@ -91,13 +94,7 @@ class SnapshotStore:
         self._incoming = {}
         self.dead_hosts = set()
         self._dropped_steps = set()
-        # The call to a survivor of the last group is still open: it returns the next snapshot.
-        fetched = {
-            fetch.host_id for fetch in self._fetches.values() if fetch.actor is self._actor(fetch.host_id)
-        }
-        for host_id in members:
-            if host_id not in fetched:
-                self._fetch(host_id)
+        self._fetch_next()
 
     def clear(self) -> None:
         """Drop all snapshots."""
@@ -108,16 +105,27 @@ class SnapshotStore:
         with suppress(KeyError):
             return self._pool.actor(host_id)
 
-    def _fetch(self, host_id: int) -> None:
-        actor = self._pool.actor(host_id)
-        header, experts, dense = actor.next_snapshot.remote()
-        self._fetches[header] = _Fetch(host_id, experts, dense, actor)
+    def _fetch_next(self) -> None:
+        """Fetch the next snapshot of each member, unless its last one waits for its set to be complete.
+
+        A host keeps one snapshot in its mailbox meanwhile, and waits with the one after it."""
+        # The call to a survivor of the last group is still open: it returns the next snapshot.
+        fetched = {
+            fetch.host_id for fetch in self._fetches.values() if fetch.actor is self._actor(fetch.host_id)
+        }
+        incoming = {self._members[rank] for one_set in self._incoming.values() for rank in one_set.references}
+        for host_id in self._members:
+            actor = self._actor(host_id)
+            if actor is None or host_id in fetched | incoming | self.dead_hosts:
+                continue
+            header, experts, dense = actor.next_snapshot.remote()
+            self._fetches[header] = _Fetch(host_id, experts, dense, actor)
 
     def collect(self) -> None:
         """Take in the snapshots that have arrived."""
-        if not self._fetches:
-            return
-        done, _ = ray.wait(list(self._fetches), num_returns=len(self._fetches), timeout=0)
+        done: list[Any] = []
+        if self._fetches:
+            done, _ = ray.wait(list(self._fetches), num_returns=len(self._fetches), timeout=0)
         for reference in done:
             fetch = self._fetches.pop(reference)
             is_current = fetch.actor is self._actor(fetch.host_id)
@@ -127,13 +135,12 @@ class SnapshotStore:
                 if is_current and fetch.host_id in self._members:
                     self.dead_hosts.add(fetch.host_id)
                 continue
-            if is_current:
-                self._fetch(fetch.host_id)
             # A host may have put a snapshot before it left the last group. Its step may occur in
             # this generation too, with other contents.
-            if header.generation == self._generation:
+            if header.generation == self._generation and header.step not in self._dropped_steps:
                 self._add(fetch.host_id, SnapshotReferences(header, fetch.experts, fetch.dense))
         self._update_complete()
+        self._fetch_next()
 
     def _add(self, host_id: int, references: SnapshotReferences) -> None:
         header = references.header
@@ -148,7 +155,8 @@ class SnapshotStore:
             # With the generation: a step can occur in several, with other ranks and contents.
             key = header.generation, header.rank, header.step
             actor = self._pool.actor(backup_host)
-            call = actor.store_backup.remote(key, references.experts, references.dense, self.step)
+            complete = (self._complete[1].generation, self.step) if self._complete is not None else None
+            call = actor.store_backup.remote(key, references.experts, references.dense, complete)
             incoming.backup_hosts[header.rank] = backup_host
             incoming.backup_actors[header.rank] = actor
             incoming.backup_calls[header.rank] = call
