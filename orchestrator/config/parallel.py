@@ -72,7 +72,8 @@ class ParallelSettings:
     needs a device: a GPU, or a CPU slot of the cluster."""
     max_failures: int = 3
     """Failures (a lost worker, a lost node, a lack of memory) that a run survives; one more ends it.
-    A failure counts until the run is 100 steps past the furthest step that it had reached by then."""
+    Failures far apart in steps do not add up: a failure counts until the run is 100 steps past the
+    furthest step that it had reached by then. Steps that are repeated are no progress."""
     collective_timeout: int | None = None
     """Seconds without progress in a step after which a worker counts as stuck. Default: 10 in
     expert parallel, where only that host is replaced, else 120."""

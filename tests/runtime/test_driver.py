@@ -237,6 +237,24 @@ def test_too_many_failures_end_the_run(fake_cluster: FakeClusters) -> None:
     assert all(attempt.closed for attempt in cluster.attempts)
 
 
+def test_failures_that_lie_far_apart_do_not_add_up(fake_cluster: FakeClusters) -> None:
+    """However quickly they follow each other: the distance is counted in steps."""
+    cluster = fake_cluster(
+        (FAILED, range(1, 3)),
+        (FAILED, range(1, 103)),
+        (FAILED, range(101, 203)),
+        (COMPLETED, range(201, 203)),
+    )
+    assert drive_run(cluster, max_failures=1) == "completed"
+    assert len(cluster.events("failure")) == 3
+
+
+def test_failures_while_steps_are_repeated_are_no_progress(fake_cluster: FakeClusters) -> None:
+    cluster = fake_cluster((FAILED, range(1, 151)), (FAILED, range(1, 120)), (FAILED, range(1, 140)))
+    with pytest.raises(TrainingFailed, match="failed 3 times within 100 steps of progress"):
+        drive_run(cluster, max_failures=2)
+
+
 def test_memory_that_cannot_be_halved_is_an_error_of_resources(fake_cluster: FakeClusters) -> None:
     exhausted = AttemptResult(failure=Failure("memory", "worker 0 ran out", 0, 1))
     with pytest.raises(ResourceError, match="cannot be halved"):

@@ -103,6 +103,7 @@ class FakePool:
         self.size = size
         self.actors: dict[int, FakeActor] = {}
         self.excluded: set[int] = set()
+        self.failed_joins: list[int] = []
         self.late: set[int] = set()
         self.last_error: BaseException | None = None
         self.killed_frozen: list[int] = []
@@ -123,6 +124,12 @@ class FakePool:
     def exclude(self, host_id: int, error: BaseException) -> None:
         self.stop(host_id)
         self.excluded.add(host_id)
+
+    def join_failed(self, host_id: int, error: BaseException) -> None:
+        self.failed_joins.append(host_id)
+
+    def joined(self, host_ids: Sequence[int]) -> None:
+        self.failed_joins = [host_id for host_id in self.failed_joins if host_id not in host_ids]
 
     def actor(self, host_id: int) -> FakeActor:
         return self.actors[host_id]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -23,6 +24,7 @@ from experts.actor_host import ExpertHost
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor
 from orchestrator.runtime.failures import cause_of
+from orchestrator.types import first_line
 
 _MAX_FAILED_STARTS = 3
 """Failed starts in a row after which a host id is excluded."""
@@ -63,22 +65,27 @@ class HostPool:
         assignment: Any,
         store_address: tuple[str, int],
         variables: Mapping[str, str],
+        warn: Callable[[str], None],
     ) -> None:
         """``assignment`` is an object reference; ``store_address`` is that of the driver's store.
 
         ``variables`` are environment variables of the hosts. They say what a process imports as it
-        starts; with them, each node keeps a process ready for the next host."""
+        starts; with them, each node keeps a process ready for the next host. ``warn`` is called with
+        the reason when a host is given up for some time."""
         self.size = size
         self._gpu = gpu
         self._assignment = assignment
         self._store_address = store_address
         self._variables = dict(variables)
+        self._warn = warn
         bundle = {"GPU": 1.0} if gpu else {"CPU": 1.0}
         self._group = placement_group([bundle] * size, strategy="PACK" if gpu else "SPREAD")
         self._hosts: dict[int, _Host] = {}
         self._node_ids: dict[int, str] = {}
         """The node of each host, also of the last one under an id whose host is lost."""
         self._failed_starts: dict[int, _FailedStarts] = {}
+        self._failed_joins = Counter[int]()
+        """How often in a row the hosts of an id were lost while they joined a group."""
         self._prestarted_nodes = set[str]()
 
     def reserve(self, timeout_s: float) -> bool:
@@ -164,16 +171,32 @@ class HostPool:
         failed = self._failed_starts.get(host_id)
         count = failed.count + 1 if failed is not None else 1
         self._failed_starts[host_id] = _FailedStarts(count, cause_of(error), monotonic())
-        if host_id in self.excluded:
-            self.stop(host_id)
-        else:
+        if host_id not in self.excluded:
             self.start(host_id)
+            return
+        self.stop(host_id)
+        self._warn(
+            f"host {host_id} could not be started {count} times: {first_line(cause_of(error))}; "
+            f"it is tried again in {_RETRY_SECONDS / 60:.0f} minutes"
+        )
+
+    def join_failed(self, host_id: int, error: BaseException) -> None:
+        """Count a host that was lost while it joined a group; exclude it after a few in a row."""
+        self._failed_joins[host_id] += 1
+        if self._failed_joins[host_id] >= _MAX_FAILED_STARTS:
+            self.exclude(host_id, error)
+
+    def joined(self, host_ids: Iterable[int]) -> None:
+        """These hosts have joined a group: earlier failures to do so count no more."""
+        for host_id in host_ids:
+            self._failed_joins.pop(host_id, None)
 
     def exclude(self, host_id: int, error: BaseException) -> None:
         """End a host that cannot train, such as one on a node without the data.
 
         It is not started again soon."""
         self.stop(host_id)
+        self._failed_joins.pop(host_id, None)
         self._failed_starts[host_id] = _FailedStarts(_MAX_FAILED_STARTS, error, monotonic())
 
     @property

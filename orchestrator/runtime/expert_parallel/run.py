@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import ray
@@ -54,7 +55,8 @@ from orchestrator.runtime.expert_parallel.states import (
     WaitingForHosts,
     advance,
 )
-from orchestrator.runtime.failures import cause_of, classify
+from orchestrator.runtime.expert_parallel.unfit import find_unfit
+from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.recovery import Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
@@ -103,13 +105,17 @@ class ExpertParallelRun:
         reference = ray.put(assignment)
         store, store_address = open_store(ray.util.get_node_ip_address())
         variables = host_hook(config.task) if parallel.max_failures else {}
-        self._pool = HostPool(hosts + parallel.spares, gpu, reference, store_address, variables)
-        snapshot_store = SnapshotStore(self._pool, self._warn, backups=snapshots.value == "on")
+        warn_of_hosts = partial(self._warn, "hosts")
+        warn_of_snapshots = partial(self._warn, "snapshots")
+        self._pool = HostPool(
+            hosts + parallel.spares, gpu, reference, store_address, variables, warn_of_hosts
+        )
+        snapshot_store = SnapshotStore(self._pool, warn_of_snapshots, backups=snapshots.value == "on")
         self._group = HostGroup(
             self._pool, store, store_address, reference, self._step_limit_s, snapshot_store
         )
         for rejected in snapshots.rejected:
-            self._warn(f"snapshots are {snapshots.value}: {rejected.why}; {snapshots.reason}")
+            warn_of_snapshots(f"snapshots are {snapshots.value}: {rejected.why}; {snapshots.reason}")
         self._segments = SegmentLengths()
         self._state: State = Starting()
         self._closing_since = 0.0
@@ -119,6 +125,7 @@ class ExpertParallelRun:
         """The last heartbeat of each host when the failure was detected."""
         self._proven_hosts: tuple[int, ...] = ()
         """Members of the last group that has trained, without those lost since."""
+        self._has_trained = False
         self._last_failure: _LastFailure | None = None
         self._error: BaseException | None = None
 
@@ -288,18 +295,18 @@ class ExpertParallelRun:
         return any(isinstance(cause_of(error), ExpertsMissing) for error in self._group.calls.errors.values())
 
     def _exclude_unfit_hosts(self) -> None:
-        """Count newcomers that cannot join (no access to the data, say) as lost, so that proven
-        hosts go on alone."""
+        """Count newcomers that cannot join (a wrong or full GPU, no access to the data) as lost, so
+        that the others go on without them."""
+        if not self._has_trained:
+            return  # a mistake that shows in the first group ends the run
         calls = self._group.calls
-        for host_id, error in list(calls.errors.items()):
-            failure = classify(error, calls.rank(host_id), noun="host")
-            is_newcomer = self._proven_hosts and host_id not in self._proven_hosts
-            # A newcomer that was given too few snapshots is fit.
-            lacks_experts = isinstance(cause_of(error), ExpertsMissing)
-            if is_newcomer and failure.kind in ("error", "fault") and not lacks_experts:
-                calls.errors.pop(host_id)
-                calls.drop(host_id, "unfit", f"could not join: {failure.message}")
-                self._pool.exclude(host_id, cause_of(error))
+        for unfit in find_unfit(calls, self._proven_hosts):
+            calls.errors.pop(unfit.host_id, None)
+            calls.drop(unfit.host_id, "unfit", f"could not join: {unfit.reason}")
+            if unfit.may_try_again:
+                self._pool.join_failed(unfit.host_id, unfit.error)
+            else:
+                self._pool.exclude(unfit.host_id, unfit.error)
 
     # Commands
 
@@ -318,6 +325,8 @@ class ExpertParallelRun:
                 self._join_group(command)
             case RunSegment(snapshot_at_end=snapshot_at_end):
                 self._proven_hosts = self._group.calls.members
+                self._has_trained = True
+                self._pool.joined(self._proven_hosts)
                 self._grant_segments(snapshot_at_end)
             case LeaveGroup(generation=generation):
                 self._group.leave(generation)
@@ -377,5 +386,5 @@ class ExpertParallelRun:
         store = CheckpointStore(self._run_dir / "checkpoints", repair=False)
         return max((step for step, _ in store.newest_first()), default=-1)
 
-    def _warn(self, message: str) -> None:
-        self._log.write("warning", kind="snapshots", message=message)
+    def _warn(self, kind: str, message: str) -> None:
+        self._log.write("warning", kind=kind, message=message)

@@ -130,7 +130,7 @@ class SnapshotStore:
             fetch = self._fetches.pop(reference)
             is_current = fetch.actor is self._actor(fetch.host_id)
             try:
-                header = ray.get(reference)
+                header: Any = ray.get(reference)
             except RayError:
                 if is_current and fetch.host_id in self._members:
                     self.dead_hosts.add(fetch.host_id)

@@ -266,7 +266,10 @@ def _after_failure(state: Leaving, stopped: GroupStopped, limits: RunLimits) -> 
     failure = root_cause(stopped.failures)
     # Before this failure is added to the history: a fault repeats if the last one was here too.
     repeated = state.history.faulty_step == stopped.step
-    history = state.history.with_failure(failure, stopped.step)
+    # A newcomer that could not join has cost no step. The pool gives up on it before long.
+    history = state.history
+    if failure.loss != "unfit":
+        history = history.with_failure(failure, stopped.step)
     decision = decide_regroup(
         failure,
         stopped.hosts,

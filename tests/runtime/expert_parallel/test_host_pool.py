@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
+from orchestrator.errors import TrainingFailed
 from orchestrator.runtime.expert_parallel import host_pool as module
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from tests.support.cluster import RayCluster, connected
@@ -29,17 +30,20 @@ def node_id(shared_cluster: RayCluster) -> Iterator[str]:
 
 
 MakePool = Callable[..., HostPool]
+warnings: list[str] = []
+"""Those of the pools of one test."""
 
 
 @pytest.fixture
 def make_pool(node_id: str, tmp_path: Path) -> Iterator[MakePool]:
     """``make_pool(size, deaths)``: a pool whose first ``deaths`` hosts die while they start."""
     pools: list[HostPool] = []
+    warnings.clear()
 
     def make(size: int, deaths: int = 0) -> HostPool:
         path = tmp_path / f"deaths{len(pools)}"
         path.write_text("dies\n" * deaths)
-        pools.append(HostPool(size, False, str(path), STORE_ADDRESS, {}))
+        pools.append(HostPool(size, False, str(path), STORE_ADDRESS, {}, warnings.append))
         return pools[-1]
 
     yield make
@@ -83,6 +87,22 @@ def test_a_host_that_dies_repeatedly_is_excluded(make_pool: MakePool) -> None:
     wait_until(lambda: pool.poll() == ((), ()))
     assert pool.excluded == {0}
     assert pool.startable((0,)) == ()
+    (warning,) = warnings
+    assert "host 0 could not be started 3 times" in warning
+    assert "tried again in 10 minutes" in warning
+
+
+def test_a_host_that_is_lost_whenever_it_joins_is_excluded(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    error = TrainingFailed("host 1 was lost")
+    for _ in range(2):
+        pool.join_failed(1, error)
+    pool.joined((0, 1))
+    for _ in range(2):
+        pool.join_failed(1, error)
+    assert pool.excluded == set(), "only failures in a row count"
+    pool.join_failed(1, error)
+    assert pool.excluded == {1}
 
 
 def test_a_closed_pool_leaves_nothing_behind(make_pool: MakePool) -> None:

@@ -38,6 +38,7 @@ def run_that_can_grow(make_run: MakeRun) -> FakeRun:
     run.pool.reserve(0.0)
     run.run._group.calls.set_members((0, 1))
     run.run._proven_hosts = (0, 1)
+    run.run._has_trained = True
     run.run._grant_segments(snapshot_at_end=True)
     run.snapshots.step = 5
     return run

@@ -126,6 +126,15 @@ def test_hosts_that_cannot_be_started_end_the_run() -> None:
 # Joining
 
 
+def test_a_newcomer_that_cannot_join_does_not_count_towards_max_failures() -> None:
+    unfit = Failure("worker", "host 1 could not join: no such data", 1, loss="unfit")
+    state, _ = advance(LEAVING, stopped(unfit, lost=(1,)), RunLimits(num_hosts=3, max_failures=1))
+    assert state == Joining(5, (0, 2), ONCE)
+    both = stopped(Failure("worker", "host 0 was lost", 0, loss="died"), unfit, lost=(0, 1))
+    state, _ = advance(LEAVING, both, RunLimits(num_hosts=3, max_failures=1))
+    assert isinstance(state, Ended), "the loss of a member counts"
+
+
 def test_members_that_have_joined_run_a_segment() -> None:
     assert advance(JOINING, AllJoined(), LIMITS) == (RUNNING, (RunSegment(),))
 
