@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from experts.group import Group, GroupFactory
 from experts.membership import GroupMembership
+from orchestrator.train.parts.stores import get_value, put_value
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,10 @@ class World:
         store = self._store
         key = f"wait_for_main/{name}"
         if self.is_main:
-            store.set(key, json.dumps(value))
+            put_value(store, key, value)
             return value
         self.membership.wait_until(lambda: store.check([key]))
-        return json.loads(store.get(key))
+        return get_value(store, key)[0]
 
     def wait_for_all(self, name: str) -> None:
         """Wait until every worker calls this, however long it takes; the same as ``wait_for_main``."""
@@ -184,7 +185,7 @@ class World:
 
         ``name`` is used once per generation of the group.
         """
-        self._store.set(f"post/{name}/{self.rank}", json.dumps(value))
+        put_value(self._store, f"post/{name}/{self.rank}", value)
 
     def posted(self, name: str) -> list[Any] | None:
         """Return the values that all other workers have posted, by rank, or None while one is missing.
@@ -195,10 +196,11 @@ class World:
         keys = [f"post/{name}/{rank}" for rank in range(1, self.size)]
         if not store.check(keys):
             return None
-        values = [json.loads(store.get(key)) for key in keys]
-        for key in keys:
-            store.delete_key(key)
-        return values
+        found = [get_value(store, key) for key in keys]
+        for _, piece_keys in found:
+            for key in piece_keys:
+                store.delete_key(key)
+        return [value for value, _ in found]
 
     def broadcast_value(self, name: str, value: Any) -> Any:
         """Return the plain value of the lowest rank that has one; ranks without one pass None.
@@ -216,10 +218,9 @@ class World:
         while self.published_keys:
             store.delete_key(self.published_keys.pop())
         if source == self.rank:
-            store.set(key, json.dumps(value))
-            self.published_keys.append(key)
+            self.published_keys.extend(put_value(store, key, value))
         self.membership.wait_until(lambda: store.check([key]))
-        return json.loads(store.get(key))
+        return get_value(store, key)[0]
 
     @property
     def _store(self) -> Store:

@@ -94,6 +94,7 @@ def test_a_host_that_dies_repeatedly_is_excluded(make_pool: MakePool) -> None:
 
 def test_a_host_that_is_lost_whenever_it_joins_is_excluded(make_pool: MakePool) -> None:
     pool = make_pool(2)
+    wait_until(lambda: pool.reserve(1.0))
     error = TrainingFailed("host 1 was lost")
     for _ in range(2):
         pool.join_failed(1, error)
