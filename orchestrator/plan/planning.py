@@ -60,7 +60,7 @@ from orchestrator.plan.schedule import (
     choose_total_steps,
     choose_warmup,
 )
-from orchestrator.plan.snapshots import NodeMemory, choose_snapshots, snapshot_memory
+from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_snapshots, snapshot_memory
 from orchestrator.plan.workers import (
     choose_backend,
     choose_sharding,
@@ -328,11 +328,12 @@ def _plan_snapshots(
     config: Config, inventory: Inventory, facts: ModelFacts, setup: _WorkerSetup, unused: str | None
 ) -> Choice[str]:
     """Choose whether the hosts keep snapshots in the memory of their nodes."""
+    hosts = setup.workers.value
     hosts_on_node = setup.workers_on_node
-    training_bytes = 0.0
+    training_bytes = checkpoint_memory(facts, hosts, hosts_on_node)
     if setup.device.value == "cpu":
         one_sample = estimate_memory(facts, 1, False, None, setup.model_sharding)
-        training_bytes = hosts_on_node * one_sample.total
+        training_bytes += hosts_on_node * one_sample.total
     node = NodeMemory(inventory.ram_free, training_bytes, setup.object_store_bytes)
-    needed = snapshot_memory(facts, setup.workers.value, hosts_on_node)
+    needed = snapshot_memory(facts, hosts, hosts_on_node)
     return choose_snapshots(config, unused, needed, node)

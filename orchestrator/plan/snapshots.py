@@ -25,7 +25,8 @@ class NodeMemory:
     free: float
     """Free memory, the object store's part and that of the training included."""
     training: float = 0.0
-    """Memory that the training itself takes: on CPUs only."""
+    """Memory that the run takes in any case: copies of the state that become checkpoints, and on
+    CPUs the training itself."""
     object_store: float | None = None
     """The size of Ray's object store; None if it is not known yet."""
 
@@ -52,14 +53,27 @@ class SnapshotMemory:
 
 def snapshot_memory(facts: ModelFacts, hosts: int, hosts_on_node: int) -> SnapshotMemory:
     """Estimate the memory of snapshots: the state of the experts of a node, and the dense part once."""
+    one_set = _state_bytes(facts, hosts, hosts_on_node, dense_share=1.0)
+    has_other_nodes = hosts > hosts_on_node
+    return SnapshotMemory(_BUFFERS * one_set, _SETS * one_set, _SETS * one_set if has_other_nodes else 0.0)
+
+
+def checkpoint_memory(facts: ModelFacts, hosts: int, hosts_on_node: int) -> float:
+    """Estimate the memory of the copy that becomes a checkpoint: each host copies its experts and its
+    share of the dense part."""
+    return _state_bytes(facts, hosts, hosts_on_node, dense_share=hosts_on_node / hosts)
+
+
+def _state_bytes(facts: ModelFacts, hosts: int, hosts_on_node: int, dense_share: float) -> float:
+    """Return the bytes of the weights and moments of a node's experts and of a share of the dense part.
+
+    The moments are Adam's: a task's own optimizer may have fewer."""
     most_experts = -(-facts.experts // hosts)
     expert_parameters = hosts_on_node * facts.expert_parameters * most_experts / max(1, facts.experts)
     dense_parameters = facts.parameters - facts.expert_parameters
     trained_share = facts.trainable / max(1, facts.parameters)
     bytes_per_parameter = _WEIGHT_BYTES + _MOMENT_BYTES * trained_share
-    one_set = (expert_parameters + dense_parameters) * bytes_per_parameter
-    has_other_nodes = hosts > hosts_on_node
-    return SnapshotMemory(_BUFFERS * one_set, _SETS * one_set, _SETS * one_set if has_other_nodes else 0.0)
+    return (expert_parameters + dense_share * dense_parameters) * bytes_per_parameter
 
 
 def choose_snapshots(

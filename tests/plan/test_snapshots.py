@@ -10,9 +10,15 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.inventory.cluster import Cluster, Node
 from orchestrator.plan.planning import plan
-from orchestrator.plan.snapshots import NodeMemory, SnapshotMemory, choose_snapshots, snapshot_memory
+from orchestrator.plan.snapshots import (
+    NodeMemory,
+    SnapshotMemory,
+    checkpoint_memory,
+    choose_snapshots,
+    snapshot_memory,
+)
 from orchestrator.types import GIB, Choice
-from tests.support.inventories import machine, model
+from tests.support.inventories import gpu, machine, model
 
 NEEDED = SnapshotMemory(buffers=10 * GIB, object_store=10 * GIB, backups=10 * GIB)
 
@@ -30,6 +36,27 @@ def test_a_node_keeps_its_experts_and_the_dense_part_once() -> None:
     assert one_node.backups == 0, "there is no other node"
     frozen = model(parameters=170, trainable=0, expert_parameters=70, experts=7)
     assert snapshot_memory(frozen, 3, 2).buffers == 2 * 4 * 160, "frozen weights have no moments"
+
+
+def test_the_copy_for_a_checkpoint_has_each_hosts_experts_and_its_share_of_the_dense_part() -> None:
+    facts = model(parameters=99 + 70, trainable=169, expert_parameters=70, experts=7)
+    assert checkpoint_memory(facts, 3, 2) == pytest.approx(12 * (2 * 30 + 66))
+
+
+def test_the_plan_counts_the_copy_for_checkpoints() -> None:
+    """On GPUs the training takes no host memory, but its checkpoints do."""
+    facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, experts=8, moe_layers=1)
+    config = Config.of(parallel_strategy="expert_parallel", workers=2)
+    snapshots = snapshot_memory(facts, 2, 2).total
+    copies = checkpoint_memory(facts, 2, 2)
+    nodes = (Node("10.0.0.1", 8, 2, 8, 100 * GIB),)
+
+    def planned(ram_free: float) -> Choice[str]:
+        inventory = machine(gpu(0), gpu(1), ram_free=int(ram_free))
+        return plan(config, inventory, facts, cluster=Cluster(nodes, joined=True)).snapshots
+
+    assert planned(snapshots + copies + GIB).value == "on"
+    assert planned(snapshots + copies - GIB).value == "off"
 
 
 def test_snapshots_that_fit_name_their_memory() -> None:
@@ -88,6 +115,10 @@ def test_the_plan_takes_the_smallest_object_store_of_the_cluster() -> None:
 
     assert planned(100 * GIB, 100 * GIB).value == "on"
     assert planned(100 * GIB, 1 * GIB).value == "off"
+    driver = Node("10.0.0.9", 0, 0, 8, 1 * GIB)
+    workers = Node("10.0.0.1", 8, 0, 8, 100 * GIB)
+    with_driver = Cluster((driver, workers), joined=True)
+    assert plan(config, inventory, facts, cluster=with_driver).snapshots.value == "on", "no host runs there"
     assert plan(Config.of(), machine(), facts).snapshots.value == "off", (
         "one process recovers from checkpoints"
     )

@@ -23,6 +23,8 @@ class Node:
     cores: int
     object_store: int | None = None
     """Bytes of Ray's object store; None before Ray is started."""
+    ram_free: int | None = None
+    """Bytes of free memory, the object store's included; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,22 @@ class Cluster:
         return sum(node.cpus for node in self.nodes)
 
     @property
+    def training_nodes(self) -> tuple[Node, ...]:
+        """The nodes that have devices for workers: GPUs where there are any, else CPUs."""
+        with_gpus = tuple(node for node in self.nodes if node.gpus)
+        return with_gpus or tuple(node for node in self.nodes if node.cpus)
+
+    @property
     def object_store(self) -> int | None:
-        """Bytes of the smallest object store of a node; None if it is not known."""
-        return min((node.object_store for node in self.nodes if node.object_store is not None), default=None)
+        """Bytes of the smallest object store of a training node; None if it is not known."""
+        sizes = [node.object_store for node in self.training_nodes]
+        return min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def ram_free(self) -> int | None:
+        """Bytes of free memory of the training node that has the least; None if it is not known."""
+        sizes = [node.ram_free for node in self.training_nodes]
+        return min((size for size in sizes if size is not None), default=None)
 
     @property
     def autoscaling(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -23,7 +24,8 @@ RayNode = dict[str, Any]
 def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
     """Return the cluster, and the inventory of its weakest training node.
 
-    ``local`` is the inventory of this machine; other nodes with GPUs are asked for theirs.
+    ``local`` is the inventory of this machine; other nodes with GPUs are asked for theirs. The free
+    memory is that of the training node that has the least, which may be another one.
     """
     node_id = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -35,7 +37,8 @@ def survey(local: Inventory, joined: bool) -> tuple[Cluster, Inventory]:
     cluster = Cluster(nodes, joined, most_gpus=limits.get("GPU"), most_cpus=limits.get("CPU"))
     training = [inventories[node["NodeID"]] for node in with_gpus if node["NodeID"] in inventories]
     weakest = min(training or [local], key=lambda entry: (not entry.gpus, entry.min_gpu_memory))
-    return cluster, weakest
+    ram_free = cluster.ram_free
+    return cluster, weakest if ram_free is None else replace(weakest, ram_free=ram_free)
 
 
 def _node(node: RayNode, known: Inventory | None) -> Node:
@@ -43,8 +46,18 @@ def _node(node: RayNode, known: Inventory | None) -> Node:
     gpus = int(node["Resources"].get("GPU", 0))
     cores = known.cores if known else cpus
     object_store = node["Resources"].get("object_store_memory")
+    memory = node["Resources"].get("memory")
+    ram_free = known.ram_free if known else None
+    if known is None and memory is not None:
+        # As Ray saw it when the node started: what it leaves to workers, and its object store.
+        ram_free = int(memory + (object_store or 0))
     return Node(
-        node["NodeManagerAddress"], cpus, gpus, cores, int(object_store) if object_store is not None else None
+        node["NodeManagerAddress"],
+        cpus,
+        gpus,
+        cores,
+        int(object_store) if object_store is not None else None,
+        ram_free,
     )
 
 

@@ -1,0 +1,60 @@
+"""The survey of a cluster, with nodes as Ray describes them: the memory is that of the training nodes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.plan.inventory.hardware import Inventory
+from orchestrator.runtime.cluster import survey as module
+from orchestrator.types import GIB
+from tests.support.inventories import gpu, machine
+
+DRIVER = machine(ram_free=500 * GIB)
+
+
+def node(name: str, store: int, memory: int | None = None, **slots: int) -> dict[str, Any]:
+    """A node as ``ray.nodes()`` describes it."""
+    resources = {kind.upper(): float(count) for kind, count in slots.items()}
+    resources["object_store_memory"] = float(store * GIB)
+    if memory is not None:
+        resources["memory"] = float(memory * GIB)
+    return {"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": resources}
+
+
+def survey(
+    monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], asked: dict[str, Inventory] | None = None
+) -> Any:
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    ray = SimpleNamespace(nodes=lambda: list(nodes), get_runtime_context=lambda: context)
+    monkeypatch.setattr(module, "ray", ray)
+    monkeypatch.setattr(module, "autoscaler_limits", dict)
+    monkeypatch.setattr(module, "_request_inventories", lambda _: asked or {})
+    return module.survey(DRIVER, joined=True)
+
+
+def test_a_driver_without_slots_says_nothing_about_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (node("driver", 9, cpu=0), node("a", 30, 70, cpu=8), node("b", 40, 90, cpu=8))
+    cluster, weakest = survey(monkeypatch, *nodes)
+    assert cluster.object_store == 30 * GIB
+    assert weakest.ram_free == 100 * GIB, "what Ray leaves to workers on node a, and its object store"
+
+
+def test_where_there_are_gpus_their_nodes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least memory may be on another node than the smallest GPU."""
+    asked = {
+        "a": machine(gpu(total=80 * GIB), ram_free=64 * GIB),
+        "b": machine(gpu(total=40 * GIB), ram_free=900 * GIB),
+    }
+    nodes = (node("driver", 9, cpu=8), node("a", 30, cpu=8, gpu=1), node("b", 40, cpu=8, gpu=1))
+    cluster, weakest = survey(monkeypatch, *nodes, asked=asked)
+    assert cluster.object_store == 30 * GIB
+    assert weakest.gpus == asked["b"].gpus
+    assert weakest.ram_free == 64 * GIB
+
+
+def test_this_machine_alone_is_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weakest = survey(monkeypatch, node("driver", 9, 20, cpu=8))
+    assert weakest == DRIVER
