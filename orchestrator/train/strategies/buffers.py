@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from orchestrator.errors import UserError
+
+BufferChoice = Callable[[nn.Module], list[Tensor]]
+"""Returns the buffers of a model that the main worker broadcasts at the start of each step.
+
+A function, because a change of the experts replaces some of them."""
+
+
+def no_buffers(_: nn.Module) -> list[Tensor]:
+    return []
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:

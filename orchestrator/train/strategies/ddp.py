@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.errors import TrainingFailed
@@ -21,7 +21,7 @@ from orchestrator.tasks.task import Loss, Task
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
-from orchestrator.train.strategies.buffers import persistent_buffers
+from orchestrator.train.strategies.buffers import BufferChoice, no_buffers, persistent_buffers
 
 STEPS_BEFORE_OVERLAP = 20
 """Steps that a micro-batch must fit in memory before reductions overlap with the backward pass."""
@@ -35,8 +35,7 @@ class DDPOptions:
     static_graph: bool = False
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
-    buffers: tuple[Tensor, ...] = ()
-    """Buffers that the main worker broadcasts at the beginning of each step."""
+    buffers: BufferChoice = no_buffers
 
 
 class DDPStrategy(Strategy):
@@ -50,13 +49,18 @@ class DDPStrategy(Strategy):
         self.options = options
         self.lockstep = self._has_sync_batchnorm
         self._warn = warn
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._find_parameters()
         self._steps_survived = 0
         self._all_have_samples = True
         self._has_unused_parameters = False
         self._reduced_by_ddp = False
         self._ddp: DistributedDataParallel | None = None
         world.broadcast([tensor.detach() for tensor in [*model.parameters(), *persistent_buffers(model)]])
+
+    def _find_parameters(self) -> None:
+        """Find the trained parameters, and the buffers to broadcast."""
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._buffers = self.options.buffers(self.model)
 
     @property
     def needs_vote(self) -> bool:
@@ -69,7 +73,7 @@ class DDPStrategy(Strategy):
         self._steps_survived = max(self._steps_survived, STEPS_BEFORE_OVERLAP)
 
     def experts_changed(self) -> None:
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._find_parameters()
         if self._ddp is not None:
             # Its hooks would go on reducing the parameters that stay.
             self._ddp.reducer._remove_autograd_hooks()
@@ -79,7 +83,7 @@ class DDPStrategy(Strategy):
         super().begin_step(all_have_samples)
         self._all_have_samples = all_have_samples
         self._reduced_by_ddp = False
-        self.world.broadcast(self.options.buffers)
+        self.world.broadcast(self._buffers)
 
     def loss(self, batch: Any, last: bool) -> Any:
         overlaps = (

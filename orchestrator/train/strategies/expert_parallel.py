@@ -22,7 +22,12 @@ from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.world import World
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buckets import BUCKET_MB, gradient_buckets
-from orchestrator.train.strategies.buffers import persistent_buffers, running_statistics
+from orchestrator.train.strategies.buffers import (
+    BufferChoice,
+    no_buffers,
+    persistent_buffers,
+    running_statistics,
+)
 
 _ROLES = ("up", "down")  # the two weights of an expert, in the order in which their norms are summed
 
@@ -39,15 +44,12 @@ class ExpertParallelStrategy(Strategy):
         world: World,
         chunks: int = 1,
         bucket_mb: int | None = None,
-        buffers: Sequence[Tensor] = (),
+        buffers: BufferChoice = no_buffers,
     ) -> None:
-        """The model's experts are placed already.
-
-        The main host broadcasts ``buffers`` at the start of each step.
-        """
+        """The model's experts are placed already."""
         assert world.group is not None, "one process has no hosts"
         self.world = world
-        self._buffers = tuple(buffers)
+        self._choose_buffers = buffers
         self._exchange = GroupExchange(world.group)
         super().__init__(model, task, MoEContext(self._exchange, chunks))
         self._may_overlap = False
@@ -60,7 +62,8 @@ class ExpertParallelStrategy(Strategy):
         world.broadcast(dense)
 
     def _find_parameters(self) -> None:
-        """Find the parameters of the dense part and of the experts."""
+        """Find the parameters of the dense part and of the experts, and the buffers to broadcast."""
+        self._buffers = self._choose_buffers(self.model)
         self._banks = list(dict.fromkeys(layer.bank for _, layer in moe_layers(self.model)))
         expert_ids = {id(p) for bank in self._banks for p in bank.parameters()}
         self._all_dense = [p for p in self.model.parameters() if id(p) not in expert_ids]

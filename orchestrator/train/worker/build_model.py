@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experts.balance import moe_layers
 from experts.bank import without_memory
@@ -40,7 +40,9 @@ from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.buffers import (
+    BufferChoice,
     convert_sync_batchnorm,
+    no_buffers,
     persistent_buffers,
     running_statistics,
 )
@@ -195,7 +197,7 @@ def _build_expert_parallel(
         world,
         plan.exchange_chunks.value,
         config.parallel.bucket_cap_mb,
-        _broadcast_buffers(config, model),
+        _broadcast_buffers(config),
     )
 
 
@@ -215,7 +217,7 @@ def _build_ddp(config: Config, task: Task, world: World, model: nn.Module, emit:
         config.parallel.static_graph,
         config.parallel.find_unused_parameters,
         config.parallel.gradient_as_bucket_view,
-        tuple(_broadcast_buffers(config, model)),
+        _broadcast_buffers(config),
     )
 
     def warn(message: str) -> None:
@@ -237,15 +239,15 @@ def _move_to_device(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _broadcast_buffers(config: Config, model: nn.Module) -> list[Tensor]:
-    """Return the buffers that the main worker broadcasts at the start of each step."""
+def _broadcast_buffers(config: Config) -> BufferChoice:
+    """Return the choice of the buffers that the main worker broadcasts at the start of each step."""
     if config.parallel.broadcast_buffers == "off":
-        return []
+        return no_buffers
     if config.parallel.broadcast_buffers == "on":
-        return persistent_buffers(model)
+        return persistent_buffers
     # Only running statistics differ between workers after a forward pass, unless the norms are
     # synchronised.
-    return [] if config.parallel.sync_batchnorm else running_statistics(model)
+    return no_buffers if config.parallel.sync_batchnorm else running_statistics
 
 
 def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:

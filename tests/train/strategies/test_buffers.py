@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import nn
 
+from experts.balance import moe_layers
+from experts.model import place
 from orchestrator.errors import UserError
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import process_group_world
 from orchestrator.train.strategies.buffers import (
     convert_sync_batchnorm,
     persistent_buffers,
     running_statistics,
 )
+from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
+from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
+from tests.support.ranks import run_ranks
+from tests.support.tiny_model import Tiny
 
 
 def make_model() -> nn.Module:
@@ -40,3 +48,26 @@ def test_running_statistics_are_those_of_batch_norms() -> None:
 def test_sync_batchnorm_needs_batch_norm() -> None:
     with pytest.raises(UserError, match="no batch norm"):
         convert_sync_batchnorm(nn.Linear(2, 2))
+
+
+def bias_after_a_change(rank: int, size: int, store: str, kind: str) -> list[float]:
+    """The bias of a gate that a change of the experts has replaced, when the next step begins."""
+    with process_group_world(file_store(store, size), rank, size, torch.device("cpu"), "gloo", 30) as world:
+        task = Tiny(((4, 4, 4),))
+        model = task.build_model()
+        if kind == "expert parallel":
+            place(model, [(0, 1, 0)], rank)
+            strategy = ExpertParallelStrategy(model, task, world, buffers=persistent_buffers)
+        else:
+            options = DDPOptions(buffers=persistent_buffers)
+            strategy = DDPStrategy(model, task, world, options, warn=lambda message: None)
+        ((_, layer),) = moe_layers(model)
+        layer.gate.bias_E = torch.full((3,), float(rank), dtype=torch.float64)
+        strategy.experts_changed()
+        strategy.begin_step(all_have_samples=True)
+        return layer.gate.bias_E.tolist()
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "expert parallel"])
+def test_buffers_of_changed_experts_are_broadcast(kind: str) -> None:
+    assert run_ranks(bias_after_a_change, 2, kind) == [[0.0] * 3, [0.0] * 3]

@@ -17,7 +17,7 @@ from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.strategies.buffers import running_statistics
+from orchestrator.train.strategies.buffers import no_buffers, running_statistics
 from orchestrator.train.strategies.ddp import DDPOptions
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.steppers import (
@@ -229,10 +229,9 @@ class Normed(DoubleDigits):
 def running_mean_on_rank(rank: int, size: int, store: str, broadcast: bool) -> list[float]:
     """The running mean at the beginning of the fourth step."""
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
-        stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world)
+        options = DDPOptions(buffers=running_statistics if broadcast else no_buffers)
+        stepper, feed = make_stepper(Normed(CONFIG), 8, 16, world=world, options=options)
         strategy: Any = stepper.strategy
-        if broadcast:
-            strategy.options = DDPOptions(buffers=tuple(running_statistics(strategy.model)))
         run_steps(stepper, feed, 3)
         strategy.begin_step(all_have_samples=True)
         return strategy.model[2].running_mean.tolist()
