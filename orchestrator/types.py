@@ -18,6 +18,8 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
+NOT_USED = "not used: "
+
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
 """The phases of a training step that the clock can tell apart, in the order in which they run."""
 
@@ -37,6 +39,11 @@ class Choice(Generic[T]):
     value: T
     reason: str
     rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the choice has an effect in this run; the reason of one without says so first."""
+        return not self.reason.startswith(NOT_USED)
 
 
 def bytes_text(count: float) -> str:

@@ -40,8 +40,10 @@ class PlanOptions:
     each node)."""
     calibration: Path | None = None
     """Measurements to predict from. Default: calibration.json in the results folder, if it exists."""
+    all: bool = False
+    """Show the choices without an effect in this run too."""
     json: bool = False
-    """Print JSON for machines."""
+    """Print JSON for machines, with all choices."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     prepared = Trainer(config=resolved).prepare()
     if options.json:
         return _print_json(prepared, options.calibration)
-    return _print_tables(prepared, resolved, options.calibration)
+    return _print_tables(prepared, resolved, options)
 
 
 def _print_json(prepared: PreparedRun, calibration: Path | None) -> int:
@@ -74,7 +76,7 @@ def _print_json(prepared: PreparedRun, calibration: Path | None) -> int:
     return 0
 
 
-def _print_tables(prepared: PreparedRun, resolved: Resolved, calibration: Path | None) -> int:
+def _print_tables(prepared: PreparedRun, resolved: Resolved, options: PlanOptions) -> int:
     from rich.console import Console
     from rich.text import Text
 
@@ -82,10 +84,10 @@ def _print_tables(prepared: PreparedRun, resolved: Resolved, calibration: Path |
     from orchestrator.train.strategies.placement import predict_placement
 
     console = Console()
-    console.print(_choices_table(prepared.plan))
+    console.print(_choices_table(prepared.plan, options.all))
     console.print(_memory_table(prepared.plan.memory, prepared.facts.method))
     console.print(_model_text(prepared))
-    console.print(Text(step_prediction(prepared, calibration)[0]))
+    console.print(Text(step_prediction(prepared, options.calibration)[0]))
     changed = [f"{name} ({resolved.origin(name)})" for name in changed_settings(resolved.config)]
     if changed:
         console.print(Text("given: " + ", ".join(changed)))
@@ -96,13 +98,20 @@ def _print_tables(prepared: PreparedRun, resolved: Resolved, calibration: Path |
     return 0
 
 
-def _choices_table(plan: Plan) -> Table:
+def _choices_table(plan: Plan, show_all: bool) -> Table:
     from orchestrator.cli.tables import make_table
 
     table = make_table("choice", "value", "reason, and what was weighed against it", title="plan")
+    hidden = []
     for name, choice in plan.choices().items():
-        rejected = [f"not {entry.option}: {entry.why}" for entry in choice.rejected]
-        table.add_row(name, value_text(choice.value), "\n".join([choice.reason, *rejected]))
+        # A setting that was given and has no effect is worth a row.
+        if show_all or choice.is_used or "instead of --" in choice.reason:
+            rejected = [f"not {entry.option}: {entry.why}" for entry in choice.rejected]
+            table.add_row(name, value_text(choice.value), "\n".join([choice.reason, *rejected]))
+        else:
+            hidden.append(name)
+    if hidden:
+        table.caption = f"not used here: {', '.join(hidden)}; 'plan --all' says why"
     return table
 
 

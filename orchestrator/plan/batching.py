@@ -16,7 +16,7 @@ from orchestrator.plan.estimate import (
     largest_fitting,
 )
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import Choice, Rejected, bytes_text
+from orchestrator.types import NOT_USED, Choice, Rejected, bytes_text
 
 # Rows of (lowest GPU memory in GB, batch, accumulation): about 64 samples per device and step.
 MEMORY_CLASSES = ((20, 16, 4), (14, 12, 5), (10, 8, 8), (6, 4, 16), (0, 2, 32))
@@ -285,7 +285,7 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> 
     if config.run.debug or not config.run.auto:
         return Choice(batch, "it is the training batch")
     if not facts.validation_samples:
-        return Choice(1, "not used: there are no validation samples")
+        return Choice(1, f"{NOT_USED}there are no validation samples")
     share = -(-facts.validation_samples // workers)
     twice = 2 * batch
     if share > twice:

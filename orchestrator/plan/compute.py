@@ -9,7 +9,7 @@ from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.gpus import Gpu
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO, set_switch
-from orchestrator.types import Choice, PrecisionName, Rejected, seconds_text
+from orchestrator.types import NOT_USED, Choice, PrecisionName, Rejected, seconds_text
 
 # Compute capabilities from which on a GPU has the feature.
 _TF32_CAPABILITY = (8, 0)
@@ -56,7 +56,7 @@ def _cpu_precision(inventory: Inventory) -> Choice[PrecisionName]:
 
 def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[bool]:
     if device == "cpu":
-        return Choice(False, "only NVIDIA GPUs have tf32; the device is the CPU")
+        return Choice(False, f"{NOT_USED}only NVIDIA GPUs have tf32; the device is the CPU")
     switch = set_switch(config.device.tf32, "--tf32")
     if switch is not None:
         return switch
@@ -119,7 +119,7 @@ def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:
 
 def choose_cudnn_benchmark(config: Config, device: str) -> Choice[bool]:
     if device == "cpu":
-        return Choice(False, "there is no cuDNN on a CPU")
+        return Choice(False, f"{NOT_USED}there is no cuDNN on a CPU")
     switch = set_switch(config.device.cudnn_benchmark, "--cudnn-benchmark")
     if switch is not None:
         return switch

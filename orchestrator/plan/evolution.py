@@ -12,7 +12,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding
 from orchestrator.plan.reasons import NO_AUTO, set_switch
 from orchestrator.plan.workers import one_sample_memory
-from orchestrator.types import Choice, Rejected, bytes_text
+from orchestrator.types import NOT_USED, Choice, Rejected, bytes_text
 
 _TASK_PRESETS: Mapping[str, Preset] = {"digits": "off"}
 """The preset of a task for ``--evolution auto``; off for all others."""
@@ -28,7 +28,7 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
                 "or add experts: --experts N for the built-in tasks, MoELayer (experts/layer.py) in your "
                 "own model"
             )
-        return Choice("off", "not used: the model has no experts")
+        return Choice("off", f"{NOT_USED}the model has no experts")
     if mode != "auto":
         return Choice(mode, f"set by --evolution {mode}")
     if not config.run.auto:

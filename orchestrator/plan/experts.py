@@ -11,7 +11,7 @@ from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelFacts, ModelSharding
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.plan.workers import one_sample_memory
-from orchestrator.types import Choice, Rejected, StrategyName, bytes_text, count_text
+from orchestrator.types import NOT_USED, Choice, Rejected, StrategyName, bytes_text, count_text
 
 _GROUPED_CAPABILITY = (9, 0)  # from which on torch fuses grouped products
 _CHUNKS_FROM_TOKENS = 4096  # of a host and micro-batch; half of fewer tokens would not fill a GPU
@@ -115,10 +115,10 @@ def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:
     if strategy == "expert_parallel":
         return None
     if not facts.experts:
-        return "not used: the model has no experts"
+        return f"{NOT_USED}the model has no experts"
     if strategy == "single":
-        return "not used: one process has all experts"
-    return "not used: every worker has all experts"
+        return f"{NOT_USED}one process has all experts"
+    return f"{NOT_USED}every worker has all experts"
 
 
 def unused_settings(config: Config, strategy: StrategyName, facts: ModelFacts) -> str | None:
@@ -204,7 +204,7 @@ def choose_kernel(
     kernel = config.device.expert_kernel
     fused = capability is not None and capability >= _GROUPED_CAPABILITY and precision == "bf16"
     if not facts.experts:
-        return Choice("loop", "not used: the model has no experts")
+        return Choice("loop", f"{NOT_USED}the model has no experts")
     if kernel != "auto":
         slow = "; it is not fused here: torch runs a loop" if kernel == "grouped" and not fused else ""
         return Choice(kernel, f"set by --expert-kernel {kernel}{slow}")

@@ -68,7 +68,7 @@ from orchestrator.plan.workers import (
     choose_workers,
     uses_gpus,
 )
-from orchestrator.types import Choice, PrecisionName, StrategyName
+from orchestrator.types import NOT_USED, Choice, PrecisionName, StrategyName
 
 
 @dataclass(frozen=True)
@@ -205,14 +205,14 @@ def _single_process(config: Config, inventory: Inventory, strategy: Choice[Strat
             f"process ({strategy.reason}); leave it out, or add --parallel-strategy data_parallel"
         )
     device = choose_device(config, inventory)
-    no_sharding = "one process has nothing to shard"
+    no_sharding = f"{NOT_USED}one process has nothing to shard"
     if config.parallel.sharding not in ("auto", "none"):
         no_sharding += f", instead of --sharding {config.parallel.sharding}"
     return _WorkerSetup(
         strategy,
         device,
         workers=Choice(1, "the run is one process"),
-        backend=Choice("none", "one process has no peers"),
+        backend=Choice("none", f"{NOT_USED}one process has no peers"),
         sharding=Choice("none", no_sharding),
         model_sharding=ModelSharding(),
         workers_on_node=1,

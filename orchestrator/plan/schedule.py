@@ -7,7 +7,7 @@ from orchestrator.plan.batching import Batching
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import GIB, Choice, Rejected, bytes_text
+from orchestrator.types import GIB, NOT_USED, Choice, Rejected, bytes_text
 
 _PLAIN_LOG_EVERY = 10
 _DEBUG_STEPS = 4
@@ -40,7 +40,7 @@ def choose_loader_workers(
 
 def choose_prefetch(config: Config, inventory: Inventory, loaders: int, workers_on_node: int) -> Choice[int]:
     if not loaders:
-        return Choice(2, "not used: there are no loader processes")
+        return Choice(2, f"{NOT_USED}there are no loader processes")
     if not config.run.auto:
         return Choice(2, NO_AUTO)
     # The prefetched batches of all workers on a node share its RAM.
@@ -55,7 +55,7 @@ def choose_data_on_device(config: Config, facts: ModelFacts, gpu_memory: int | N
     """Choose whether the training data is copied to the GPU; ``gpu_memory`` is None if the CPU
     trains."""
     if gpu_memory is None:
-        return Choice(False, "the device is the CPU")
+        return Choice(False, f"{NOT_USED}the device is the CPU")
     if facts.gathered_bytes is None:
         return Choice(False, "the data is read sample by sample")
     if not config.run.auto:

@@ -75,3 +75,18 @@ def test_the_plan_on_the_screen_shows_every_choice(call: Call):
         for name in ("device", "precision", "batch_size", "starting_batch", "total", "may be used")
         if name not in answer.out
     ] == []
+
+
+def test_choices_without_effect_are_named_and_shown_in_full_on_request(call: Call):
+    usual = call("plan", *SMALL, *CPU)
+    everything = call("plan", *SMALL, *CPU, "--all")
+    assert (usual.code, everything.code) == (0, 0)
+    assert "snapshots" in usual.out.partition("not used here: ")[2]
+    assert not any(line.startswith("│ snapshots") for line in usual.lines)
+    assert any(line.startswith("│ snapshots") for line in everything.lines)
+    assert "not used here" not in everything.out
+
+
+def test_a_given_setting_without_effect_is_shown(call: Call):
+    answer = call("plan", *SMALL, *CPU, "--gate", "primary")
+    assert any(line.startswith("│ gate") for line in answer.lines)

@@ -12,6 +12,7 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.compute import choose_precision
 from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
+from orchestrator.plan.evolution import grown
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan, plan
 from orchestrator.plan.reasons import NO_AUTO
@@ -56,7 +57,9 @@ def test_every_choice_has_a_value_and_a_reason(config: Config, inventory: Invent
     batch = chosen.batch_size.value
     recompute = chosen.activation_checkpointing.value
     sharding = sharding_of(chosen, config.parallel.cpu_offload)
-    assert chosen.memory == estimate_memory(facts, batch, recompute, chosen.memory.limit, sharding)
+    rules = chosen.evolution_rules
+    largest = grown(facts, rules.max_experts) if rules else facts
+    assert chosen.memory == estimate_memory(largest, batch, recompute, chosen.memory.limit, sharding)
     assert chosen.data_ranks == sharding.data_ranks
     covered = batch * chosen.accumulation_steps.value * chosen.data_ranks
     assert covered >= chosen.global_batch_size.value >= chosen.data_ranks
