@@ -16,7 +16,6 @@ from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
 
 _DEGREES: Mapping[str, int] = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
-"""How an optimizer's tensors grow with the gradient: averages of it, or of its square."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class ExpertBuilder:
         for (slot, role), tensor in like.items():
             if slot == "":
                 tensors[slot, role] = self._initial(role, tensor)
-            elif tensor.ndim and _degree(slot) == 1:
+            elif tensor.ndim and gradient_degree(slot) == 1:
                 tensors[slot, role] = torch.zeros_like(tensor)
             else:
                 tensors[slot, role] = tensor
@@ -81,9 +80,9 @@ class ExpertBuilder:
             hidden = tensor.shape[0] if role == "down" else _units(tensor, self.layer.bank.kind)
             kept_H = torch.arange(hidden, device=tensor.device) % 2 == offset
             if role == "down":
-                factor = 2.0 if slot == "" else 0.5 ** _degree(slot)
+                factor = 2.0 if slot == "" else 0.5 ** gradient_degree(slot)
                 # The averages of squares of other units stay: they tell the scale of the gradients to come.
-                other = tensor if slot and _degree(slot) == 2 else torch.zeros_like(tensor)
+                other = tensor if slot and gradient_degree(slot) == 2 else torch.zeros_like(tensor)
                 tensors[slot, role] = torch.where(kept_H.unsqueeze(1), tensor * factor, other)
             else:
                 kept = kept_H if tensor.shape[1] == hidden else kept_H.repeat(2)
@@ -104,10 +103,11 @@ def _units(up: Tensor, kind: str) -> int:
 
 
 def _emptied(slot: str, tensor: Tensor) -> Tensor:
-    return tensor if _degree(slot) == 2 else torch.zeros_like(tensor)
+    return tensor if gradient_degree(slot) == 2 else torch.zeros_like(tensor)
 
 
-def _degree(slot: str) -> int:
+def gradient_degree(slot: str) -> int:
+    """Return how a tensor of the optimizer grows with the gradient: 1 for averages of it, 2 of its square."""
     if slot not in _DEGREES:
         raise ValueError(
             f"the optimizer keeps {slot!r} of each parameter; experts can be born and merged with "

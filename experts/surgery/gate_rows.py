@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from experts.layer import MoELayer
 from experts.model import fill_normal, mix
 from experts.structure import Change, LayerStructure
+from experts.surgery.builder import gradient_degree
 
 _GATE_STD = 0.02
 _WARMED_NOISE = 0.1  # of the spread of a gate's row
@@ -32,8 +33,9 @@ def change_gate(
     gate.weight_ED = nn.Parameter(weight, requires_grad=before.requires_grad)
     state = optimizer.state.get(before)
     if state is not None:
+        halves = _halves(layer, new, change)
         optimizer.state[gate.weight_ED] = {
-            slot: _combine_rows(value, rows) if _is_like(value, before) else _copied(value)
+            slot: _changed_slot(slot, value, rows, halves) if _is_like(value, before) else _copied(value)
             for slot, value in state.items()
         }
     gate.bias_E = _combine_rows(gate.bias_E, rows)
@@ -47,6 +49,26 @@ def change_gate(
 def follow_number(layer: MoELayer, num_experts: int) -> None:
     if layer.gate.chooses_all:
         layer.gate.top_k = num_experts
+
+
+def _halves(layer: MoELayer, new: LayerStructure, change: Change) -> list[int]:
+    """Return the rows of the halves of a split expert, where each has half of its weight in the gate."""
+    if change.kind != "born" or not layer.gate.chooses_all:
+        return []
+    return [new.index(expert_id) for expert_id in (*change.parents, *change.ids)] if change.parents else []
+
+
+def _changed_slot(
+    slot: str, value_ED: Tensor, rows: Sequence[Sequence[tuple[int, float]]], halves: Sequence[int]
+) -> Tensor:
+    """Return a tensor of the optimizer for the changed rows.
+
+    The gradients of two halves add up to that of the row before. With half of its average and a quarter
+    of its square, Adam moves both as far as it would have moved that row."""
+    result_ED = _combine_rows(value_ED, rows)
+    for row in halves:
+        result_ED[row] *= 0.5 ** gradient_degree(slot)
+    return result_ED
 
 
 def _gate_rows(old: LayerStructure, new: LayerStructure, change: Change) -> list[list[tuple[int, float]]]:

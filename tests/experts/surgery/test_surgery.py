@@ -146,6 +146,43 @@ def test_a_split_halves_the_averages_of_doubled_outputs() -> None:
     assert torch.equal(changed.detach()[0][1::2], torch.zeros(2, WIDTH, dtype=torch.float64))
 
 
+def make_sgd(model: Model) -> tuple[torch.optim.Optimizer, StateSpec]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return optimizer, StateSpec((Slot("momentum_buffer", torch.float64, False),))
+
+
+def make_adamw(model: Model) -> tuple[torch.optim.Optimizer, StateSpec]:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0), SPEC
+
+
+@pytest.mark.parametrize(("make_optimizer", "slot"), [(make_sgd, "momentum_buffer"), (make_adamw, "exp_avg")])
+def test_the_gates_averages_go_on_after_a_split_as_those_of_the_whole_expert(
+    make_optimizer: Any, slot: str
+) -> None:
+    """The gradients of the halves add up to that of the whole: so do the averages after the next step."""
+    model, _ = make((6, 5, 6), 3, steps=0)
+    optimizer, spec = make_optimizer(model)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    whole, whole_optimizer = copy.deepcopy((model, optimizer))
+    change_layer(model, model.moe, born(3, parent=0), Surgery(optimizer, spec, seed=0, step=3))
+    train_step(model, optimizer, 3)
+    train_step(whole, whole_optimizer, 3)
+    average_ED = optimizer.state[model.moe.gate.weight_ED][slot]
+    expected_ED = whole_optimizer.state[whole.moe.gate.weight_ED][slot]
+    torch.testing.assert_close(average_ED[0] + average_ED[3], expected_ED[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(average_ED[1:3], expected_ED[1:3], rtol=1e-9, atol=1e-12)
+
+
+def test_the_gates_squares_are_quartered_by_a_split() -> None:
+    model, optimizer = make((6, 5, 6), 3)
+    before_ED = optimizer.state[model.moe.gate.weight_ED]["exp_avg_sq"].clone()
+    carry_out(model, optimizer, born(3, parent=0))
+    after_ED = optimizer.state[model.moe.gate.weight_ED]["exp_avg_sq"]
+    assert torch.equal(after_ED[[0, 3]], before_ED[[0, 0]] / 4)
+    assert torch.equal(after_ED[1:3], before_ED[1:3])
+
+
 def test_a_twin_keeps_the_function_under_top_k_routing() -> None:
     model, optimizer = make((6, 5, 6), 1)
     before = outputs(model)
