@@ -198,10 +198,13 @@ class _Draft:
         return [expert for expert in self._eligible() if streaks.get(expert.id, 0) >= patience]
 
     def _most_similar_pair(self) -> tuple[ExpertView, ExpertView] | None:
-        by_id = sorted(self._eligible(), key=lambda expert: expert.id)
+        by_id = sorted(filter(self._may_merge, self._eligible()), key=lambda expert: expert.id)
         pairs = [pair for pair in combinations(by_id, 2) if self._are_similar(*pair)]
         # The weaker one of the two similarities counts. The first of several maxima has the lowest ids.
         return max(pairs, key=lambda pair: min(self._similarities(*pair)), default=None)
+
+    def _may_merge(self, expert: ExpertView) -> bool:
+        return expert.split_from is None or expert.age_steps >= self._rules.divergence_steps
 
     def _are_similar(self, first: ExpertView, second: ExpertView) -> bool:
         values = self._similarities(first, second)

@@ -38,6 +38,9 @@ class EvolutionRules:
     """Windows in a row that an expert must be dormant before it is pruned."""
     min_age_steps: int = 200
     """A younger expert is neither split nor merged nor pruned."""
+    divergence_steps: int = 1000
+    """Steps after a split in which the newborn expert is not merged: it begins as a copy of its parent, and a
+    merge would only undo the split."""
     newborn_warmup_steps: int = 100
     """Steps in which a newborn expert gains its share of the tokens."""
     cool_down_steps: int = 100
@@ -82,6 +85,7 @@ def preset_rules(name: Preset, experts: int) -> EvolutionRules | None:
                 prune_below=0.2,
                 prune_patience=2,
                 min_age_steps=50,
+                divergence_steps=300,
                 newborn_warmup_steps=25,
                 cool_down_steps=25,
                 retry_steps=200,

@@ -32,6 +32,8 @@ class ExpertView:
     hosts: tuple[int, ...] = (0,)
     twin_of: int | None = None
     """The parent whose tokens it shares during its warm-up."""
+    split_from: int | None = None
+    """The parent that it was a copy of at its birth; None for other experts."""
 
 
 @dataclass(frozen=True)

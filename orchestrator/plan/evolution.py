@@ -14,7 +14,7 @@ from orchestrator.plan.reasons import NO_AUTO, set_switch
 from orchestrator.plan.workers import one_sample_memory
 from orchestrator.types import NOT_USED, Choice, Rejected, bytes_text
 
-_TASK_PRESETS: Mapping[str, Preset] = {"digits": "off"}
+_TASK_PRESETS: Mapping[str, Preset] = {"digits": "bold"}
 """The preset of a task for ``--evolution auto``; off for all others."""
 
 
@@ -36,6 +36,9 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
     preset = _TASK_PRESETS.get(config.task, "off")
     if preset == "off":
         return Choice("off", "the experts stay as they are; ask for changes with --evolution cautious")
+    if config.evolution.expert_replicas > 1:
+        in_one_group = Rejected(preset, "a newborn expert would be in one group alone")
+        return Choice("off", "--expert-replicas keeps every expert in each group", (in_one_group,))
     divided = divides_experts(config.parallel)
     if divided is not None:
         return Choice(

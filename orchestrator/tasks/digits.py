@@ -1,4 +1,7 @@
-"""Handwritten digits: scikit-learn's 1,797 small ones, or MNIST if ``--data-dir`` holds its IDX files."""
+"""Handwritten digits: scikit-learn's 1,797 small ones, or MNIST if ``--data-dir`` holds its IDX files.
+
+Shapes: N images, H height, W width.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experts.model import initialise
 from orchestrator.config.settings import Config
@@ -20,6 +24,8 @@ from orchestrator.tasks.nets import Classifier, Shape, classification_loss
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 _VALIDATION_SHARE = 5  # one small digit in five is for validation
+_SIDE = 8  # pixels of a small digit
+_BACKGROUND = -1.0
 _IDX_BYTES = 8  # type code of unsigned bytes in an IDX header
 
 
@@ -29,7 +35,7 @@ class Digits(Task):
     def __init__(self, config: Config) -> None:
         self.config = config
         size = 96 if config.data.data_dir else 64  # MNIST has thirty times the samples
-        self.shape = Shape.of(config.model, config.moe, width=size, layers=2, experts=8, hidden=size, top_k=2)
+        self.shape = Shape.of(config.model, config.moe, width=size, layers=2, experts=4, hidden=size, top_k=2)
         data = _load_mnist(config.data.data_dir) if config.data.data_dir else _load_small_digits()
         self._train, self._validation = data
 
@@ -54,7 +60,11 @@ class Digits(Task):
 
 
 def _load_small_digits() -> tuple[TensorData, TensorData]:
-    """Return scikit-learn's digits for training and for validation; the split is the same for every seed."""
+    """Return scikit-learn's digits for training and for validation; the split is the same for every seed.
+
+    The images for training are there five times, as they are and shifted: with so few of them the model
+    would overfit. Those for validation stay as they are.
+    """
     table = torch.from_numpy(_read_digits_table())
     images = table[:, :-1].float() / 8 - 1
     labels = table[:, -1].long()
@@ -62,7 +72,20 @@ def _load_small_digits() -> tuple[TensorData, TensorData]:
     num_validation = len(labels) // _VALIDATION_SHARE
     validation = order[:num_validation]
     train = order[num_validation:]
-    return TensorData(images[train], labels[train]), TensorData(images[validation], labels[validation])
+    shifted = _with_shifts(images[train])
+    train_labels = labels[train].repeat(len(shifted) // len(train))
+    return TensorData(shifted, train_labels), TensorData(images[validation], labels[validation])
+
+
+def _with_shifts(images: Tensor) -> Tensor:
+    """Return images, and each shifted by half a pixel to the four sides."""
+    images_NHW = images.view(-1, _SIDE, _SIDE)
+    padded_NHW = F.pad(images_NHW, (1, 1, 1, 1), value=_BACKGROUND)
+    copies = [images_NHW]
+    for row, column in ((0, 1), (2, 1), (1, 0), (1, 2)):
+        moved_NHW = padded_NHW[:, row : row + _SIDE, column : column + _SIDE]
+        copies.append((images_NHW + moved_NHW) / 2)
+    return torch.cat(copies).flatten(1)
 
 
 def _read_digits_table() -> np.ndarray:

@@ -29,6 +29,7 @@ SETTINGS = [
     *("--log-every", "2"),
     "--trackers",
     "--no-monitor-gpu",
+    *("--evolution", "off"),
     *("--width", "16"),
     *("--expert-hidden-size", "8", "16", "8", "24"),
     *("--layers", "1"),

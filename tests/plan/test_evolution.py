@@ -9,7 +9,6 @@ import pytest
 
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan import evolution
 from orchestrator.plan.estimate import ModelSharding, estimate_memory
 from orchestrator.plan.evolution import grown, unused_thresholds
 from orchestrator.plan.inventory.hardware import Inventory
@@ -45,8 +44,7 @@ def test_experts_stay_as_they_are_by_default() -> None:
         assert plan.evolution_rules is None
 
 
-def test_a_task_may_have_its_own_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evolution, "_TASK_PRESETS", {"digits": "bold"})
+def test_the_digits_show_evolution() -> None:
     plan = planned(CPU, FACTS, task="digits")
     assert plan.evolution.value == "bold"
     assert plan.evolution.reason.startswith("the task digits shows it: 2 to 16 experts per layer")
@@ -57,6 +55,10 @@ def test_a_task_may_have_its_own_preset(monkeypatch: pytest.MonkeyPatch) -> None
     sharded = planned(TWO, FACTS, task="digits", sharding="zero3")
     assert sharded.evolution.value == "off"
     assert sharded.evolution.reason == "sharding zero3 divides the weights of experts"
+    hosts = {"parallel_strategy": "expert_parallel", "workers": 2, "expert_replicas": 2}
+    grouped = planned(TWO, FACTS, task="digits", **hosts)
+    assert grouped.evolution.value == "off"
+    assert grouped.evolution.reason == "--expert-replicas keeps every expert in each group"
 
 
 def test_the_flag_decides_and_the_rules_are_in_the_plan() -> None:

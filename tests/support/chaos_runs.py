@@ -26,8 +26,8 @@ from tests.support.run_checks import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLES = 1438
-"""Training samples of the digits, of 1,797 in all."""
+SAMPLES = 7190
+"""Training samples of the digits: 1,438 images, each there five times."""
 SETTINGS = shlex.split("""
     --task tests.support.faulty_task:FaultyDigits --parallel-strategy expert_parallel --deterministic
     --width 32 --layers 2 --experts 6 --expert-hidden-size 32 48 32 64 32 48

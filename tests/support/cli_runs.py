@@ -21,7 +21,9 @@ from orchestrator.record.events import by_step, of_kind, read_events
 from tests.support.cluster import RayCluster, connected
 from tests.support.ranks import run_ranks
 
-SIZES = shlex.split("--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --global-batch-size 50")
+SIZES = shlex.split(
+    "--width 16 --expert-hidden-size 8 16 8 --experts 3 --layers 1 --evolution off --global-batch-size 50"
+)
 QUIET = shlex.split("--trackers --no-monitor-gpu --learning-rate 1e-3 --log-every 2 --schedule constant")
 
 

@@ -66,7 +66,9 @@ def planned(
     inventory: Inventory, facts: ModelFacts | None = None, where: Cluster | None = None, **settings: Any
 ) -> Plan:
     """Return the plan of these settings, on one machine or ``where`` a cluster runs."""
-    return plan(Config.of(**settings), inventory, facts or model(), cluster=where)
+    # Of the built-in tasks, only the digits have a preset of evolution.
+    config = Config.of(**{"task": "synthetic"} | settings)
+    return plan(config, inventory, facts or model(), cluster=where)
 
 
 def planned_or_refused(config: Config, inventory: Inventory, facts: ModelFacts) -> Plan:

@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "width": 8,
     "experts": 7,
     "expert_hidden_size": (4,),
+    "evolution": "off",
     "global_batch_size": 512,
     "trackers": (),
     "monitor_gpu": False,

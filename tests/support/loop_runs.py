@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "expert_hidden_size": (4, 8, 4),
     "experts": 3,
     "layers": 1,
+    "evolution": "off",
     "batch_size": 16,
     "log_every": 1,
     # A constant learning rate, so that a shorter run begins like a longer one.

@@ -35,12 +35,36 @@ def mnist(tmp_path: Path) -> Path:
 def test_the_small_digits_are_split_once_for_every_seed() -> None:
     first = Digits(Config.of(seed=1))
     second = Digits(Config.of(seed=2))
-    assert len(first.train_data()) + len(first.validation_data()) == 1797
+    num_images = 1797 - 1797 // 5
     assert len(first.validation_data()) == 1797 // 5
+    assert len(first.train_data()) == 5 * num_images
     for a, b in zip(first.train_data().tensors, second.train_data().tensors, strict=True):
         assert torch.equal(a, b)
     images = first.train_data().tensors[0]
     assert (float(images.min()), float(images.max())) == (-1.0, 1.0)
+
+
+def test_the_training_images_are_there_as_they_are_and_shifted_by_half_a_pixel() -> None:
+    images, labels = Digits(Config.of()).train_data().tensors
+    copies = images.view(5, -1, 8, 8)
+    original = copies[0]
+    for copy, (down, right) in zip(copies[1:], ((1, 0), (-1, 0), (0, 1), (0, -1)), strict=True):
+        expected = torch.empty_like(original)
+        for row in range(8):
+            for column in range(8):
+                before = row - down, column - right
+                inside = all(0 <= place < 8 for place in before)
+                neighbour = original[:, *before] if inside else torch.full((len(original),), -1.0)
+                expected[:, row, column] = (original[:, row, column] + neighbour) / 2
+        assert torch.equal(copy, expected)
+    assert torch.equal(labels, labels[: len(original)].repeat(5))
+
+
+def test_no_image_of_the_validation_is_trained_on() -> None:
+    task = Digits(Config.of())
+    trained = {image.numpy().tobytes() for image in task.train_data().tensors[0]}
+    validated = task.validation_data().tensors[0]
+    assert not any(image.numpy().tobytes() in trained for image in validated)
 
 
 def test_mnist_files_are_read_plain_or_zipped(mnist: Path) -> None:

@@ -53,6 +53,8 @@ def _measure(number: int, layer: MoELayer, world: World, step: int) -> LayerMeas
             expert.twin_of is not None or step < expert.warm_step,
             expert.hosts,
             expert.twin_of,
+            # A merged expert has two parents, one made afresh none.
+            expert.parents[0] if len(expert.parents) == 1 else None,
         )
         for row, expert in enumerate(structure.experts)
     )

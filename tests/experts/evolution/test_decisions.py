@@ -165,6 +165,18 @@ def test_experts_without_use_are_merged_in_equal_parts() -> None:
     assert the_change(after_windows(layer, 1)).weights == (0.5, 0.5)
 
 
+def test_a_copy_has_time_to_become_different_before_it_is_merged() -> None:
+    """Else a split, whose halves are equal at first, would be undone at the next sleep."""
+    rules = replace(RULES, divergence_steps=300)
+    layer = make_similar(make_layer(EVEN), _03=0.99)
+    young = with_expert(layer, 3, age_steps=299, split_from=0)
+    assert after_windows(young, 2, rules).changes == ()
+    old = with_expert(layer, 3, age_steps=300, split_from=0)
+    assert the_change(after_windows(old, 1, rules)).parents == (0, 3)
+    merged = with_expert(layer, 3, age_steps=299)
+    assert the_change(after_windows(merged, 1, rules)).parents == (0, 3), "it was no copy"
+
+
 @pytest.mark.parametrize("low", ["weight_similarity", "response_similarity"])
 @pytest.mark.parametrize("value", [0.949, math.nan, -1.0])
 def test_both_similarities_must_reach_the_threshold(low: str, value: float) -> None:

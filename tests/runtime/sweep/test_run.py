@@ -61,8 +61,8 @@ def wait_for_completed(process: subprocess.Popen[str], run_dir: Path, count: int
         time.sleep(0.02)
 
 
-POINTS: list[dict[str, Any]] = [{"batch_size": 25}, {"workers": 9}, {"top_k": 5}, {"batch_size": 2000}]
-REASONS = ("9", "top_k is 5 but there are only 3 experts", "more than the 1,438")
+POINTS: list[dict[str, Any]] = [{"batch_size": 25}, {"workers": 9}, {"top_k": 5}, {"batch_size": 8000}]
+REASONS = ("9", "top_k is 5 but there are only 3 experts", "more than the 7,190")
 
 
 @pytest.mark.ray
