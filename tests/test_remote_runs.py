@@ -18,6 +18,8 @@ from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import mirror
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
+from tests.support.object_server import ObjectServer
+from tests.support.remote_kills import kill_and_resume
 from tests.test_trainer import blobs, cross_entropy, settings
 
 
@@ -204,6 +206,7 @@ def test_an_upload_that_fails_for_good_is_the_end_status_of_the_run(
     events = read_events(folder / "events.jsonl")
     warnings = [event["message"] for event in of_kind(events, "warning") if event["kind"] == "upload"]
     assert any("UPLOADS FAIL: 5 in a row, no checkpoint is there" in message for message in warnings)
+    assert not of_kind(events, "upload")
     # The run itself is whole, and on this machine.
     assert (folder / "checkpoints" / "step_00000006" / "manifest.json").exists()
 
@@ -221,3 +224,28 @@ def test_what_a_failed_run_has_saved_is_uploaded(url: str) -> None:
         make_trainer(remote_settings(url, checkpoint_every=2), loss).fit()
     assert published(url)
     assert json.loads(RemoteFolder(url).read("summary.json", 2**20) or b"")["status"] == "failed"
+
+
+# Kills
+
+
+def check_kills(s3: ObjectServer, folder: Path, num_kills: int, seed: int) -> None:
+    runs = kill_and_resume(s3, folder, num_kills, seed)
+    assert runs.acknowledged > 0
+    assert len(runs.begun_at) > num_kills // 2
+    for acknowledged, begun in runs.begun_at:
+        assert begun >= acknowledged, runs.begun_at
+    # A step that was repeated has the loss that it had before, to the last bit.
+    assert all(len(values) == 1 for values in runs.losses.values())
+    assert sorted(runs.losses) == list(range(1, max(runs.losses) + 1))
+
+
+def test_three_kills_lose_nothing_that_was_acknowledged(s3: ObjectServer, tmp_path: Path) -> None:
+    check_kills(s3, tmp_path, num_kills=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1])
+def test_twenty_kills_lose_nothing_that_was_acknowledged(s3: ObjectServer, tmp_path: Path, seed: int) -> None:
+    check_kills(s3, tmp_path, num_kills=20, seed=seed)

@@ -38,9 +38,12 @@ class RecordUpload:
     def is_due(self) -> bool:
         return monotonic() >= self._next_s
 
-    def upload(self) -> None:
+    def upload(self, with_logs: bool = False) -> None:
+        """Upload. ``with_logs`` once the run has ended: the output of programs is masked only then."""
         began_s = monotonic()
         for name, path in _files(self._local):
+            if name.startswith("logs/") and not with_logs:
+                continue
             with suppress(FileNotFoundError):  # replaced meanwhile, and uploaded the next time
                 status = path.stat()
                 version = (status.st_size, status.st_mtime_ns)

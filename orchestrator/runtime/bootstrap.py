@@ -72,7 +72,8 @@ def check_run_dir(assignment: Assignment, name: str) -> None:
             return
     raise UserError(
         f"{name} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "
-        "give a --run-dir on a drive that all nodes share"
+        "give a --run-dir on a drive that all nodes share (of a run with a remote folder: start it in a "
+        "folder on such a drive)"
     )
 
 

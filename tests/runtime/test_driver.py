@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -21,6 +22,13 @@ from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
 from orchestrator.runtime.driver import Attempt, AttemptResult, Observers, drive
 from orchestrator.runtime.recovery import Failure, GiveUp
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
+from orchestrator.storage.folder import RemoteFolder
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import Progress
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.mirror import Mirror
+from orchestrator.train.remote.run import RemoteRun
+from tests.support.checkpoints import save_checkpoint, small_contents
 
 LOST = Failure("worker", "worker 1 was lost", 1, loss="died")
 COMPLETED = AttemptResult("completed")
@@ -134,12 +142,14 @@ def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster
     return make
 
 
-def drive_run(cluster: FakeCluster, screen: FakeScreen | None = None, **settings: Any) -> str:
+def drive_run(
+    cluster: FakeCluster, screen: FakeScreen | None = None, remote: RemoteRun | None = None, **settings: Any
+) -> str:
     config = Config.of(run_dir=cluster.run_dir, trackers=[], **settings)
     prepared: Any = FakePrepared(SimpleNamespace(config=config))
     ray_cluster: Any = SimpleNamespace(autoscaling=False)
     shown: Any = screen or FakeScreen()
-    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, Observers(shown))
+    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, Observers(shown, remote=remote))
 
 
 def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) -> None:
@@ -148,6 +158,24 @@ def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) 
     assert cluster.assignments[0].resume is None
     assert cluster.events("failure") == cluster.events("recovery") == []
     assert cluster.attempts[0].closed
+
+
+def test_the_driver_uploads_what_the_workers_save_through_a_restart(fake_cluster: FakeClusters) -> None:
+    screen = FakeScreen()
+    cluster = fake_cluster((FAILED, range(1, 9)), (COMPLETED, range(6, 12)))
+    store = CheckpointStore(cluster.run_dir / "checkpoints")
+    state = {"progress": vars(Progress(step=5))}
+    save_checkpoint(store, 5, Contents(small_contents(5).tensors, state))
+    folder = RemoteFolder(f"memory://{uuid4().hex}/run1")
+    remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder, keep=1))
+    assert drive_run(cluster, screen, remote) == "completed"
+    (upload,) = cluster.events("upload")
+    assert upload["step"] == 5
+    assert screen.shown.count("upload") == 1
+    assert "checkpoints/step_00000005/manifest.json" in folder.files()
+    remote.mirror.finish()
+    for name in ("events.jsonl", "events.driver.jsonl"):
+        assert folder.read(name, 2**20) == (cluster.run_dir / name).read_bytes()
 
 
 def test_a_restart_is_recorded_by_the_driver_from_the_workers_events(fake_cluster: FakeClusters) -> None:

@@ -147,7 +147,7 @@ class Mirror:
 
     def _upload_all(self) -> None:
         self._upload_checkpoints()
-        self._record.upload()
+        self._record.upload(with_logs=True)
 
     def _upload_checkpoints(self) -> None:
         """Upload the newest checkpoint, and the best one, unless they are there."""
