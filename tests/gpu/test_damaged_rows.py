@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
+from experts.kernels.grouped import experts_grouped
 from experts.tokens.received_rows import InvalidRows
 from tests.support.damaged_rows import DamagingExchange, compute_layer, make_layer
 
@@ -43,6 +44,20 @@ def test_the_context_survives_more_and_fewer_choices_than_announced(
     assert_context_works()
     with pytest.raises(InvalidRows, match="layer moe"):
         layer.context.finish_row_checks()
+
+
+@pytest.mark.parametrize("counts", [[3, 2], [3, 4], [-1, 7], [2**31, 9], [0, 0]])
+def test_the_context_survives_counts_that_do_not_cover_the_rows(counts: list[int]) -> None:
+    """They are bounded: every row is computed by some expert, and none beyond the rows is read."""
+    rows_RD = torch.randn(6, 16, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
+    up_EDH = torch.randn(2, 16, 16, device="cuda:0", dtype=torch.bfloat16)
+    down_EHD = torch.randn(2, 8, 16, device="cuda:0", dtype=torch.bfloat16)
+    counts_E = torch.tensor(counts, device="cuda:0")
+    weights_R = torch.ones(6, device="cuda:0", dtype=torch.bfloat16)
+    output_RD = experts_grouped(rows_RD, up_EDH, down_EHD, counts_E, weights_R, "swiglu")
+    (grad_RD,) = torch.autograd.grad(output_RD, rows_RD, torch.ones_like(output_RD))
+    assert_context_works()
+    assert bool(output_RD.isfinite().all() & grad_RD.isfinite().all())
 
 
 def assert_context_works() -> None:

@@ -9,12 +9,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 from experts.bank import ExpertBank
 from experts.kernels.choice import choose_kernel, is_fused
-from experts.kernels.grouped import check_offsets, experts_grouped, grouped_product, grouped_works
+from experts.kernels.grouped import (
+    bounded_offsets,
+    checked_offsets,
+    experts_grouped,
+    grouped_product,
+    grouped_works,
+)
 from experts.kernels.loop import activate, experts_loop, row_counts
 from experts.model import initialise
 from experts.types import Kernel, Kind
@@ -162,7 +170,18 @@ def test_weights_may_have_the_strides_that_the_operator_supports() -> None:
 
 @pytest.mark.parametrize("offsets", [[2, 5, 8], [0, 0, 8], [8, 8, 8], [3, 3, 8]])
 def test_offsets_that_cover_the_rows_are_accepted(offsets: list[int]) -> None:
-    check_offsets(torch.tensor(offsets, dtype=torch.int32), 8)
+    assert checked_offsets(torch.tensor(offsets, dtype=torch.int32), 8).tolist() == offsets
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 12), min_size=1, max_size=9))
+def test_bounded_offsets_cover_the_rows_whatever_they_were(offsets: list[int]) -> None:
+    """On a GPU nothing asserts: no group reads beyond the rows, and every row is written."""
+    bounded_E = bounded_offsets(torch.tensor(offsets, dtype=torch.int32), 8)
+    bounded = bounded_E.tolist()
+    assert bounded_E.dtype == torch.int32
+    assert bounded == sorted(bounded)
+    assert (min(bounded) >= 0, bounded[-1]) == (True, 8)
+    assert (bounded == offsets) == (min(offsets) >= 0 and offsets == sorted(offsets) and offsets[-1] == 8)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +191,7 @@ def test_offsets_that_cover_the_rows_are_accepted(offsets: list[int]) -> None:
 )
 def test_offsets_that_do_not_cover_the_rows_are_refused(offsets: list[int]) -> None:
     with pytest.raises(ValueError) as caught:
-        check_offsets(torch.tensor(offsets, dtype=torch.int32), 8)
+        checked_offsets(torch.tensor(offsets, dtype=torch.int32), 8)
     assert str(caught.value) == f"offsets {offsets} do not cover 8 rows in order"
 
 
