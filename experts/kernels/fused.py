@@ -153,20 +153,19 @@ def _compiled(kernel: Callable[..., None]) -> Any:
 
 
 def _copy_rows(x_TD: Tensor, row_TK: Tensor, rows: int) -> Tensor:
-    x_TD = x_TD.contiguous()
+    x_TD = _with_whole_rows(x_TD)
     row_TK = row_TK.contiguous()
     tokens, width = x_TD.shape
     shape = tile(width, 1024)
     rows_RD = x_TD.new_empty(rows, width)
     grid = (num_blocks(tokens, shape.rows), num_blocks(width, shape.columns))
-    launch(_copy_kernel, shape, grid, x_TD, row_TK, rows_RD, tokens, D=width, K=row_TK.shape[1])
+    tensors = (x_TD, row_TK, rows_RD)
+    launch(_copy_kernel, shape, grid, *tensors, tokens, x_TD.stride(0), D=width, K=row_TK.shape[1])
     return rows_RD
 
 
 def _sum_rows(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
-    # Rows may be a section of packed rows, which are longer: a copy would cost as much as the sum.
-    if rows_RD.stride(1) != 1:
-        rows_RD = rows_RD.contiguous()
+    rows_RD = _with_whole_rows(rows_RD)
     row_TK = row_TK.contiguous()
     tokens, top_k = row_TK.shape
     width = rows_RD.shape[1]
@@ -176,6 +175,13 @@ def _sum_rows(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     tensors = (rows_RD, row_TK, x_TD)
     launch(_sum_kernel, shape, grid, *tensors, tokens, rows_RD.stride(0), D=width, K=top_k)
     return x_TD
+
+
+def _with_whole_rows(rows_RD: Tensor) -> Tensor:
+    """Return rows whose elements follow each other.
+
+    They may be a section of packed rows, which are longer: a copy would cost as much as the kernel."""
+    return rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
 
 
 def _swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
@@ -217,6 +223,7 @@ def _copy_kernel(
     row_of,
     out,
     tokens,
+    stride,
     D: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -227,7 +234,7 @@ def _copy_kernel(
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < D)[None, :]
-    values = tl.load(x + token[:, None] * D + column[None, :], mask=inside)
+    values = tl.load(x + token[:, None] * stride + column[None, :], mask=inside)
     for k in tl.static_range(K):
         row = tl.load(row_of + token * K + k, mask=token < tokens, other=-1).to(tl.int64)
         tl.store(out + row[:, None] * D + column[None, :], values, mask=inside & (row >= 0)[:, None])

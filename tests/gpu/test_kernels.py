@@ -136,6 +136,23 @@ def test_a_section_of_longer_rows_is_summed(dtype: torch.dtype, padding: int) ->
     assert torch.equal(fused.sum_rows(tail_RD, row_TK, token_R), plain_sum(tail_RD, row_TK))
 
 
+@DTYPES
+@pytest.mark.parametrize("padding", [1, 8, 56])
+def test_a_section_of_longer_rows_is_copied_once(dtype: torch.dtype, padding: int) -> None:
+    """Rows that arrived from other hosts are such sections. Only the result takes memory."""
+    token_R, row_TK = make_row_map(4096, 2, 0.3)
+    packed_TD = draw(4096, 512 + padding, dtype=dtype)
+    for section_TD in (packed_TD[:, :512], packed_TD[:, padding:], packed_TD[:, :512].t().contiguous().t()):
+        assert torch.equal(fused.gather_rows(section_TD, token_R, row_TK), section_TD[token_R])
+    section_TD = packed_TD[:, padding:]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    before_bytes = torch.cuda.memory_allocated(DEVICE)
+    rows_RD = fused.gather_rows(section_TD, token_R, row_TK)
+    peak_bytes = torch.cuda.max_memory_allocated(DEVICE) - before_bytes
+    assert peak_bytes < rows_RD.nbytes + section_TD.nbytes / 2
+
+
 def test_a_token_without_rows_is_zero() -> None:
     """Freed memory full of NaN shows results that are left uninitialised."""
     token_R, row_TK = make_row_map(300, 2, 1.0)
