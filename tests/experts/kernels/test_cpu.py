@@ -43,6 +43,12 @@ def test_a_row_wider_than_a_block_is_a_block() -> None:
     assert torch.equal(cpu.weighted_swiglu(hidden_RH, weights_R), plain(hidden_RH, weights_R))
 
 
+def test_blocks_have_as_many_rows_as_fit() -> None:
+    """In one row at a time the overhead of calls would exceed the work."""
+    assert cpu._rows_per_block(torch.empty(3, 256)) == cpu._BLOCK_BYTES // 1024
+    assert cpu._rows_per_block(torch.empty(3, 256, dtype=torch.float64)) == cpu._BLOCK_BYTES // 2048
+
+
 def test_only_the_inputs_are_kept() -> None:
     kept: list[Tensor] = []
 

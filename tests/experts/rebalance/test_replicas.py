@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,3 +59,41 @@ def test_copies_with_shares_of_their_own_are_no_groups() -> None:
     layer = changed(LayerStructure.initial("moe", [8, 8], [0, 1]), change, 0)
     assert group_count([layer], 4) == 1
     assert group_count([LayerStructure.initial("moe", [8, 8], [0, 1])], 4) == 1
+
+
+def layer_on(*hosts: tuple[int, ...]) -> LayerStructure:
+    """A layer whose experts are on these hosts, with equal shares."""
+    layer = LayerStructure.initial("moe", [8] * len(hosts))
+    experts = [replace(expert, hosts=own) for expert, own in zip(layer.experts, hosts, strict=True)]
+    return replace(layer, experts=tuple(experts))
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_hosts", "groups"),
+    [
+        ([layer_on((0, 2), (1, 3))], 4, 2),
+        ([layer_on((0, 3), (1, 2))], 4, 1),
+        ([layer_on((0, 2), (1, 3), (0, 1))], 4, 1),
+        ([layer_on((0, 2)), layer_on((1, 3))], 4, 2),
+        ([layer_on((0, 2)), layer_on((1, 2))], 4, 1),
+        ([layer_on((0, 2)), layer_on((1,))], 4, 1),
+        ([layer_on((0, 1), (0, 1))], 3, 1),
+        ([layer_on()], 4, 1),
+        ([], 4, 1),
+    ],
+    ids=[
+        "two groups",
+        "other hosts",
+        "one expert on other hosts",
+        "two layers",
+        "another layer on other hosts",
+        "another layer without copies",
+        "hosts that groups do not divide",
+        "no experts",
+        "no layers",
+    ],
+)
+def test_only_copies_of_all_experts_of_all_layers_are_groups(
+    layers: list[LayerStructure], num_hosts: int, groups: int
+) -> None:
+    assert group_count(layers, num_hosts) == groups

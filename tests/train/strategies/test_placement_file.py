@@ -11,7 +11,8 @@ from orchestrator import Trainer
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.runtime.cluster import session
-from orchestrator.train.strategies.placement_file import check_placement_file
+from orchestrator.train.strategies.placement_file import check_placement_file, placement_file
+from tests.support.inventories import model
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,27 @@ def test_an_invalid_file_is_refused_before_a_cluster_is_started(
     config = Config.of(parallel_strategy="expert_parallel", workers=2, placement=str(file))
     with pytest.raises(UserError, match=message):
         Trainer(config=config, quiet=True).fit()
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    config = Config.of(parallel_strategy="expert_parallel", placement=str(file))
+    with pytest.raises(
+        UserError, match=r"mine.json cannot be read .*; give auto, round_robin or a JSON file"
+    ):
+        check_placement_file(config)
+
+
+def test_hosts_are_those_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"host_of": [0, 1, 2]}')
+    config = Config.of(parallel_strategy="expert_parallel", placement=str(file))
+    facts = model(expert_weights=((8, 8, 8), (8, 8, 8)))
+    assert placement_file(config, facts, 3) == [(0, 1, 2)] * 2
+    message = "puts expert 2 on host 2; hosts are whole numbers from 0 to 1"
+    with pytest.raises(UserError, match=message):
+        placement_file(config, facts, 2)
 
 
 def test_hosts_are_not_checked_while_the_number_of_workers_is_unknown(tmp_path: Path) -> None:
