@@ -7,6 +7,10 @@ from typing import Literal
 
 Preset = Literal["off", "cautious", "bold"]
 
+_DIVERGENCE_WARMUPS = 12
+"""Warm-ups that a copy needs to become different from its parent. With 4 the digits merged most of their
+splits at the next sleep."""
+
 
 @dataclass(frozen=True)
 class EvolutionRules:
@@ -38,9 +42,6 @@ class EvolutionRules:
     """Windows in a row that an expert must be dormant before it is pruned."""
     min_age_steps: int = 200
     """A younger expert is neither split nor merged nor pruned."""
-    divergence_steps: int = 1000
-    """Steps after a split in which the newborn expert is not merged: it begins as a copy of its parent, and a
-    merge would only undo the split."""
     newborn_warmup_steps: int = 100
     """Steps in which a newborn expert gains its share of the tokens."""
     cool_down_steps: int = 100
@@ -53,6 +54,13 @@ class EvolutionRules:
     """Most births, merges and prunes of a layer at one decision."""
     change_tolerance: float = 0.01
     """A change is undone if it raises the validation loss by more than this fraction."""
+
+    @property
+    def divergence_steps(self) -> int:
+        """Steps after a split in which the newborn expert is not merged.
+
+        It begins as a copy of its parent: a merge would only undo the split."""
+        return _DIVERGENCE_WARMUPS * self.newborn_warmup_steps
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_experts <= self.max_experts:
@@ -85,7 +93,6 @@ def preset_rules(name: Preset, experts: int) -> EvolutionRules | None:
                 prune_below=0.2,
                 prune_patience=2,
                 min_age_steps=50,
-                divergence_steps=300,
                 newborn_warmup_steps=25,
                 cool_down_steps=25,
                 retry_steps=200,

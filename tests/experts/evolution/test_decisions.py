@@ -167,7 +167,7 @@ def test_experts_without_use_are_merged_in_equal_parts() -> None:
 
 def test_a_copy_has_time_to_become_different_before_it_is_merged() -> None:
     """Else a split, whose halves are equal at first, would be undone at the next sleep."""
-    rules = replace(RULES, divergence_steps=300)
+    rules = replace(RULES, newborn_warmup_steps=25)
     layer = make_similar(make_layer(EVEN), _03=0.99)
     young = with_expert(layer, 3, age_steps=299, split_from=0)
     assert after_windows(young, 2, rules).changes == ()
