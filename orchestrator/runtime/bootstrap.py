@@ -87,8 +87,11 @@ def redirect_output(folder: Path, rank: int, secrets: Secrets) -> None:
             stream.flush()
         os.dup2(file, descriptor)
     os.close(file)
+    # No descriptors of their own: a host redirects its output again whenever it joins a group, and
+    # libraries keep the streams of before.
     stdout, stderr = (
-        os.fdopen(os.dup(descriptor), "w", buffering=1, errors="backslashreplace") for descriptor in (1, 2)
+        os.fdopen(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+        for descriptor in (1, 2)
     )
     sys.stdout = masked_stream(stdout, secrets)
     sys.stderr = masked_stream(stderr, secrets)

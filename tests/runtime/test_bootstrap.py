@@ -1,0 +1,34 @@
+"""Tests of the start of a worker process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REDIRECT_OFTEN = """
+import os, sys
+from pathlib import Path
+from orchestrator.runtime.bootstrap import redirect_output
+
+folder = Path(sys.argv[1])
+kept = []  # libraries keep the streams that they first saw
+for rank in range(5):
+    redirect_output(folder, rank, ["sesame"])
+    kept.append((sys.stdout, sys.stderr))
+    if rank == 0:
+        before = len(os.listdir("/proc/self/fd"))
+print(len(os.listdir("/proc/self/fd")) - before, "more files, open sesame")
+os.write(2, b"from a library\\n")
+print("kept", file=kept[0][1])
+"""
+
+
+def test_output_is_redirected_again_without_a_further_open_file(tmp_path: Path) -> None:
+    """A host redirects its output whenever it joins a group, with another rank perhaps."""
+    command = [sys.executable, "-c", REDIRECT_OFTEN, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert [(tmp_path / f"worker_{rank}.log").read_text() for rank in range(4)] == [""] * 4
+    words = (tmp_path / "worker_4.log").read_text().splitlines()
+    assert words == ["0 more files, open ***", "from a library", "kept"]
