@@ -167,7 +167,12 @@ class Trainer:
             return
         with local_record(config.run.run_dir) as folder:
             self.resolved = Resolved(config.but(run_dir=folder), resolved.origins)
-            yield
+            try:
+                yield
+            finally:
+                # The copy is about to go; a later ``fit`` trains into the remote folder.
+                settings = self.resolved.config.but(run_dir=config.run.run_dir)
+                self.resolved = Resolved(settings, self.resolved.origins)
 
     def _take_run_settings(self) -> None:
         """Let a resumed run have the settings of its folder, except for those that are given again."""
@@ -278,9 +283,7 @@ class Trainer:
         from orchestrator.train.remote.run import open_remote_run
 
         resumes = config.checkpoint.resume is not None
-        remote = open_remote_run(
-            RemoteFolder(url), results_folder(), config.checkpoint.keep, resumes, self._screen.note
-        )
+        remote = open_remote_run(RemoteFolder(url), results_folder(), resumes, self._screen.note)
         self.resolved = Resolved(config.but(run_dir=remote.local), self.resolved.origins)
         return remote
 
@@ -381,7 +384,7 @@ class Trainer:
             preserved_random_state(),
             open_event_log(config, run_dir, self._screen, self._callbacks) as log,
             stop_on_signal() as stop_requested,
-            mirroring(self._remote, log),
+            mirroring(self._remote, log, config.checkpoint.keep),
         ):
             self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
             supervision = Supervision(requests_of(stop_requested, self._callbacks))

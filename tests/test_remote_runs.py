@@ -113,6 +113,20 @@ def test_the_settings_of_a_resumed_run_are_those_of_the_remote_folder(url: str) 
     assert "config.001.yaml" in RemoteFolder(url).files()
 
 
+def test_a_resumed_run_keeps_as_many_checkpoints_as_its_folder_says(url: str) -> None:
+    for steps in (2, 4, 6, 8, 10):
+        fit(url, max_steps=steps, resume="auto", **({"keep": 5} if steps == 2 else {}))
+    assert published(url) == [10, 8, 6, 4, 2]
+
+
+def test_a_plan_leaves_the_run_in_its_remote_folder(url: str) -> None:
+    prepared_and_trained = make_trainer(remote_settings(url, max_steps=2))
+    prepared_and_trained.prepare()
+    assert RemoteFolder(url).files() == {}
+    prepared_and_trained.fit()
+    assert published(url) == [2]
+
+
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +177,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_created(tm
     with pytest.raises(UserError, match=r"cannot write .*Check the name of the bucket"):
         fit(f"file://{tmp_path}/file/run1", max_steps=2)
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def test_a_working_folder_that_cannot_be_written_is_refused(url: str, tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("a file in the way")
+    with pytest.raises(UserError, match="a run with a remote folder works in a local one"):
+        fit(url, max_steps=2)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:

@@ -113,7 +113,7 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             with (
                 _RunRecord(run_dir, [screen, trackers, callbacks]) as record,
                 stop_on_signal() as stop_requested,
-                mirroring(observers.remote, record.log),
+                mirroring(observers.remote, record.log, config.checkpoint.keep),
             ):
                 callbacks.bind(run_dir, config, record.log.write)
                 requests = _Requests(run_dir / "logs", stop_requested, callbacks, screen.note)

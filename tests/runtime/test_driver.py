@@ -167,7 +167,7 @@ def test_the_driver_uploads_what_the_workers_save_through_a_restart(fake_cluster
     state = {"progress": vars(Progress(step=5))}
     save_checkpoint(store, 5, Contents(small_contents(5).tensors, state))
     folder = RemoteFolder(f"memory://{uuid4().hex}/run1")
-    remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder, keep=1))
+    remote = RemoteRun(folder, cluster.run_dir, Mirror(cluster.run_dir, folder))
     assert drive_run(cluster, screen, remote) == "completed"
     (upload,) = cluster.events("upload")
     assert upload["step"] == 5

@@ -93,7 +93,7 @@ def _kill_at_random(ranks: Ranks, machine: Path, generator: random.Random) -> No
     if generator.random() >= _EARLY:
         num_before = len(of_kind(_events(machine), "upload"))
         _wait_until(lambda: len(of_kind(_events(machine), "upload")) > num_before, ranks)
-    time.sleep(generator.uniform(0.0, 2.0))
+    time.sleep(generator.uniform(0.0, 1.0))
     ranks.kill(0)
     ranks.results(_MAX_SECONDS)
 

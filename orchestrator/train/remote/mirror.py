@@ -38,10 +38,10 @@ _LINKS = ".upload"
 class Mirror:
     """Uploads the checkpoints and the record of one run."""
 
-    def __init__(self, local: Path, remote: RemoteFolder, keep: int) -> None:
+    def __init__(self, local: Path, remote: RemoteFolder) -> None:
         self._local = local
         self._remote = remote
-        self._keep = keep
+        self._keep = 1
         self._store = CheckpointStore(local / CHECKPOINTS, repair=False)
         self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
         self._record = RecordUpload(local, remote)
@@ -53,9 +53,12 @@ class Mirror:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, log: Log) -> None:
-        """Start to upload in the background. Events go to ``log``."""
+    def start(self, log: Log, keep: int) -> None:
+        """Start to upload in the background. Events go to ``log``.
+
+        ``keep`` checkpoints stay in the remote folder, besides the best one."""
         self._log = log
+        self._keep = keep
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 

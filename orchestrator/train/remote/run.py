@@ -36,12 +36,12 @@ class RemoteRun:
     has_started: bool = False
 
     @contextmanager
-    def mirroring(self, log: Log) -> Iterator[None]:
-        """Upload while the block trains, with events in ``log``."""
+    def mirroring(self, log: Log, keep: int) -> Iterator[None]:
+        """Upload while the block trains, with events in ``log``, and keep so many checkpoints there."""
         if self.resumed_step is not None:
             RemoteCheckpoints(self.folder / CHECKPOINTS).abandon_after(self.resumed_step)
         self.has_started = True
-        self.mirror.start(log)
+        self.mirror.start(log, keep)
         try:
             yield
         except KeyboardInterrupt:
@@ -76,13 +76,13 @@ class RemoteRun:
         note(f"uploaded: {self.folder.url}")
 
 
-def mirroring(remote: RemoteRun | None, log: Log) -> AbstractContextManager[None]:
+def mirroring(remote: RemoteRun | None, log: Log, keep: int) -> AbstractContextManager[None]:
     """Upload while the block trains, if the run has a remote folder."""
-    return nullcontext() if remote is None else remote.mirroring(log)
+    return nullcontext() if remote is None else remote.mirroring(log, keep)
 
 
 def open_remote_run(
-    folder: RemoteFolder, results: Path, keep: int, resumes: bool, note: Callable[[str], None]
+    folder: RemoteFolder, results: Path, resumes: bool, note: Callable[[str], None]
 ) -> RemoteRun:
     """Check the remote folder, and create the local one.
 
@@ -95,9 +95,15 @@ def open_remote_run(
             "or choose another --run-dir"
         )
     local = new_folder(results, folder.name)
-    (local / CHECKPOINTS).mkdir(parents=True)
-    write_remote(local, folder.url)
-    remote = RemoteRun(folder, local, Mirror(local, folder, keep))
+    try:
+        (local / CHECKPOINTS).mkdir(parents=True)
+        write_remote(local, folder.url)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {local}: {error.strerror}; a run with a remote folder works in a local one: "
+            "start it in a folder that you can write to"
+        ) from None
+    remote = RemoteRun(folder, local, Mirror(local, folder))
     if holds_run:
         try:
             download_record(folder, local)

@@ -91,8 +91,8 @@ def before_upload(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -
 def test_the_event_of_an_upload_follows_its_manifest(
     folder: RemoteFolder, log: CheckedLog, store: CheckpointStore, tmp_path: Path
 ) -> None:
-    uploads = Mirror(tmp_path, folder, keep=3)
-    uploads.start(log)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=3)
     for step in (10, 20):
         save(store, step)
         log.wait_for(step)
@@ -117,8 +117,8 @@ def test_a_slow_upload_is_followed_by_that_of_the_newest_checkpoint_alone(
         assert may_go_on.wait(WAIT_S)
 
     before_upload(monkeypatch, wait)
-    uploads = Mirror(tmp_path, folder, keep=3)
-    uploads.start(log)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=3)
     save(store, 10)
     assert has_begun.wait(WAIT_S)
     for step in (20, 30, 40):  # the run goes on while the upload hangs
@@ -141,8 +141,8 @@ def test_a_checkpoint_that_the_run_removes_during_its_upload_arrives_whole(
 ) -> None:
     path = save(store, 10)
     before_upload(monkeypatch, lambda _: shutil.rmtree(path, ignore_errors=True))
-    uploads = Mirror(tmp_path, folder, keep=3)
-    uploads.start(log)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=3)
     log.wait_for(10)
     uploads.finish_checkpoints()
     checkpoints = RemoteCheckpoints(folder / "checkpoints")
@@ -154,8 +154,8 @@ def test_the_best_checkpoint_is_uploaded_too_if_it_was_left_out(
 ) -> None:
     for step in (10, 20, 30):
         save(store, step, best_step=10)
-    uploads = Mirror(tmp_path, folder, keep=1)
-    uploads.start(log)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=1)
     uploads.finish_checkpoints()
     assert log.steps == [30, 10]
     assert published(folder) == [30, 10]
@@ -180,8 +180,8 @@ def test_the_record_is_there_before_the_manifest(
         write(self, name, content)
 
     monkeypatch.setattr(RemoteFolder, "write", write_after)
-    uploads = Mirror(tmp_path, folder, keep=1)
-    uploads.start(log)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=1)
     uploads.finish_checkpoints()
     assert seen == [True]
     # Logs follow when the run has ended and has masked them; hidden files never.
@@ -198,7 +198,7 @@ def test_files_of_the_record_are_sent_again_only_if_they_have_changed(
     before_upload(monkeypatch, sent.append)
     (tmp_path / "config.yaml").write_text("a: 1\n")
     (tmp_path / "events.jsonl").write_text("{}\n")
-    uploads = Mirror(tmp_path, folder, keep=1)
+    uploads = Mirror(tmp_path, folder)
     uploads.finish()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("{}\n")
