@@ -6,6 +6,7 @@ once, and the sum of the copies' gradients in each step. All functions are pure.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from experts.rebalance.search import (
 )
 from experts.rebalance.state import (
     BalanceProblem,
+    SearchBudget,
     Shares,
     host_seconds,
     imbalance,
@@ -61,6 +63,8 @@ class BalanceRules:
     """The most bytes that are sent at one point in time."""
     max_steps: float = 500
     """The most steps that a change may take to win its costs back."""
+    max_search: float = 400_000
+    """The most times of hosts that one decision computes, over all layers: about a second."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.aim <= self.max_imbalance:
@@ -84,11 +88,16 @@ def decide(
     layers = list(layers)
     changes: list[Change] = []
     bytes_left = rules.max_bytes
+    search_left = rules.max_search
     for index in _by_lost_seconds(layers, histories, costs, cluster):
         others = [i for i in range(len(layers)) if i != index]
         used = used_memory([layers[i] for i in others], [costs[i] for i in others], len(cluster.hosts))
+        # Half of what is left: a layer that cannot be improved must not use up all.
+        budget = SearchBudget(search_left / 2)
+        search_left /= 2
         decision = _Decision(layers[index], histories[index], costs[index], cluster.without(used), rules)
-        plan = decision.best_plan(bytes_left)
+        plan = decision.best_plan(bytes_left, budget)
+        search_left += max(0.0, budget.left)
         if plan is not None:
             layers[index] = plan.after
             bytes_left -= plan.transfer.bytes
@@ -176,11 +185,11 @@ class _Decision:
         if farthest is not None:
             self.scenarios.append([problem(farthest.loads), self.windows[-1]])
 
-    def best_plan(self, max_bytes: float) -> Plan | None:
+    def best_plan(self, max_bytes: float, budget: SearchBudget) -> Plan | None:
         """Return the plan that wins most; None where none pays."""
         if self._is_balanced():
-            return self._plan_without_needless_copies()
-        candidates = [self._plan(shares) for shares in self._candidates(max_bytes)]
+            return self._plan_without_needless_copies(budget)
+        candidates = [self._plan(shares) for shares in self._candidates(max_bytes, budget)]
         affordable = [plan for plan in candidates if plan.transfer.bytes <= max_bytes]
         paying = [plan for plan in affordable if self._pays(plan)]
         return max(paying, key=lambda plan: plan.net_seconds(self.rules.margin), default=None)
@@ -190,34 +199,41 @@ class _Decision:
         uneven = [imbalance(window, self.before) > self.rules.max_imbalance for window in self.windows]
         return sum(compress(self.weights, uneven)) < _MOST
 
-    def _candidates(self, max_bytes: float) -> Iterator[Shares]:
+    def _candidates(self, max_bytes: float, budget: SearchBudget) -> Iterator[Shares]:
         """Yield other hosts and shares: other shares alone, with moves, and with copies."""
-        yield from (resplit(scenario, self.before) for scenario in self.scenarios)
+        num_searches = 3 * len(self.scenarios)
+        budget.begin_part(2 + num_searches)
+        yield from (resplit(scenario, self.before, budget) for scenario in self.scenarios)
         if all(len(copies) == 1 for copies in self.before):
             yield relieved_shares(self.mean, self.before)
-        begin = self._without_needless_copies()
+        budget.begin_part(1 + num_searches)
+        begin = self._without_needless_copies(budget)
         max_copies = self.rules.max_copies or self.num_hosts
         # The price of a byte, in seconds per step.
         price = 1 / self.cluster.bandwidth / self.steps
         only_moves = SearchLimits(self.rules.aim, True, 1, max_bytes, price)
         only_copies = SearchLimits(self.rules.aim, False, max_copies, max_bytes, price)
-        for limits in (only_moves, replace(only_copies, moves=True), only_copies):
-            yield from (improve(scenario, begin, limits) for scenario in self.scenarios)
+        searches = itertools.product(
+            (only_moves, replace(only_copies, moves=True), only_copies), self.scenarios
+        )
+        for number, (limits, scenario) in enumerate(searches):
+            budget.begin_part(num_searches - number)
+            yield improve(scenario, begin, limits, budget)
 
-    def _plan_without_needless_copies(self) -> Plan | None:
+    def _plan_without_needless_copies(self, budget: SearchBudget) -> Plan | None:
         if all(len(expert.hosts) == 1 for expert in self.layer.experts):
             return None
-        fewer = self._without_needless_copies()
+        fewer = self._without_needless_copies(budget)
         if all(len(old) == len(new) for old, new in zip(self.before, fewer, strict=True)):
             return None
         plan = self._plan(fewer)
         # The copies may be of use in single windows still.
         return plan if plan.seconds_won >= -(self.rules.aim - 1) * self.mean.mean else None
 
-    def _without_needless_copies(self) -> Shares:
+    def _without_needless_copies(self, budget: SearchBudget) -> Shares:
         # The long mean keeps copies for loads that come and go.
         scenarios = [*self.scenarios, [self.long_mean]]
-        return without_needless_copies(scenarios, self.before, self.rules.aim)
+        return without_needless_copies(scenarios, self.before, self.rules.aim, budget)
 
     def _plan(self, shares: Shares) -> Plan:
         after = with_shares(self.layer, shares, self.num_hosts)

@@ -11,6 +11,7 @@ from experts.placement.search import relieved
 from experts.rebalance.state import (
     BalanceProblem,
     BalanceState,
+    SearchBudget,
     Shares,
     imbalance,
     resplit,
@@ -40,15 +41,17 @@ class SearchLimits:
     """The price of a byte that is moved, spread over the steps that it serves."""
 
 
-def improve(problems: Sequence[BalanceProblem], shares: Shares, limits: SearchLimits) -> Shares:
-    """Move and copy experts until the aim is reached, or nothing pays, or the bytes are used up.
+def improve(
+    problems: Sequence[BalanceProblem], shares: Shares, limits: SearchLimits, budget: SearchBudget
+) -> Shares:
+    """Move and copy experts until the aim is reached, nothing pays, or bytes or budget are used up.
 
     The problems differ in the loads; the result suits all of them."""
-    state = BalanceState(problems, shares)
+    state = BalanceState(problems, shares, budget)
     state.settle()
-    for _ in range(4 * (len(shares) + len(state.free))):
-        if not _improve_once(state, limits):
-            break
+    while not budget.is_spent and _improve_once(state, limits):
+        # It looks at all hosts and all experts at least once.
+        budget.spend(len(shares) + len(state.free))
     state.settle()
     return state.shares
 
@@ -68,27 +71,27 @@ def relieved_shares(problem: BalanceProblem, shares: Shares) -> Shares:
 
 
 def without_needless_copies(
-    scenarios: Sequence[Sequence[BalanceProblem]], shares: Shares, aim: float
+    scenarios: Sequence[Sequence[BalanceProblem]], shares: Shares, aim: float, budget: SearchBudget
 ) -> Shares:
     """Remove the copies without which the hosts reach the aim, or what they reach now.
 
     That must hold in each scenario, which is one load, or several with the same shares."""
-    limits = [max(aim, _worst(problems, shares) * _AS_GOOD) for problems in scenarios]
+    limits = [max(aim, _worst(problems, shares, budget) * _AS_GOOD) for problems in scenarios]
     first_work = scenarios[0][0].work
     for expert in sorted(range(len(shares)), key=lambda e: (first_work[e], e)):
-        while len(shares[expert]) > 1:
+        while len(shares[expert]) > 1 and not budget.is_spent:
             # Of the copies, one of those with the least share is the most likely to be needless.
             host, _ = min(shares[expert], key=lambda copy: (copy[1], -copy[0]))
             fewer = _without_copy(shares, expert, host)
             pairs = zip(scenarios, limits, strict=True)
-            if any(_worst(problems, fewer) > limit for problems, limit in pairs):
+            if any(_worst(problems, fewer, budget) > limit for problems, limit in pairs):
                 break
-            shares = resplit(scenarios[0], fewer)
+            shares = resplit(scenarios[0], fewer, budget)
     return shares
 
 
-def _worst(problems: Sequence[BalanceProblem], shares: Shares) -> float:
-    divided = resplit(problems, shares)
+def _worst(problems: Sequence[BalanceProblem], shares: Shares, budget: SearchBudget) -> float:
+    divided = resplit(problems, shares, budget)
     return max(imbalance(problem, divided) for problem in problems)
 
 
@@ -198,6 +201,7 @@ def _gain(state: BalanceState, source: int, destination: int, given: Sequence[fl
     """Return the mean time won over all loads by giving work from one host to another.
 
     Times below the mean of all hosts do not count: the layer waits for slower ones."""
+    state.budget.spend(len(given))
     won = 0.0
     for load, work in enumerate(given):
         before = max(state.seconds(load, source), state.seconds(load, destination), state.means[load])

@@ -37,6 +37,27 @@ class BalanceProblem:
         return math.fsum(self.work) / math.fsum(self.speed)
 
 
+@dataclass
+class SearchBudget:
+    """Work that a search may still do, counted in times of hosts that it computes.
+
+    It bounds a decision by a number and not by a clock: the same on every machine."""
+
+    left: float = math.inf
+    _floor: float = 0.0
+
+    def begin_part(self, parts_left: int) -> None:
+        """Begin one of several parts. It may spend an even share of what is left; the rest is kept."""
+        self._floor = self.left - self.left / parts_left if parts_left > 1 else 0.0
+
+    def spend(self, count: int) -> None:
+        self.left -= count
+
+    @property
+    def is_spent(self) -> bool:
+        return self.left <= self._floor
+
+
 def host_seconds(problem: BalanceProblem, shares: Shares) -> list[float]:
     """Return the time of each host."""
     load = [0.0] * len(problem.speed)
@@ -65,11 +86,11 @@ def ring_factor(copies: int) -> float:
     return 2 * (copies - 1) / copies
 
 
-def resplit(problems: Sequence[BalanceProblem], shares: Shares) -> Shares:
+def resplit(problems: Sequence[BalanceProblem], shares: Shares, budget: SearchBudget) -> Shares:
     """Give the copies the shares with which the slowest host is fastest.
 
     Under several loads, they are a compromise."""
-    state = BalanceState(problems, shares)
+    state = BalanceState(problems, shares, budget)
     state.settle()
     return state.shares
 
@@ -77,7 +98,8 @@ def resplit(problems: Sequence[BalanceProblem], shares: Shares) -> Shares:
 class BalanceState:
     """A division of the work that changes: the loads and the free memory of the hosts."""
 
-    def __init__(self, problems: Sequence[BalanceProblem], shares: Shares) -> None:
+    def __init__(self, problems: Sequence[BalanceProblem], shares: Shares, budget: SearchBudget) -> None:
+        self.budget = budget
         self.problem = problems[0]
         """Of which everything but the work holds for all."""
         self.works = [problem.work for problem in problems]
@@ -149,7 +171,7 @@ class BalanceState:
         copied = [expert for expert, copies in enumerate(self.copies) if len(copies) > 1]
         for _ in range(rounds):
             changes = [self.divide(e, self.even_shares(e, list(self.copies[e]), 1.0)) for e in copied]
-            if max(changes, default=0.0) <= _SETTLED:
+            if max(changes, default=0.0) <= _SETTLED or self.budget.is_spent:
                 break
 
     def divide(self, expert: int, shares: dict[int, float]) -> float:
@@ -167,6 +189,7 @@ class BalanceState:
         """Divide a share of an expert among hosts so that these finish together.
 
         A host that is busy longer with other experts gets nothing."""
+        self.budget.spend(len(hosts) * len(self.works))
         works = [work[expert] for work in self.works]
         squares = sum(work * work for work in works)
         copies = self.copies[expert]

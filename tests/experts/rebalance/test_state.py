@@ -13,6 +13,7 @@ from scipy.optimize import linprog
 from experts.rebalance.state import (
     BalanceProblem,
     BalanceState,
+    SearchBudget,
     Shares,
     host_seconds,
     imbalance,
@@ -56,7 +57,7 @@ def test_the_shares_make_the_slowest_host_as_fast_as_any_shares_do(seed: int) ->
     problem = problem_of(work, [draw.choice([1.0, 2.0, 3.5]) for _ in range(num_hosts)])
     hosts = [draw.sample(range(num_hosts), draw.randint(1, num_hosts)) for _ in range(num_experts)]
     shares = tuple(even(*sorted(each)) for each in hosts)
-    divided = resplit([problem], shares)
+    divided = resplit([problem], shares, SearchBudget())
     assert [sum(share for _, share in copies) for copies in divided] == pytest.approx([1] * num_experts)
     assert all(share >= 0 for copies in divided for _, share in copies)
     slowest = max(host_seconds(problem, divided))
@@ -66,14 +67,14 @@ def test_the_shares_make_the_slowest_host_as_fast_as_any_shares_do(seed: int) ->
 def test_one_division_suits_two_loads() -> None:
     # Each expert is hot in one load. Under the mean of both, any shares would do.
     loads = [problem_of([9.0, 1.0], [1.0, 1.0]), problem_of([1.0, 9.0], [1.0, 1.0])]
-    divided = resplit(loads, (((0, 1.0), (1, 0.0)), ((0, 0.0), (1, 1.0))))
+    divided = resplit(loads, (((0, 1.0), (1, 0.0)), ((0, 0.0), (1, 1.0))), SearchBudget())
     assert [imbalance(problem, divided) for problem in loads] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
 def test_two_loads_weigh_by_the_work_of_the_copied_expert() -> None:
     # The expert that stays on host 0 is busy in the first load only.
     loads = [problem_of([6.0, 4.0], [1.0, 1.0]), problem_of([6.0, 0.0], [1.0, 1.0])]
-    divided = resplit(loads, (even(0, 1), even(0)))
+    divided = resplit(loads, (even(0, 1), even(0)), SearchBudget())
     share = dict(divided[0])[0]
     # Between 1/6, which suits the first, and 1/2, which suits the second.
     assert share == pytest.approx((1 / 6 + 1 / 2) / 2, abs=1e-3)
@@ -81,7 +82,7 @@ def test_two_loads_weigh_by_the_work_of_the_copied_expert() -> None:
 
 def test_moves_and_copies_are_counted() -> None:
     problem = problem_of([4.0, 2.0], [1.0, 2.0])
-    state = BalanceState([problem], (even(0), even(0)))
+    state = BalanceState([problem], (even(0), even(0)), SearchBudget())
     state.move(0, 0, 1)
     assert (state.loads[0], state.free, state.bytes_moved) == ([2.0, 4.0], [900.0, 900.0], 100.0)
     state.copy(0, 0)
