@@ -52,8 +52,8 @@ class MirrorExchange:
     size: int
     rank: int = 0
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:  # noqa: ARG002
-        return counts_NC.tolist()
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:  # noqa: ARG002
+        return counts_NC.cpu()
 
     def all_to_all_rows(
         self,

@@ -29,9 +29,9 @@ def capacity_mask(
     if context.step.dummy:
         counts_KE = torch.zeros_like(counts_KE)
     table_NC = counts_KE.reshape(1, -1).expand(exchange.size, -1).contiguous()
-    received = exchange.all_to_all_counts(table_NC, (num_experts, top_k))
-    counts_NKE = counts_KE.new_tensor(received).view(exchange.size, top_k, num_experts)
-    limit = math.ceil(capacity * int(counts_NKE.sum()) / num_experts)
+    received_NC = exchange.all_to_all_counts(table_NC, (num_experts, top_k))
+    limit = math.ceil(capacity * int(received_NC.sum()) / num_experts)
+    counts_NKE = received_NC.to(counts_KE.device).view(exchange.size, top_k, num_experts)
     total_KE = counts_NKE.sum(0)
     # Choices of other tokens that come first: earlier choices of all hosts, and equal choices of
     # lower ranks.

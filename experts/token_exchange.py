@@ -137,7 +137,7 @@ def _exchange_counts(
     A table has a row per host and two columns per chunk: rows, and rows for experts."""
     columns = [counts_N for each in destinations for counts_N in (each.rows_N, each.expert_rows_N)]
     counts_NC = torch.stack(columns, dim=1)
-    received = context.exchange.all_to_all_counts(counts_NC, header)
+    received = context.exchange.all_to_all_counts(counts_NC, header).tolist()
     # The host has waited for the device, and would have raised if the group had been left.
     context.finish_row_checks()
     _check_counts(received, top_k)

@@ -30,8 +30,8 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
-        """Send row n of the table to host n and return the rows received, by host.
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
+        """Send row n of the table to host n and return the rows received, by host, in host memory.
 
         ``header`` must be the same on all hosts."""
         ...
@@ -86,8 +86,8 @@ class LocalExchange:
     rank = 0
     size = 1
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:  # noqa: ARG002
-        return counts_NC.tolist()
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:  # noqa: ARG002
+        return counts_NC.cpu()
 
     def all_to_all_rows(
         self,
@@ -114,7 +114,7 @@ class GroupExchange:
     def size(self) -> int:
         return self.group.size
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         self._num_exchanges += 1
         header = [self._num_exchanges, *header]
         header_NC = counts_NC.new_tensor(header).expand(self.size, -1)
@@ -125,30 +125,33 @@ class GroupExchange:
         received = torch.empty_like(sent)
         start = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
-        table = received.tolist()
-        # On a GPU, tolist() has waited for the device, which an abort of the group releases with
-        # wrong values.
+        received = received.cpu()
+        # On a GPU, cpu() has waited for the device, which an abort of the group releases with wrong
+        # values.
         self.group.check()
         self.meter.seconds += perf_counter() - start
-        self._check_headers(header, table)
         begin = len(header)
-        end = begin + counts_NC.shape[1]
-        counts = [row[begin:end] for row in table]
-        self._check_counts(counts)
-        return counts
+        self._check_headers(header, received[:, :begin].tolist())
+        received_NC = received[:, begin : begin + counts_NC.shape[1]]
+        self._check_counts(received_NC)
+        return received_NC
 
-    def _check_headers(self, header: list[int], table: list[list[int]]) -> None:
-        for host, row in enumerate(table):
-            received = row[: len(header)]
+    def _check_headers(self, header: list[int], headers: list[list[int]]) -> None:
+        for host, received in enumerate(headers):
             if received != header:
                 raise RuntimeError(
                     f"host {self.rank} is at exchange {header}, host {host} at {received}: out of "
                     f"step; nothing was sent"
                 )
 
-    def _check_counts(self, counts: list[list[int]]) -> None:
-        for host, row in enumerate(counts):
-            if row and not (min(row) >= 0 and max(row) <= _MAX_COUNT):
+    def _check_counts(self, counts_NC: Tensor) -> None:
+        if not counts_NC.numel():
+            return
+        least, most = map(int, counts_NC.aminmax())
+        if 0 <= least <= most <= _MAX_COUNT:
+            return
+        for host, row in enumerate(counts_NC.tolist()):
+            if not (min(row) >= 0 and max(row) <= _MAX_COUNT):
                 raise RuntimeError(
                     f"host {host} sent counts from {min(row)} to {max(row)} to host {self.rank}; 0 to "
                     f"{_MAX_COUNT} were needed: they were damaged on the way. If it happens again, check the "

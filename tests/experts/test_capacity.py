@@ -29,10 +29,10 @@ class FixedCounts:
     def size(self) -> int:
         return len(self.tables)
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         assert counts_NC.tolist() == [self.tables[self.rank]] * self.size
         self.calls += 1
-        return self.tables
+        return torch.tensor(self.tables)
 
     def all_to_all_rows(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]

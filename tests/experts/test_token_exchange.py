@@ -43,10 +43,10 @@ class RecordingExchange:
     headers: list[tuple[int, ...]] = field(default_factory=list)
     sent: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         self.counts.append(counts_NC.tolist())
         self.headers.append(tuple(header))
-        return torch.zeros_like(counts_NC).tolist()
+        return torch.zeros_like(counts_NC)
 
     def all_to_all_rows(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]

@@ -27,8 +27,8 @@ class DamagingExchange:
     fill: int | None = None
     rank: int = 0
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
-        return counts_NC.tolist()
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
+        return counts_NC.cpu()
 
     def all_to_all_rows(
         self,

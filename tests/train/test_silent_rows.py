@@ -131,10 +131,10 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def accept_any_counts(patch: pytest.MonkeyPatch) -> None:
-    def unchecked(self: GroupExchange, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def unchecked(self: GroupExchange, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         received = torch.empty_like(counts_NC)
         self.group.all_to_all(received, counts_NC.contiguous(), [], []).wait()
-        return received.tolist()
+        return received
 
     patch.setattr(GroupExchange, "all_to_all_counts", unchecked)
 
@@ -147,7 +147,7 @@ def exchange_out_of_step(rank: int, size: int, store: str, ahead: int, plant: Pl
         counts_NC = torch.tensor([[1 + 2 * ahead * rank], [1]])
 
         def num_received() -> int:
-            receives = [row[0] for row in exchange.all_to_all_counts(counts_NC, (8,))]
+            receives = exchange.all_to_all_counts(counts_NC, (8,)).flatten().tolist()
             return len(exchange.all_to_all_rows(torch.ones(2, 3), [1, 1], receives).wait())
 
         return message_of(num_received)

@@ -80,12 +80,12 @@ class _RecordingExchange:
         self.size = size
         self.recorder = recorder
 
-    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def all_to_all_counts(self, counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         self.recorder.record_wait()
         num_counts = counts_NC.shape[1] + len(header) + 1
         aligned = -(-num_counts // _COUNT_ALIGNMENT) * _COUNT_ALIGNMENT
         self.recorder.record_message("counts", _COUNT_BYTES * (self.size - 1) * aligned)
-        return []  # fake tensors have no counts; see _EvenlySpreadContext
+        return torch.empty(0)  # fake tensors have no counts; see _EvenlySpreadContext
 
     def all_to_all_rows(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]

@@ -100,7 +100,7 @@ def test_a_group_that_was_left_takes_precedence(monkeypatch: pytest.MonkeyPatch)
     layer = make_layer(exchange, SIZES, "loop")
     x_TD = compute_layer(layer, 5)
 
-    def left(counts_NC: Tensor, header: Sequence[int]) -> list[list[int]]:
+    def left(counts_NC: Tensor, header: Sequence[int]) -> Tensor:
         raise GroupLeft("the group was left")
 
     monkeypatch.setattr(exchange, "all_to_all_counts", left)
@@ -131,7 +131,9 @@ def test_impossible_counts_are_refused_before_rows_are_received(
 ) -> None:
     exchange = DamagingExchange(3)
     layer = make_layer(exchange, SIZES, "loop")
-    monkeypatch.setattr(exchange, "all_to_all_counts", lambda *_: [[0, 0], [rows, choices], [0, 0]])
+    monkeypatch.setattr(
+        exchange, "all_to_all_counts", lambda *_: torch.tensor([[0, 0], [rows, choices], [0, 0]])
+    )
     monkeypatch.setattr(exchange, "all_to_all_rows", lambda *_: pytest.fail("rows are exchanged"))
     with pytest.raises(RuntimeError, match=f"host 1 announced {rows} rows for {choices} choices"):
         layer(torch.randn(5, 8))
