@@ -87,13 +87,39 @@ def grown(facts: ModelFacts, experts: int) -> ModelFacts:
     )
 
 
+def change_memory(config: Config, facts: ModelFacts, sharding: ModelSharding) -> float:
+    """Return the memory of a device during a change of its largest layer.
+
+    The layer's experts and their optimizer state exist before and after it, so that it can be undone. It
+    happens between two steps, when there are no activations."""
+    layers = [max(facts.experts, len(weights)) * max(weights) for weights in facts.expert_weights]
+    layer = max(layers) if layers else facts.expert_parameters // max(1, facts.moe_layers)
+    without_layer = replace(
+        facts,
+        parameters=facts.parameters - layer,
+        trainable=max(0, facts.trainable - layer),
+        expert_parameters=facts.expert_parameters - layer,
+    )
+    state = _state_bytes(config, facts, sharding)
+    return state + state - _state_bytes(config, without_layer, sharding)
+
+
+def _state_bytes(config: Config, facts: ModelFacts, sharding: ModelSharding) -> float:
+    estimate = one_sample_memory(config, facts, float("inf"), sharding)
+    return estimate.total - estimate.activations
+
+
 def fit_growth(
     config: Config, facts: ModelFacts, rules: EvolutionRules, limit_bytes: float, sharding: ModelSharding
 ) -> EvolutionRules:
-    """Lower the largest number of experts to one that fits, if memory is short: one sample must fit."""
+    """Lower the largest number of experts to one that fits, if memory is short.
+
+    One sample must fit, and a change of a layer."""
 
     def fits(experts: int) -> bool:
-        return one_sample_memory(config, grown(facts, experts), limit_bytes, sharding).fits
+        largest = grown(facts, experts)
+        step_fits = one_sample_memory(config, largest, limit_bytes, sharding).fits
+        return step_fits and change_memory(config, largest, sharding) <= limit_bytes
 
     fitting = facts.experts
     too_many = rules.max_experts + 1

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.estimate import ModelSharding, estimate_memory
-from orchestrator.plan.evolution import grown, unused_thresholds
+from orchestrator.plan.evolution import change_memory, grown, unused_thresholds
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
@@ -128,18 +128,48 @@ def test_the_plan_keeps_memory_for_growth() -> None:
 def test_the_most_experts_are_lowered_to_what_fits() -> None:
     # The state takes 14.9 GiB; with 12 experts 21.6 GiB.
     tight = machine(gpu(total=20 * GIB))
-    plan = planned(tight, LARGE, evolution="cautious", gpu_memory_fraction=1.0)
+    # In a model of very many layers, the change of one needs less than the activations of a sample.
+    many_layers = replace(LARGE, moe_layers=10**5)
+    plan = planned(tight, many_layers, evolution="cautious", gpu_memory_fraction=1.0)
     assert plan.evolution_rules is not None
     most = plan.evolution_rules.max_experts
     assert 8 < most < 12
     assert "8 at the start; memory does not allow 12" in plan.evolution.reason
     assert plan.memory.fits
     limit = plan.memory.limit
-    one_more = estimate_memory(grown(LARGE, most + 1), 1, True, limit)
+    one_more = estimate_memory(grown(many_layers, most + 1), 1, True, limit)
     assert not one_more.fits
     roomy = planned(ONE, LARGE, evolution="cautious").evolution_rules
     assert roomy is not None
     assert roomy.max_experts == 12
+
+
+def test_the_experts_of_a_layer_fit_twice_during_a_change() -> None:
+    # The state of 8 experts takes 14.9 GiB, of which a layer has 3.4 GiB: 12 experts would need 26.7 GiB.
+    tight = machine(gpu(total=22 * GIB))
+    plan = planned(tight, LARGE, evolution="cautious", gpu_memory_fraction=1.0)
+    assert plan.evolution_rules is not None
+    assert plan.evolution_rules.max_experts == 9
+    limit = plan.memory.limit
+    assert limit is not None
+    assert estimate_memory(grown(LARGE, 10), 1, True, limit).fits, "a step alone would fit"
+    config = Config.of()
+    sharding = ModelSharding()
+    state = 16 * (10**9 + round(9 * 10**8 / 8)) + 16 * 9 * 10**4
+    layer = 16 * (9 * 10**8 * 9 // 8) // 4
+    change_bytes = change_memory(config, grown(LARGE, 9), sharding)
+    assert change_bytes == pytest.approx(state + layer, rel=1e-3)
+    assert change_bytes <= limit < change_memory(config, grown(LARGE, 10), sharding)
+
+
+def test_a_host_needs_memory_for_its_own_experts_of_a_changing_layer() -> None:
+    config = Config.of()
+    whole = change_memory(config, FACTS, ModelSharding())
+    hosts = change_memory(config, FACTS, ModelSharding(workers=4, form="experts"))
+    layer = 8 * 40_000 * 16  # all experts counted as the largest
+    dense = 16 * (FACTS.parameters - FACTS.expert_parameters)
+    assert whole == pytest.approx(16 * FACTS.parameters + layer, rel=1e-6)
+    assert hosts == pytest.approx(dense + (16 * FACTS.expert_parameters + layer) / 4, rel=1e-6)
 
 
 def test_a_huge_limit_is_searched_quickly() -> None:
