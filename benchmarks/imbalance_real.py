@@ -40,7 +40,8 @@ from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
+from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
@@ -149,7 +150,7 @@ class Variant:
             seed=0,
             loader=LoaderOptions(),
         )
-        adamw = build_adamw(model.parameters(), Config.of().optim, fused=True)
+        adamw = build_named_optimizer(model, Config.of().optim, fused=True)
         self.stepper = Stepper(
             world=world,
             strategy=ExpertParallelStrategy(model, task, world, 1, None),

@@ -381,7 +381,7 @@ def test_a_metric_without_a_direction_is_refused_before_training(tmp_path: Path)
     with pytest.raises(UserError, match="churn:min or churn:max"):
         trainer(config, loss=churn_loss, validation=blobs(32)).fit()
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="a mapping of names to directions"):
+    with pytest.raises(UserError, match="a mapping of names to metrics"):
         trainer(config, loss=churn_loss, metrics={"churn": "min"})
 
 

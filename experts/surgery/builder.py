@@ -15,7 +15,15 @@ from experts.model import fill_normal, mix
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
 
-_DEGREES: Mapping[str, int] = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
+_DEGREES: Mapping[str, int] = {
+    "exp_avg": 1,
+    "exp_avg_sq": 2,
+    "max_exp_avg_sq": 2,
+    "momentum_buffer": 1,
+    "ema": 0,
+}
+_WEIGHTS = frozenset({"", "ema"})
+"""The weights themselves, and their moving average, which changes as they do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class ExpertBuilder:
         past its first steps, an optimizer's first updates would be too large."""
         tensors: ExpertTensors = {}
         for (slot, role), tensor in like.items():
-            if slot == "":
+            if slot in _WEIGHTS:
                 tensors[slot, role] = self._initial(role, tensor)
             elif tensor.ndim and gradient_degree(slot) == 1:
                 tensors[slot, role] = torch.zeros_like(tensor)
@@ -80,13 +88,14 @@ class ExpertBuilder:
             hidden = tensor.shape[0] if role == "down" else _units(tensor, self.layer.bank.kind)
             kept_H = torch.arange(hidden, device=tensor.device) % 2 == offset
             if role == "down":
-                factor = 2.0 if slot == "" else 0.5 ** gradient_degree(slot)
+                is_weight = slot in _WEIGHTS
+                factor = 2.0 if is_weight else 0.5 ** gradient_degree(slot)
                 # The averages of squares of other units stay: they tell the scale of the gradients to come.
-                other = tensor if slot and gradient_degree(slot) == 2 else torch.zeros_like(tensor)
+                other = tensor if not is_weight and gradient_degree(slot) == 2 else torch.zeros_like(tensor)
                 tensors[slot, role] = torch.where(kept_H.unsqueeze(1), tensor * factor, other)
             else:
                 kept = kept_H if tensor.shape[1] == hidden else kept_H.repeat(2)
-                other = self._initial(role, tensor) if slot == "" else _emptied(slot, tensor)
+                other = self._initial(role, tensor) if slot in _WEIGHTS else _emptied(slot, tensor)
                 tensors[slot, role] = torch.where(kept, tensor, other)
         return tensors
 
@@ -107,7 +116,7 @@ def _emptied(slot: str, tensor: Tensor) -> Tensor:
 
 
 def gradient_degree(slot: str) -> int:
-    """Return how a tensor of the optimizer grows with the gradient: 1 for averages of it, 2 of its square."""
+    """Return the power of the gradient that a tensor of the optimizer grows with; 0 for averaged weights."""
     if slot not in _DEGREES:
         raise ValueError(
             f"the optimizer keeps {slot!r} of each parameter; experts can be born and merged with "

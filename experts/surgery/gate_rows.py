@@ -38,6 +38,9 @@ def change_gate(
             slot: _changed_slot(slot, value, rows, halves) if _is_like(value, before) else _copied(value)
             for slot, value in state.items()
         }
+        average = optimizer.state[gate.weight_ED].get("ema")
+        if average is not None and not rows[-1]:
+            average[-1] = weight[-1]  # a row without a source begins as its weights do
     gate.bias_E = _combine_rows(gate.bias_E, rows)
     if gate.chooses_all:
         # Every expert had every token: the loads of two are not added up.

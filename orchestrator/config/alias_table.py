@@ -57,12 +57,7 @@ DATA_IN_TASK = (
     "data is part of a task: leave it out, and choose --task digits, text, synthetic or your own, "
     "package.module:Name; --data-dir names the folder of its files"
 )
-ONLY_ADAMW = (
-    "AdamW is the only optimizer so far: leave it out; "
-    "--learning-rate, --weight-decay, --schedule and --warmup-steps set it"
-)
-BETAS = "AdamW's betas (0.9, 0.999) and eps (1e-8) cannot be set yet: leave it out"
-NO_EMA = "there is no average of the weights (EMA) yet: leave it out"
+BOTH_BETAS = "both together, as in --betas 0.9 0.95"
 NO_LORA = "there are no adapters (LoRA) yet: leave it out; a task may build them into its model"
 _ONE_WORKER_PER_GPU = "one worker per GPU; --devices chooses which"
 
@@ -235,12 +230,10 @@ ALIASES: Mapping[str, Alias] = {
     # optimizer
     "lr": Alias("learning_rate"),
     "wd": Alias("weight_decay"),
-    **_each("optimizer optim opt optimizer_type optimizer_name", Alias(None, note=ONLY_ADAMW)),
-    **_each(
-        "betas beta1 beta2 adam_beta1 adam_beta2 eps adam_epsilon adam_eps epsilon", Alias(None, note=BETAS)
-    ),
-    "momentum": Alias(None, note=ONLY_ADAMW),
-    **_each("ema use_ema ema_decay model_ema swa", Alias(None, note=NO_EMA)),
+    **_each("optim opt optimizer_type optimizer_name", Alias("optimizer")),
+    **_each("beta1 beta2 adam_beta1 adam_beta2", Alias("betas", note=BOTH_BETAS)),
+    **_each("adam_epsilon adam_eps epsilon", Alias("eps")),
+    **_each("ema use_ema model_ema swa", Alias("ema_decay", dict.fromkeys(_YES, "0.999"))),
     "no_weight_decay": Alias("weight_decay", dict.fromkeys(_YES, "0")),
     **_each("warmup num_warmup_steps", Alias("warmup_steps")),
     **_each("lr_scheduler lr_scheduler_type", Alias("schedule")),

@@ -6,6 +6,7 @@ from orchestrator.config.checks import listed
 from orchestrator.config.data import BatchSettings
 from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.model import MoeSettings
+from orchestrator.config.optim import OptimSettings
 from orchestrator.config.parallel import ParallelSettings
 
 
@@ -184,3 +185,13 @@ def _check_replicas(replicas: int, parallel: ParallelSettings) -> None:
             f"expert_replicas is {replicas}, but workers is {workers}; "
             "groups of equal size are needed: give numbers that divide evenly"
         )
+
+
+def check_optimizer(optim: OptimSettings, parallel: ParallelSettings) -> None:
+    """Raise ValueError for settings of the optimizer that need whole weights, where they are sharded."""
+    if parallel.sharding not in ("zero2", "zero3"):
+        return
+    if optim.optimizer == "muon":
+        raise ValueError("muon needs whole matrices, and sharding divides them; leave one out")
+    if optim.evaluate_ema:
+        raise ValueError("evaluate_ema needs whole weights, and sharding divides them; leave one out")

@@ -11,7 +11,8 @@ THROUGHPUT = "throughput"
 VALIDATION_LOSS = "validation_loss"
 
 _ONLY_RESULT = frozenset({
-    "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed",
+    "learning_rate", "schedule", "warmup_steps", "weight_decay", "decay_biases", "betas", "eps", "momentum",
+    "seed",
     "early_stopping_patience", "early_stopping_metric",
 })  # fmt: skip
 """Settings that change what is learned, and not how long a step takes."""

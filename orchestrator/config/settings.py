@@ -16,11 +16,12 @@ from typing import Any, Literal, get_type_hints
 
 from orchestrator.config.alias_table import ALIASES
 from orchestrator.config.aliases import Form, SettingNames
-from orchestrator.config.checks import Switch, at_least, positive, possible_path, within
+from orchestrator.config.checks import Switch, at_least, possible_path, within
 from orchestrator.config.cross_checks import (
     check_batch_product,
     check_devices,
     check_evolution,
+    check_optimizer,
     check_strategy,
 )
 from orchestrator.config.data import BatchSettings, DataSettings
@@ -28,6 +29,7 @@ from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.metric import split_metric
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.optim import OptimSettings
 from orchestrator.config.outputs import CheckpointSettings, WatchSettings
 from orchestrator.config.parallel import ParallelSettings
 from orchestrator.config.values import as_declared
@@ -35,7 +37,6 @@ from orchestrator.errors import UserError
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 GpuMode = Literal["auto", "cpu", "single_gpu", "multi_gpu"]
-Schedule = Literal["cosine", "constant"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 CompileParts = Literal["all", "experts", "gate"]
 ExpertKernel = Literal["auto", "loop", "grouped"]
@@ -97,27 +98,6 @@ def _check_name(name: str) -> None:
             f"name is {reprlib.repr(name)}, {len(name)} characters; "
             f"at most {_MAX_NAME_CHARACTERS} are possible"
         )
-
-
-@dataclass(frozen=True)
-class OptimSettings:
-    """The optimizer (AdamW) and its schedule."""
-
-    learning_rate: float = 3e-3
-    """Peak learning rate."""
-    schedule: Schedule = "cosine"
-    """Learning rate after warm-up: cosine to a tenth, or constant."""
-    warmup_steps: int | None = None
-    """Steps of linear warm-up. Default: a twentieth of the run, at most 1000."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    clip_norm: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
-
-    def __post_init__(self) -> None:
-        positive("learning_rate", self.learning_rate)
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
-            at_least(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True)
@@ -185,6 +165,7 @@ class Config:
         for name, value in self._paths().items():
             possible_path(name, value)
         check_devices(self.device.gpu_mode, self.parallel)
+        check_optimizer(self.optim, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe, self.evolution)
         check_batch_product(self.device.gpu_mode, self.parallel, self.batch)
         check_evolution(self.evolution, self.moe, self.parallel)

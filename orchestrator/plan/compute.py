@@ -3,6 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
+from orchestrator.config.optim import OptimSettings
 from orchestrator.config.settings import Config
 from orchestrator.plan.device import gpu_of
 from orchestrator.plan.estimate import ModelFacts
@@ -108,13 +109,24 @@ def choose_compile(
     return Choice(True, reason, (Rejected("off", "slower"),))
 
 
+def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
+    """Return the tensors that the optimizer keeps for each trained parameter."""
+    moments = 2.0
+    if not facts.own_optimizer and settings.optimizer == "sgd":
+        moments = float(settings.momentum_used > 0)
+    if not facts.own_optimizer and settings.optimizer == "muon":
+        # One for a matrix. That experts are matrices is known; the rest is counted as AdamW's.
+        moments -= facts.expert_parameters / max(1, facts.parameters)
+    return moments + (settings.ema_decay is not None)
+
+
 def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:
     if facts.own_optimizer:
         return Choice(False, "the task has its own optimizer")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
-    unfused = Rejected("for-loop AdamW", "one kernel per parameter and operation")
-    return Choice(True, "AdamW runs in one kernel per group", (unfused,))
+    unfused = Rejected("for-loop", "one kernel per parameter and operation")
+    return Choice(True, "the optimizer runs in one kernel per group", (unfused,))
 
 
 def choose_cudnn_benchmark(config: Config, device: str) -> Choice[bool]:

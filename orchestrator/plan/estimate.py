@@ -9,7 +9,6 @@ from typing import Any, Literal
 ShardingForm = Literal["none", "zero2", "zero3", "experts"]
 
 _FP32_BYTES = 4
-_ADAM_MOMENTS = 2
 # The backward pass needs the gradient of the largest activation, and half as much again for a copy
 # of it in another precision.
 _BACKWARD_FACTOR = 1.5
@@ -61,6 +60,8 @@ class ModelFacts:
     """Whether a MoE layer drops rows beyond a capacity."""
     structure: str = ""
     """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
+    moments: float = 2.0
+    """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
     data: str = ""
     """Hash of the first training samples, if the data is in memory: data read by the sample may
     differ from one read to the next."""
@@ -121,7 +122,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory that a step needs on each worker's device.
 
-    It holds fp32 weights and gradients, two Adam moments, and the activations of a micro-batch.
+    It holds fp32 weights and gradients, the optimizer's state, and the activations of a micro-batch.
     Recomputed blocks keep their inputs, and the activations of one block at a time. Without
     ``sharding`` the device holds everything.
     """
@@ -139,12 +140,12 @@ def estimate_memory(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
     gate = facts.gate_parameters * shares.parameters + gate_trainable * (
-        shares.gradients + _ADAM_MOMENTS * shares.moments
+        shares.gradients + facts.moments * shares.moments
     )
     return MemoryEstimate(
         parameters=parameters * _FP32_BYTES * shares.parameters,
         gradients=trainable * _FP32_BYTES * shares.gradients,
-        optimizer=trainable * _FP32_BYTES * _ADAM_MOMENTS * shares.moments,
+        optimizer=trainable * _FP32_BYTES * facts.moments * shares.moments,
         activations=base + per_sample * micro_batch,
         gate=gate * _FP32_BYTES,
         limit=limit_bytes,

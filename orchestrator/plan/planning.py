@@ -17,6 +17,7 @@ from orchestrator.plan.compute import (
     choose_fused_optimizer,
     choose_precision,
     choose_tf32,
+    optimizer_moments,
 )
 from orchestrator.plan.device import (
     choose_device,
@@ -186,6 +187,7 @@ def plan(
     ``in_cluster`` says that this process runs inside a Ray job.
     """
     joined = cluster is not None and cluster.joined
+    facts = replace(facts, moments=optimizer_moments(config.optim, facts))
     growth = _Growth.of(config, facts)
     strategy = choose_strategy(config, inventory, in_cluster or joined)
     if strategy.value == "single":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from orchestrator.config.metric import Criterion
 from orchestrator.errors import TrainingFailed
@@ -18,6 +19,8 @@ class Validation:
         self._patience = training.cadence.patience
         self._criterion = Criterion(training.cadence.metric, training.cadence.mode)
         self._log = training.log
+        average = training.stepper.optimizer.average
+        self._average = average if average is not None and average.evaluated else None
 
     @property
     def is_current(self) -> bool:
@@ -33,7 +36,8 @@ class Validation:
         """Evaluate the current step and record the result. Return whether it is the best so far."""
         assert self._evaluation is not None
         progress = self._progress
-        result = self._evaluation()
+        with self._average.in_place_of_weights() if self._average else nullcontext():
+            result = self._evaluation()
         values = {"loss": result["loss"], **result["metrics"]}
         value = _metric_value(values, self._criterion.name)
         is_best = self._criterion.is_better(value, progress.best_value)

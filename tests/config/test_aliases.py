@@ -15,6 +15,7 @@ from orchestrator.cli.train import TrainOptions
 from orchestrator.config.alias_table import ALIASES, ONE_PROCESS
 from orchestrator.config.aliases import Alias, Form
 from orchestrator.config.flags import check_flags, read_flags
+from orchestrator.config.optim import OptimSettings
 from orchestrator.config.reader import read_file
 from orchestrator.config.settings import Config, flat_names, foreign_name_advice
 from orchestrator.errors import UserError
@@ -221,7 +222,7 @@ def test_every_advised_line_is_accepted(tmp_path: Path, text: str):
         ("enable_gpu_monitoring", "false", "--no-monitor-gpu", "monitor_gpu: false"),
         ("gradient_checkpointing", "true", "--activation-checkpointing on", "activation_checkpointing: on"),
         ("report_to", "none", "--trackers", "trackers: []"),
-        ("lr_scheduler", "linear", "--schedule cosine|constant", "schedule: cosine|constant"),
+        ("lr_scheduler", "linear", "--schedule linear", "schedule: linear"),
         ("dataloader_num_workers", "many", "--loader-workers …", "loader_workers: …"),
         ("world_size", "4", "--workers 4", "workers: 4"),
         ("num_processes", None, "--workers …", "workers: …"),
@@ -378,12 +379,9 @@ def test_a_number_of_copies_is_answered_with_the_switch():
 # --- names of peers that have no setting here
 
 PEERS_WORDS = {
-    "optimizer": ("sgd", "AdamW is the only optimizer so far"),
-    "betas": ("0.9,0.95", "AdamW's betas (0.9, 0.999) and eps (1e-8) cannot be set yet"),
     "model": ("gpt2", "a model is part of a task"),
     "dataset": ("imdb", "data is part of a task"),
     "lora": ("8", "there are no adapters (LoRA) yet"),
-    "ema": ("0.999", "there is no average of the weights (EMA) yet"),
 }
 
 
@@ -403,11 +401,17 @@ def test_the_switch_of_a_tracker_is_answered_with_trackers(value: str | None):
     assert foreign_name_advice("wandb", value, "flag") == "write --trackers wandb"
 
 
-def test_the_defaults_of_adamw_are_those_of_the_answer():
+def test_peers_words_for_optimizers_are_answered_with_ours():
+    assert foreign_name_advice("opt", "sgd", "flag") == "write --optimizer sgd"
+    assert foreign_name_advice("ema", "true", "flag") == "write --ema-decay 0.999"
+    assert foreign_name_advice("adam_epsilon", "1e-6", "flag") == "write --eps 1e-6"
+    assert "--betas 0.9 0.95" in (foreign_name_advice("adam_beta2", "0.95", "flag") or "")
+
+
+def test_the_defaults_of_adamw_are_those_of_torch():
     defaults = inspect.signature(torch.optim.AdamW).parameters
-    betas = defaults["betas"].default
-    assert f"betas {betas} and eps (1e-8)" in ALIASES["betas"].note
-    assert defaults["eps"].default == 1e-8
+    settings = OptimSettings()
+    assert (settings.betas, settings.eps) == (defaults["betas"].default, defaults["eps"].default)
 
 
 # --- Python

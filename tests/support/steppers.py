@@ -19,7 +19,8 @@ from orchestrator.tasks.text import Text
 from orchestrator.train.data import Feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
-from orchestrator.train.parts.optim import ScheduledOptimizer, build_adamw, warmup_schedule
+from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.world import World
@@ -110,7 +111,7 @@ def make_stepper(
     if recompute:
         recompute_blocks(model, strategy.context)
     settings = Config.of(learning_rate=learning_rate).optim
-    adamw = build_adamw(model.parameters(), settings, fused=True)
+    adamw = build_named_optimizer(model, settings, fused=True)
     feed = Feed(
         task.train_data(),
         world,

@@ -32,6 +32,7 @@ from orchestrator.train.checkpoint.state import (
     model_tensors,
     restore_random_state,
 )
+from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
 _STATISTICS = ".statistics.sums"
@@ -228,7 +229,7 @@ def _check_slots(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.P
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
-        if slots.keys() - {"max_exp_avg_sq"} != known:
+        if slots.keys() - {"max_exp_avg_sq", SLOT} != known:
             raise ValueError(
                 f"the optimizer keeps {', '.join(sorted(known))} of {name}, not {', '.join(sorted(slots))}"
             )

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from orchestrator.config.settings import OptimSettings, Schedule
+from orchestrator.config.optim import Schedule
+from orchestrator.train.parts.weight_average import WeightAverage
 
 MIN_LR_FACTOR = 0.1  # of the peak learning rate, at the end of the cosine
-
-
-def build_adamw(
-    parameters: Iterable[nn.Parameter], settings: OptimSettings, fused: bool
-) -> torch.optim.AdamW:
-    """Build AdamW over all trainable parameters.
-
-    They form one group: a second one, for norms and biases without decay, costs a third more host
-    time per update.
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=fused
-    )
+WSD_DECAY = 0.2  # part of the run in which a wsd schedule decays
 
 
 def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
-    """Return the learning-rate factor by step (from 0): warm-up, then constant or cosine to a tenth."""
+    """Return the learning-rate factor by step (from 0): warm-up, then the schedule of that name."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -37,6 +25,11 @@ def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[in
         if schedule == "constant":
             return 1.0
         done = min(1.0, (step - warmup) / max(1, total - warmup))
+        if schedule == "linear":
+            return 1 - done
+        if schedule == "wsd":
+            # Of the whole run, the warm-up included, as the decay is chosen by the length of a run.
+            return min(1.0, max(0.0, (total - step) / max(1.0, WSD_DECAY * total)))
         return MIN_LR_FACTOR + (1 - MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 
     return factor
@@ -53,9 +46,13 @@ class ScheduledOptimizer:
         optimizer: torch.optim.Optimizer,
         factor: Callable[[int], float],
         schedule: Schedule | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
-        """``schedule`` names the configured schedule; a task's own has no name and is never rebuilt."""
+        """``schedule`` names the configured schedule; a task's own has no name and is never rebuilt.
+
+        ``average`` follows the weights."""
         self.inner = optimizer
+        self.average = average
         self.factor = factor
         self._schedule: Schedule | None = schedule
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -78,7 +75,12 @@ class ScheduledOptimizer:
         return self._peak_lrs[0] * self.factor(step)
 
     def step(self, step: int, finite: Tensor | None) -> None:
-        """Update the weights, unless ``finite`` says that the gradients overflowed."""
+        """Update the weights, unless ``finite`` says that the gradients overflowed, and their average."""
+        self._update_weights(step, finite)
+        if self.average is not None:
+            self.average.update()
+
+    def _update_weights(self, step: int, finite: Tensor | None) -> None:
         factor = self.factor(step)
         for group, peak in zip(self.inner.param_groups, self._peak_lrs, strict=True):
             group["lr"] = peak * factor

@@ -22,6 +22,7 @@ from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
+from orchestrator.train.parts.weight_average import drop_average
 from orchestrator.train.parts.world import World
 from orchestrator.train.training import Cadence, Training
 from orchestrator.train.worker.build_evolution import EvolutionParts, build_evolution
@@ -72,6 +73,8 @@ def build_training(
     # Everything above may draw random numbers. A resumed run restores its own generators below.
     seed_python_and_numpy(mix(config.run.seed, "run"))
     progress = _restore(worker, parts.state, store, resume)
+    if parts.optimizer.average is None:
+        drop_average(parts.optimizer.inner)
     has_new_metric = any(change.name == "early_stopping_metric" for change in worker.prepared.changes)
     if has_new_metric and resume is None:
         # The best result so far is a value of another metric: it does not compare.

@@ -21,6 +21,7 @@ from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, 
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
 from orchestrator.train.evolution.policy import RulesPolicy
+from orchestrator.train.parts.muon import Muon
 from orchestrator.train.step import Stepper
 from orchestrator.train.worker.build_model import ModelParts
 
@@ -93,11 +94,11 @@ def _balancer(plan: Plan, layers: list[MoELayer], hosts: tuple[HostFacts, ...]) 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state cannot follow an expert, before the first step."""
-    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Muon)
     if not isinstance(optimizer, known):
         raise UserError(
-            f"the optimizer is {type(optimizer).__name__}; experts can change with AdamW, Adam and SGD "
-            "alone: use one of them, or --evolution off --rebalance off"
+            f"the optimizer is {type(optimizer).__name__}; experts can change with AdamW, Adam, SGD and "
+            "muon alone: use one of them, or --evolution off --rebalance off"
         )
 
 

@@ -29,13 +29,11 @@ from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import seed_python_and_numpy
 from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
-from orchestrator.train.parts.optim import (
-    ScheduledOptimizer,
-    build_adamw,
-    warmup_schedule,
-)
+from orchestrator.train.parts.named_optimizers import build_named_optimizer
+from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.recompute import recompute_blocks
+from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
 from orchestrator.train.strategies.base import Strategy
@@ -251,7 +249,7 @@ def _broadcast_buffers(config: Config) -> BufferChoice:
 
 
 def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) -> ScheduledOptimizer:
-    """Build the task's own optimizer and schedule, else AdamW and the configured schedule."""
+    """Build the task's own optimizer and schedule, else those that the settings name."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if is_expert_parallel(model) and not trained:
         # All trained parameters live on other hosts, and an optimizer refuses an empty list.
@@ -263,13 +261,21 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
         if schedule is not None:
             float(schedule(0))  # a schedule that fails should fail here, as the task's error
     if optimizer is None:
-        optimizer = build_adamw(trained, config.optim, plan.fused_optimizer.value)
+        if config.optim.optimizer == "muon" and plan.sharding.value != "none":
+            raise UserError(
+                "--optimizer muon needs whole matrices, and the plan shards them to save memory; choose adamw"
+            )
+        optimizer = build_named_optimizer(model, config.optim, plan.fused_optimizer.value, trained)
+    average = None
+    if config.optim.ema_decay is not None:
+        average = WeightAverage(optimizer, config.optim.ema_decay, config.optim.evaluate_ema)
     if schedule is not None:
-        return ScheduledOptimizer(optimizer, schedule)
+        return ScheduledOptimizer(optimizer, schedule, average=average)
     return ScheduledOptimizer(
         optimizer,
         warmup_schedule(config.optim.schedule, plan.warmup_steps.value, plan.total_steps.value),
         config.optim.schedule,
+        average,
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.snapshot_format import LiveTensor, _entries, read_part
 from orchestrator.train.checkpoint.state import TrainState
+from orchestrator.train.parts.optim import ScheduledOptimizer
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
 from tests.support.ranks import run_ranks
@@ -161,7 +162,8 @@ def counting_host(rank: int, size: int, store: str) -> HostResult:
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
         stepper, feed = make_stepper(TASK, 4, 12, world=world, host_of=HOST_OF)
         parameters = stepper.strategy.model.parameters()
-        stepper.optimizer.inner = CountingSGD(parameters, lr=1e-2, momentum=0.9)
+        optimizer = CountingSGD(parameters, lr=1e-2, momentum=0.9)
+        stepper.optimizer = ScheduledOptimizer(optimizer, lambda _: 1.0)
         run_steps(stepper, feed, 2)
         return snapshot_and_checkpoint(state_of(stepper), world)
 

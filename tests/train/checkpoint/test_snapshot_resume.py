@@ -18,7 +18,7 @@ from orchestrator.train.checkpoint.progress import Progress
 from orchestrator.train.checkpoint.restore import restore
 from orchestrator.train.checkpoint.snapshot_source import fetch_contents
 from orchestrator.train.checkpoint.state import TrainState
-from orchestrator.train.parts.optim import build_adamw
+from orchestrator.train.parts.named_optimizers import build_named_optimizer
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import process_group_world
@@ -45,7 +45,7 @@ def untrained_state() -> TrainState:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    optimizer = build_adamw(model.parameters(), Config().optim, fused=True)
+    optimizer = build_named_optimizer(model, Config().optim, fused=True)
     return TrainState(model, optimizer, Precision("fp32", CPU))
 
 

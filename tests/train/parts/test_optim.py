@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchestrator.config.settings import OptimSettings
 from orchestrator.train.parts.optim import (
     ScheduledOptimizer,
-    build_adamw,
     norm_of_gradients,
     scale_and_clip,
     warmup_schedule,
@@ -101,16 +99,6 @@ def test_only_a_configured_schedule_is_rebuilt() -> None:
     own, _ = make_optimizer(None, only=2.0)
     own.reschedule(1, 10)
     assert [own.learning_rate(step) for step in (0, 1)] == [2.0, 1.0]
-
-
-def test_adamw_trains_what_requires_a_gradient_in_one_group() -> None:
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    settings = OptimSettings(learning_rate=0.5, weight_decay=0.25)
-    optimizer = build_adamw(model.parameters(), settings, fused=False)
-    (group,) = optimizer.param_groups
-    assert group["params"] == [model.weight]
-    assert (group["lr"], group["weight_decay"], group["fused"]) == (0.5, 0.25, False)
 
 
 # --- norm, scale and clip

@@ -1,0 +1,71 @@
+"""Muon: momentum whose matrices are made orthogonal, and AdamW for everything that is no matrix.
+
+See https://kellerjordan.github.io/posts/muon/ and https://arxiv.org/abs/2502.16982.
+
+Shapes: a matrix is M × N, a stack of experts' matrices E × M × N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The polynomial of an iteration: it moves singular values towards 1."""
+_ITERATIONS = 5
+_SMALLEST_NORM = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over the first parameter group, AdamW over the others.
+
+    The update of a matrix has the size of AdamW's (0.2 × the root of its longer side), so both take the
+    same learning rate and weight decay. Each expert of a stack is a matrix of its own. The iteration
+    computes in the precision of the weights: in bf16, which torch's own Muon takes, the last digit of a
+    gradient decides, and the result would depend on the number of workers."""
+
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], adamw: torch.optim.AdamW, lr: float, **settings: Any
+    ) -> None:
+        """``settings`` are ``momentum`` and ``weight_decay`` of the matrices."""
+        group = {"params": list(matrices), "lr": lr, **settings}
+        # The dictionaries of AdamW's groups are shared: a change of a group is one of both.
+        super().__init__([group, *adamw.param_groups], {"lr": lr})
+        self._adamw = adamw
+        self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(parameter, parameter.grad, group)
+        self._adamw.step()
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        # Nesterov: a step ahead in the direction of the gradient.
+        direction = orthogonalized(gradient.lerp(momentum, group["momentum"]))
+        size = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"] * size)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return the nearest orthogonal matrix, roughly, by Newton-Schulz; of each matrix of a stack."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if is_tall else x

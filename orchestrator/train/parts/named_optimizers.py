@@ -1,0 +1,51 @@
+"""Optimizers by name, over the parameters of a model in two groups: matrices, and norms and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from experts.bank import ExpertBank
+from orchestrator.config.optim import OptimSettings
+from orchestrator.train.parts.muon import Muon
+
+
+def build_named_optimizer(
+    model: nn.Module,
+    settings: OptimSettings,
+    fused: bool,
+    trained: Iterable[nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer that the settings name.
+
+    ``trained`` are the model's trainable parameters, unless given. All hosts have the same groups,
+    also one that holds no parameter of a group."""
+    parameters = [p for p in (model.parameters() if trained is None else trained) if p.requires_grad]
+    dims = _matrix_dims(model)
+    matrices = [p for p in parameters if dims.get(id(p), p.ndim) >= 2]
+    others = [p for p in parameters if dims.get(id(p), p.ndim) < 2]
+    lr = settings.learning_rate
+    decay = settings.weight_decay
+    # Decay keeps the weights of products small; a norm's scale or a bias should not tend to zero.
+    other_decay = decay if settings.decay_biases else 0.0
+    other_group = {"params": others, "weight_decay": other_decay}
+    groups = [{"params": matrices, "weight_decay": decay}, other_group]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    # Rows of an embedding are looked up, not multiplied: AdamW trains them.
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = [p for p in matrices if id(p) in embedded]
+    matrices = [p for p in matrices if id(p) not in embedded]
+    adamw_groups = [{"params": tables, "weight_decay": decay}, other_group]
+    adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return Muon(matrices, adamw, lr, momentum=settings.momentum_used, weight_decay=decay)
+
+
+def _matrix_dims(model: nn.Module) -> dict[int, int]:
+    """Return the dimensions of each expert's part of a stacked parameter, by the parameter's id."""
+    banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
+    return {id(stack): stack.ndim - 1 for bank in banks for _, _, stack in bank.stacks()}

@@ -1,0 +1,61 @@
+"""Runs with other optimizers and an average of the weights: on hosts, in parts, and while experts change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.train.checkpoint.files import load
+from tests.support.loop_runs import run_loop
+from tests.train.evolution import test_resume as evolving
+from tests.train.worker.test_run import losses, train
+
+MODEL: dict[str, Any] = {"experts": 5, "expert_hidden_size": (4, 8, 4, 12, 8), "schedule": "constant"}
+AVERAGED: dict[str, Any] = {"ema_decay": 0.9, "evaluate_ema": True, "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, {"optimizer": "muon", "parallel_strategy": "expert_parallel"}),
+        (2, {"optimizer": "sgd", "batch_size": 7}),
+    ],
+)
+def test_a_run_on_several_workers_in_two_parts_equals_one_process(
+    tmp_path: Path, workers: int, settings: dict[str, Any]
+) -> None:
+    settings = MODEL | AVERAGED | settings
+    in_one: dict[str, Any] = settings | {"parallel_strategy": "auto"}
+    expected = train(tmp_path / "one", 1, max_steps=16, **in_one)
+    train(tmp_path / "parts", workers, max_steps=8, **settings)
+    events = train(tmp_path / "parts", 1, max_steps=16, resume="auto", **in_one)
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    actual_loss, expected_loss = (of_kind(found, "evaluate")[-1]["loss"] for found in (events, expected))
+    assert actual_loss == pytest.approx(expected_loss, rel=1e-4), "the average is evaluated"
+    saved = load(tmp_path / "parts" / "checkpoints" / "step_00000016")
+    assert any(key.startswith("ema/") for key in saved.tensors["optimizer"])
+
+
+def test_the_average_is_evaluated_if_asked(tmp_path: Path) -> None:
+    """At a decay of 0.9 the average is some steps behind the weights."""
+    average, _ = run_loop(tmp_path / "average", max_steps=16, **AVERAGED)
+    without: dict[str, Any] = AVERAGED | {"evaluate_ema": False}
+    weights, _ = run_loop(tmp_path / "weights", max_steps=16, **without)
+    assert average.progress.epoch_loss == weights.progress.epoch_loss
+    assert average.progress.validation["loss"] > weights.progress.validation["loss"] + 1e-3
+
+
+def test_a_run_whose_experts_change_resumes_with_muon_and_its_average(tmp_path: Path) -> None:
+    settings: dict[str, Any] = AVERAGED | {"optimizer": "muon", "max_steps": 170}
+    first: dict[str, Any] = settings | {"max_steps": 100}
+    second: dict[str, Any] = settings | {"resume": "auto"}
+    evolving.run(tmp_path / "whole", **settings)
+    kinds = {event["change"] for event in evolving.changes_in(tmp_path / "whole")}
+    assert kinds >= {"born", "merged"}
+    evolving.run(tmp_path / "parts", **first)
+    evolving.run(tmp_path / "parts", **second)
+    whole, parts = (by_step(read_events(tmp_path / name / "events.jsonl")) for name in ("whole", "parts"))
+    assert [event["loss"] for event in parts] == [event["loss"] for event in whole]
