@@ -63,7 +63,7 @@ def test_a_misspelled_key_is_answered_with_the_nearest_one(config_file: Path, ty
         ("rum", "run"),
         ("modle", "model"),
         ("moee", "moe"),
-        ("optimizer", "optim"),
+        ("optimm", "optim"),
         ("checkpoints", "checkpoint"),
     ],
 )
