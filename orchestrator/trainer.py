@@ -422,7 +422,7 @@ class Trainer:
         self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
         observers = Observers(self._screen, self._callbacks, self._remote)
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
-        with closing(DriverLog(run_dir / "events.jsonl", secret_values())) as log:
+        with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
             model = final_model(prepared, run_dir, log)
         return self._finish(status, run_dir, model)
 

@@ -84,7 +84,7 @@ def test_a_stop_asked_for_at_an_evaluation_takes_effect_there(tmp_path: Path, ev
     events = read_events(tmp_path / "run" / "events.jsonl")
     (evaluation,) = of_kind(events, "evaluate")
     assert result.status == "completed"
-    assert result.summary["steps"] == evaluation["step"] == (evaluate_every or 90)
+    assert result.summary["steps"] == evaluation["step"] == (evaluate_every or 450)
     assert result.summary["reason"] == "StopAtEvaluation.on_evaluate asked to stop: seen 359 samples"
     (logged,) = of_kind(events, "log")
     assert logged["values"] == {"seen": 359.0}

@@ -144,6 +144,10 @@ class CallbackRunner:
         self._run = RunInfo(run_dir, config)
         self._write = write
 
+    def write_to(self, write: Callable[..., None]) -> None:
+        """Write to another record of the same run from now on."""
+        self._write = write
+
     def __call__(self, event: Event) -> None:
         kind = event["event"]
         methods = self._methods.get(kind)

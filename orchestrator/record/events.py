@@ -113,7 +113,7 @@ class EventLog:
     ``secrets`` are masked in the file and for the listeners.
     """
 
-    def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
+    def __init__(self, path: Path, listeners: Iterable[Listener] = (), *, secrets: Secrets = ()) -> None:
         truncate_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._listeners = tuple(listeners)
@@ -162,9 +162,9 @@ class DriverLog(EventLog):
     Appends of two machines to one file can overwrite each other on a network drive, and their clocks
     differ. So each event says how much of the workers' file it follows."""
 
-    def __init__(self, path: Path, listeners: Iterable[Listener] = (), secrets: Secrets = ()) -> None:
+    def __init__(self, path: Path, listeners: Iterable[Listener] = (), *, secrets: Secrets = ()) -> None:
         """``path`` is the workers' file."""
-        super().__init__(driver_path(path), listeners, secrets)
+        super().__init__(driver_path(path), listeners, secrets=secrets)
         self._workers_path = path
 
     def write_all(self, events: Iterable[Event]) -> None:

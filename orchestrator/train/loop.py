@@ -55,7 +55,7 @@ class Loop:
         self._monitor = hooks.monitor
         self._heartbeat = training.heartbeat
         self._first_step = training.progress.step
-        self._last_saved_step = training.progress.step
+        self._last_saved = self._saved_content()
         self._steps_in_progress: Generator[None, None, Outcome] | None = None
 
     def run(self) -> Outcome:
@@ -285,14 +285,21 @@ class Loop:
     # of the state.
 
     def _save_checkpoint(self) -> None:
-        """Save a checkpoint, unless this step is saved already."""
+        """Save a checkpoint, unless this step is saved already.
+
+        A step inside an epoch that was saved before its evaluation is saved again: a resumed run would
+        not know its result. The step at the end of an epoch is evaluated when a run resumes there."""
         self._heartbeat.enter_phase("save")
         self._recorder.flush()
-        if self._last_saved_step != self.progress.step:
+        if self._last_saved != self._saved_content():
             self._flush_statistics()
             self._checkpoints.save(self.progress)
-            self._last_saved_step = self.progress.step
+            self._last_saved = self._saved_content()
         self._recorder.restart_window()
+
+    def _saved_content(self) -> tuple[int, bool]:
+        """Return the current step, and whether a checkpoint of it has a result that it needs."""
+        return self.progress.step, self._validation.is_current and self.progress.position > 0
 
     def _finish_checkpoints(self) -> None:
         """Wait for the last checkpoint, and check that it is on disk."""

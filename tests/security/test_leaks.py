@@ -39,7 +39,7 @@ from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.plan_file import read_earlier_plan, write_config_and_plan
 from orchestrator.trainer import Trainer
-from tests.support.canaries import CANARIES, ENVIRONMENT, URL, assert_none_in, leaky_task
+from tests.support.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
@@ -63,7 +63,7 @@ WORDS = {
 
 def test_an_event_log_holds_no_secret_and_all_events(tmp_path: Path) -> None:
     received: list[dict[str, Any]] = []
-    log = EventLog(tmp_path / "events.jsonl", [received.append], SECRETS)
+    log = EventLog(tmp_path / "events.jsonl", [received.append], secrets=SECRETS)
     for number, canary in enumerate(CANARIES):
         log.write(
             "warning",
@@ -242,7 +242,7 @@ def test_a_run_that_leaks_everything_leaves_no_secret(tmp_path: Path) -> None:
     """No secret is found in prints, warnings, names of metrics, settings, the final error or checkpoints."""
     leaky_task(tmp_path, raises=True)
     argv = [
-        *("--task", "leaky:Leaky", "--run-dir", "run", "--data-dir", URL, "--gpu-mode", "cpu", *SIZES),
+        *("--task", "leaky:Leaky", "--run-dir", "run", "--data-dir", PATH, "--gpu-mode", "cpu", *SIZES),
         *("--max-steps", "30", "--log-every", "1", "--checkpoint-every", "4", "--evaluate-every", "2"),
     ]
     result = subprocess.run(

@@ -44,7 +44,7 @@ def open_event_log(
         settings,
         on_warning=warn,
     )
-    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks], secrets)
+    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks], secrets=secrets)
     callbacks.bind(run_dir, config, log.write)
     try:
         yield log

@@ -15,9 +15,10 @@ from torch import nn
 
 from experts.model import structure_of
 from orchestrator.plan.inventory.hardware import secret_values
-from orchestrator.record.events import DriverLog, EventLog, Listener, of_kind, read_events
+from orchestrator.record.callbacks import CallbackRunner
+from orchestrator.record.events import DriverLog, EventLog, of_kind, read_events
 from orchestrator.record.log import Log
-from orchestrator.redaction import mask
+from orchestrator.redaction import Secrets, mask
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, SavedExperts
 from orchestrator.train.checkpoint.snapshots import SnapshotTarget
 from orchestrator.train.checkpoint.store import CheckpointStore
@@ -275,19 +276,27 @@ def count_starts(run_dir: Path) -> int:
     return len(of_kind(read_events(run_dir / "events.jsonl"), "start"))
 
 
+def _driver_log(path: Path, callbacks: CallbackRunner | None, secrets: Secrets) -> DriverLog:
+    """Return a log of the driver that callbacks follow, and write to."""
+    log = DriverLog(path, [callbacks] if callbacks else [], secrets=secrets)
+    if callbacks is not None:
+        callbacks.write_to(log.write)
+    return log
+
+
 def record_failure(
     run_dir: Path,
     error: BaseException,
     seconds: float,
     starts_before: int,
     log: EventLog | None = None,
-    listener: Listener | None = None,
+    callbacks: CallbackRunner | None = None,
 ) -> None:
     """Record that a run failed, and write its summary and report.
 
     ``starts_before`` is the number of starts that the record had before this one. A resume that
     fails before its own start leaves the earlier outcome as it was. ``log`` is that of a run in one
-    process; without it, the driver's own is opened, and ``listener`` receives its events.
+    process; without it, the driver's own is opened, and ``callbacks`` follow it.
 
     An error in here must not hide the failure itself: a full disk may be the cause of both."""
     from orchestrator.report.run.page import draw_report
@@ -297,7 +306,7 @@ def record_failure(
     message = mask(str(error) or type(error).__name__, secrets)
     with suppress(Exception):
         path = run_dir / "events.jsonl"
-        event_log = log or DriverLog(path, [listener] if listener else [], secrets)
+        event_log = log or _driver_log(path, callbacks, secrets)
         if starts_before and count_starts(run_dir) == starts_before:
             text = f"a resume failed before its first step: {first_line(message)}"
             event_log.write("warning", kind="resume", message=text)

@@ -24,7 +24,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from orchestrator.errors import ResourceError
 from orchestrator.runtime.cluster import auth
-from tests.support.canaries import ENVIRONMENT, PATH, URL, assert_none_in, leaky_task
+from tests.support.canaries import ENVIRONMENT, PATH, assert_none_in, leaky_task
 from tests.support.cluster import RayCluster, local_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -401,7 +401,7 @@ def test_a_run_on_a_cluster_reveals_no_secret(
         monkeypatch.setenv(name, value)
     leaky_task(tmp_path, raises=True, with_subprocess=True)
     run_dir = tmp_path / "run"
-    task = ("--task", "leaky:Leaky", "--run-dir", str(run_dir), "--data-dir", URL if known else PATH)
+    task = ("--task", "leaky:Leaky", "--run-dir", str(run_dir), "--data-dir", PATH)
     with local_cluster(cpus=2, dashboard=True) as started:
         environment: dict[str, Any] = started.environment | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         program = [sys.executable, "-m", "orchestrator", *VERBS[verb], *task, *SIZES]

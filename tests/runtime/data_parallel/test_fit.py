@@ -34,11 +34,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def test_a_killed_worker_costs_some_steps_and_nothing_else(
-    shared_cluster: RayCluster, tmp_path: Path
+    shared_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run joins a cluster, loses a worker to SIGKILL and restarts from its checkpoint.
 
     Its losses are those of an undisturbed process, and the cluster is left as it was."""
+    monkeypatch.setitem(shared_cluster.environment, "WANDB_API_KEY", "not-for-the-record")
     run_dir = tmp_path / "run"
     length = shlex.split("--max-steps 120 --epochs 100 --checkpoint-every 10")
     process = start_run(shared_cluster, run_dir, *length, "--workers", "2")
@@ -54,6 +55,7 @@ def test_a_killed_worker_costs_some_steps_and_nothing_else(
     assert (summary["failures"], summary["recoveries"]) == (1, 1)
     assert not re.search(r"ray\.|\(RayTrainWorker|Traceback|WARNING", output), output
     assert living_actors(shared_cluster) == []
+    assert summary["final"]["weights"] == "best"
     check_recovery(run_dir)
 
 

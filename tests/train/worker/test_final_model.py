@@ -279,3 +279,17 @@ def test_a_users_own_model_gets_the_best_weights_and_their_experts(tmp_path: Pat
         with torch.no_grad():
             value = loss(trained, (x, labels)).sum.item() / len(x)
         assert value == pytest.approx(result.summary["validation"]["loss"], rel=1e-5)
+
+
+def test_a_resumed_run_knows_the_result_of_a_step_that_was_saved_before_its_evaluation(
+    tmp_path: Path,
+) -> None:
+    """The last step is saved at its interval, then evaluated because the run ends."""
+    settings = SMALL | {"run_dir": tmp_path / "run", "checkpoint_every": 5, "epochs": 9, "evolution": "off"}
+    first = Trainer(config=Config.of(**settings, max_steps=10)).fit()
+    assert first.step == 10
+    worse = {"max_steps": 15, "learning_rate": 100.0, "resume": "auto"}
+    second = Trainer(config=Config.of(**settings | worse)).fit()
+    evaluations = of_kind(read_events(tmp_path / "run" / "events.jsonl"), "evaluate")
+    assert [(event["step"], event["best"]) for event in evaluations] == [(10, True), (15, False)]
+    assert second.step == 10

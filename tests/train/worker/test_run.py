@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.record.events import Event, EventLog, by_step, of_kind, read_events
+from orchestrator.record.callback_values import EndInfo, FailureInfo
+from orchestrator.record.callbacks import Callback, CallbackRunner, Request
+from orchestrator.record.events import DriverLog, Event, EventLog, by_step, of_kind, read_events
 from orchestrator.record.log import Log, SilentLog
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.requests import Requests
 from orchestrator.train.worker.resume import ResumeFrom
-from orchestrator.train.worker.run import Supervision, run_worker
+from orchestrator.train.worker.run import Supervision, record_failure, run_worker
 from orchestrator.trainer import Trainer
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -262,3 +265,23 @@ def test_the_speeds_behind_shares_are_recorded(tmp_path: Path) -> None:
     train(tmp_path / "run", 2, max_steps=2, share_by_speed="on")
     speeds = read_plan(tmp_path / "run")["measured"]["device_speeds"]
     assert all(speed > 1e8 for speed in speeds.values())
+
+
+class LogsAndFails(Callback):
+    def on_failure(self, failure: FailureInfo) -> Request:
+        return Request(log={"failures": 1.0})
+
+    def on_end(self, end: EndInfo) -> None:
+        raise RuntimeError("no connection")
+
+
+def test_callbacks_at_the_end_of_a_failed_run_do_not_cost_its_record(tmp_path: Path) -> None:
+    """The driver's log of the run is closed by then: they write to the one that records the failure."""
+    callbacks = CallbackRunner([LogsAndFails()])
+    with closing(DriverLog(tmp_path / "events.jsonl")) as closed:
+        callbacks.bind(tmp_path, Config(), closed.write)
+    record_failure(tmp_path, RuntimeError("a worker was lost"), 1.0, 0, None, callbacks)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["event"] for event in events] == ["failure", "log", "end", "warning"]
+    assert "no connection" in of_kind(events, "warning")[0]["message"]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
