@@ -81,7 +81,7 @@ def test_a_list_under_a_foreign_name_is_answered_with_our_form_of_a_list(config_
 
 def test_a_key_that_is_near_to_none_is_answered_with_all_known_ones(config_file: Path):
     message = refusal(config_file, "optim:\n  zzzzzz: 1\n")
-    assert message.startswith("cfg.yaml:2: unknown setting 'zzzzzz'; known in optim: learning_rate, ")
+    assert message.startswith("cfg.yaml:2: unknown setting 'zzzzzz'; known in optim: optimizer, ")
     assert refusal(config_file, "zzzzzz: 1\n").startswith(
         "cfg.yaml:1: unknown setting 'zzzzzz'; known here: task, run, "
     )
