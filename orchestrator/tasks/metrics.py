@@ -69,8 +69,9 @@ class AUC(Metric):
         num_negative = len(positive_N) - num_positive
         # The mean rank of each distinct score, from 1: samples with the same score share it.
         _, inverse_N, counts = torch.unique(self.scores_N, return_inverse=True, return_counts=True)
-        ranks = counts.cumsum(0) - (counts - 1) / 2
-        rank_sum = ranks.double()[inverse_N][positive_N].sum()
+        # In fp64: fp32 has no halves above 2²³.
+        ranks = counts.cumsum(0) - (counts.double() - 1) / 2
+        rank_sum = ranks[inverse_N][positive_N].sum()
         above = rank_sum - num_positive * (num_positive + 1) / 2
         # Without positive or without negative samples there is no curve: nan.
         return above / (num_positive * num_negative)

@@ -48,6 +48,16 @@ def test_auc_equals_the_comparison_of_all_pairs() -> None:
     assert float(metric.compute()) == pytest.approx(wins / (len(positive) * len(negative)), rel=1e-12)
 
 
+def test_auc_is_exact_with_more_samples_than_fp32_can_count() -> None:
+    num_negative = 2**24 + 1
+    scores_N = torch.zeros(num_negative + 2, dtype=torch.bool)
+    scores_N[-2:] = True
+    metric = AUC()
+    metric.scores_N = scores_N
+    metric.labels_N = scores_N.to(torch.uint8)
+    assert float(metric.compute()) == 1.0
+
+
 def test_perplexity_is_that_of_all_tokens_and_not_a_mean_over_batches() -> None:
     metric = Perplexity().fresh(CPU)
     metric.update(torch.tensor(3.0), 2)
