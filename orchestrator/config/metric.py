@@ -69,10 +69,12 @@ class Metric:
         ``sum`` adds tensors; ``start`` is the tensor to begin with. ``gather`` begins with an empty
         list, to which ``update`` appends tensors of one row per sample; ``compute`` finds a tensor
         with the rows of all workers, in any order."""
-        if reduce not in get_args(Reduction) or (reduce == "sum") != (start is not None):
+        is_tensor = hasattr(start, "clone")  # known by name: settings are read without torch
+        fits = is_tensor if reduce == "sum" else start is None
+        if reduce not in get_args(Reduction) or not fits:
             raise UserError(
                 f"add_state({name!r}, start={start!r}, reduce={reduce!r}): a sum needs a tensor to start "
-                "with, and gather needs none"
+                "with, such as torch.zeros(()), and gather needs none"
             )
         self._starts = {**self._starts, name: (start, reduce)}
         setattr(self, name, [] if reduce == "gather" else start)
@@ -102,6 +104,19 @@ class Metric:
         for name, (start, reduction) in self._starts.items():
             setattr(metric, name, [] if reduction == "gather" else start.clone().to(device))
         return metric
+
+    def check(self) -> None:
+        """Raise UserError for a metric with ``update`` whose states are not declared."""
+        if self.has_state and not self.reductions:
+            raise UserError(
+                f"the metric {type(self).__name__} has an update, and no state is declared: its values would "
+                "add up over evaluations, and those of other workers would be lost; declare each attribute "
+                'that update changes: self.add_state("total", torch.zeros(())) in __init__'
+            )
+
+    def start_of(self, name: str) -> Any:
+        """Return what a state begins with."""
+        return self._starts[name][0]
 
     def state(self, name: str) -> Any:
         return getattr(self, name)
@@ -189,10 +204,14 @@ def declared_metrics(task: Any) -> Mapping[str, Metric]:
 
 
 def as_metric(value: Any) -> Metric | None:
-    """Return a metric, one of torchmetrics included; None for any other object."""
-    if isinstance(value, Metric):
-        return value
-    return TorchMetric(value) if TorchMetric.accepts(value) else None
+    """Return a metric, one of torchmetrics included; None for any other object.
+
+    Raise UserError for one whose states cannot be reduced over workers."""
+    metric = TorchMetric(value) if TorchMetric.accepts(value) else value
+    if not isinstance(metric, Metric):
+        return None
+    metric.check()
+    return metric
 
 
 class TorchMetric(Metric):
@@ -223,6 +242,10 @@ class TorchMetric(Metric):
             found[name] = reduction
         return found
 
+    def check(self) -> None:
+        """Raise UserError for a state that is neither summed nor gathered."""
+        _ = self.reductions
+
     def fresh(self, device: Any) -> Metric:
         inner = copy.deepcopy(self._metric)
         inner.reset()
@@ -237,6 +260,9 @@ class TorchMetric(Metric):
     def compute(self) -> Any:
         self._metric._update_count = max(1, getattr(self._metric, "_update_count", 1))
         return self._metric.compute()
+
+    def start_of(self, name: str) -> Any:
+        return self._metric._defaults[name]
 
     def state(self, name: str) -> Any:
         return getattr(self._metric, name)

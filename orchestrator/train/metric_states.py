@@ -45,8 +45,9 @@ class MetricStates:
         for metric in self._metrics.values():
             for name, reduction in metric.reductions.items():
                 state = metric.state(name)
-                reduce = _gather if reduction == "gather" else _sum
-                metric.set_state(name, reduce(state, world))
+                is_sum = reduction == "sum"
+                total = _sum(state, metric.start_of(name), world) if is_sum else _gather(state, world)
+                metric.set_state(name, total)
         values = [self._value(name, metric) for name, metric in self._metrics.items()]
         # All decide by the main worker's value: the same state may round differently on another GPU.
         shared = torch.tensor(values if world.is_main else [0.0] * len(values), dtype=torch.float64)
@@ -67,11 +68,15 @@ class MetricStates:
             return float(value)
 
 
-def _sum(state: Tensor, world: World) -> Tensor:
-    """Sum a state over the workers, in fp64, where counts are exact."""
+def _sum(state: Tensor, start: Tensor, world: World) -> Tensor:
+    """Sum a state over the workers, in fp64, where counts are exact.
+
+    Every worker began with ``start``, which counts once."""
     if world.size == 1:
         return state
-    total = world.all_reduce(state.detach().to(world.device, torch.float64, copy=True))
+    begin = start.to(world.device, torch.float64)
+    added = state.detach().to(world.device, torch.float64) - begin
+    total = begin + world.all_reduce(added)
     return total.to(state.dtype)
 
 

@@ -89,6 +89,36 @@ class Odd(Metric):
         return float(self.total[0]) ** 2 + int(self.flags.sum())
 
 
+class FromTen(Metric):
+    """A sum that does not begin at zero."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__("min")
+        self.add_state("total", torch.tensor(10))
+
+    def update(self, labels_B: Tensor) -> None:
+        self.total = self.total + labels_B.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Undeclared(Metric):
+    """A metric that keeps a total of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("min")
+        self.total = 0.0
+
+    def update(self, values_B: Tensor) -> None:
+        self.total += float(values_B.sum())
+
+    def compute(self) -> float:
+        return self.total
+
+
 class Measured(Task):
     """A small classifier whose 23 validation samples leave a short last batch."""
 
@@ -97,6 +127,7 @@ class Measured(Task):
         "auc": AUC(),
         "ppl": Perplexity(),
         "odd": Odd(),
+        "from_ten": FromTen(),
         "foreign": Foreign(),
     }
 
@@ -129,6 +160,7 @@ class Measured(Task):
                 "auc": (logits_BC[:, 0], labels_B == 0),
                 "ppl": (total, len(labels_B)),
                 "odd": (labels_B,),
+                "from_ten": (labels_B,),
                 "foreign": (logits_BC.detach().amax(-1),),
             },
         )
@@ -202,13 +234,27 @@ def test_a_state_needs_a_start_or_none() -> None:
         Metric("min").add_state("rows", torch.zeros(1), reduce="gather")
 
 
-def test_a_foreign_reduction_is_refused() -> None:
-    metric = as_metric(Foreign(dim_zero_mean))
-    assert metric is not None
-    states = MetricStates({"foreign": metric}, CPU)
-    states.update({"foreign": (torch.ones(2),)})
-    with pytest.raises(UserError, match="Foreign reduces its state 'total' over workers by"):
-        states.compute(World.single_process())
+@pytest.mark.parametrize("start", [0, 0.0, [0]])
+def test_a_sum_that_starts_with_no_tensor_is_refused(start: Any) -> None:
+    with pytest.raises(UserError, match=r"a sum needs a tensor to start with, such as torch.zeros"):
+        Metric("min").add_state("total", start)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (Foreign(dim_zero_mean), "Foreign reduces its state 'total' over workers by"),
+        (Undeclared(), "the metric Undeclared has an update, and no state is declared"),
+    ],
+)
+def test_a_metric_that_workers_cannot_reduce_is_refused_before_the_run(
+    tmp_path: Path, metric: Any, message: str
+) -> None:
+    task = Measured()
+    task.metrics = {"own": metric}  # pyright: ignore[reportIncompatibleVariableOverride]
+    trainer = Trainer(task=task, config=Config.of(run_dir=tmp_path), quiet=True)
+    with pytest.raises(UserError, match=message):
+        trainer.prepare()
 
 
 def test_mistakes_are_named() -> None:
