@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from orchestrator import Config, Result, Trainer, read_run
@@ -115,7 +116,8 @@ def test_the_settings_of_a_resumed_run_are_those_of_the_remote_folder(url: str) 
 
 def test_a_resumed_run_keeps_as_many_checkpoints_as_its_folder_says(url: str) -> None:
     for steps in (2, 4, 6, 8, 10):
-        fit(url, max_steps=steps, resume="auto", **({"keep": 5} if steps == 2 else {}))
+        changes: dict[str, Any] = {"keep": 5} if steps == 2 else {}
+        fit(url, max_steps=steps, resume="auto", **changes)
     assert published(url) == [10, 8, 6, 4, 2]
 
 
@@ -140,6 +142,28 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     assert starts[-1]["step"] == 4
     assert 8 not in published(url)
     assert published(url)[0] == 10
+
+
+@pytest.mark.parametrize("answer", ["refused", "gone"])
+def test_manifests_that_cannot_be_read_end_the_start_and_change_nothing(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    fit(url, max_steps=4)
+    fit(url, max_steps=8, resume="auto")
+    before = (RemoteFolder(url).files(), set(tmp_path.rglob("*")))
+    read = MemoryFileSystem.info
+
+    def refuse(self: MemoryFileSystem, path: str, **arguments: Any) -> Any:
+        if path.endswith("manifest.json"):
+            raise PermissionError(path) if answer == "refused" else FileNotFoundError(path)
+        return read(self, path, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "info", refuse)
+        with pytest.raises(RemoteError, match=r"cannot read step_00000008/manifest\.json"):
+            fit(url, max_steps=10, resume="auto")
+    assert (RemoteFolder(url).files(), set(tmp_path.rglob("*"))) == before
+    assert published(url) == [8, 4]
 
 
 def test_a_folder_that_holds_a_run_is_not_begun_again(url: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import mask
 from orchestrator.storage.address import as_url, check_address, scheme_of
+from orchestrator.storage.local_files import find_files
 from orchestrator.types import first_line
 
 _PART_BYTES = 2**24
@@ -75,21 +76,29 @@ class RemoteFolder:
 
         Names that could not be paths below a local folder are left out."""
         with self._errors("list"):
-            try:
-                found = self._files.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
+            found = self._find()
         names = {str(path).removeprefix(f"{self._root}/"): info for path, info in found.items()}
         return {name: _version(info) for name, info in names.items() if is_safe_name(name)}
 
+    def _find(self) -> dict[str, dict[str, Any]]:
+        if self._scheme == "file":
+            return find_files(Path(self._root))
+        try:
+            return self._files.find(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """Return the content of an object, cut at ``max_bytes``; None if there is none."""
-        with self._errors(f"read {name} of"):
-            if not self._files.isfile(self._path(name)):
-                return None
-            with suppress(FileNotFoundError), self._files.open(self._path(name), "rb") as file:
-                return bytes(file.read(max_bytes))
-            return None
+        """Return the content of an object, cut at ``max_bytes``; None if there is none.
+
+        Raises ``RemoteError`` if the storage does not say which."""
+        path = self._path(name)
+        with self._errors(f"read {name} of"), suppress(FileNotFoundError):
+            # Not isfile: after any error it says that there is no such file.
+            if self._files.info(path)["type"] == "file":
+                with self._files.open(path, "rb") as file:
+                    return bytes(file.read(max_bytes))
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         with self._errors(f"write {name} to"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from orchestrator.errors import UserError
+from orchestrator.record.remote_record import holds_record
 from orchestrator.storage.folder import RemoteError, RemoteFolder, is_safe_name, open_folder
 from orchestrator.storage.local_copy import local_copy, read_file
 from tests.support.object_server import ObjectServer
@@ -41,6 +43,50 @@ def test_what_is_written_is_listed_and_read(folder: RemoteFolder, tmp_path: Path
     assert (folder / "a").read("large", 2**21) == source.read_bytes()
     folder.download("a/large", tmp_path / "new" / "target")
     assert (tmp_path / "new" / "target").read_bytes() == source.read_bytes()
+
+
+def refuse_reads(folder: RemoteFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the storage answer with an error when it is asked for an object."""
+    if folder.url.startswith("file"):
+        path = Path(folder.url.removeprefix("file://")) / name
+        path.unlink()
+        path.symlink_to(path)  # root may read everything, except for a link to itself
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("403 Forbidden")
+
+    files = folder._files  # pyright: ignore[reportPrivateUsage]
+    for method in ("info", "_info"):
+        monkeypatch.setattr(files, method, refuse, raising=False)
+
+
+def test_an_object_that_the_storage_refuses_is_not_taken_for_none(
+    folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write("events.jsonl", b"{}")
+    refuse_reads(folder, "events.jsonl", monkeypatch)
+    with pytest.raises(RemoteError, match=r"cannot read events\.jsonl of"):
+        folder.read("events.jsonl", 1)
+    with pytest.raises(RemoteError, match=r"cannot read events\.jsonl of"):
+        holds_record(folder)
+
+
+def test_a_folder_of_a_disk_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/run1")
+    folder.write("checkpoints/x", b"1")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("checkpoints"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(RemoteError, match=r"cannot list .*Permission denied"):
+        folder.files()
 
 
 def test_an_object_is_replaced_and_its_version_with_it(folder: RemoteFolder) -> None:

@@ -124,7 +124,14 @@ class RemoteCheckpoints:
             raise error
 
     def _manifest(self, checkpoint: RemoteCheckpoint) -> bytes:
-        return self._folder.read(f"{checkpoint.name}/{MANIFEST}", _MAX_MANIFEST_BYTES) or b""
+        """Return the manifest. Raises ``RemoteError`` if there is none: that is no sign of damage."""
+        manifest = self._folder.read(f"{checkpoint.name}/{MANIFEST}", _MAX_MANIFEST_BYTES)
+        if manifest is None:
+            raise RemoteError(
+                f"cannot read {checkpoint.name}/{MANIFEST} of {self._folder.url}: it is not there; "
+                "look for the checkpoint, and try again"
+            )
+        return manifest
 
     def _remove(self, name: str) -> None:
         # The manifest first: a kill in between leaves no half checkpoint that passes for a whole one.
