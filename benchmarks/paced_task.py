@@ -33,11 +33,11 @@ def record_steps(folder: Path) -> None:
     train_step = Loop._train_step
     advance = Loop.advance
 
-    def timed_step(loop: Loop, batch: Any) -> bool:
+    def timed_step(loop: Loop, batch: Any) -> Tensor | None:
         begun = time.time()
-        stop = train_step(loop, batch)
+        votes = train_step(loop, batch)
         steps.append((begun, time.time()))
-        return stop
+        return votes
 
     def timed_advance(loop: Loop, *arguments: Any) -> Any:
         try:
