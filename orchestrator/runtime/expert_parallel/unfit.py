@@ -13,7 +13,7 @@ from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
 
 @dataclass(frozen=True)
 class UnfitHost:
-    """A newcomer that failed while it joined."""
+    """A host that failed by itself while it joined."""
 
     host_id: int
     reason: str
@@ -27,13 +27,16 @@ def find_unfit(calls: GroupCalls, proven: Collection[int]) -> list[UnfitHost]:
 
     ``proven`` hosts have trained in an earlier group. If no member is left that did not fail by itself,
     the cause is common to all, and none is unfit."""
-    found = [_judge(calls, host_id) for host_id in calls.members if host_id not in proven]
-    unfit = [host for host in found if host is not None]
-    return unfit if len(unfit) < len(calls.members) else []
+    # A proven host that is lost has no cause in common: it was killed, or waited for others in vain.
+    judged = [host_id for host_id in calls.members if host_id not in proven or host_id not in calls.lost]
+    found = [_judge(calls, host_id) for host_id in judged]
+    failed = [host for host in found if host is not None]
+    is_common = len(failed) == len(calls.members)
+    return [] if is_common else [host for host in failed if host.host_id not in proven]
 
 
 def _judge(calls: GroupCalls, host_id: int) -> UnfitHost | None:
-    """Return how a newcomer failed; None if it did not, or only waited for others in vain."""
+    """Return how a host failed; None if it did not, or only waited for others in vain."""
     rank = calls.rank(host_id)
     lost = calls.lost.get(host_id)
     if lost is not None:

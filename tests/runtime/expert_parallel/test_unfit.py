@@ -120,3 +120,15 @@ def test_an_error_that_all_newcomers_have_ends_the_run(make_run: MakeRun) -> Non
     run.poll()
     assert isinstance(run.state, Ended)
     assert "no such data" in str(run.state.given_up)
+
+
+def test_no_newcomer_is_left_out_for_what_the_proven_hosts_have_too(make_run: MakeRun) -> None:
+    """All run out of memory: smaller micro-batches help, and fewer hosts would not."""
+    run = make_run()
+    lose_host_1(run)
+    run.finish("join", OutOfMemory("ran out", 8))
+    while not isinstance(run.state, Joining):
+        run.poll()
+    assert run.pool.excluded == set()
+    assert run.state.members == (0, 1, 2)
+    assert run.pool.actor(0).last_call("join").arguments[3].halvings == 1
