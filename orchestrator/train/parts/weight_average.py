@@ -52,6 +52,14 @@ class WeightAverage:
             self._swap()
 
     @torch.no_grad()
+    def replace_weights(self) -> None:
+        """Give the model the average for good, at the end of a run."""
+        for parameter in self._parameters():
+            average = self._optimizer.state[parameter].get(SLOT)
+            if average is not None:
+                parameter.copy_(average)
+
+    @torch.no_grad()
     def _swap(self) -> None:
         for parameter in self._parameters():
             average = self._optimizer.state[parameter].get(SLOT)

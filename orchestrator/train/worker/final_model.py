@@ -21,11 +21,10 @@ from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import check_experts, restore_model
 from orchestrator.train.checkpoint.saved_experts import OtherExperts
 from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.worker.placed_experts import build_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import find_candidates
-
-_WEIGHTS = frozenset({"model"})
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,16 @@ def final_model(
     """Return the model that a run ends with, and record which step its weights are of.
 
     ``live_model`` was trained in this process, and has the weights of the last step. Without it the
-    model is built, and all weights come from a checkpoint."""
+    model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
+    average, which the validation results are of."""
     events = effective_events(read_events(run_dir / "events.jsonl"))
     last_step = of_kind(events, "end")[-1]["steps"]
     chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)
+    averaged = prepared.resolved.config.optim.evaluate_ema
     contents: Contents | None = None
     if chosen.weights == "best" and (live_model is None or chosen.step != last_step):
         try:
-            contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=_WEIGHTS)
+            contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=_kinds(averaged))
         except (CheckpointDamaged, UserError) as error:
             reason = f"the best weights, of step {chosen.step}, cannot be restored: {error}"
             chosen = FinalWeights(last_step, "last", reason)
@@ -60,7 +61,7 @@ def final_model(
         chosen = replace(chosen, step=read_progress(contents.state).step)
     model = build_checked_model(prepared.task) if live_model is None else live_model
     if contents is not None:
-        _restore_weights(model, contents)
+        _restore_weights(model, _with_average(contents) if averaged else contents)
     for _, layer in moe_layers(model):
         layer.statistics = None  # a part of the training
     log.write("final", **asdict(chosen))
@@ -95,17 +96,35 @@ def copy_model(source: nn.Module, target: nn.Module, step: int) -> None:
 
 
 def _newest_weights(prepared: PreparedRun, run_dir: Path) -> Contents:
-    """Return the weights of the last checkpoint."""
+    """Return the weights of the last checkpoint, with their average if it is needed."""
+    kinds = _kinds(prepared.resolved.config.optim.evaluate_ema)
     store = CheckpointStore(run_dir / "checkpoints", repair=False)
-    checkpoint, _ = store.newest_good(_WEIGHTS)
+    checkpoint, _ = store.newest_good(kinds)
     resume = prepared.resolved.config.checkpoint.resume
     if checkpoint is None and resume not in (None, "auto"):
         # The run was resumed from another run that had no step left to do.
         candidates = find_candidates(str(resume), store)
-        checkpoint, _ = candidates.first_good(lambda path: load(path, kinds=_WEIGHTS))
+        checkpoint, _ = candidates.first_good(lambda path: load(path, kinds=kinds))
     if checkpoint is None:
         raise TrainingFailed(f"no good checkpoint in {run_dir / 'checkpoints'}")
     return checkpoint.contents
+
+
+def _kinds(averaged: bool) -> frozenset[str]:
+    """Return the kinds of tensors to read. The average is a part of the optimizer's state."""
+    return frozenset({"model", "optimizer"}) if averaged else frozenset({"model"})
+
+
+def _with_average(contents: Contents) -> Contents:
+    """Return a checkpoint's contents with the average in place of the weights that have one."""
+    prefix = f"{SLOT}/"
+    averages = {
+        key.removeprefix(prefix): tensor
+        for key, tensor in contents.tensors["optimizer"].items()
+        if key.startswith(prefix)
+    }
+    weights = {**contents.tensors["model"], **averages}
+    return replace(contents, tensors={**contents.tensors, "model": weights})
 
 
 def _restore_weights(model: nn.Module, contents: Contents) -> None:

@@ -71,13 +71,19 @@ def run_worker(
     supervision: Supervision,
     resume: ResumeFrom | None = None,
 ) -> tuple[Outcome, nn.Module]:
-    """Carry out a run in this process. Return its outcome and the trained model."""
+    """Carry out a run in this process. Return its outcome and the trained model.
+
+    Its weights are those that the last validation was of: with ``--evaluate-ema`` the average."""
     settings = torch_settings(prepared.resolved.config, prepared.plan, world.device)
     with settings, WorkerRun(prepared, world, run_dir, log, supervision, resume) as run:
         outcome = None
         while outcome is None:
             outcome = run.advance(sys.maxsize)
-        return outcome, run.loop.stepper.strategy.model
+        stepper = run.loop.stepper
+        average = stepper.optimizer.average
+        if average is not None and average.evaluated:
+            average.replace_weights()
+        return outcome, stepper.strategy.model
 
 
 class WorkerRun:

@@ -293,3 +293,26 @@ def test_a_resumed_run_knows_the_result_of_a_step_that_was_saved_before_its_eval
     evaluations = of_kind(read_events(tmp_path / "run" / "events.jsonl"), "evaluate")
     assert [(event["step"], event["best"]) for event in evaluations] == [(10, True), (15, False)]
     assert second.step == 10
+
+
+AVERAGED: dict[str, Any] = {"ema_decay": 0.9, "evaluate_ema": True}
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_the_average_that_was_evaluated_is_the_model_at_the_end(tmp_path: Path, keep_last: bool) -> None:
+    """In the memory of the process that trained, and from a checkpoint; the experts change meanwhile."""
+    run_dir = tmp_path / "run"
+    prepared, live_model = run(run_dir, keep_last=keep_last, **AVERAGED)
+    model, _, summary = finish(run_dir, prepared)
+    assert summary["final"]["weights"] == ("last" if keep_last else "best")
+    assert_is_final(model, prepared, summary, 1e-6)
+    model, _, summary = finish(run_dir, prepared, live_model)
+    assert_is_final(model, prepared, summary, 1e-6)
+
+
+def test_a_model_without_a_checkpoint_has_the_average_that_was_evaluated(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    prepared, live_model = run(run_dir, keep_last=True, **AVERAGED)
+    shutil.rmtree(run_dir / "checkpoints")
+    model, _, summary = finish(run_dir, prepared, live_model)
+    assert_is_final(model, prepared, summary, 1e-6)
