@@ -6,7 +6,7 @@ a killed upload or removal.
 
     checkpoints/step_00000040/      the files of a checkpoint, as on disk
     checkpoints/step_00000040.1/    another upload of the same step: no file of a checkpoint that is
-                                    published is ever overwritten"""
+                                    published or abandoned is ever overwritten"""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ class RemoteCheckpoints:
         manifest = (path / MANIFEST).read_bytes()
         step = step_of(path.name)
         assert step is not None, path
-        earlier = [checkpoint for checkpoint in self.newest_first() if checkpoint.step == step]
+        files = self._folder.files()
+        earlier = [checkpoint for checkpoint in _published(files) if checkpoint.step == step]
         for checkpoint in earlier:
             if self._manifest(checkpoint) == manifest:
                 return None
-        name = _new_name(step, earlier)
+        name = _new_name(step, [*earlier, *_abandoned(files)])
         num_bytes = 0
         for file in sorted(path.iterdir()):
             if file.name != MANIFEST:
@@ -85,7 +86,8 @@ class RemoteCheckpoints:
         steps = sorted({checkpoint.step for checkpoint in published}, reverse=True)
         retained = {*steps[:keep], best_step}
         kept = {checkpoint.name for checkpoint in published if checkpoint.step in retained}
-        kept |= {folder for folder in _folders(files) if f"{folder}/{_ABANDONED}" in files}
+        # A checkpoint with both manifests, of a killed start, is published still.
+        kept |= {checkpoint.name for checkpoint in _abandoned(files)} - {other.name for other in published}
         for name in _folders(files) - kept:
             self._remove(name)
 
@@ -153,13 +155,21 @@ def best_step(path: Path) -> int | None:
 
 def _published(files: Iterable[str]) -> list[RemoteCheckpoint]:
     """Return the checkpoints with a manifest: the newest step first, of one step its last upload."""
-    published: list[RemoteCheckpoint] = []
+    return _that_hold(MANIFEST, files)
+
+
+def _abandoned(files: Iterable[str]) -> list[RemoteCheckpoint]:
+    return _that_hold(_ABANDONED, files)
+
+
+def _that_hold(wanted: str, files: Iterable[str]) -> list[RemoteCheckpoint]:
+    found: list[RemoteCheckpoint] = []
     for file in files:
         folder, _, name = file.partition("/")
         checkpoint = named_checkpoint(folder)
-        if checkpoint is not None and name == MANIFEST:
-            published.append(checkpoint)
-    return sorted(published, reverse=True)
+        if checkpoint is not None and name == wanted:
+            found.append(checkpoint)
+    return sorted(found, reverse=True)
 
 
 def _folders(files: Iterable[str]) -> set[str]:
@@ -168,7 +178,8 @@ def _folders(files: Iterable[str]) -> set[str]:
     return {folder for folder in folders if named_checkpoint(folder)}
 
 
-def _new_name(step: int, earlier: Sequence[RemoteCheckpoint]) -> str:
-    """Return the name of a folder that no published checkpoint has."""
-    last_upload = max((checkpoint.upload for checkpoint in earlier), default=None)
+def _new_name(step: int, taken: Sequence[RemoteCheckpoint]) -> str:
+    """Return the name of a folder that no published or abandoned checkpoint has."""
+    uploads = (checkpoint.upload for checkpoint in taken if checkpoint.step == step)
+    last_upload = max(uploads, default=None)
     return step_name(step) if last_upload is None else f"{step_name(step)}.{last_upload + 1}"

@@ -139,6 +139,33 @@ def test_abandoned_checkpoints_are_not_published_and_their_files_stay(
     assert "step_00000030/state.json" in folder.files()
 
 
+def test_a_new_upload_of_an_abandoned_step_overwrites_nothing_and_is_removed_in_its_turn(
+    folder: RemoteFolder, store: CheckpointStore
+) -> None:
+    checkpoints = RemoteCheckpoints(folder)
+    checkpoints.upload(save(store, 20), nothing)
+    before = folder.read("step_00000020/model_00000.safetensors", 2**20)
+    checkpoints.abandon_after(10)
+    checkpoints.upload(save_checkpoint(store, 20, small_contents(21)), nothing)
+    assert [checkpoint.name for checkpoint in checkpoints.newest_first()] == ["step_00000020.1"]
+    assert folder.read("step_00000020/model_00000.safetensors", 2**20) == before
+    checkpoints.upload(save(store, 30), nothing)
+    checkpoints.retain(1, best_step=None)
+    assert {file.partition("/")[0] for file in folder.files()} == {"step_00000020", "step_00000030"}
+
+
+def test_a_checkpoint_that_a_killed_start_has_half_abandoned_is_removed_in_its_turn(
+    folder: RemoteFolder, store: CheckpointStore
+) -> None:
+    checkpoints = RemoteCheckpoints(folder)
+    checkpoints.upload(save(store, 20), nothing)
+    with pytest.raises(RemoteError, match="killed"):
+        RemoteCheckpoints(KilledAt(folder, 1)).abandon_after(10)  # pyright: ignore[reportArgumentType]
+    checkpoints.upload(save(store, 30), nothing)
+    checkpoints.retain(1, best_step=None)
+    assert {file.partition("/")[0] for file in folder.files()} == {"step_00000030"}
+
+
 def test_a_flipped_bit_and_a_missing_file_are_found_before_the_checkpoint_is_used(
     folder: RemoteFolder, store: CheckpointStore, tmp_path: Path
 ) -> None:
