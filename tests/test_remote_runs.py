@@ -276,7 +276,8 @@ def test_what_a_failed_run_has_saved_is_uploaded(url: str) -> None:
 def check_kills(s3: ObjectServer, folder: Path, num_kills: int, seed: int) -> None:
     runs = kill_and_resume(s3, folder, num_kills, seed)
     assert runs.acknowledged > 0
-    assert len(runs.begun_at) > num_kills // 2
+    # Some runs are killed before they begin; the last one is not killed.
+    assert runs.begun_at
     for acknowledged, begun in runs.begun_at:
         assert begun >= acknowledged, runs.begun_at
     # A step that was repeated has the loss that it had before, to the last bit.

@@ -59,10 +59,10 @@ def kill_and_resume(server: ObjectServer, folder: Path, num_kills: int, seed: in
                 ((code, output),) = ranks.results(_MAX_SECONDS)
                 assert code == 0, output
             else:
-                _kill_at_random(ranks, machine, generator)
+                _kill_at_random(ranks, machine, began_at, generator)
         events = _events(machine)
         # The record of a machine holds the starts of those before it too; it may not have come that far.
-        own_starts = [start for start in of_kind(events, "start") if start["time"] > began_at]
+        own_starts = _own(events, "start", began_at)
         if number and own_starts:
             runs.begun_at.append((runs.acknowledged, own_starts[0]["step"]))
         runs.add(events)
@@ -88,14 +88,18 @@ def _arguments(url: str, max_steps: int) -> list[str]:
     return ["train", *SMALL, *CPU, *texts, "--trackers"]
 
 
-def _kill_at_random(ranks: Ranks, machine: Path, generator: random.Random) -> None:
+def _kill_at_random(ranks: Ranks, machine: Path, began_at: float, generator: random.Random) -> None:
     _wait_until(lambda: bool(_events(machine)), ranks)
     if generator.random() >= _EARLY:
-        num_before = len(of_kind(_events(machine), "upload"))
-        _wait_until(lambda: len(of_kind(_events(machine), "upload")) > num_before, ranks)
+        _wait_until(lambda: bool(_own(_events(machine), "upload", began_at)), ranks)
     time.sleep(generator.uniform(0.0, 1.0))
     ranks.kill(0)
     ranks.results(_MAX_SECONDS)
+
+
+def _own(events: list[Event], kind: str, began_at: float) -> list[Event]:
+    """Return the events of this machine: the record that it downloaded holds older ones."""
+    return [event for event in of_kind(events, kind) if event["time"] > began_at]
 
 
 def _wait_until(condition: Callable[[], bool], ranks: Ranks) -> None:
