@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import sleep
 from typing import Any
 
 import ray
@@ -15,6 +16,9 @@ from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from orchestrator.runtime.expert_parallel.states import JoinGroup
 from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck
 from orchestrator.runtime.failures import HostsDeadlocked
+
+
+_PAUSE_S = 0.02
 
 
 class HostGroup:
@@ -87,6 +91,8 @@ class HostGroup:
         pending = [*calls.pending, *self.snapshots.pending_calls(all_hosts=not calls.pending)]
         if pending:
             ray.wait(pending, num_returns=1, timeout=timeout_s)
+        else:
+            sleep(min(timeout_s, _PAUSE_S))  # backups of snapshots are under way between nodes
         self.snapshots.collect()
         calls.collect()
         # A host that died after its last call returned shows by the call for its next snapshot.
