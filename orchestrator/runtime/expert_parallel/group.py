@@ -17,7 +17,6 @@ from orchestrator.runtime.expert_parallel.states import JoinGroup
 from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck
 from orchestrator.runtime.failures import HostsDeadlocked
 
-
 _PAUSE_S = 0.02
 
 
