@@ -36,7 +36,7 @@ from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from orchestrator.train.worker.resume import StartPoint, _load_together
+from orchestrator.train.worker.resume import StartPoint, _load_together, find_candidates
 
 LAYERS = 4
 EXPERTS = 16
@@ -117,7 +117,8 @@ def measure(state: TrainState, world: World, folder: Path) -> RankResult:
     began_bytes = bytes_read()
     began_s = perf_counter()
     start = StartPoint(store, world, SilentLog())
-    checkpoint, _ = _load_together("auto", start, remote_expert_names(state.model))
+    found = find_candidates("auto", store) if world.is_main else None
+    checkpoint, _ = _load_together(found, start, remote_expert_names(state.model))
     assert checkpoint is not None
     restore(checkpoint.contents, state)
     world.barrier()

@@ -69,7 +69,7 @@ MISTAKES = {
         "run:\n  epoch: 3\n", "cfg.yaml:2: unknown setting 'epoch' (did you mean 'epochs'?)"
     ),
     "misspelled section": in_file(
-        "optimizer:\n  learning_rate: 1\n", "cfg.yaml:1: unknown setting 'optimizer' (did you mean 'optim'?)"
+        "optims:\n  learning_rate: 1\n", "cfg.yaml:1: unknown setting 'optims' (did you mean 'optim'?)"
     ),
     "key in the wrong section": in_file(
         "run:\n  learning_rate: 1\n", "cfg.yaml:2: learning_rate belongs under optim:"
@@ -121,7 +121,7 @@ MISTAKES = {
         "plan", "--experts", "3", "--top-k", "4", cause="top_k is 4 but there are only 3 experts"
     ),
     "the same, by the task's default": mistake(
-        "plan", "--top-k", "64", cause="--top-k 64 needs at least as many experts; there are 8"
+        "plan", "--top-k", "64", cause="--top-k 64 needs at least as many experts; there are 4"
     ),
     "file against flag": mistake(
         "train",

@@ -46,7 +46,7 @@ def test_the_copy_for_a_checkpoint_has_each_hosts_experts_and_its_share_of_the_d
 def test_the_plan_counts_the_copy_for_checkpoints() -> None:
     """On GPUs the training takes no host memory, but its checkpoints do."""
     facts = model(parameters=10**9, trainable=10**9, expert_parameters=9 * 10**8, experts=8, moe_layers=1)
-    config = Config.of(parallel_strategy="expert_parallel", workers=2)
+    config = Config.of(parallel_strategy="expert_parallel", workers=2, evolution="off")
     snapshots = snapshot_memory(facts, 2, 2).total
     copies = checkpoint_memory(facts, 2, 2)
     nodes = (Node("10.0.0.1", 8, 2, 8, 100 * GIB),)

@@ -263,6 +263,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint_every": st.integers(0, 300),
     "snapshot_every": st.just("auto") | st.integers(0, 300),
     "keep": _small,
+    "keep_last": st.booleans(),
     "resume": _maybe(_words),
     "init_from": _maybe(_paths),
     "log_every": _maybe(_small),

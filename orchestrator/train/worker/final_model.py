@@ -15,6 +15,7 @@ from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.events import Event, effective_events, of_kind, read_events
 from orchestrator.record.log import Log
 from orchestrator.record.summary import best_evaluation
+from orchestrator.record.validate import is_valid
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.files import Contents, load, step_name
 from orchestrator.train.checkpoint.progress import read_progress
@@ -44,7 +45,8 @@ def final_model(
     ``live_model`` was trained in this process, and has the weights of the last step. Without it the
     model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
     average, which the validation results are of."""
-    events = effective_events(read_events(run_dir / "events.jsonl"))
+    recorded = read_events(run_dir / "events.jsonl")
+    events = effective_events([event for event in recorded if is_valid(event)])
     last_step = of_kind(events, "end")[-1]["steps"]
     chosen = choose_weights(events, prepared.resolved.config.checkpoint.keep_last)
     averaged = prepared.resolved.config.optim.evaluate_ema

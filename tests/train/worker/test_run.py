@@ -246,7 +246,7 @@ def dying_rank(rank: int, size: int, store: str, config: Config) -> str:
 
 def test_a_lost_worker_is_an_error_of_the_others_not_a_hang(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1"):
-        run_ranks(dying_rank, 3, config_of(tmp_path / "run", 3, epochs=100_000))
+        run_ranks(dying_rank, 3, config_of(tmp_path / "run", 3, epochs=100_000, max_steps=None))
 
 
 def test_workers_agree_on_an_automatic_batch_size(tmp_path: Path) -> None:
