@@ -253,12 +253,17 @@ class Trainer:
         """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
         does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
-        with ExitStack() as stack:
-            self._download_start(stack)
-            self._remote = self._open_remote()
-            if self._remote is not None:
-                stack.enter_context(self._remote.closing(self._screen.note))
-            return self._fit()
+        given = self.resolved
+        try:
+            with ExitStack() as stack:
+                self._download_start(stack)
+                self._remote = self._open_remote()
+                if self._remote is not None:
+                    stack.enter_context(self._remote.closing(self._screen.note))
+                return self._fit()
+        finally:
+            # Local copies took the place of addresses; the next ``fit`` begins with the addresses.
+            self.resolved = given
 
     def _download_start(self, stack: ExitStack) -> None:
         """Replace a remote checkpoint or run that the run begins with by a local copy, until it has ended."""

@@ -129,6 +129,13 @@ def test_a_plan_leaves_the_run_in_its_remote_folder(url: str) -> None:
     assert published(url) == [2]
 
 
+def test_a_second_fit_of_a_trainer_finds_its_remote_folder(url: str) -> None:
+    trained_twice = make_trainer(remote_settings(url, max_steps=2))
+    trained_twice.fit()
+    with pytest.raises(UserError, match=f"{url} holds a run already"):
+        trained_twice.fit()
+
+
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

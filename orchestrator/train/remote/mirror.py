@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
-from orchestrator.errors import OrchestratorError, TrainingFailed
+from orchestrator.errors import TrainingFailed
 from orchestrator.record.log import Log
 from orchestrator.record.remote_record import RecordUpload
 from orchestrator.storage.folder import RemoteFolder
@@ -112,8 +112,9 @@ class Mirror:
         """Carry out an action. Warn of its first failure, and when failures go on."""
         try:
             action()
-        # A full disk (hard links), a damaged checkpoint, or the storage.
-        except (OrchestratorError, OSError) as error:
+        # The storage, a full disk (hard links), a damaged checkpoint. An error that nobody thought of
+        # must not end the thread unseen either: it is told, and in the end fails the run.
+        except Exception as error:
             self._num_failures += 1
             self._warn_of(error)
             return error
@@ -139,7 +140,8 @@ class Mirror:
 
     def _write(self, event: str, **fields: object) -> None:
         if self._log is not None:
-            with suppress(ValueError):  # a run that has failed has closed its log
+            # A run that has failed has closed its log; the disk of the log may be full.
+            with suppress(ValueError, OSError):
                 self._log.write(event, **fields)
 
     def _upload_due(self) -> None:
@@ -196,6 +198,8 @@ def _link_files(source: Path, target: Path) -> Path:
     for file in source.iterdir():
         try:
             os.link(file, target / file.name)
-        except PermissionError:  # a file system without hard links
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without hard links; each has an error number of its own
             shutil.copyfile(file, target / file.name)
     return target

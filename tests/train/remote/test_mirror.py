@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -205,3 +207,42 @@ def test_files_of_the_record_are_sent_again_only_if_they_have_changed(
     uploads.finish()
     assert sent == ["config.yaml", "events.jsonl", "events.jsonl"]
     assert folder.read("events.jsonl", 100) == b"{}\n{}\n"
+
+
+def test_an_unforeseen_error_is_told_and_ends_no_later_upload(
+    store: CheckpointStore, tmp_path: Path, folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    log = CheckedLog(folder)
+
+    def write(event: str, **fields: Any) -> None:
+        told.append(f"{event} {fields.get('message', '')}")
+        CheckedLog.write(log, event, **fields)
+        if event == "warning":
+            raise OSError("no space left for the log")
+
+    def fail_once(_name: str) -> None:
+        if not told:
+            raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(log, "write", write)
+    before_upload(monkeypatch, fail_once)
+    save(store, 4)
+    uploads = Mirror(tmp_path, folder)
+    uploads.start(log, keep=1)
+    log.wait_for(4)
+    uploads.stop()
+    assert "nobody thought of this" in told[0]
+
+
+def test_a_file_system_without_hard_links_gets_copies(
+    store: CheckpointStore, tmp_path: Path, folder: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    save(store, 4)
+    uploads = Mirror(tmp_path, folder)
+    uploads.finish()
+    assert published(folder) == [4]
