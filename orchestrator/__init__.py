@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from orchestrator.report.run.graph_files import read_expert_graph
     from orchestrator.report.run.page import draw_report
     from orchestrator.report.sweep.frames import read_sweep
+    from orchestrator.result import Result
     from orchestrator.tasks.metrics import AUC, F1, Perplexity
     from orchestrator.tasks.task import Loss, Task, TensorData
-    from orchestrator.trainer import Result, Trainer
+    from orchestrator.trainer import Trainer
 
 _HOMES = {
     "AUC": "orchestrator.tasks.metrics",
@@ -29,7 +30,7 @@ _HOMES = {
     "Metric": "orchestrator.config.metric",
     "Request": "orchestrator.record.callbacks",
     "Trainer": "orchestrator.trainer",
-    "Result": "orchestrator.trainer",
+    "Result": "orchestrator.result",
     "Task": "orchestrator.tasks.task",
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.metric import check_metrics
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.config.writer import changed_settings, with_absolute_paths
 from orchestrator.errors import UserError
-from orchestrator.plan.compute import choose_precision
-from orchestrator.plan.device import choose_device, choose_worker_device
+from orchestrator.plan.device import choose_worker_device
 from orchestrator.plan.evolution import unused_thresholds
 from orchestrator.plan.experts import unused_settings
-from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
+from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import (
     Inventory,
     in_cluster,
@@ -27,7 +27,6 @@ from orchestrator.plan.inventory.hardware import (
     secret_values,
     set_environment,
 )
-from orchestrator.plan.planning import plan
 from orchestrator.plan.workers import (
     check_cpu,
     choose_backend,
@@ -36,14 +35,15 @@ from orchestrator.plan.workers import (
     uses_gpus,
     workers_flag,
 )
+from orchestrator.preparation import prepare_run
 from orchestrator.record.callbacks import CallbackRunner, load_callbacks
 from orchestrator.record.events import DriverLog
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
-from orchestrator.storage.address import as_url
+from orchestrator.result import Result
+from orchestrator.train.remote.addresses import local_run_dir, local_start, remote_run
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
     from torch import nn
 
     from orchestrator.config.metric import Metric
@@ -55,38 +55,6 @@ if TYPE_CHECKING:
     from orchestrator.train.worker.batch_size import BatchSizeResult
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run_settings import ResumedSettings
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of a run: its status, its folder, its summary, and the trained model."""
-
-    status: str
-    run_dir: Path
-    summary: dict[str, Any]
-    model: nn.Module
-
-    @property
-    def step(self) -> int:
-        """The step that the model's weights are of: the best one, or the last with ``--keep-last``."""
-        return self.summary["final"]["step"]
-
-    @property
-    def best_checkpoint(self) -> Path | None:
-        """The checkpoint with the best validation result; ``--init-from`` starts from its weights."""
-        step = self.summary["best"].get("step")
-        path = self.run_dir / "checkpoints" / f"step_{step or 0:08d}"
-        return path if step and path.is_dir() else None
-
-    @property
-    def history(self) -> DataFrame:
-        """One row per training step, with metrics and evaluations; see ``orchestrator.read_run``."""
-        from orchestrator.report.run.frames import read_run
-
-        return read_run(self.run_dir)
-
-    def performance_summary(self) -> str:
-        return (self.run_dir / "performance_summary.txt").read_text(encoding="utf-8")
 
 
 class Trainer:
@@ -131,7 +99,9 @@ class Trainer:
         self._model = model
         self._own_task: Task | None = task
         if task is not None:
-            _check_task(task)
+            from orchestrator.tasks.load import check_task
+
+            check_task(task)
         has_parts = any(part is not None for part in (data, loss, validation, optimizer, schedule, metrics))
         if model is None and has_parts:
             raise UserError("data and loss were given without a model: Trainer(model, data=..., loss=...)")
@@ -140,7 +110,7 @@ class Trainer:
                 raise UserError("your own model needs data and loss: Trainer(model, data=..., loss=...)")
             from orchestrator.tasks.object_task import ObjectTask
 
-            _check_metrics(metrics or {})
+            check_metrics(metrics or {})
             # Copies of the model are trained; ``fit`` loads the weights into the model itself.
             own_task = ObjectTask(model, data, loss, validation, optimizer, schedule)
             own_task.metrics = dict(metrics or {})
@@ -151,28 +121,18 @@ class Trainer:
 
     def prepare(self) -> PreparedRun:
         """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""
-        with self._local_record():
+        with self._restored_settings(), local_run_dir(self.resolved) as self.resolved:
             self._take_run_settings()
             return self._prepare(self._take_inventory(), None)
 
     @contextmanager
-    def _local_record(self) -> Iterator[None]:
-        """Let the block read the record of a remote run folder, and write nothing."""
-        from orchestrator.record.remote_record import local_record
-
-        resolved = self.resolved
-        config = resolved.config
-        if as_url(config.run.run_dir) is None or config.run.run_dir is None:
+    def _restored_settings(self) -> Iterator[None]:
+        """Restore the given settings at the end of the block, in which local copies replace addresses."""
+        given = self.resolved
+        try:
             yield
-            return
-        with local_record(config.run.run_dir) as folder:
-            self.resolved = Resolved(config.but(run_dir=folder), resolved.origins)
-            try:
-                yield
-            finally:
-                # The copy is about to go; a later ``fit`` trains into the remote folder.
-                settings = self.resolved.config.but(run_dir=config.run.run_dir)
-                self.resolved = Resolved(settings, self.resolved.origins)
+        finally:
+            self.resolved = given
 
     def _take_run_settings(self) -> None:
         """Let a resumed run have the settings of its folder, except for those that are given again."""
@@ -191,37 +151,11 @@ class Trainer:
         return inventory(self.resolved.config.run.run_dir or Path.cwd())
 
     def _prepare(self, hardware: Inventory, cluster: Cluster | None, task: Task | None = None) -> PreparedRun:
-        from orchestrator.measure.tracing.metric_names import check_watched_metric
-        from orchestrator.measure.tracing.model_facts import model_facts
         from orchestrator.tasks.load import load_task
-        from orchestrator.train.worker.build import watched_metric
-        from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
-        from orchestrator.train.worker.prepared_run import PreparedRun
-        from orchestrator.train.worker.run_settings import all_changes
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
         task = task or self._own_task or load_task(config)
-        # Refuses a metric without a direction, or of another task, before anything is written.
-        check_watched_metric(task, watched_metric(config, task).name)
-        device = self._traced_device(config, hardware, cluster)
-        precision = choose_precision(config, hardware, device).value
-        facts = model_facts(task, device, precision)
-        earlier_plan = read_earlier_plan(self._resumed.folder) if self._resumed else {}
-        global_batch = earlier_global_batch(config, earlier_plan)
-        chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())
-        changes = all_changes(self._resumed, facts, chosen.global_batch_size.value)
-        resolved = Resolved(config, self.resolved.origins)
-        return PreparedRun(resolved, task, hardware, facts, chosen, cluster, in_cluster(), changes)
-
-    def _traced_device(self, config: Config, hardware: Inventory, cluster: Cluster | None) -> str:
-        """Return the device for which the model is traced."""
-        joined = cluster is not None and cluster.joined
-        if choose_strategy(config, hardware, joined or in_cluster()).value == "single":
-            return choose_device(config, hardware).value
-        if not joined:
-            hardware = replace(hardware, gpus=chosen_gpus(hardware, config.parallel.devices))
-        num_gpus = cluster.gpus if cluster else len(hardware.gpus)
-        return choose_worker_device(config, hardware, num_gpus).value
+        return prepare_run(Resolved(config, self.resolved.origins), task, hardware, cluster, self._resumed)
 
     def find_batch_size(self) -> BatchSizeResult:
         """Return the choice of ``--batch-size auto``: the largest batch on a GPU, the fastest on a CPU."""
@@ -253,44 +187,14 @@ class Trainer:
         """Train to the end. Works in a notebook and inside a running event loop; ``fit_async``
         does not block it."""
         self._screen = Screen(quiet=self._quiet, secrets=secret_values())
-        given = self.resolved
-        try:
-            with ExitStack() as stack:
-                self._download_start(stack)
-                self._remote = self._open_remote()
-                if self._remote is not None:
-                    stack.enter_context(self._remote.closing(self._screen.note))
-                return self._fit()
-        finally:
-            # Local copies took the place of addresses; the next ``fit`` begins with the addresses.
-            self.resolved = given
-
-    def _download_start(self, stack: ExitStack) -> None:
-        """Replace a remote checkpoint or run that the run begins with by a local copy, until it has ended."""
-        settings = self.resolved.config.checkpoint
-        for name, location in (("resume", settings.resume), ("init_from", settings.init_from)):
-            if location is None or as_url(location) is None:
-                continue
-            from orchestrator.train.remote.run import downloaded_start
-
-            flag = f"--{name.replace('_', '-')}"
-            copy = downloaded_start(flag, location, results_folder(), self._screen.note)
-            changed = {name: str(stack.enter_context(copy))}
-            self.resolved = Resolved(self.resolved.config.but(**changed), self.resolved.origins)
-
-    def _open_remote(self) -> RemoteRun | None:
-        """Open the remote folder of ``--run-dir``, if it is one. The run works in a local copy of it."""
-        config = self.resolved.config
-        url = as_url(config.run.run_dir)
-        if url is None:
-            return None
-        from orchestrator.storage.folder import RemoteFolder
-        from orchestrator.train.remote.run import open_remote_run
-
-        resumes = config.checkpoint.resume is not None
-        remote = open_remote_run(RemoteFolder(url), results_folder(), resumes, self._screen.note)
-        self.resolved = Resolved(config.but(run_dir=remote.local), self.resolved.origins)
-        return remote
+        note = self._screen.note
+        results = results_folder()
+        with (
+            self._restored_settings(),
+            local_start(self.resolved, results, note) as self.resolved,
+            remote_run(self.resolved, results, note) as (self.resolved, self._remote),
+        ):
+            return self._fit()
 
     def _fit(self) -> Result:
         self._take_run_settings()
@@ -474,23 +378,3 @@ def _worker_group_type(prepared: PreparedRun) -> Any:
     from orchestrator.runtime.data_parallel.fit import DataParallelRun
 
     return DataParallelRun
-
-
-def _check_metrics(metrics: Any) -> None:
-    from orchestrator.config.metric import as_metric
-
-    is_mapping = isinstance(metrics, Mapping)
-    if not is_mapping or any(as_metric(value) is None for value in metrics.values()):
-        raise UserError(
-            f"metrics is {metrics!r}; a mapping of names to metrics is needed: "
-            '{"churn": Metric(mode="min"), "f1": F1()}'
-        )
-
-
-def _check_task(task: Any) -> None:
-    members = ("build_model", "train_data", "loss")
-    if not all(callable(getattr(task, member, None)) for member in members):
-        raise UserError(
-            f"task is {task!r}; an object with build_model, train_data and loss is needed "
-            "(a name goes into Config.of(task=...))"
-        )

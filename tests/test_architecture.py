@@ -32,7 +32,7 @@ LAYERS = (
 and from lower ones."""
 
 LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.redaction"}
-API = {"orchestrator", "orchestrator.trainer", "orchestrator.sweeps"}
+API = {"orchestrator"} | {f"orchestrator.{name}" for name in ("trainer", "preparation", "result", "sweeps")}
 ENTRY_POINTS = {"orchestrator.__main__"}
 
 EXPERTS_LEAVES = {"experts.types", "experts.structure", "experts.membership", "experts.group"}

@@ -214,6 +214,16 @@ def as_metric(value: Any) -> Metric | None:
     return metric
 
 
+def check_metrics(metrics: Any) -> None:
+    """Raise UserError unless ``metrics`` maps names to metrics."""
+    is_mapping = isinstance(metrics, Mapping)
+    if not is_mapping or any(as_metric(value) is None for value in metrics.values()):
+        raise UserError(
+            f"metrics is {metrics!r}; a mapping of names to metrics is needed: "
+            '{"churn": Metric(mode="min"), "f1": F1()}'
+        )
+
+
 class TorchMetric(Metric):
     """A metric of torchmetrics, which need not be installed: its attributes are known by name."""
 

@@ -33,6 +33,15 @@ def load_task(config: Config) -> Task:
     return _load_user_task(name, config)
 
 
+def check_task(task: Any) -> None:
+    """Raise UserError unless a given object has the members of a task."""
+    if not all(callable(getattr(task, member, None)) for member in REQUIRED_MEMBERS):
+        raise UserError(
+            f"task is {task!r}; an object with build_model, train_data and loss is needed "
+            "(a name goes into Config.of(task=...))"
+        )
+
+
 def _with_local_data(config: Config) -> Config:
     """Return the config with a local copy in place of a remote ``--data-dir``."""
     data_dir = config.data.data_dir

@@ -18,13 +18,14 @@ from orchestrator.config.settings import Config
 from orchestrator.record.events import Event, EventLog, of_kind, read_events
 from orchestrator.record.log import Log, SilentLog
 from orchestrator.record.summary import summarise
+from orchestrator.result import Result
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.worker.final_model import FinalWeights, choose_weights, final_model
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.run import Supervision, run_worker
-from orchestrator.trainer import Result, Trainer
+from orchestrator.trainer import Trainer
 from tests.support.evolving import ListLog
 from tests.support.loop_runs import SMALL, losses_in
 from tests.support.ranks import run_ranks

@@ -1,0 +1,59 @@
+"""Preparation of a run: the model is traced, and the plan is made from it, the settings and the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.plan.compute import choose_precision
+from orchestrator.plan.device import choose_device, choose_worker_device
+from orchestrator.plan.inventory.cluster import Cluster, chosen_gpus
+from orchestrator.plan.inventory.hardware import Inventory, in_cluster
+from orchestrator.plan.planning import plan
+from orchestrator.plan.workers import choose_strategy
+
+if TYPE_CHECKING:
+    from orchestrator.tasks.task import Task
+    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run_settings import ResumedSettings
+
+
+def prepare_run(
+    resolved: Resolved,
+    task: Task,
+    hardware: Inventory,
+    cluster: Cluster | None,
+    resumed: ResumedSettings | None,
+) -> PreparedRun:
+    """Trace the task's model and plan its run on the hardware, or on a cluster. Write nothing."""
+    from orchestrator.measure.tracing.metric_names import check_watched_metric
+    from orchestrator.measure.tracing.model_facts import model_facts
+    from orchestrator.train.worker.build import watched_metric
+    from orchestrator.train.worker.plan_file import earlier_global_batch, read_earlier_plan
+    from orchestrator.train.worker.prepared_run import PreparedRun
+    from orchestrator.train.worker.run_settings import all_changes
+
+    config = resolved.config
+    # Refuses a metric without a direction, or of another task, before anything is written.
+    check_watched_metric(task, watched_metric(config, task).name)
+    device = _traced_device(config, hardware, cluster)
+    precision = choose_precision(config, hardware, device).value
+    facts = model_facts(task, device, precision)
+    earlier_plan = read_earlier_plan(resumed.folder) if resumed else {}
+    global_batch = earlier_global_batch(config, earlier_plan)
+    chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())
+    changes = all_changes(resumed, facts, chosen.global_batch_size.value)
+    return PreparedRun(resolved, task, hardware, facts, chosen, cluster, in_cluster(), changes)
+
+
+def _traced_device(config: Config, hardware: Inventory, cluster: Cluster | None) -> str:
+    """Return the device for which the model is traced."""
+    joined = cluster is not None and cluster.joined
+    if choose_strategy(config, hardware, joined or in_cluster()).value == "single":
+        return choose_device(config, hardware).value
+    if not joined:
+        hardware = replace(hardware, gpus=chosen_gpus(hardware, config.parallel.devices))
+    num_gpus = cluster.gpus if cluster else len(hardware.gpus)
+    return choose_worker_device(config, hardware, num_gpus).value

@@ -1,0 +1,68 @@
+"""Addresses among the settings of a run: each is replaced by a local copy while the run works with it.
+
+Modules that need torch or a remote file system are imported only where there is an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.reader import Resolved
+from orchestrator.storage.address import as_url
+
+if TYPE_CHECKING:
+    from orchestrator.train.remote.run import RemoteRun
+
+
+@contextmanager
+def local_run_dir(resolved: Resolved) -> Iterator[Resolved]:
+    """Yield settings with a copy of the record in place of a remote ``--run-dir``, to read it."""
+    from orchestrator.record.remote_record import local_record
+
+    run_dir = resolved.config.run.run_dir
+    if run_dir is None or as_url(run_dir) is None:
+        yield resolved
+        return
+    with local_record(run_dir) as folder:
+        yield _but(resolved, run_dir=folder)
+
+
+@contextmanager
+def local_start(resolved: Resolved, results: Path, note: Callable[[str], None]) -> Iterator[Resolved]:
+    """Yield settings with local copies of the remote checkpoint or run that the run begins with."""
+    settings = resolved.config.checkpoint
+    with ExitStack() as stack:
+        for name, location in (("resume", settings.resume), ("init_from", settings.init_from)):
+            if location is None or as_url(location) is None:
+                continue
+            from orchestrator.train.remote.run import downloaded_start
+
+            flag = f"--{name.replace('_', '-')}"
+            copy = stack.enter_context(downloaded_start(flag, location, results, note))
+            resolved = _but(resolved, **{name: str(copy)})
+        yield resolved
+
+
+@contextmanager
+def remote_run(
+    resolved: Resolved, results: Path, note: Callable[[str], None]
+) -> Iterator[tuple[Resolved, RemoteRun | None]]:
+    """Yield settings with a local folder in place of a remote ``--run-dir``, and the run that uploads it."""
+    config = resolved.config
+    url = as_url(config.run.run_dir)
+    if url is None:
+        yield resolved, None
+        return
+    from orchestrator.storage.folder import RemoteFolder
+    from orchestrator.train.remote.run import open_remote_run
+
+    resumes = config.checkpoint.resume is not None
+    remote = open_remote_run(RemoteFolder(url), results, resumes, note)
+    with remote.closing(note):
+        yield _but(resolved, run_dir=remote.local), remote
+
+
+def _but(resolved: Resolved, **changes: Any) -> Resolved:
+    return Resolved(resolved.config.but(**changes), resolved.origins)
