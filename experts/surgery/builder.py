@@ -4,7 +4,7 @@ See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +14,7 @@ from experts.layer import MoELayer
 from experts.model import fill_normal, mix
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
-
-_DEGREES: Mapping[str, int] = {
-    "exp_avg": 1,
-    "exp_avg_sq": 2,
-    "max_exp_avg_sq": 2,
-    "momentum_buffer": 1,
-    "ema": 0,
-}
-_WEIGHTS = frozenset({"", "ema"})
-"""The weights themselves, and their moving average, which changes as they do."""
+from experts.surgery.moments import WEIGHTS, added, gradient_degree, halved
 
 
 @dataclass(frozen=True)
@@ -44,19 +35,25 @@ class ExpertBuilder:
             return sources[0]
         if is_new and not change.parents:
             return self._fresh(sources[0])
-        splits_units = bool(change.parents) and self.layer.gate.chooses_all
-        if splits_units and (is_new or self.expert_id == change.parents[0]):
-            return self._half(sources[0])
+        if is_new or self.expert_id in change.parents:
+            return self._half(sources[0]) if self.layer.gate.chooses_all else _twin(sources[0])
         return sources[0]
 
     def _merge(self, first: ExpertTensors, second: ExpertTensors) -> ExpertTensors:
-        """Return the mean of two experts, weighted by their use."""
+        """Return one expert for the tokens of two, with the mean of their weights by use."""
         total = sum(self.change.weights)
         share = self.change.weights[0] / total if total else 0.5
-        return {
-            key: tensor if not tensor.ndim else tensor * share + second[key] * (1 - share)
-            for key, tensor in first.items()
-        }
+        same_tokens = self.layer.gate.chooses_all
+        tensors: ExpertTensors = {}
+        for (slot, role), tensor in first.items():
+            other = second[slot, role]
+            if not tensor.ndim:
+                tensors[slot, role] = tensor
+            elif slot in WEIGHTS:
+                tensors[slot, role] = tensor * share + other * (1 - share)
+            else:
+                tensors[slot, role] = added(slot, tensor, other, same_tokens=same_tokens)
+        return tensors
 
     def _fresh(self, like: ExpertTensors) -> ExpertTensors:
         """Return an expert with initial weights.
@@ -65,7 +62,7 @@ class ExpertBuilder:
         past its first steps, an optimizer's first updates would be too large."""
         tensors: ExpertTensors = {}
         for (slot, role), tensor in like.items():
-            if slot in _WEIGHTS:
+            if slot in WEIGHTS:
                 tensors[slot, role] = self._initial(role, tensor)
             elif tensor.ndim and gradient_degree(slot) == 1:
                 tensors[slot, role] = torch.zeros_like(tensor)
@@ -88,14 +85,13 @@ class ExpertBuilder:
             hidden = tensor.shape[0] if role == "down" else _units(tensor, self.layer.bank.kind)
             kept_H = torch.arange(hidden, device=tensor.device) % 2 == offset
             if role == "down":
-                is_weight = slot in _WEIGHTS
-                factor = 2.0 if is_weight else 0.5 ** gradient_degree(slot)
-                # The averages of squares of other units stay: they tell the scale of the gradients to come.
-                other = tensor if not is_weight and gradient_degree(slot) == 2 else torch.zeros_like(tensor)
-                tensors[slot, role] = torch.where(kept_H.unsqueeze(1), tensor * factor, other)
+                is_weight = slot in WEIGHTS
+                half = tensor * 2 if is_weight else halved(slot, tensor, same_tokens=True)
+                other = torch.zeros_like(tensor) if is_weight else _emptied(slot, tensor)
+                tensors[slot, role] = torch.where(kept_H.unsqueeze(1), half, other)
             else:
                 kept = kept_H if tensor.shape[1] == hidden else kept_H.repeat(2)
-                other = self._initial(role, tensor) if slot in _WEIGHTS else _emptied(slot, tensor)
+                other = self._initial(role, tensor) if slot in WEIGHTS else _emptied(slot, tensor)
                 tensors[slot, role] = torch.where(kept, tensor, other)
         return tensors
 
@@ -111,15 +107,18 @@ def _units(up: Tensor, kind: str) -> int:
     return up.shape[1] // 2 if kind == "swiglu" else up.shape[1]
 
 
+def _twin(parent: ExpertTensors) -> ExpertTensors:
+    """Return an expert that has half of the parent's tokens: the twin, and from now on the parent."""
+    return {
+        (slot, role): tensor
+        if slot in WEIGHTS or not tensor.ndim
+        else halved(slot, tensor, same_tokens=False)
+        for (slot, role), tensor in parent.items()
+    }
+
+
 def _emptied(slot: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of the optimizer for weights that start afresh.
+
+    Averages of squares stay: they tell the scale of the gradients to come."""
     return tensor if gradient_degree(slot) == 2 else torch.zeros_like(tensor)
-
-
-def gradient_degree(slot: str) -> int:
-    """Return the power of the gradient that a tensor of the optimizer grows with; 0 for averaged weights."""
-    if slot not in _DEGREES:
-        raise ValueError(
-            f"the optimizer keeps {slot!r} of each parameter; experts can be born and merged with "
-            f"{', '.join(_DEGREES)} alone: use AdamW, Adam or SGD, or --evolution off"
-        )
-    return _DEGREES[slot]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from experts.layer import MoELayer
 from experts.model import fill_normal, mix
 from experts.structure import Change, LayerStructure
-from experts.surgery.builder import gradient_degree
+from experts.surgery.moments import added, gradient_degree, halved
 
 _GATE_STD = 0.02
 _WARMED_NOISE = 0.1  # of the spread of a gate's row
@@ -34,8 +34,11 @@ def change_gate(
     state = optimizer.state.get(before)
     if state is not None:
         halves = _halves(layer, new, change)
+        unused = _unused(new, change)
         optimizer.state[gate.weight_ED] = {
-            slot: _changed_slot(slot, value, rows, halves) if _is_like(value, before) else _copied(value)
+            slot: _changed_slot(slot, value, rows, halves, unused)
+            if _is_like(value, before)
+            else _copied(value)
             for slot, value in state.items()
         }
         average = optimizer.state[gate.weight_ED].get("ema")
@@ -61,16 +64,36 @@ def _halves(layer: MoELayer, new: LayerStructure, change: Change) -> list[int]:
     return [new.index(expert_id) for expert_id in (*change.parents, *change.ids)] if change.parents else []
 
 
-def _changed_slot(
-    slot: str, value_ED: Tensor, rows: Sequence[Sequence[tuple[int, float]]], halves: Sequence[int]
-) -> Tensor:
-    """Return a tensor of the optimizer for the changed rows.
+def _unused(new: LayerStructure, change: Change) -> list[int]:
+    """Return the row of an expert whose ramp begins: without a share it has no gradient yet."""
+    begins_ramp = change.kind == "warmed" or (change.kind == "born" and not change.parents)
+    return [new.index(change.ids[0])] if begins_ramp else []
 
-    The gradients of two halves add up to that of the row before. With half of its average and a quarter
-    of its square, Adam moves both as far as it would have moved that row."""
+
+def _changed_slot(
+    slot: str,
+    value_ED: Tensor,
+    rows: Sequence[Sequence[tuple[int, float]]],
+    halves: Sequence[int],
+    unused: Sequence[int],
+) -> Tensor:
+    """Return a tensor of the optimizer for the changed rows. See ``moments``.
+
+    The gradients of two halves add up to that of the row before, and those of merged rows to that of the
+    one row: every token has a part in each row."""
     result_ED = _combine_rows(value_ED, rows)
+    degree = gradient_degree(slot)
+    if degree == 0:
+        return result_ED
+    for row, sources in enumerate(rows):
+        if len(sources) == 2:
+            first, second = (value_ED[source] for source, _ in sources)
+            result_ED[row] = added(slot, first, second, same_tokens=True)
     for row in halves:
-        result_ED[row] *= 0.5 ** gradient_degree(slot)
+        result_ED[row] = halved(slot, result_ED[row], same_tokens=True)
+    for row in unused:
+        # The squares tell the scale of the gradients to come: from zero, the first updates were too large.
+        result_ED[row] = value_ED.mean(0) if degree == 2 else 0.0
     return result_ED
 
 
