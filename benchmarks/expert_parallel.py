@@ -35,8 +35,6 @@ from orchestrator.record.events import of_kind, read_events
 HOSTS = (1, 2)
 # torch.set_num_threads does not reach every product: without the variable some took both cores
 ONE_THREAD = ("env", "OMP_NUM_THREADS=1")
-# The niceness of Ray's workers, and so of our hosts: other programs then take the same from both.
-RAY_NICENESS = ("nice", "-n", "15")
 
 
 def run_to_end(command: list[str], folder: Path) -> int | None:
@@ -64,8 +62,7 @@ def by_hand(hosts: int, steps: int) -> StepTimes:
     """Return the step times of ``spmd_layer.py``."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
     module = ["benchmarks.spmd_layer", "--steps", str(steps)]
-    niceness = RAY_NICENESS if hosts > 1 else ()
-    command = [*niceness, *ONE_THREAD, sys.executable, "-m", *launcher, "-m", *module]
+    command = [*ONE_THREAD, sys.executable, "-m", *launcher, "-m", *module]
     with tempfile.TemporaryDirectory(prefix="expert-parallel-") as name:
         folder = Path(name)
         code = run_to_end(command, folder)

@@ -22,11 +22,6 @@ _LOW_PRIORITY = 19
 On cores that are all busy such a thread gets 1.6% of one (measured on Linux 6.18), so that torch is
 imported within three minutes. A thread of the class SCHED_IDLE gets 0.5%, which takes ten, and without
 privileges neither can be raised again."""
-_NICE_WORK = 10
-"""The nice value of work from which on imports are of the class SCHED_IDLE.
-
-Ray's workers have 15. Beside them a thread at nice 19 would take 29% of a busy core (the kernel's
-weights are 15 and 36), one of SCHED_IDLE 8% (3 and 36)."""
 
 
 def make_importer(modules: tuple[str, ...], package: str, marker: str) -> Callable[[], None]:
@@ -99,10 +94,7 @@ def _make_low_priority_runner(marker: str) -> Callable[[Callable[[], None]], Non
 
         thread_id = threading.get_native_id()
         with suppress(OSError):
-            if os.getpriority(os.PRIO_PROCESS, thread_id) < _NICE_WORK:
-                os.setpriority(os.PRIO_PROCESS, thread_id, _LOW_PRIORITY)
-            else:
-                os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread_id, _LOW_PRIORITY)
         with socket.socket(socket.AF_UNIX) as turn:
             for _ in range(_MAX_TURNS):
                 try:

@@ -17,7 +17,7 @@ from orchestrator.runtime.cluster.prestart import controller_hook, worker_hook
 from orchestrator.runtime.data_parallel.worker import RendezvousConfig, train_worker
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.failures import classify_group
-from orchestrator.runtime.ray_internals import run_train_controller
+from orchestrator.runtime.ray_internals import priority_variables, run_train_controller
 from orchestrator.runtime.recovery_log import RecoveryLog
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
@@ -89,6 +89,6 @@ def _trainer(assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:
             storage_path=str(Path(assignment.run_dir, "logs", "ray_train")),
             # The driver restarts the workers itself, after it has decided how many.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-            worker_runtime_env={"env_vars": worker_hook(config.task)},
+            worker_runtime_env={"env_vars": {**priority_variables(), **worker_hook(config.task)}},
         ),
     )

@@ -24,6 +24,7 @@ from experts.actor_host import ExpertHost
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor
 from orchestrator.runtime.failures import cause_of
+from orchestrator.runtime.ray_internals import priority_variables
 from orchestrator.types import first_line
 
 _MAX_FAILED_STARTS = 3
@@ -108,7 +109,7 @@ class HostPool:
             num_gpus=1 if self._gpu else 0,
             scheduling_strategy=strategy,
             max_restarts=0,
-            runtime_env={"env_vars": self._variables},
+            runtime_env={"env_vars": {**priority_variables(), **self._variables}},
         ).remote()
         warm_up = actor.warm_up.remote(preload, self._assignment, self._store_address)
         self._hosts[host_id] = _Host(actor, warm_up, actor.block_until_death.remote())

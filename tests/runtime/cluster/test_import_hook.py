@@ -86,9 +86,8 @@ seen = []
 def priority():
     thread = threading.get_native_id()
     return os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
-os.nice(max(0, int(sys.argv[2]) - os.nice(0)))
 usual = priority()
-lowest = (os.SCHED_IDLE, 15) if sys.argv[2] == "15" else (os.SCHED_OTHER, 19)
+lowest = (os.SCHED_OTHER, 19)
 importlib.import_module = lambda name: seen.append(priority())
 if os.geteuid() == 0:  # after the imports: another user may not read the files
     os.setgroups([])
@@ -99,14 +98,14 @@ print(seen == [lowest], seen == [usual], priority() == usual)
 """
 
 
-def priorities(threads: str = "1", niceness: str = "0") -> list[bool]:
-    """Run the hook in a new process without privileges, of the given niceness.
+def priorities(threads: str = "1") -> list[bool]:
+    """Run the hook in a new process without privileges.
 
     Return whether it imported at the lowest and at the usual priority, and whether its main thread
     has the usual priority afterwards."""
     environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(Path(PACKAGE).parents[1])}
     result = subprocess.run(
-        [sys.executable, "-c", PROBE, MARKER, niceness],
+        [sys.executable, "-c", PROBE, MARKER],
         capture_output=True,
         text=True,
         timeout=60,
@@ -121,7 +120,6 @@ def test_beside_work_a_process_imports_at_the_lowest_priority_and_becomes_a_host
     assert priorities() == [False, True, True], "nobody is at work yet: the run waits for this process"
     with marked_as_working(MARKER):
         assert priorities() == [True, False, True]
-        assert priorities(niceness="15") == [True, False, True], "Ray's workers: SCHED_IDLE"
         assert priorities(threads="5") == [False, True, True], "threads of libraries would stay low"
     assert priorities() == [False, True, True], "the mark has ended with the work"
 

@@ -67,6 +67,18 @@ def test_hosts_are_reserved_together_and_become_ready(make_pool: MakePool, node_
     assert pool.startable((0, 1)) == (0,)
 
 
+def test_hosts_have_the_priority_of_a_program_that_the_user_starts(make_pool: MakePool) -> None:
+    pool = make_pool(1)
+    wait_until(lambda: pool.reserve(1.0))
+    wait_until(lambda: pool.poll() == ((0,), ()))
+    niceness = ray.get(pool.actor(0).warm_up.remote(_niceness))
+    assert niceness == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def _niceness(_: object) -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_more_hosts_than_the_cluster_has_are_not_reserved(make_pool: MakePool) -> None:
     pool = make_pool(5)
     assert not pool.reserve(0.5), "the cluster has four CPUs"
