@@ -25,8 +25,8 @@ from orchestrator.config.settings import Config, section_types
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "settings.md"
-VERBS = ("train", "resume", "plan", "bench", "sweep", "check", "report", "init")
-POSITIONAL = ("path", "folder")  # of init, report and resume
+VERBS = ("train", "resume", "evaluate", "plan", "bench", "sweep", "check", "report", "init")
+POSITIONAL = ("path", "folder", "checkpoint")  # of init, report and resume, and evaluate
 
 INTRODUCTION = """# Settings
 

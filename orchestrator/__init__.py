@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from orchestrator.cli.check import check
     from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
+    from orchestrator.evaluations import EvaluationResult
     from orchestrator.record.callbacks import Callback, Request
     from orchestrator.record.monitor import Monitor
     from orchestrator.report.run.frames import read_run
@@ -27,6 +28,7 @@ _HOMES = {
     "Perplexity": "orchestrator.tasks.metrics",
     "Callback": "orchestrator.record.callbacks",
     "Config": "orchestrator.config.settings",
+    "EvaluationResult": "orchestrator.evaluations",
     "Metric": "orchestrator.config.metric",
     "Request": "orchestrator.record.callbacks",
     "Trainer": "orchestrator.trainer",
@@ -47,6 +49,7 @@ __all__ = [
     "F1",
     "Callback",
     "Config",
+    "EvaluationResult",
     "Loss",
     "Metric",
     "Monitor",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from orchestrator.config.metric import Metric
     from orchestrator.config.sweep import Sweep
+    from orchestrator.evaluations import CheckpointEvaluation, EvaluationResult
     from orchestrator.measure.bench import BenchResult
     from orchestrator.record.ledger import SweepRecord
     from orchestrator.tasks.task import Task
@@ -217,6 +218,40 @@ class Trainer:
 
         with session(config, self._screen.note) as joined:
             return self._run_on_workers(joined)
+
+    def evaluate(self, checkpoint: str | Path, split: str = "validation") -> EvaluationResult:
+        """Evaluate a checkpoint, or the best one of a run, and write the result beside it.
+
+        ``checkpoint`` is a folder or an address. Settings that are not given are those of its run. ``split``
+        is ``validation``, ``train``, or NAME of a task with a method NAME_data.
+        """
+        from orchestrator.evaluations import CheckpointEvaluation
+        from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
+
+        given = self.resolved
+        try:
+            with opened_checkpoint(checkpoint, results_folder()) as opened:
+                evaluation = CheckpointEvaluation(opened, split, self._quiet)
+                self.resolved = evaluation.settings(given)
+                self._take_run_settings()
+                return self._evaluate(evaluation)
+        finally:
+            self.resolved = given
+            self._resumed = None
+
+    def _evaluate(self, evaluation: CheckpointEvaluation) -> EvaluationResult:
+        config = self.resolved.config
+        task = evaluation.task(self._own_task, with_absolute_paths(config, Path.cwd()))
+        if not workers_flag(config):
+            hardware = self._take_inventory()
+            if choose_strategy(config, hardware, in_cluster()).value == "single":
+                return evaluation.run_in_process(self._prepare(hardware, None, task))
+        from orchestrator.runtime.cluster.session import session
+        from orchestrator.runtime.cluster.survey import survey
+
+        with session(config, evaluation.screen.note) as joined:
+            cluster, node = survey(self._take_inventory(), joined)
+            return evaluation.run_on_workers(self._prepare(node, cluster, task), cluster)
 
     def devices(self) -> tuple[str, int]:
         """Return the devices that a run could use, of the cluster it would join or of this machine.

@@ -32,7 +32,8 @@ LAYERS = (
 and from lower ones."""
 
 LEAVES = {"orchestrator.types", "orchestrator.errors", "orchestrator.redaction"}
-API = {"orchestrator"} | {f"orchestrator.{name}" for name in ("trainer", "preparation", "result", "sweeps")}
+_API_MODULES = ("trainer", "preparation", "result", "sweeps", "evaluations")
+API = {"orchestrator"} | {f"orchestrator.{name}" for name in _API_MODULES}
 ENTRY_POINTS = {"orchestrator.__main__"}
 
 EXPERTS_LEAVES = {"experts.types", "experts.structure", "experts.membership", "experts.group"}

@@ -31,6 +31,7 @@ NOT_RUN = {
     "README.md": 4,
     "docs/cost-model.md": 1,
     "docs/development.md": 1,
+    "docs/evaluation.md": 1,
     "docs/expert-parallelism.md": 1,
     "docs/recovery.md": 1,
     "docs/security.md": 1,
@@ -180,7 +181,7 @@ def test_commands_parse(command: str) -> None:
 
 
 def _positional(verb: str) -> str | None:
-    return {"report": "folder", "resume": "folder", "init": "path"}.get(verb)
+    return {"report": "folder", "resume": "folder", "init": "path", "evaluate": "checkpoint"}.get(verb)
 
 
 def needs_ray(command: str) -> bool:

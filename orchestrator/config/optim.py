@@ -53,8 +53,6 @@ class OptimSettings:
                 raise ValueError(f"{name} is {value}; it must be at least 0 and less than 1")
         if self.optimizer == "adamw" and self.momentum is not None:
             raise ValueError("momentum is a setting of sgd and muon; adamw has --betas")
-        if self.evaluate_ema and self.ema_decay is None:
-            raise ValueError("evaluate_ema needs an average to evaluate; give --ema-decay 0.999")
 
     @property
     def momentum_used(self) -> float:

@@ -186,6 +186,7 @@ def plan(
     a node that will have workers. Without ``cluster`` the run has this machine alone.
     ``in_cluster`` says that this process runs inside a Ray job.
     """
+    _check_average(config)
     joined = cluster is not None and cluster.joined
     facts = replace(facts, moments=optimizer_moments(config.optim, facts))
     growth = _Growth.of(config, facts)
@@ -198,6 +199,17 @@ def plan(
             inventory = replace(inventory, gpus=chosen_gpus(inventory, config.parallel.devices))
         setup = _worker_group(config, inventory, growth, strategy, cluster or Cluster.of(inventory))
     return _complete_plan(config, inventory, measured, setup, growth.within(config, facts, setup))
+
+
+def _check_average(config: Config) -> None:
+    """Raise UserError for ``--evaluate-ema`` of a run without an average.
+
+    Only now: a resumed run may have the one setting from its folder, and the other from a flag.
+    """
+    if config.optim.evaluate_ema and config.optim.ema_decay is None:
+        raise UserError(
+            "--evaluate-ema needs an average, and the run keeps none; it does with --ema-decay 0.999"
+        )
 
 
 def _single_process(config: Config, inventory: Inventory, strategy: Choice[StrategyName]) -> _WorkerSetup:

@@ -249,8 +249,8 @@ class _Driver:
 
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""
-        groups_before = _placement_groups()
-        assignment = _assignment(self.prepared, self.run_dir, resume)
+        groups_before = placement_groups()
+        assignment = make_assignment(self.prepared, self.run_dir, resume)
         attempt = self.start(assignment, workers, gpu, self.record.log, self.record.recovery_log)
         succeeded = False
         try:
@@ -265,15 +265,12 @@ class _Driver:
             attempt.close()
             self.record.poll()
             if not succeeded:
-                # Ray Train leaves the placement group of workers that failed to start; the next
-                # group would wait for its devices.
-                for group_id in _placement_groups() - groups_before:
-                    with suppress(Exception):
-                        remove_placement_group_by_id(group_id)
+                remove_groups_since(groups_before)
             _copy_logs(self.run_dir / "logs", secret_values())
 
 
-def _assignment(prepared: PreparedRun, run_dir: Path, resume: ResumeFrom | None) -> Assignment:
+def make_assignment(prepared: PreparedRun, run_dir: Path, resume: ResumeFrom | None = None) -> Assignment:
+    """Return the data that workers get. Tasks are sent only if they cannot be loaded by their name."""
     config = prepared.resolved.config
     if loads_by_name(config.task):
         prepared = replace(prepared, task=None)  # pyright: ignore[reportArgumentType]
@@ -292,9 +289,18 @@ def _available_slots(workers: int, gpu: bool) -> int:
     return available
 
 
-def _placement_groups() -> set[bytes]:
+def placement_groups() -> set[bytes]:
     """Return the placement groups of this job that hold resources."""
     return placement_groups_of_job(ray.get_runtime_context().get_job_id())
+
+
+def remove_groups_since(before: set[bytes]) -> None:
+    """Remove the placement groups that are new.
+
+    Ray Train leaves that of workers that failed to start; the next group would wait for its devices."""
+    for group_id in placement_groups() - before:
+        with suppress(Exception):
+            remove_placement_group_by_id(group_id)
 
 
 def _copy_logs(logs: Path, secrets: Secrets) -> None:

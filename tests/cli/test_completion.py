@@ -22,6 +22,7 @@ COMPLETE = (
         ("orchestrator re", "resume report"),
         ("orchestrator train --early", "--early-stopping-patience --early-stopping-metric"),
         ("orchestrator train --precision b", "bf16"),
+        ("orchestrator evaluate --spl", "--split"),
         ("orchestrator check --j", "--json"),
         ("orchestrator check --early", ""),
         ("orchestrator plan --clu", "--cluster"),

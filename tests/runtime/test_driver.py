@@ -130,7 +130,7 @@ def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster
 
     def make(*planned: tuple[AttemptResult, range], slots: int = 2) -> FakeCluster:
         cluster = FakeCluster(tmp_path, list(planned), slots)
-        monkeypatch.setattr(module, "_placement_groups", set)
+        monkeypatch.setattr(module, "placement_groups", set)
         monkeypatch.setattr(module, "_copy_logs", lambda *_: None)
         monkeypatch.setattr(module, "resources_now", lambda: {"CPU": slots, "GPU": 0})
         monkeypatch.setattr(module, "_NODE_RETURN_SECONDS", 0.0)

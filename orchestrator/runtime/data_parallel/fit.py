@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from orchestrator.runtime.data_parallel.worker import RendezvousConfig, train_wo
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.failures import classify_group
 from orchestrator.runtime.ray_internals import priority_variables, run_train_controller
+from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import RecoveryLog
+
+Work = Callable[[dict[str, Any]], Any]
+"""A function that every worker runs, with a reference to the assignment."""
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 """Callbacks of Ray Train that start an actor each, for Tune and for Ray Data."""
@@ -36,10 +41,36 @@ class LeanTrainer(TorchTrainer):
         return run_train_controller(controller_hook(), parts)
 
 
-class DataParallelRun:
-    """One attempt: ``TorchTrainer.fit`` in a thread.
+class WorkerGroup:
+    """A group of workers that all run one function: ``TorchTrainer.fit`` in a thread.
 
     So the driver can watch, and Ray leaves the signal handlers alone."""
+
+    def __init__(self, work: Work, assignment: Assignment, workers: int, gpu: bool) -> None:
+        self.value: Any = None
+        """What the function returned on rank 0."""
+        self.failure: Failure | None = None
+        self.error: BaseException | None = None
+        """The error to show to the user, if the group has failed."""
+        self._trainer = _trainer(work, assignment, workers, gpu)
+        self._done = threading.Event()
+        threading.Thread(target=self._fit, name="ray-train", daemon=True).start()
+
+    def _fit(self) -> None:
+        try:
+            self.value = self._trainer.fit().return_value
+        except BaseException as error:  # reported to the driver's thread
+            self.failure, self.error = classify_group(error)
+        finally:
+            self._done.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the group has ended, after the timeout at the latest."""
+        return self._done.wait(timeout_s)
+
+
+class DataParallelRun:
+    """One attempt of a run."""
 
     def __init__(
         self,
@@ -49,33 +80,25 @@ class DataParallelRun:
         log: EventLog,  # noqa: ARG002
         recovery_log: RecoveryLog,  # noqa: ARG002
     ) -> None:
-        self._trainer = _trainer(assignment, workers, gpu)
-        self._result: AttemptResult | None = None
-        self._done = threading.Event()
-        threading.Thread(target=self._fit, name="ray-train", daemon=True).start()
-
-    def _fit(self) -> None:
-        try:
-            result = self._trainer.fit()
-            self._result = AttemptResult(str((result.return_value or {}).get("status")))
-        except BaseException as error:  # reported to the driver's thread
-            failure, shown = classify_group(error)
-            self._result = AttemptResult(failure=failure, error=shown)
-        finally:
-            self._done.set()
+        self._group = WorkerGroup(train_worker, assignment, workers, gpu)
 
     def wait(self, timeout_s: float) -> AttemptResult | None:
-        return self._result if self._done.wait(timeout_s) else None
+        group = self._group
+        if not group.wait(timeout_s):
+            return None
+        if group.failure is not None:
+            return AttemptResult(failure=group.failure, error=group.error)
+        return AttemptResult(str((group.value or {}).get("status")))
 
     def close(self) -> None:
         pass
 
 
-def _trainer(assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:
+def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:
     config = assignment.prepared.resolved.config
     backend = assignment.prepared.plan.backend.value
     return LeanTrainer(
-        train_worker,
+        work,
         train_loop_config={"assignment": ray.put(assignment)},
         torch_config=RendezvousConfig(backend, config.parallel.max_failures > 0),  # pyright: ignore[reportArgumentType]
         scaling_config=ScalingConfig(

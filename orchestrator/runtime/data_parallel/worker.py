@@ -32,6 +32,7 @@ from orchestrator.runtime.ray_internals import train_context
 if TYPE_CHECKING:
     import torch
 
+    from orchestrator.train.parts.world import World
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run import WorkerRun
 
@@ -91,26 +92,37 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[WorkerRun]:
     """Form the process group and build this worker's part of the run."""
+    from orchestrator.train.worker.run import Supervision, WorkerRun
+
+    prepared = prepare_worker(assignment, rank)
+    supervision = Supervision(RequestReader(assignment, rank))
+    with (
+        open_log(assignment, rank) as log,
+        form_world(prepared, rank, world_size) as world,
+        WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
+    ):
+        yield run
+
+
+@contextmanager
+def form_world(prepared: PreparedRun, rank: int, world_size: int) -> Iterator[World]:
+    """Set torch's switches and form the process group, until the block has ended."""
     from orchestrator.train.parts.stores import tcp_store
     from orchestrator.train.parts.world import process_group_world
-    from orchestrator.train.worker.run import Supervision, WorkerRun
     from orchestrator.train.worker.torch_settings import torch_settings
 
     address = variable("MASTER_ADDR")
     port = int(variable("MASTER_PORT"))
-    prepared = prepare_worker(assignment, rank)
-    timeout_s = prepared.resolved.config.parallel.step_timeout_s(hosts=False)
+    config = prepared.resolved.config
+    timeout_s = config.parallel.step_timeout_s(hosts=False)
     store = tcp_store(address, port, world_size, rank == 0, timeout_s)
     device = _device(prepared)
     backend = prepared.plan.backend.value
-    supervision = Supervision(RequestReader(assignment, rank))
     with (
-        open_log(assignment, rank) as log,
-        torch_settings(prepared.resolved.config, prepared.plan, device),
+        torch_settings(config, prepared.plan, device),
         process_group_world(store, rank, world_size, device, backend, timeout_s) as world,
-        WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
     ):
-        yield run
+        yield world
 
 
 def _device(prepared: PreparedRun) -> torch.device:

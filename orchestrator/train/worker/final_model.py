@@ -53,7 +53,7 @@ def final_model(
     contents: Contents | None = None
     if chosen.weights == "best" and (live_model is None or chosen.step != last_step):
         try:
-            contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=_kinds(averaged))
+            contents = load(run_dir / "checkpoints" / step_name(chosen.step), kinds=weight_kinds(averaged))
         except (CheckpointDamaged, UserError) as error:
             reason = f"the best weights, of step {chosen.step}, cannot be restored: {error}"
             chosen = FinalWeights(last_step, "last", reason)
@@ -63,7 +63,7 @@ def final_model(
         chosen = replace(chosen, step=read_progress(contents.state).step)
     model = build_checked_model(prepared.task) if live_model is None else live_model
     if contents is not None:
-        _restore_weights(model, _with_average(contents) if averaged else contents)
+        _restore_weights(model, with_average(contents) if averaged else contents)
     for _, layer in moe_layers(model):
         layer.statistics = None  # a part of the training
     log.write("final", **asdict(chosen))
@@ -94,12 +94,12 @@ def copy_model(source: nn.Module, target: nn.Module, step: int) -> None:
     if structures != structure_of(target):
         build_experts(target, structures)
     target.load_state_dict({name: tensor.cpu() for name, tensor in source.state_dict().items()})
-    _use_priors(target, step)
+    use_priors(target, step)
 
 
 def _newest_weights(prepared: PreparedRun, run_dir: Path) -> Contents:
     """Return the weights of the last checkpoint, with their average if it is needed."""
-    kinds = _kinds(prepared.resolved.config.optim.evaluate_ema)
+    kinds = weight_kinds(prepared.resolved.config.optim.evaluate_ema)
     store = CheckpointStore(run_dir / "checkpoints", repair=False)
     checkpoint, _ = store.newest_good(kinds)
     resume = prepared.resolved.config.checkpoint.resume
@@ -112,12 +112,12 @@ def _newest_weights(prepared: PreparedRun, run_dir: Path) -> Contents:
     return checkpoint.contents
 
 
-def _kinds(averaged: bool) -> frozenset[str]:
+def weight_kinds(averaged: bool) -> frozenset[str]:
     """Return the kinds of tensors to read. The average is a part of the optimizer's state."""
     return frozenset({"model", "optimizer"}) if averaged else frozenset({"model"})
 
 
-def _with_average(contents: Contents) -> Contents:
+def with_average(contents: Contents) -> Contents:
     """Return a checkpoint's contents with the average in place of the weights that have one."""
     prefix = f"{SLOT}/"
     averages = {
@@ -138,10 +138,10 @@ def _restore_weights(model: nn.Module, contents: Contents) -> None:
         build_experts(model, other.saved.layers)
         model.to(device)
     restore_model(contents, model)
-    _use_priors(model, read_progress(contents.state).step)
+    use_priors(model, read_progress(contents.state).step)
 
 
-def _use_priors(model: nn.Module, step: int) -> None:
+def use_priors(model: nn.Module, step: int) -> None:
     """Let newborn experts have the share of the tokens that they had after ``step``."""
     for _, layer in moe_layers(model):
         layer.use_priors(step)

@@ -72,9 +72,9 @@ def _next_free(run_dir: Path) -> Path:
 def read_earlier_plan(run_dir: Path) -> dict[str, Any]:
     """Return what an earlier start of this run chose or measured, and a later one keeps.
 
-    The keys are ``batch_size``, ``global_batch_size``, ``device_speeds``, the ``placement`` of
-    experts with the request and the hosts it was made for, and ``asked``: the batch settings of
-    that start. Empty if there is no plan, or if it is damaged."""
+    The keys are ``batch_size``, ``global_batch_size``, ``eval_batch_size``, ``workers``,
+    ``device_speeds``, the ``placement`` of experts with the request and the hosts it was made for, and
+    ``asked``: the batch settings of that start. Empty if there is no plan, or if it is damaged."""
     try:
         return _values_to_keep(json.loads((run_dir / "plan.json").read_text(encoding="utf-8")))
     except _DAMAGE_ERRORS:
@@ -85,12 +85,14 @@ def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
     choices = saved["choices"]
     batch_size = int(choices["batch_size"]["value"])
     global_batch_size = int(choices["global_batch_size"]["value"])
+    eval_batch_size = int(choices["eval_batch_size"]["value"])
     measured = saved.get("measured", {})
     speeds: dict[str, float] = {}
     for name, speed in measured.get("device_speeds", {}).items():
         speeds[str(name)] = float(speed)
     # The file may have been edited: numbers that no run could have chosen are not used.
-    if not (1 <= batch_size < _MAX_COUNT and 1 <= global_batch_size < _MAX_COUNT):
+    sizes = (batch_size, global_batch_size, eval_batch_size)
+    if not all(1 <= size < _MAX_COUNT for size in sizes):
         return {}
     if not all(0 < speed < math.inf for speed in speeds.values()):
         return {}
@@ -98,6 +100,8 @@ def _values_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
     return {
         "batch_size": batch_size,
         "global_batch_size": global_batch_size,
+        "eval_batch_size": eval_batch_size,
+        "workers": int(choices["workers"]["value"]),
         "device_speeds": speeds,
         "asked": {entry["name"]: entry["value"] for entry in batch_settings},
         "placement": measured.get("placement"),

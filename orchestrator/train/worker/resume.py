@@ -180,6 +180,14 @@ def _find_on_main(resume: str, start: StartPoint) -> Candidates | None:
     return find_candidates(resume, start.store) if start.world.is_main else None
 
 
+def load_named(path: str, start: StartPoint, not_needed: Set[str], kinds: Set[str]) -> Contents:
+    """Load the tensors of ``kinds`` of a checkpoint on all workers. Raises ``CheckpointDamaged``."""
+    found = Candidates([path], "checkpoint", path) if start.world.is_main else None
+    checkpoint, _ = _load_together(found, start, not_needed, kinds)
+    assert checkpoint is not None
+    return checkpoint.contents
+
+
 def _load_together(
     found: Candidates | None, start: StartPoint, not_needed: Set[str], kinds: Set[str] = KINDS
 ) -> tuple[LoadedCheckpoint | None, list[Skipped]]:

@@ -1,0 +1,49 @@
+"""``orchestrator evaluate``: the metrics of a checkpoint, written beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.cli.train import refuse_launchers
+from orchestrator.config.flags import read_flags
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluate a checkpoint with the settings of its run, and write the result beside it as JSON.
+
+    Flags win over those settings: --workers 3, --data-dir FOLDER, --evaluate-ema.
+    """
+
+    settings: Config
+    checkpoint: Path | None = None
+    """A checkpoint, or a run: its best checkpoint, else the newest. A folder or an address
+    (s3://bucket/run1)."""
+    split: str = "validation"
+    """The data to evaluate on: validation, train, or NAME of a task with a method NAME_data."""
+    config: Path | None = None
+    """YAML file with settings that win over those of the run; flags win over both."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, resolved = read_flags(EvaluateOptions, argv, "orchestrator evaluate", positional="checkpoint")
+    refuse_launchers()
+    if options.checkpoint is None:
+        raise UserError("which checkpoint? Give it, or its run: orchestrator evaluate FOLDER")
+    _check_flags(resolved)
+    from orchestrator.trainer import Trainer
+
+    Trainer(config=resolved).evaluate(options.checkpoint, options.split)
+    return 0
+
+
+def _check_flags(resolved: Resolved) -> None:
+    for name in ("resume", "run_dir", "name", "init_from"):
+        if resolved.origin(name).startswith("flag"):
+            flag = name.replace("_", "-")
+            raise UserError(f"orchestrator evaluate FOLDER names the checkpoint already; leave --{flag} out")

@@ -1,0 +1,186 @@
+"""An evaluation of a checkpoint from start to result: in this process, or on the workers of a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.reader import Resolved
+from orchestrator.config.settings import Config
+from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.record.evaluation_screen import EvaluationScreen
+from orchestrator.redaction import mask_tree
+from orchestrator.types import VERSION, Choice
+
+if TYPE_CHECKING:
+    from orchestrator.tasks.task import Task
+    from orchestrator.train.remote.opened_checkpoint import OpenedCheckpoint
+    from orchestrator.train.worker.prepared_run import PreparedRun
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The metrics of a checkpoint, as they are in the file beside it."""
+
+    checkpoint: str
+    """The folder or the address of the checkpoint."""
+    step: int
+    split: str
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+    path: str
+    """The file with the result, or its address."""
+
+
+class CheckpointEvaluation:
+    """An evaluation of one split on a checkpoint."""
+
+    def __init__(self, checkpoint: OpenedCheckpoint, split: str, quiet: bool) -> None:
+        self._checkpoint = checkpoint
+        self._split = split
+        self.screen = EvaluationScreen(quiet, secret_values())
+
+    def settings(self, given: Resolved) -> Resolved:
+        """Return the given settings with the checkpoint in the place of one to resume from."""
+        config = given.config.but(resume=str(self._checkpoint.path), init_from=None, run_dir=None, name=None)
+        return Resolved(config, given.origins)
+
+    def task(self, own_task: Task | None, config: Config) -> Any:
+        """Return the task with the split as its validation data."""
+        from orchestrator.tasks.load import load_task
+        from orchestrator.tasks.split import with_split
+
+        if own_task is None and config.task.startswith("python:"):
+            location = self._checkpoint.location
+            raise UserError(
+                f"{location} is of a run that trains an object of a Python program ({config.task}), which no "
+                f"command line can name; evaluate it in Python: Trainer(...).evaluate({location!r})"
+            )
+        self._checkpoint.check_writable()
+        return with_split(own_task or load_task(config), self._split)
+
+    def run_in_process(self, prepared: PreparedRun) -> EvaluationResult:
+        from orchestrator.train.parts.world import World
+        from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
+        from orchestrator.train.worker.torch_settings import preserved_random_state, torch_settings
+
+        prepared = self._begin(prepared)
+        world = World.single_process(prepared.plan.device.value)
+        settings = torch_settings(prepared.resolved.config, prepared.plan, world.device)
+        try:
+            with preserved_random_state(), settings:
+                fields = evaluate_checkpoint(prepared, world, self.screen.progress)
+        except CheckpointDamaged as error:
+            raise self._damaged(error) from None
+        finally:
+            self.screen.close()
+        return self._end(prepared, fields)
+
+    def run_on_workers(self, prepared: PreparedRun, cluster: Cluster) -> EvaluationResult:
+        from orchestrator.runtime.evaluation import evaluate_on_workers
+
+        prepared = self._begin(prepared)
+        # All nodes that see the checkpoint see a folder beside it.
+        with TemporaryDirectory(prefix=".evaluation-", dir=self._checkpoint.path.parent) as folder:
+            try:
+                fields = evaluate_on_workers(prepared, cluster, Path(folder), self._split, self.screen)
+            except CheckpointDamaged as error:
+                raise self._damaged(error) from None
+            finally:
+                self.screen.close()
+        return self._end(prepared, fields)
+
+    def _begin(self, prepared: PreparedRun) -> PreparedRun:
+        """Show what is evaluated. Return the plan with the batches of the run's own evaluations."""
+        prepared = _with_batch_of_run(prepared, self._checkpoint.path.parent.parent)
+        self.screen.banner(self._banner_rows(prepared), "expert-orchestrator evaluate")
+        for change in prepared.changes:
+            self.screen.note(f"changed: {change.text()}")
+        return prepared
+
+    def _banner_rows(self, prepared: PreparedRun) -> list[tuple[str, str]]:
+        from orchestrator.train.worker.prepared_run import banner_rows
+
+        checkpoint = self._checkpoint
+        choice = f" ({checkpoint.choice})" if checkpoint.choice else ""
+        rows = dict(banner_rows(prepared, checkpoint.path))
+        samples = prepared.facts.validation_samples
+        batch = prepared.plan.eval_batch_size
+        return [
+            ("checkpoint", f"{checkpoint.location}{choice}"),
+            ("weights", _weights_text(prepared)),
+            ("task", rows["task"]),
+            ("data", f"{samples} samples of {self._split}"),
+            *((name, rows[name]) for name in ("processes", "device", "precision")),
+            ("batch", f"{batch.value} per worker: {batch.reason}"),
+        ]
+
+    def _damaged(self, error: CheckpointDamaged) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            f"{self._checkpoint.location} is damaged: {error}; evaluate another checkpoint of the run by its "
+            "folder"
+        )
+
+    def _end(self, prepared: PreparedRun, fields: Mapping[str, Any]) -> EvaluationResult:
+        """Write and show the result."""
+        config = prepared.resolved.config
+        plan = prepared.plan
+        checkpoint = self._checkpoint
+        content = {
+            "checkpoint": checkpoint.location.rpartition("/")[2],
+            "step": fields["step"],
+            "split": self._split,
+            "weights": "ema" if config.optim.evaluate_ema else "trained",
+            "loss": fields["loss"],
+            "metrics": fields["metrics"],
+            "samples": fields["samples"],
+            "seconds": fields["seconds"],
+            "task": config.task,
+            "data_dir": config.data.data_dir,
+            "strategy": plan.strategy.value,
+            "workers": plan.workers.value,
+            "device": plan.device.value,
+            "precision": plan.precision.value,
+            "eval_batch_size": plan.eval_batch_size.value,
+            "version": VERSION,
+            "time": time.time(),
+        }
+        checkpoint.write_result(self._split, mask_tree(content, secret_values(), keys=False))
+        path = checkpoint.result_name(self._split)
+        self.screen.result(content, path)
+        return EvaluationResult(
+            checkpoint.location,
+            content["step"],
+            self._split,
+            content["loss"],
+            content["metrics"],
+            content["samples"],
+            path,
+        )
+
+
+def _weights_text(prepared: PreparedRun) -> str:
+    averaged = prepared.resolved.config.optim.evaluate_ema
+    return "the moving average (--evaluate-ema)" if averaged else "as trained"
+
+
+def _with_batch_of_run(prepared: PreparedRun, run_dir: Path) -> PreparedRun:
+    """Return the plan with the evaluation batch that the run had on as many workers.
+
+    So the sums are those of the run, to the last bit; the plan may have had other memory to divide."""
+    from orchestrator.train.worker.plan_file import read_earlier_plan
+
+    earlier = read_earlier_plan(run_dir)
+    plan = prepared.plan
+    is_given = prepared.resolved.config.batch.eval_batch_size is not None
+    if is_given or earlier.get("workers") != plan.workers.value:
+        return prepared
+    size = Choice(earlier["eval_batch_size"], "as in the run")
+    return replace(prepared, plan=replace(plan, eval_batch_size=size))

@@ -1,0 +1,41 @@
+"""Output of an evaluation for people: the banner and the bar of a run, and a line with the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from orchestrator.record.screen import Screen
+from orchestrator.redaction import Secrets
+
+_LINE_SECONDS = 10.0
+"""Time between two lines of progress if the output is no terminal."""
+
+
+class EvaluationScreen(Screen):
+    """Shows an evaluation. ``quiet`` shows nothing at all; ``secrets`` are never shown."""
+
+    def __init__(self, quiet: bool = False, secrets: Secrets = ()) -> None:
+        super().__init__(quiet=quiet, secrets=secrets)
+        self._has_bar = False
+        self._next_line_s = monotonic() + _LINE_SECONDS
+
+    def progress(self, done: int, total: int) -> None:
+        """Show how many batches are done."""
+        if not self._has_bar:
+            self._has_bar = True
+            self({"event": "start", "total_steps": total})
+        self._state.step = done
+        if not self._display.is_live and monotonic() >= self._next_line_s:
+            self._next_line_s = monotonic() + _LINE_SECONDS
+            self.note(f"{done} of {total} batches")
+
+    def result(self, fields: Mapping[str, Any], path: str) -> None:
+        """Show the fields of a result, and where it was written."""
+        self.close()
+        values = {f"{fields['split']} loss": fields["loss"], **fields["metrics"]}
+        parts = [f"step {fields['step']}", *(f"{name} {value:.4g}" for name, value in values.items())]
+        parts.append(f"({fields['samples']} samples in {fields['seconds']:.1f} s)")
+        self.note("  ".join(parts))
+        self.note(f"written: {path}")

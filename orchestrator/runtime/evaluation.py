@@ -1,0 +1,103 @@
+"""The evaluation of a checkpoint on workers under Ray Train, data parallel or expert parallel.
+
+It loses nothing when it fails, so there is no recovery: it is started again."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import ray
+
+from orchestrator.plan.inventory.cluster import Cluster
+from orchestrator.plan.inventory.hardware import secret_values
+from orchestrator.plan.workers import uses_gpus
+from orchestrator.record.evaluation_screen import EvaluationScreen
+from orchestrator.runtime.bootstrap import NONCE_FILE, Assignment, masked_errors, prepare_worker
+from orchestrator.runtime.cluster.session import wait_for_slots
+from orchestrator.runtime.data_parallel.fit import WorkerGroup
+from orchestrator.runtime.data_parallel.worker import form_world
+from orchestrator.runtime.driver import make_assignment, placement_groups, remove_groups_since
+from orchestrator.runtime.failures import final_error
+from orchestrator.runtime.ray_internals import train_context
+from orchestrator.runtime.recovery import GiveUp
+from orchestrator.train.worker.prepared_run import PreparedRun
+
+_POLL_SECONDS = 0.1
+_PROGRESS_FILE = "progress"
+
+
+def evaluate_on_workers(
+    prepared: PreparedRun, cluster: Cluster, folder: Path, split: str, screen: EvaluationScreen
+) -> dict[str, Any]:
+    """Evaluate a checkpoint; return what ``evaluate_checkpoint`` does.
+
+    ``folder`` is an empty one that all nodes see."""
+    config = prepared.resolved.config
+    logs = folder / "logs"
+    logs.mkdir()
+    (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
+    workers = prepared.plan.workers.value
+    gpu = uses_gpus(config, cluster)
+    if cluster.autoscaling:
+        wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
+    screen.note(f"starting {workers} worker{'s' if workers > 1 else ''} ...")
+    groups_before = placement_groups()
+    work = partial(evaluate_worker, split=split)
+    group = WorkerGroup(work, make_assignment(prepared, folder), workers, gpu)
+    while not group.wait(_POLL_SECONDS):
+        _show_progress(folder / _PROGRESS_FILE, screen)
+    if group.failure is None:
+        return group.value
+    remove_groups_since(groups_before)
+    reason = f"{group.failure.message}; the checkpoint is as it was: start the evaluation again"
+    raise final_error(group.failure, group.error, GiveUp(reason))
+
+
+def evaluate_worker(config: dict[str, Any], split: str) -> dict[str, Any]:
+    """Evaluate as one worker. The driver receives the result of rank 0, and the exception of any rank."""
+    context = train_context()
+    rank = context.get_world_rank()
+    with masked_errors(secret_values()):
+        assignment: Assignment = ray.get(config["assignment"])
+    with masked_errors(assignment.prepared.hidden):
+        return _evaluate(assignment, rank, context.get_world_size(), split)
+
+
+def _evaluate(assignment: Assignment, rank: int, world_size: int, split: str) -> dict[str, Any]:
+    # Ray Train's controller imports this module too and needs no torch, so torch is imported late.
+    from orchestrator.tasks.split import with_split
+    from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
+
+    prepared = prepare_worker(assignment, rank)
+    if assignment.prepared.task is None:
+        prepared = replace(prepared, task=with_split(prepared.task, split))
+    with form_world(prepared, rank, world_size) as world:
+        return evaluate_checkpoint(prepared, world, _progress_writer(assignment.run_dir, rank))
+
+
+def _progress_writer(folder: Path, rank: int) -> Callable[[int, int], None]:
+    """Return a function that tells the driver how many batches are done."""
+    next_s = 0.0
+
+    def write(done: int, total: int) -> None:
+        nonlocal next_s
+        if rank == 0 and monotonic() >= next_s:
+            next_s = monotonic() + _POLL_SECONDS
+            with suppress(OSError):  # progress is for people alone
+                (folder / _PROGRESS_FILE).write_text(f"{done} {total}", encoding="utf-8")
+
+    return write
+
+
+def _show_progress(path: Path, screen: EvaluationScreen) -> None:
+    # No file yet, or one that is being written.
+    with suppress(OSError, ValueError):
+        done, total = path.read_text(encoding="utf-8").split()
+        screen.progress(int(done), int(total))

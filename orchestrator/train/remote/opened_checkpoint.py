@@ -1,0 +1,132 @@
+"""The checkpoint that ``orchestrator evaluate`` names: a folder on the disk, or a copy of a remote one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.record.events import effective_events, of_kind, read_events
+from orchestrator.record.remote_record import EVENTS, download_record
+from orchestrator.record.summary import best_evaluation, write_json
+from orchestrator.record.validate import is_valid
+from orchestrator.storage.address import as_url
+from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
+from orchestrator.train.checkpoint.files import MANIFEST, step_of
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
+
+_ADVICE = "give the folder of a run with checkpoints, or one of its checkpoints"
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint on the disk, and the place where the user finds it."""
+
+    path: Path
+    location: str
+    """The folder, or the address that it was downloaded from."""
+    choice: str = ""
+    """Why it was chosen, where the user named a run."""
+    remote: RemoteFolder | None = None
+    """The remote folder with the run's checkpoints, if it was downloaded."""
+
+    def result_name(self, split: str) -> str:
+        """Return the path or the address of the result, beside the checkpoint."""
+        return f"{self.location}.{split}.json"
+
+    def check_writable(self) -> None:
+        """Raise UserError unless a result can be written beside the checkpoint."""
+        try:
+            if self.remote is not None:
+                self.remote.check_writable()
+                return
+            probe = self.path.parent / ".writable"
+            probe.touch()
+            probe.unlink()
+        except (OSError, RemoteError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(
+                f"cannot write beside {self.location}: {reason}; the result of an evaluation is written "
+                "there: copy the checkpoint to a folder that you can write to"
+            ) from None
+
+    def write_result(self, split: str, content: dict[str, Any]) -> None:
+        """Write the result as a whole or not at all, in place of an earlier one of the same split."""
+        name = self.result_name(split)
+        if self.remote is None:
+            write_json(Path(name), content)
+            return
+        data = json.dumps(content, indent=2, default=str).encode()
+        self.remote.write(name.rpartition("/")[2], data)
+
+
+@contextmanager
+def opened_checkpoint(location: str | Path, results: Path) -> Iterator[OpenedCheckpoint]:
+    """Yield a checkpoint, or the best one of a run, else its newest.
+
+    The copy of a remote one is below ``results``, where the workers of other nodes see it too, and
+    removed at the end. Raises ``UserError`` if there is none."""
+    if as_url(location) is None:
+        yield _local_checkpoint(Path(location))
+        return
+    folder = open_folder("the checkpoint", location)
+    results.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".downloaded-", dir=results) as copy:
+        yield _download(folder, Path(copy))
+
+
+def _local_checkpoint(path: Path) -> OpenedCheckpoint:
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder; {_ADVICE}")
+    if (path / MANIFEST).exists() or step_of(path.name) is not None:
+        return OpenedCheckpoint(path.absolute(), str(path))
+    saved = dict(CheckpointStore(path / CHECKPOINTS, repair=False).newest_first())
+    if not saved:
+        raise UserError(f"{path} holds no checkpoint; {_ADVICE}")
+    step, choice = _choose_step(list(saved), path)
+    return OpenedCheckpoint(saved[step].absolute(), str(saved[step]), choice)
+
+
+def _download(folder: RemoteFolder, local: Path) -> OpenedCheckpoint:
+    """Download the checkpoint that a remote folder is or has, and the record of its run."""
+    checkpoint = named_checkpoint(folder.name)
+    run = folder
+    choice = ""
+    if checkpoint is not None:
+        run = open_folder("the checkpoint", folder.url.rsplit("/", 2)[0])
+    download_record(run, local)
+    remote = run / CHECKPOINTS
+    checkpoints = RemoteCheckpoints(remote)
+    published = checkpoints.newest_first()
+    if checkpoint is None:
+        if not published:
+            raise UserError(f"{folder.url} holds no checkpoint; {_ADVICE}")
+        step, choice = _choose_step([other.step for other in published], local)
+        checkpoint = next(other for other in published if other.step == step)
+    elif checkpoint not in published:
+        raise UserError(f"{folder.url}: there is no such checkpoint; {_ADVICE}")
+    try:
+        path = checkpoints.download(checkpoint, local / CHECKPOINTS)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{remote.url}: {error}") from None
+    return OpenedCheckpoint(path, f"{remote.url}/{checkpoint.name}", choice, remote)
+
+
+def _choose_step(steps: Sequence[int], record: Path) -> tuple[int, str]:
+    """Return the step to evaluate of those that a run has, and why. ``record`` has the run's events."""
+    recorded = read_events(record / EVENTS)
+    events = effective_events([event for event in recorded if is_valid(event)])
+    best = best_evaluation(events)
+    newest = max(steps)
+    if best is None:
+        return newest, "the newest of the run, which has no validation result"
+    if best["step"] not in steps:
+        return newest, f"the newest of the run; the best, of step {best['step']}, is not there"
+    best_by = str(of_kind(events, "start")[-1].get("best_by")).partition(":")[0]
+    return best["step"], f"the best of the run, by {best_by}"

@@ -1,0 +1,88 @@
+"""Evaluation of a checkpoint by one worker: its model is built and evaluated as in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experts.expert_state import remote_expert_names
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.record.log import SilentLog
+from orchestrator.train.checkpoint.files import Contents
+from orchestrator.train.checkpoint.progress import read_progress
+from orchestrator.train.checkpoint.restore import restore_model
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.parts.weight_average import SLOT
+from orchestrator.train.parts.world import World
+from orchestrator.train.worker.build import build_evaluation
+from orchestrator.train.worker.build_model import ModelParts, build_parts
+from orchestrator.train.worker.final_model import use_priors, weight_kinds, with_average
+from orchestrator.train.worker.placed_experts import place_experts
+from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.train.worker.resume import StartPoint, load_named, saved_experts_to_start_with
+
+OnBatch = Callable[[int, int], None]
+"""Called with the number of batches done, and of all batches."""
+
+
+def evaluate_checkpoint(prepared: PreparedRun, world: World, on_batch: OnBatch) -> dict[str, Any]:
+    """Evaluate the checkpoint that ``--resume`` names on the task's validation data.
+
+    Return its step, and the fields of an ``evaluate`` event. All workers must call it."""
+    config = prepared.resolved.config
+    folder = Path(str(config.checkpoint.resume)).parent
+    start = StartPoint(CheckpointStore(folder, repair=False), world, SilentLog())
+    saved = saved_experts_to_start_with(config, start, None)
+    experts = place_experts(prepared, world, {}, saved, [])
+    if prepared.plan.data_ranks < world.size:
+        world = world.with_data_on_main()
+    plan = prepared.plan
+    task = prepared.task
+    parts = build_parts(config, plan, task, world, host_of=experts.host_of, experts=experts.layers)
+    evaluation = build_evaluation(config, plan, task, world, parts)
+    if evaluation is None:
+        raise UserError("the task has no such data: its method returned None; choose another --split")
+    try:
+        step = _restore(config, start, parts)
+        evaluation.on_progress = _BatchCounter(evaluation, on_batch)
+        return {"step": step, **evaluation()}
+    finally:
+        evaluation.feed.close()
+
+
+def _restore(config: Config, start: StartPoint, parts: ModelParts) -> int:
+    """Give the model the weights of the checkpoint, or their average. Return the checkpoint's step."""
+    averaged = config.optim.evaluate_ema
+    not_needed = remote_expert_names(parts.model)
+    contents = load_named(str(config.checkpoint.resume), start, not_needed, weight_kinds(averaged))
+    restore_model(_averaged(contents) if averaged else contents, parts.model)
+    step = read_progress(contents.state).step
+    use_priors(parts.model, step)
+    return step
+
+
+def _averaged(contents: Contents) -> Contents:
+    """Return the contents with the average in place of the weights."""
+    if not any(key.startswith(f"{SLOT}/") for key in contents.tensors["optimizer"]):
+        raise UserError(
+            "--evaluate-ema: the checkpoint has no average of the weights, which a run keeps with "
+            "--ema-decay; give --no-evaluate-ema"
+        )
+    return with_average(contents)
+
+
+class _BatchCounter:
+    """Counts the batches of an evaluation, which has one micro-batch in each."""
+
+    def __init__(self, evaluation: Evaluation, on_batch: OnBatch) -> None:
+        num_batches = evaluation.feed.steps_per_epoch
+        self._total = min(num_batches, evaluation.max_batches or num_batches)
+        self._done = 0
+        self._on_batch = on_batch
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._on_batch(self._done, self._total)

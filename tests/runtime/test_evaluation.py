@@ -1,0 +1,50 @@
+"""Evaluation of checkpoints on the workers of a cluster, end to end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from orchestrator.record.events import of_kind, read_events
+from tests.support.cli_runs import complete, complete_run, living_actors
+from tests.support.cluster import RayCluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+SEVEN_EXPERTS = shlex.split(
+    "--experts 7 --expert-hidden-size 8 16 8 8 16 8 8 --max-steps 4 --eval-batch-size 17"
+)
+
+
+def test_three_workers_agree_with_the_training_in_one_process(
+    shared_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Of 359 samples, the last batch of three workers has two; one worker has none."""
+    run_dir = tmp_path / "run"
+    complete_run(None, run_dir, *SEVEN_EXPERTS)
+    (expected,) = of_kind(read_events(run_dir / "events.jsonl"), "evaluate")
+    result_file = run_dir / "checkpoints" / "step_00000004.validation.json"
+    for strategy in ("data_parallel", "expert_parallel"):
+        flags = ["--workers", "3", "--parallel-strategy", strategy]
+        output = complete(shared_cluster, tmp_path, ["evaluate", "run", *flags])
+        result = json.loads(result_file.read_text())
+        assert (result["strategy"], result["workers"], result["samples"]) == (strategy, 3, 359)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+        assert "step 4  validation loss" in output
+        assert living_actors(shared_cluster) == []
+        assert [path.name for path in result_file.parent.iterdir() if path.name.startswith(".")] == []
+    _damage(run_dir)
+    output = complete(shared_cluster, tmp_path, ["evaluate", "run", "--workers", "2"], code=4)
+    assert "run/checkpoints/step_00000004 is damaged: " in output
+    assert "Traceback" not in output
+
+
+def _damage(run_dir: Path) -> None:
+    (file,) = (run_dir / "checkpoints" / "step_00000004").glob("model_*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
