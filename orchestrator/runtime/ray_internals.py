@@ -24,7 +24,6 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from orchestrator.errors import UserError
-from orchestrator.runtime.cluster.environment import variable
 
 OLDEST_RAY = (2, 56)
 """The first supported release, inclusive."""
@@ -193,16 +192,11 @@ def export_setup_hook(prepare: Callable[[], None], timeout_s: int) -> dict[str, 
     return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: decode_function_key(key)}
 
 
-def priority_variables() -> dict[str, str]:
-    """Return the variables by which a worker process has the priority of a program that the user starts.
-
-    Ray lowers its workers to nice 15. Any other program of the machine would then slow the training, and
-    a process that imports at nice 19 would take 29% of a busy core from it, at nice 0 only 1.6%. A value
-    that the user has set stays.
-    """
+def niceness_variable() -> str:
+    """Return the name of the variable with the niceness of worker processes."""
     from ray._private.ray_constants import RAY_WORKER_NICENESS
 
-    return {} if variable(RAY_WORKER_NICENESS) else {RAY_WORKER_NICENESS: "0"}
+    return RAY_WORKER_NICENESS
 
 
 def prestart_request(num_processes: int, keep_alive_s: int) -> Any:

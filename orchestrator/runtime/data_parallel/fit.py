@@ -14,11 +14,12 @@ from ray.train.torch import TorchTrainer
 
 from orchestrator.record.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment
+from orchestrator.runtime.cluster.environment import priority_variables
 from orchestrator.runtime.cluster.prestart import controller_hook, worker_hook
 from orchestrator.runtime.data_parallel.worker import RendezvousConfig, train_worker
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.failures import classify_group
-from orchestrator.runtime.ray_internals import priority_variables, run_train_controller
+from orchestrator.runtime.ray_internals import run_train_controller
 from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import RecoveryLog
 

@@ -21,10 +21,10 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from experts.actor_host import ExpertHost
+from orchestrator.runtime.cluster.environment import priority_variables
 from orchestrator.runtime.cluster.session import answers
 from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor
 from orchestrator.runtime.failures import cause_of
-from orchestrator.runtime.ray_internals import priority_variables
 from orchestrator.types import first_line
 
 _MAX_FAILED_STARTS = 3
