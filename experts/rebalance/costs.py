@@ -85,7 +85,8 @@ def _expert_shares(expert: Expert, num_hosts: int) -> tuple[tuple[int, float], .
 def _divided(expert: Expert, copies: Sequence[tuple[int, float]], num_hosts: int) -> Expert:
     hosts = tuple(host for host, _ in copies)
     if len(hosts) == 1:
-        return replace(expert, hosts=hosts, split=())
+        is_there = hosts == expert.hosts and not expert.split
+        return expert if is_there else replace(expert, hosts=hosts, split=())
     return replace(expert, hosts=hosts, split=split_in_buckets([share for _, share in copies], num_hosts))
 
 

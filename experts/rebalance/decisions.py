@@ -30,6 +30,7 @@ from experts.rebalance.search import (
     relieved_shares,
     without_needless_copies,
 )
+from experts.rebalance.spill import spilled_shares
 from experts.rebalance.state import (
     BalanceProblem,
     SearchBudget,
@@ -63,8 +64,8 @@ class BalanceRules:
     """The most bytes that are sent at one point in time."""
     max_steps: float = 500
     """The most steps that a change may take to win its costs back."""
-    max_search: float = 400_000
-    """The most times of hosts that one decision computes, over all layers: about a second."""
+    max_search: float = 300_000
+    """The most times of hosts that one decision computes, over all layers: one to two seconds."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.aim <= self.max_imbalance:
@@ -89,15 +90,16 @@ def decide(
     changes: list[Change] = []
     bytes_left = rules.max_bytes
     search_left = rules.max_search
-    for index in _by_lost_seconds(layers, histories, costs, cluster):
+    order = _by_lost_seconds(layers, histories, costs, cluster)
+    for number, index in enumerate(order):
         others = [i for i in range(len(layers)) if i != index]
         used = used_memory([layers[i] for i in others], [costs[i] for i in others], len(cluster.hosts))
-        # Half of what is left: a layer that cannot be improved must not use up all.
-        budget = SearchBudget(search_left / 2)
-        search_left /= 2
         decision = _Decision(layers[index], histories[index], costs[index], cluster.without(used), rules)
+        # Layers that need less leave more to the others.
+        share = search_left / (len(order) - number)
+        budget = SearchBudget(share)
         plan = decision.best_plan(bytes_left, budget)
-        search_left += max(0.0, budget.left)
+        search_left -= share - budget.left
         if plan is not None:
             layers[index] = plan.after
             bytes_left -= plan.transfer.bytes
@@ -184,6 +186,8 @@ class _Decision:
         self.scenarios = [[self.mean]]
         if farthest is not None:
             self.scenarios.append([problem(farthest.loads), self.windows[-1]])
+        self._slowest_before = self._slowest(self.before)
+        self._sync_before = sync_seconds(self.mean, self.before)
 
     def best_plan(self, max_bytes: float, budget: SearchBudget) -> Plan | None:
         """Return the plan that wins most; None where none pays."""
@@ -196,19 +200,23 @@ class _Decision:
 
     def _is_balanced(self) -> bool:
         """Whether the hosts were balanced in most windows: a short burst is no reason to change."""
-        uneven = [imbalance(window, self.before) > self.rules.max_imbalance for window in self.windows]
+        limit = self.rules.max_imbalance
+        pairs = zip(self._slowest_before, self.windows, strict=True)
+        uneven = [slowest > limit * window.mean for slowest, window in pairs]
         return sum(compress(self.weights, uneven)) < _MOST
 
     def _candidates(self, max_bytes: float, budget: SearchBudget) -> Iterator[Shares]:
         """Yield other hosts and shares: other shares alone, with moves, and with copies."""
         num_searches = 3 * len(self.scenarios)
-        budget.begin_part(2 + num_searches)
+        max_copies = self.rules.max_copies or self.num_hosts
+        budget.begin_part(0.75)
         yield from (resplit(scenario, self.before, budget) for scenario in self.scenarios)
         if all(len(copies) == 1 for copies in self.before):
             yield relieved_shares(self.mean, self.before)
-        budget.begin_part(1 + num_searches)
+        for scenario in self.scenarios:
+            yield spilled_shares(scenario, self.before, self.rules.aim, max_copies, budget)
+        budget.begin_part(1 / (1 + num_searches))
         begin = self._without_needless_copies(budget)
-        max_copies = self.rules.max_copies or self.num_hosts
         # The price of a byte, in seconds per step.
         price = 1 / self.cluster.bandwidth / self.steps
         only_moves = SearchLimits(self.rules.aim, True, 1, max_bytes, price)
@@ -217,12 +225,14 @@ class _Decision:
             (only_moves, replace(only_copies, moves=True), only_copies), self.scenarios
         )
         for number, (limits, scenario) in enumerate(searches):
-            budget.begin_part(num_searches - number)
+            budget.begin_part(1 / (num_searches - number))
             yield improve(scenario, begin, limits, budget)
 
     def _plan_without_needless_copies(self, budget: SearchBudget) -> Plan | None:
         if all(len(expert.hosts) == 1 for expert in self.layer.experts):
             return None
+        # It can wait: layers that are uneven come first.
+        budget.begin_part(0.25)
         fewer = self._without_needless_copies(budget)
         if all(len(old) == len(new) for old, new in zip(self.before, fewer, strict=True)):
             return None
@@ -239,34 +249,34 @@ class _Decision:
         after = with_shares(self.layer, shares, self.num_hosts)
         rounded = shares_of(after, self.num_hosts)
         bandwidth = self.cluster.bandwidth
+        slowest = self._slowest(rounded)
+        more_sync = sync_seconds(self.mean, rounded) - self._sync_before
+        won = [old - new - more_sync for old, new in zip(self._slowest_before, slowest, strict=True)]
         return Plan(
             self.layer,
             after,
             Transfer.between(self.layer, after, self.mean.bytes, self.num_hosts, bandwidth),
-            sum(map(mul, self.weights, self._seconds_won(rounded))),
-            self._mean_imbalance(self.before),
-            self._mean_imbalance(rounded),
+            tuple(won),
+            sum(map(mul, self.weights, won)),
+            self._mean_imbalance(self._slowest_before),
+            self._mean_imbalance(slowest),
             self.steps,
         )
 
     def _pays(self, plan: Plan) -> bool:
         """Whether a plan wins its costs back: something in most windows, and far more than it loses."""
         least = _LEAST_GAIN * self.mean.mean
-        won = self._seconds_won(shares_of(plan.after, self.num_hosts))
+        won = plan.won_in_windows
         weight_won = sum(compress(self.weights, (seconds >= least for seconds in won)))
         gained = sum(weight * max(0.0, seconds) for weight, seconds in zip(self.weights, won, strict=True))
         lost = gained - plan.seconds_won
         in_windows = weight_won >= _MOST and lost <= _FEW * gained
         return in_windows and plan.seconds_won >= least and plan.net_seconds(self.rules.margin) > 0
 
-    def _seconds_won(self, shares: Shares) -> list[float]:
-        """Return the seconds per step that other shares would have won in each window."""
-        return [_seconds(window, self.before) - _seconds(window, shares) for window in self.windows]
+    def _slowest(self, shares: Shares) -> list[float]:
+        """Return the time of the slowest host in each window."""
+        return [max(host_seconds(window, shares)) for window in self.windows]
 
-    def _mean_imbalance(self, shares: Shares) -> float:
-        return sum(map(mul, self.weights, (imbalance(window, shares) for window in self.windows)))
-
-
-def _seconds(problem: BalanceProblem, shares: Shares) -> float:
-    """Return the seconds per step of the slowest host and of the sum of the copies' gradients."""
-    return max(host_seconds(problem, shares)) + sync_seconds(problem, shares)
+    def _mean_imbalance(self, slowest: Sequence[float]) -> float:
+        pairs = zip(slowest, self.windows, strict=True)
+        return sum(map(mul, self.weights, (s / window.mean if window.mean else 1.0 for s, window in pairs)))

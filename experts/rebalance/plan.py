@@ -15,8 +15,10 @@ class Plan:
     before: LayerStructure
     after: LayerStructure
     transfer: Transfer
+    won_in_windows: tuple[float, ...]
+    """Seconds per step, in each of the recent windows."""
     seconds_won: float
-    """Per step."""
+    """Per step, in their mean."""
     imbalance_before: float
     imbalance_after: float
     steps: float

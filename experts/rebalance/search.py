@@ -13,9 +13,10 @@ from experts.rebalance.state import (
     BalanceState,
     SearchBudget,
     Shares,
-    imbalance,
+    excess,
     resplit,
     ring_factor,
+    worst_load,
 )
 
 _NUM_NEAR = 8  # hosts that finish first, which are looked at as destinations
@@ -91,8 +92,10 @@ def without_needless_copies(
 
 
 def _worst(problems: Sequence[BalanceProblem], shares: Shares, budget: SearchBudget) -> float:
-    divided = resplit(problems, shares, budget)
-    return max(imbalance(problem, divided) for problem in problems)
+    # A few rounds: the shares were good with one copy more.
+    state = BalanceState(problems, shares, budget)
+    state.adjust(_ADJUST_ROUNDS)
+    return excess(state, worst_load(state))
 
 
 def _without_copy(shares: Shares, expert: int, host: int) -> Shares:
@@ -119,8 +122,8 @@ class _Action:
 
 def _improve_once(state: BalanceState, limits: SearchLimits) -> bool:
     """Relieve the slowest host, and return whether that was possible."""
-    load = max(range(len(state.loads)), key=lambda load: (_excess(state, load), -load))
-    if _excess(state, load) <= limits.aim:
+    load = worst_load(state)
+    if excess(state, load) <= limits.aim:
         return False
     source = state.slowest(load)
     move = _best(_moves(state, load, source, limits)) if limits.moves else None
@@ -135,11 +138,6 @@ def _improve_once(state: BalanceState, limits: SearchLimits) -> bool:
         return False
     state.adjust(_ADJUST_ROUNDS)
     return True
-
-
-def _excess(state: BalanceState, load: int) -> float:
-    mean = state.means[load]
-    return state.seconds(load, state.slowest(load)) / mean if mean else 1.0
 
 
 def _best(actions: Iterator[_Action]) -> _Action | None:
@@ -182,7 +180,7 @@ def _near(experts: Sequence[tuple[float, int]], work: float) -> list[int]:
 def _copies(state: BalanceState, load: int, source: int, limits: SearchLimits) -> Iterator[_Action]:
     """Yield the copies of a host's experts to other hosts."""
     problem = state.problem
-    held = [e for e, copies in enumerate(state.copies) if copies.get(source)]
+    held = sorted(expert for expert in state.held[source] if state.copies[expert][source])
     for host in _destinations(state, load, source):
         for expert in held:
             copies = state.copies[expert]

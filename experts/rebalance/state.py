@@ -46,9 +46,9 @@ class SearchBudget:
     left: float = math.inf
     _floor: float = 0.0
 
-    def begin_part(self, parts_left: int) -> None:
-        """Begin one of several parts. It may spend an even share of what is left; the rest is kept."""
-        self._floor = self.left - self.left / parts_left if parts_left > 1 else 0.0
+    def begin_part(self, share: float) -> None:
+        """Begin a part that may spend this share of what is left; the rest is kept for the others."""
+        self._floor = self.left - self.left * share if share < 1 else 0.0
 
     def spend(self, count: int) -> None:
         self.left -= count
@@ -109,10 +109,13 @@ class BalanceState:
         self.free = list(self.problem.memory)
         self.bytes_moved = 0.0
         self._first_hosts = [frozenset(copies) for copies in self.copies]
+        self.held: list[set[int]] = [set() for _ in self.free]
+        """The experts that each host has a copy of."""
         for expert, copies in enumerate(self.copies):
             for host, share in copies.items():
                 self._add_load(expert, host, share)
                 self.free[host] -= self.problem.bytes[expert]
+                self.held[host].add(expert)
 
     @property
     def shares(self) -> Shares:
@@ -137,18 +140,20 @@ class BalanceState:
 
     def alone(self, host: int) -> list[int]:
         """Return the experts of a host that have no other copy."""
-        return [e for e, copies in enumerate(self.copies) if len(copies) == 1 and host in copies]
+        return sorted(expert for expert in self.held[host] if len(self.copies[expert]) == 1)
 
     def move(self, expert: int, source: int, destination: int) -> None:
         self.copy(expert, destination)
         self.divide(expert, {source: 0.0, destination: 1.0})
         del self.copies[expert][source]
+        self.held[source].remove(expert)
         self.free[source] += self.problem.bytes[expert]
 
     def copy(self, expert: int, destination: int) -> None:
         """Add a copy, which has no share yet."""
         self.bytes_moved += self.price(expert, destination)
         self.free[destination] -= self.problem.bytes[expert]
+        self.held[destination].add(expert)
         self.copies[expert][destination] = 0.0
 
     def settle(self) -> None:
@@ -161,9 +166,9 @@ class BalanceState:
             if len(copies) > 1:
                 total_speed = sum(speed[host] for host in copies)
                 self.divide(expert, {host: speed[host] / total_speed for host in copies})
-        self.adjust(_ROUNDS)
+        self.adjust()
 
-    def adjust(self, rounds: int) -> None:
+    def adjust(self, rounds: int = _ROUNDS) -> None:
         """Divide each copied expert so that its hosts finish together, in turn until all do.
 
         Each turn lowers the sum of squared times over hosts and loads. Under one load its minimum is
@@ -213,6 +218,17 @@ class BalanceState:
     def _add_load(self, expert: int, host: int, share: float) -> None:
         for load, work in zip(self.loads, self.works, strict=True):
             load[host] += work[expert] * share
+
+
+def worst_load(state: BalanceState) -> int:
+    """Return the load under which the slowest host is slowest, compared with the mean."""
+    return max(range(len(state.loads)), key=lambda load: (excess(state, load), -load))
+
+
+def excess(state: BalanceState, load: int) -> float:
+    """Return the slowest host's time as a multiple of the mean, under one of the loads."""
+    mean = state.means[load]
+    return state.seconds(load, state.slowest(load)) / mean if mean else 1.0
 
 
 def water_level(work: float, hosts: Sequence[tuple[float, float]]) -> float:

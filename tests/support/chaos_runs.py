@@ -36,9 +36,10 @@ SETTINGS = shlex.split("""
 """)
 EVOLVING = shlex.split("""
     --evolution bold --rebalance on --sleep-every 8 --birth-entropy 0.1 --birth-patience 1 --newborn-warmup 6
-    --merge-similarity 0.02 --change-tolerance 0.165 --max-experts 9
+    --merge-similarity 0.0 --change-tolerance 0.37 --max-experts 9 --global-batch-size 192
 """)
-"""Settings with which experts change at almost every point, and some changes are undone."""
+"""Settings with which experts change in all ways from step 56 on, and a merge is undone. The batch gives each
+window enough tokens for a decision."""
 
 
 @dataclass(frozen=True)

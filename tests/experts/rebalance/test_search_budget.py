@@ -89,12 +89,12 @@ def test_a_bounded_decision_improves_what_it_can() -> None:
 
 def test_a_part_of_a_budget_leaves_the_rest_to_the_others() -> None:
     budget = SearchBudget(90)
-    budget.begin_part(3)
+    budget.begin_part(1 / 3)
     budget.spend(29)
     assert not budget.is_spent
     budget.spend(1)
     assert budget.is_spent
-    budget.begin_part(2)
+    budget.begin_part(0.5)
     budget.spend(10)
     assert not budget.is_spent
     budget.begin_part(1)  # has what the part before has left
