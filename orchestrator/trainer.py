@@ -335,6 +335,7 @@ class Trainer:
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
                 model = final_model(prepared, run_dir, log, model)
+                self._callbacks.check()
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
                 raise
@@ -394,7 +395,6 @@ class Trainer:
         draw_report(run_dir)
         for line in summary_lines(summary, run_dir):
             self._screen.note(line)
-        self._callbacks.check()
         return Result(status, run_dir, summary, model)
 
 

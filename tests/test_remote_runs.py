@@ -14,8 +14,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from orchestrator import Config, Result, Trainer, read_run
+from orchestrator.config.reader import read_file as read_config
 from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.record.events import by_step, of_kind, read_events
+from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.remote import mirror
 from orchestrator.train.remote.checkpoints import RemoteCheckpoints
@@ -194,9 +196,15 @@ def test_a_run_begins_with_the_weights_or_the_state_of_a_remote_checkpoint(url: 
         config = settings(tmp_path / f"resumed{number}", resume=start, **settings_of)
         result = make_trainer(config).fit()
         assert of_kind(read_events(result.run_dir / "events.jsonl"), "resume")[0]["step"] == 4
-    config = settings(tmp_path / "new", init_from=f"{url}/checkpoints/step_00000004", max_steps=2)
+        assert read_config(result.run_dir / "config.yaml").config.checkpoint.resume == start
+    checkpoint = f"{url}/checkpoints/step_00000004"
+    config = settings(tmp_path / "new", init_from=checkpoint, max_steps=2)
     result = make_trainer(config).fit()
-    assert of_kind(read_events(result.run_dir / "events.jsonl"), "resume")[0]["weights_only"]
+    (resumed,) = of_kind(read_events(result.run_dir / "events.jsonl"), "resume")
+    assert (resumed["weights_only"], resumed["path"]) == (True, checkpoint)
+    written = read_config(result.run_dir / "config.yaml").config.checkpoint.init_from
+    assert as_url(written) == checkpoint
+    assert ".downloaded-" not in (result.run_dir / "plan.json").read_text()
     assert not list(tmp_path.rglob(".downloaded-*"))
 
 
@@ -260,6 +268,27 @@ def test_an_upload_that_fails_for_good_is_the_end_status_of_the_run(
     assert not of_kind(events, "upload")
     # The run itself is whole, and on this machine.
     assert (folder / "checkpoints" / "step_00000006" / "manifest.json").exists()
+
+
+def test_a_resumed_run_whose_uploads_fail_names_the_checkpoint_that_is_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(url, max_steps=4)
+    monkeypatch.setattr(RemoteCheckpoints, "upload", refuse_upload)
+    monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)
+    with pytest.raises(TrainingFailed, match="failed 6 times"):
+        fit(url, max_steps=6, resume="auto")
+    messages = [
+        event["message"]
+        for folder in (tmp_path / "results").iterdir()
+        for event in of_kind(read_events(folder / "events.jsonl"), "warning")
+    ]
+    assert any("UPLOADS FAIL: 5 in a row, the newest checkpoint there is of step 4" in m for m in messages)
+    assert published(url) == [4]
+
+
+def refuse_upload(*_: object) -> None:
+    raise RemoteError("the storage is down")
 
 
 def test_what_a_failed_run_has_saved_is_uploaded(url: str) -> None:

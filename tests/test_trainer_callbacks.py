@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,23 @@ def test_an_error_of_a_callback_ends_the_run_if_asked(tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match="ZeroDivisionError: at step 1"):
         Trainer(callbacks=[Failing(), journal], config=config, quiet=True).fit()
     assert journal.calls == [("start", 0), ("step", 1), ("failure", 1), ("failed", 1)]
+
+
+class FailingAtEnd(Callback):
+    def on_end(self, end: EndInfo) -> None:
+        raise ZeroDivisionError(f"after {end.steps} steps")
+
+
+def test_an_error_at_the_end_of_a_run_is_its_status_if_asked(tmp_path: Path) -> None:
+    journal = Journal()
+    config = settings(tmp_path / "run", callback_errors="raise")
+    with pytest.raises(TaskFailed, match="ZeroDivisionError: after 6 steps"):
+        Trainer(callbacks=[FailingAtEnd(), journal], config=config, quiet=True).fit()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 6)
+    assert "ZeroDivisionError: after 6 steps" in summary["reason"]
+    assert [call for call in journal.calls if call[0] in ("completed", "failed")] == [("completed", 6)]
+    assert journal.calls[-1] == ("failure", 6)
 
 
 def test_a_wrong_callback_is_found_before_there_is_a_run_folder(tmp_path: Path) -> None:

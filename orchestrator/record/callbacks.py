@@ -133,6 +133,7 @@ class CallbackRunner:
         self._run: RunInfo | None = None
         self._write: Callable[..., None] = lambda *_, **__: None
         self._has_started = False
+        self._has_ended = False
         self._saves_taken = 0
         self.stop_reason: str | None = None
         """The reason of the first request to stop."""
@@ -151,14 +152,16 @@ class CallbackRunner:
     def __call__(self, event: Event) -> None:
         kind = event["event"]
         methods = self._methods.get(kind)
-        # Workers that restart after a failure write another start.
-        is_repeated = kind == "start" and self._has_started
+        # Workers that restart after a failure write another start. An error of a callback in the last
+        # moment makes a failure of a run that has ended already.
+        is_repeated = (kind == "start" and self._has_started) or (kind == "end" and self._has_ended)
         self._has_started |= kind == "start"
+        self._has_ended |= kind == "end"
         if methods is not None and self._run is not None and not is_repeated:
             value = callback_value(event, self._run)
             for name, method in methods:
                 self._call(name, method, value)
-        if kind == "end":
+        if kind == "end" and not is_repeated:
             self._report_repeated_errors()
 
     def take_save(self) -> bool:

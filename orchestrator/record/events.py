@@ -38,7 +38,8 @@ reads these lines.
 | evaluate   | step, epoch, loss, metrics, samples, seconds, best                                         |
 | checkpoint | step, path, bytes, seconds (until it is safe on disk), stall (the part of the seconds      |
 |            | during which the loop was blocked)                                                         |
-| upload     | step, path, bytes, seconds: the checkpoint is published in the remote folder of the run    |
+| upload     | step, path, bytes, seconds: the checkpoint is published in the remote folder of the run;   |
+|            | it may come before the ``checkpoint`` event of its step: a thread of its own uploads       |
 | monitor    | step, host {cpu_percent, memory_used, memory_total, process_memory}, devices [{index,      |
 |            | name, …}]                                                                                  |
 | oom        | step, micro_batch, next_micro_batch, where                                                 |

@@ -109,9 +109,16 @@ def _validation(events: Sequence[Event], final: dict[str, Any]) -> dict[str, Any
 
 
 def _uploaded_step(recorded: Sequence[Event]) -> int | None:
-    """Return the newest checkpoint that is in the remote folder; None without one."""
-    uploads = of_kind(recorded, "upload")
-    return uploads[-1]["step"] if uploads else None
+    """Return the newest checkpoint that is in the remote folder; None without one.
+
+    The best one may be uploaded after a newer one. A start abandons the checkpoints after its step."""
+    steps: set[int] = set()
+    for event in recorded:
+        if event["event"] == "start":
+            steps = {step for step in steps if step <= event.get("step", 0)}
+        elif event["event"] == "upload":
+            steps.add(event["step"])
+    return max(steps, default=None)
 
 
 def _with_step(evaluation: Event | None) -> dict[str, Any]:

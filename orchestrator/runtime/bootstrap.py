@@ -176,6 +176,9 @@ class RequestReader:
         self._is_reader = rank == 0
         self._looked_at = 0.0
         self._last = DriverRequests()
+        if self._is_reader:
+            # What callbacks asked an earlier group to save is saved, or the step that asked comes again.
+            self._last = DriverRequests(num_saves=self._read().num_saves)
 
     def __call__(self) -> Requests:
         """Return the requests since the last call; a request to end or to interrupt stays."""
@@ -186,12 +189,16 @@ class RequestReader:
         # Looking at a network drive in every step would cost time.
         if self._is_reader and now - self._looked_at > _POLL_SECONDS:
             self._looked_at = now
-            # No file yet, or a network drive on which it is just being replaced.
-            with suppress(OSError, ValueError):
-                text = (self._logs / REQUESTS_FILE).read_text(encoding="utf-8")
-                self._last = DriverRequests(**json.loads(text))
+            self._last = self._read()
         has_new_save = self._last.num_saves > before.num_saves
         return Requests(self._last.interrupt, self._last.end, has_new_save)
+
+    def _read(self) -> DriverRequests:
+        # No file yet, or a network drive on which it is just being replaced.
+        with suppress(OSError, ValueError):
+            text = (self._logs / REQUESTS_FILE).read_text(encoding="utf-8")
+            return DriverRequests(**json.loads(text))
+        return self._last
 
 
 @contextmanager

@@ -117,7 +117,10 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             ):
                 callbacks.bind(run_dir, config, record.log.write)
                 requests = _Requests(run_dir / "logs", stop_requested, callbacks, screen.note)
-                return _Driver(start, prepared, cluster, run_dir, record, requests, screen.note).run()
+                status = _Driver(start, prepared, cluster, run_dir, record, requests, screen.note).run()
+            # The record has handed over its last events: ``on_end`` was called.
+            callbacks.check()
+            return status
         except BaseException as error:
             record_failure(run_dir, error, perf_counter() - begun, starts_before, None, callbacks)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from typing import Any
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import mask
 from orchestrator.storage.address import as_url, check_address, scheme_of
-from orchestrator.storage.local_files import find_files
+from orchestrator.storage.local_files import copy_file, find_files, remove_empty, write_file
 from orchestrator.types import first_line
 
 _PART_BYTES = 2**24
@@ -23,7 +22,7 @@ _MAX_ERROR_CHARACTERS = 300
 _PROBE = ".writable"
 _SAFE_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "file": {"auto_mkdir": True},
+    "file": {},
     "memory": {},
     # Listings must show what other machines have written since.
     "gs": {"use_listings_cache": False},
@@ -101,17 +100,22 @@ class RemoteFolder:
         return None
 
     def write(self, name: str, content: bytes) -> None:
+        """Write an object. It is there as a whole, or as it was, once this returns or fails."""
         with self._errors(f"write {name} to"):
-            self._files.pipe_file(self._path(name), content)
-            self._sync(name)
+            if self._scheme == "file":
+                write_file(Path(self._path(name)), content)
+            else:
+                self._files.pipe_file(self._path(name), content)
 
     def upload(self, source: Path, name: str) -> None:
-        """Copy a local file. The object is there as a whole, or not at all, once this returns or fails."""
+        """Copy a local file. The object is there as a whole, or as it was, once this returns or fails."""
         # Others than object stores have no parts.
         options = {"chunksize": _PART_BYTES} if self._scheme in ("s3", "gs") else {}
         with self._errors(f"write {name} to"):
-            self._files.put_file(str(source), self._path(name), **options)
-            self._sync(name)
+            if self._scheme == "file":
+                copy_file(source, Path(self._path(name)))
+            else:
+                self._files.put_file(str(source), self._path(name), **options)
 
     def download(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,24 +128,11 @@ class RemoteFolder:
             with self._errors(f"remove {name} of"), suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
             if self._scheme == "file":
-                with suppress(OSError):  # the folder has other files
-                    Path(self._path(name)).parent.rmdir()
+                remove_empty(Path(self._path(name)).parent)
 
     def _path(self, name: str) -> str:
         assert is_safe_name(name), name
         return f"{self._root}/{name}"
-
-    def _sync(self, name: str) -> None:
-        """Force a file of file:// and its name to the disk; object stores do so themselves."""
-        if self._scheme != "file":
-            return
-        path = Path(self._path(name))
-        for synced in (path, path.parent):
-            descriptor = os.open(synced, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:

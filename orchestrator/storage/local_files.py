@@ -1,18 +1,69 @@
-"""The files of file://, as an object store has them: every error is told."""
+"""The files of file://, as an object store has them: whole or not there, and every error is told."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_PARTIAL = ".partial-"
+"""How the name of a file begins that is being written, or was when its writer was killed."""
+
+
+def write_file(target: Path, content: bytes) -> None:
+    """Write a file, in place of an older one. When this returns, it survives a loss of power."""
+    with _replacing(target) as partial:
+        partial.write_bytes(content)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, in place of an older one. When this returns, it survives a loss of power."""
+    with _replacing(target) as partial:
+        shutil.copyfile(source, partial)
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Yield a path to write to, and give it the name of the target once its bytes are on the disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{_PARTIAL}{target.name}")
+    try:
+        yield partial
+        _sync(partial)
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """Force a file's data, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder unless it has files other than those that a killed writer has left."""
+    with suppress(OSError):
+        if all(name.startswith(_PARTIAL) for name in os.listdir(folder)):
+            shutil.rmtree(folder)
+
 
 def find_files(root: Path) -> dict[str, dict[str, Any]]:
-    """Return size and time of every file below a folder. Raises ``OSError``: fsspec leaves errors out."""
+    """Return size and time of every whole file below a folder. Raises ``OSError``: fsspec hides errors."""
     found: dict[str, dict[str, Any]] = {}
     for parent, _, names in os.walk(root, onerror=_raise_unless_gone):
         for name in names:
+            if name.startswith(_PARTIAL):
+                continue
             path = os.path.join(parent, name)
             try:
                 status = os.stat(path)

@@ -224,3 +224,16 @@ def test_a_resume_without_a_step_does_not_undo_an_end(
 ) -> None:
     begin = session(0, first, num_steps=3)
     assert summarise([*begin, *later])["status"] == status
+
+
+def test_the_uploaded_step_is_the_newest_that_is_there() -> None:
+    """The best checkpoint may be uploaded after a newer one; a resume abandons those after its step."""
+
+    def upload(time: float, step: int) -> Event:
+        return at(time, "upload", step=step, path=f"checkpoints/{step}", bytes=1, seconds=1.0)
+
+    first = [start(0, 0), *steps(1, 40, 0), upload(41, 20), upload(42, 40), upload(43, 10)]
+    assert summarise(first)["uploaded_step"] == 40
+    assert summarise([*first, start(50, 20), *steps(21, 22, 50)])["uploaded_step"] == 20
+    assert summarise([*first, start(50, 20), *steps(21, 30, 50), upload(70, 30)])["uploaded_step"] == 30
+    assert summarise([start(0, 0)])["uploaded_step"] is None

@@ -5,6 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.runtime import bootstrap
+from orchestrator.runtime.bootstrap import Assignment, DriverRequests, RequestReader
+from orchestrator.train.requests import Requests
 
 REDIRECT_OFTEN = """
 import os, sys
@@ -32,3 +39,24 @@ def test_output_is_redirected_again_without_a_further_open_file(tmp_path: Path) 
     assert [(tmp_path / f"worker_{rank}.log").read_text() for rank in range(4)] == [""] * 4
     words = (tmp_path / "worker_4.log").read_text().splitlines()
     assert words == ["0 more files, open ***", "from a library", "kept"]
+
+
+def test_a_group_that_is_formed_again_is_not_asked_for_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first group has saved what a callback asked for; a request to end is for every group."""
+    monkeypatch.setattr(bootstrap, "_POLL_SECONDS", -1.0)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    prepared: Any = None
+    assignment = Assignment(prepared, tmp_path, tmp_path, "", None)
+    first = RequestReader(assignment, 0)
+    assert first() == Requests()
+    DriverRequests(num_saves=1).write(logs)
+    assert first() == Requests(save=True)
+    assert first() == Requests()
+    second = RequestReader(assignment, 0)
+    assert second() == Requests()
+    DriverRequests(end="enough", num_saves=2).write(logs)
+    assert second() == Requests(end="enough", save=True)
+    assert RequestReader(assignment, 0)() == Requests(end="enough")

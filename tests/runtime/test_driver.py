@@ -15,7 +15,9 @@ from uuid import uuid4
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError, TrainingFailed
+from orchestrator.errors import ResourceError, TaskFailed, TrainingFailed
+from orchestrator.record.callback_values import EndInfo
+from orchestrator.record.callbacks import Callback, CallbackRunner
 from orchestrator.record.events import EventLog, of_kind, read_events
 from orchestrator.runtime import driver as module
 from orchestrator.runtime.bootstrap import REQUESTS_FILE, Assignment
@@ -143,13 +145,18 @@ def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster
 
 
 def drive_run(
-    cluster: FakeCluster, screen: FakeScreen | None = None, remote: RemoteRun | None = None, **settings: Any
+    cluster: FakeCluster,
+    screen: FakeScreen | None = None,
+    remote: RemoteRun | None = None,
+    callbacks: CallbackRunner | None = None,
+    **settings: Any,
 ) -> str:
     config = Config.of(run_dir=cluster.run_dir, trackers=[], **settings)
     prepared: Any = FakePrepared(SimpleNamespace(config=config))
     ray_cluster: Any = SimpleNamespace(autoscaling=False)
     shown: Any = screen or FakeScreen()
-    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, Observers(shown, remote=remote))
+    observers = Observers(shown, callbacks or CallbackRunner([]), remote)
+    return drive(cluster.start, prepared, ray_cluster, cluster.run_dir, observers)
 
 
 def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) -> None:
@@ -158,6 +165,30 @@ def test_a_run_without_a_failure_writes_no_recovery(fake_cluster: FakeClusters) 
     assert cluster.assignments[0].resume is None
     assert cluster.events("failure") == cluster.events("recovery") == []
     assert cluster.attempts[0].closed
+
+
+class FailingAtEnd(Callback):
+    def on_end(self, end: EndInfo) -> None:
+        raise ZeroDivisionError(end.status)
+
+
+def test_an_error_of_the_last_callback_is_the_end_of_the_run(
+    fake_cluster: FakeClusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the run comes with the last events, after the driver has looked for errors of callbacks."""
+    cluster = fake_cluster((COMPLETED, range(1, 6)))
+    recorded: list[BaseException] = []
+    monkeypatch.setattr(module, "record_failure", lambda _, error, *__: recorded.append(error))
+
+    def write_end(_: FakeAttempt) -> None:
+        log = EventLog(cluster.run_dir / "events.jsonl")
+        log.write("end", status="completed", reason="5 steps done", steps=5, seconds=1.0)
+        log.close()
+
+    monkeypatch.setattr(FakeAttempt, "close", write_end)
+    with pytest.raises(TaskFailed, match="ZeroDivisionError: completed"):
+        drive_run(cluster, callbacks=CallbackRunner([FailingAtEnd()], raise_errors=True))
+    assert [type(error) for error in recorded] == [TaskFailed]
 
 
 def test_the_driver_uploads_what_the_workers_save_through_a_restart(fake_cluster: FakeClusters) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.errors import UserError
 from orchestrator.record.remote_record import holds_record
+from orchestrator.storage import local_files
 from orchestrator.storage.folder import RemoteError, RemoteFolder, is_safe_name, open_folder
 from orchestrator.storage.local_copy import local_copy, read_file
 from tests.support.object_server import ObjectServer
@@ -43,6 +44,56 @@ def test_what_is_written_is_listed_and_read(folder: RemoteFolder, tmp_path: Path
     assert (folder / "a").read("large", 2**21) == source.read_bytes()
     folder.download("a/large", tmp_path / "new" / "target")
     assert (tmp_path / "new" / "target").read_bytes() == source.read_bytes()
+
+
+def test_a_file_on_a_drive_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/run")
+    source = tmp_path / "source"
+    source.write_bytes(b"new")
+    folder.write("a/x", b"old")
+
+    def copy_half(_: Path, target: Path) -> None:
+        target.write_bytes(b"ne")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_files.shutil, "copyfile", copy_half)
+        with pytest.raises(RemoteError, match="No space left"):
+            folder.upload(source, "a/x")
+    assert folder.read("a/x", 9) == b"old"
+    assert os.listdir(tmp_path / "run" / "a") == ["x"]
+    folder.upload(source, "a/x")
+    assert folder.read("a/x", 9) == b"new"
+
+
+def test_a_file_on_a_drive_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/run")
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def traced_fsync(descriptor: int) -> None:
+        calls.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def traced_replace(source: Path, target: Path) -> None:
+        calls.append(f"rename to {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(os, "replace", traced_replace)
+    folder.write("a/x", b"content")
+    assert calls == ["sync .partial-x", "rename to x", "sync a"]
+
+
+def test_what_a_killed_upload_leaves_on_a_drive_is_no_object(tmp_path: Path) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/run")
+    folder.write("a/x", b"whole")
+    (tmp_path / "run" / "a" / ".partial-y").write_bytes(b"half")
+    assert set(folder.files()) == {"a/x"}
+    folder.remove(["a/x"])
+    assert not (tmp_path / "run" / "a").exists()
 
 
 def refuse_reads(folder: RemoteFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,17 +48,20 @@ class Mirror:
         self._log: Log | None = None
         self._uploaded: set[tuple[int, int, int]] = set()
         """Step, inode and time of the manifests that are published: a step may be saved again."""
+        self._downloaded_step: int | None = None
         self._best_step: int | None = None
         self._num_failures = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, log: Log, keep: int) -> None:
+    def start(self, log: Log, keep: int, downloaded_step: int | None = None) -> None:
         """Start to upload in the background. Events go to ``log``.
 
-        ``keep`` checkpoints stay in the remote folder, besides the best one."""
+        ``keep`` checkpoints stay in the remote folder, besides the best one. A resumed run has downloaded
+        the checkpoint of ``downloaded_step``, the newest there."""
         self._log = log
         self._keep = keep
+        self._downloaded_step = downloaded_step
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
@@ -128,7 +131,7 @@ class Mirror:
         if self._num_failures == 1:
             self._warn(f"an upload failed, and is tried again: {reason}")
         elif self._num_failures % _LOUD_FAILURES == 0:
-            newest = max((step for step, *_ in self._uploaded), default=None)
+            newest = max((step for step, *_ in self._uploaded), default=self._downloaded_step)
             saved = f"the newest checkpoint there is of step {newest}" if newest else "no checkpoint is there"
             self._warn(
                 f"UPLOADS FAIL: {self._num_failures} in a row, {saved}; what came later is on this machine "

@@ -20,6 +20,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.checkpoint.files import MANIFEST, step_of
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
+from orchestrator.train.worker.run_dir import DOWNLOADED
 
 _ADVICE = "give the folder of a run with checkpoints, or one of its checkpoints"
 
@@ -77,7 +78,7 @@ def opened_checkpoint(location: str | Path, results: Path) -> Iterator[OpenedChe
         return
     folder = open_folder("the checkpoint", location)
     results.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".downloaded-", dir=results) as copy:
+    with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as copy:
         yield _download(folder, Path(copy))
 
 

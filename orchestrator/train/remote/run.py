@@ -20,7 +20,7 @@ from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step, named_checkpoint
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.worker.run import record_failure
-from orchestrator.train.worker.run_dir import new_folder, resume_command, write_remote
+from orchestrator.train.worker.run_dir import DOWNLOADED, new_folder, resume_command, write_remote
 
 
 @dataclass
@@ -41,7 +41,7 @@ class RemoteRun:
         if self.resumed_step is not None:
             RemoteCheckpoints(self.folder / CHECKPOINTS).abandon_after(self.resumed_step)
         self.has_started = True
-        self.mirror.start(log, keep)
+        self.mirror.start(log, keep, self.resumed_step)
         try:
             yield
         except KeyboardInterrupt:
@@ -154,8 +154,9 @@ def downloaded_start(
     It is below ``results``, where the workers of other nodes see it too, and removed at the end."""
     folder = open_folder(flag, location)
     results.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".downloaded-", dir=results) as copy:
+    with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as copy:
         local = Path(copy)
+        write_remote(local, folder.url)
         checkpoint = named_checkpoint(folder.name)
         run = folder if checkpoint is None else open_folder(flag, folder.url.rsplit("/", 2)[0])
         download_record(run, local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from orchestrator.record.events import last_events, of_kind
 from orchestrator.record.summary import write_json
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.train.worker.prepared_run import PreparedRun, plan_json
+from orchestrator.train.worker.run_dir import given_location
 
 CONFIG = "config.yaml"
 START_ONLY = frozenset({"resume", "run_dir", "name", "init_from"})
@@ -39,9 +41,20 @@ def write_config_and_plan(prepared: PreparedRun, run_dir: Path, measured: dict[s
 
     ``measured`` is what only the workers could find."""
     secrets = prepared.hidden
+    prepared = replace(prepared, resolved=_with_addresses(prepared.resolved))
     _write_config(prepared.resolved, run_dir, secrets)
     content = mask_tree(plan_json(prepared) | {"measured": measured}, secrets, keys=False)
     write_json(run_dir / "plan.json", content)
+
+
+def _with_addresses(resolved: Resolved) -> Resolved:
+    """Return the settings with the addresses that were given in place of the run's copies of them."""
+    settings = resolved.config.checkpoint
+    given = {name: getattr(settings, name) for name in ("resume", "init_from")}
+    named = {
+        name: given_location(Path(value)) for name, value in given.items() if value not in (None, "auto")
+    }
+    return Resolved(resolved.config.but(**named), resolved.origins)
 
 
 def _write_config(resolved: Resolved, run_dir: Path, secrets: Secrets) -> None:

@@ -23,6 +23,7 @@ from orchestrator.train.checkpoint.snapshot_source import SnapshotSource, fetch_
 from orchestrator.train.checkpoint.state import TrainState
 from orchestrator.train.checkpoint.store import CheckpointStore, LoadedCheckpoint, Skipped, first_good
 from orchestrator.train.parts.world import World
+from orchestrator.train.worker.run_dir import given_location
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def restore_checkpoint(
         for _, layer in moe_layers(state.model):
             if layer.statistics is not None:
                 layer.statistics.reset()  # those of the earlier run
-        start.log.write("resume", step=0, path=str(checkpoint.path), skipped=[], weights_only=True)
+        location = given_location(checkpoint.path)
+        start.log.write("resume", step=0, path=location, skipped=[], weights_only=True)
         return Progress()
     if settings.resume is None:
         return Progress()

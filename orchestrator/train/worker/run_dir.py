@@ -23,6 +23,8 @@ _MAX_NAME_CHARACTERS = 60
 _MAX_RUNS_PER_SECOND = 100
 _MAX_URL_CHARACTERS = 4096
 _REMOTE = "remote"
+DOWNLOADED = ".downloaded-"
+"""How the name of a folder begins that holds a copy of a remote checkpoint or run, while it is needed."""
 
 
 def open_run_dir(config: Config, name: str | None, results: Path) -> Path:
@@ -89,6 +91,12 @@ def remote_of(run_dir: Path) -> str | None:
     with suppress(OSError, UnicodeDecodeError):
         return first_line((run_dir / _REMOTE).read_text(encoding="utf-8"), _MAX_URL_CHARACTERS)
     return None
+
+
+def given_location(path: Path) -> str:
+    """Return what the user gave for a checkpoint or a run: its address, if the path is in a copy of it."""
+    copies = [folder for folder in (path, *path.parents) if folder.name.startswith(DOWNLOADED)]
+    return (remote_of(copies[0]) if copies else None) or str(path)
 
 
 def new_folder(results: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {
     "experts": 5,
     "expert_hidden_size": (4, 8, 4, 12, 8),
     "schedule": "constant",
-    # With seed 0, rounding moves a token to another expert at step 24.
+    # With seed 0, rounding moves a token to another expert within these steps.
     "seed": 1,
 }
 EXPERT_PARALLEL: dict[str, Any] = PLAIN | {"parallel_strategy": "expert_parallel"}
