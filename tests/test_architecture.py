@@ -36,7 +36,13 @@ _API_MODULES = ("trainer", "preparation", "result", "sweeps", "evaluations")
 API = {"orchestrator"} | {f"orchestrator.{name}" for name in _API_MODULES}
 ENTRY_POINTS = {"orchestrator.__main__"}
 
-EXPERTS_LEAVES = {"experts.types", "experts.structure", "experts.membership", "experts.group"}
+EXPERTS_LEAVES = {
+    "experts.types",
+    "experts.structure",
+    "experts.membership",
+    "experts.group",
+    "experts.host_copy",
+}
 EXPERTS_LAYERS = ("kernels", "tokens", "modules", "placement", "rebalance", "evolution", "surgery")
 """Sub-packages of ``experts`` from the lowest to the highest; ``modules`` stands for the modules of
 ``experts`` itself, which are the MoE layer and its parts."""

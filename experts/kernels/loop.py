@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from experts.host_copy import to_host
 from experts.kernels import cpu, fused
 from experts.types import Kind
 
@@ -61,7 +62,7 @@ def row_counts(counts_E: Tensor, num_rows: int) -> list[int]:
     if counts_E.device.type == "meta" or isinstance(counts_E, FakeTensor):
         base, extra = divmod(num_rows, len(counts_E))
         return [base + (index < extra) for index in range(len(counts_E))]
-    sizes = counts_E.long().tolist()
+    sizes = to_host(counts_E.long()).tolist()
     if sum(sizes) != num_rows:
         raise RuntimeError(f"the counts of the experts sum to {sum(sizes)} rows; there are {num_rows}")
     return sizes

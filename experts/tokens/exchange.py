@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experts.group import AsyncWork, Group
+from experts.host_copy import to_host
 
 _COUNT_COLUMNS = 64  # the columns of a table of counts are padded to a multiple of this
 _MAX_COUNT = 2**31 - 1  # more rows than any device holds
@@ -125,8 +126,8 @@ class GroupExchange:
         received = torch.empty_like(sent)
         start = perf_counter()
         self.group.all_to_all(received, sent, [], []).wait()
-        received = received.cpu()
-        # On a GPU, cpu() has waited for the device, which an abort of the group releases with wrong
+        received = to_host(received)
+        # On a GPU, the host has waited for the device, which an abort of the group releases with wrong
         # values.
         self.group.check()
         self.meter.seconds += perf_counter() - start

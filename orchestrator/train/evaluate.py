@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from experts.context import StepContext
+from experts.host_copy import to_host
 from orchestrator.config.metric import declared_metrics
 from orchestrator.errors import OrchestratorError, ResourceError
 from orchestrator.tasks.task import Loss
@@ -67,10 +68,11 @@ class Evaluation:
         if world.size > 1:
             totals = self._reduce_totals(totals, samples)
         assert totals is not None
+        loss = float(to_host(totals.loss))
         count = max(1.0, float(totals.count))
         means = {name: float(value) / count for name, value in totals.metrics.items()}
         return {
-            "loss": float(totals.loss) / count,
+            "loss": loss / count,
             "metrics": means | states.compute(world),
             "samples": samples,
             "seconds": perf_counter() - start,

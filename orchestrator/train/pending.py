@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts.host_copy import to_host
 from orchestrator.train.totals import Totals
 
 
@@ -45,7 +46,7 @@ def fetch_figures(pending: list[PendingStep]) -> list[StepFigures]:
     device = totals[0].loss.device
     table = torch.stack([torch.stack(column).to(device, torch.float64) for column in columns])
     figures = []
-    for row, total in zip(table.T.tolist(), totals, strict=True):
+    for row, total in zip(to_host(table.T).tolist(), totals, strict=True):
         count = row[-1] if counts_on_device else float(total.count)
         metrics = dict(zip(metric_names, row[2:], strict=False))
         figures.append(StepFigures(row[0], row[1], count, metrics))

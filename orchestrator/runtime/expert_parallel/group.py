@@ -14,7 +14,7 @@ from orchestrator.runtime.expert_parallel.host_worker import JoinRequest, Segmen
 from orchestrator.runtime.expert_parallel.snapshot_references import SnapshotReferences, references_for
 from orchestrator.runtime.expert_parallel.snapshot_store import SnapshotStore
 from orchestrator.runtime.expert_parallel.states import JoinGroup
-from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck
+from orchestrator.runtime.expert_parallel.stuck import HostHealth, find_stuck, silence_limit_s
 from orchestrator.runtime.failures import HostsDeadlocked
 
 _PAUSE_S = 0.02
@@ -109,7 +109,10 @@ class HostGroup:
         # Members that have left wait for those that have not.
         stuck = find_stuck(health, self._step_limit_s, waited_for=leaving)
         if stuck and not leaving and all(host.waiting for host in stuck):
-            silent = tuple(host for host in stuck if host.silent_s >= self._step_limit_s)
+            limit_s = self._step_limit_s
+            silent = tuple(
+                host for host in stuck if host.silent_s >= min(limit_s, silence_limit_s(host, limit_s))
+            )
             if not silent:
                 # They wait for each other, and none is known to have failed: all leave and join
                 # again. A host that does not leave is dropped then.

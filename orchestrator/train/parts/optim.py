@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts.host_copy import to_host
 from orchestrator.config.optim import Schedule
 from orchestrator.train.parts.weight_average import WeightAverage
 
@@ -91,7 +92,7 @@ class ScheduledOptimizer:
             handle.found_inf = (~finite).float()
             handle.step()
             del handle.found_inf
-        elif bool(finite):
+        elif bool(to_host(finite)):
             self.inner.step()
 
 

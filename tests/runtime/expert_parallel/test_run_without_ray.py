@@ -273,6 +273,20 @@ def test_a_frozen_host_is_killed_at_once(make_run: MakeRun) -> None:
     assert run.pool.killed_frozen == [1]
 
 
+def test_a_host_that_freezes_in_a_wait_is_killed_at_its_limit_of_silence(make_run: MakeRun) -> None:
+    """The limit is shorter than that of a step. Between the two, the hosts were taken for deadlocked."""
+    run = make_run(collective_timeout=10)
+    run.begin_first_segment()
+    frozen = HostHealth(1, "step", waiting=True, silent_s=9.7, unchanged_s=9.7)
+    run.heartbeats.hosts = [
+        HostHealth(0, "step", True, 0.1, 5.0),
+        frozen,
+        HostHealth(2, "step", True, 0.1, 5.0),
+    ]
+    run.poll()
+    assert run.pool.killed_frozen == [1]
+
+
 def test_hosts_that_wait_for_each_other_leave_and_are_killed_only_if_they_do_not(make_run: MakeRun) -> None:
     run = make_run(collective_timeout=10)
     run.begin_first_segment()
