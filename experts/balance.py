@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 
 
-def moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
+def moe_layers(model: nn.Module) -> list[tuple[str, RoutedExperts]]:
     """Return the MoE layers of a model with their names, in the order of its definition."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+
+
+def gated_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
+    """Return the MoE layers that have a gate of ours."""
+    return [(name, layer) for name, layer in moe_layers(model) if isinstance(layer, MoELayer)]
 
 
 @torch.no_grad()
@@ -30,8 +36,8 @@ def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
         )
     for (_, layer), counts_E in zip(layers, loads, strict=True):
         layer.load_E.copy_(counts_E)
-        gate = layer.gate
-        if gate.bias_rate:
+        if isinstance(layer, MoELayer) and layer.gate.bias_rate:
+            gate = layer.gate
             chosen_E = layer.gate_counts(counts_E)
             # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
             direction_E = torch.sign(chosen_E.sum() - chosen_E * gate.num_choosable)

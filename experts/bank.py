@@ -8,19 +8,51 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.kernels.choice import choose_kernel
+from experts.kernels.compiling import uncompiled
+from experts.kernels.general import Activation, experts_general, plain_activation
 from experts.kernels.grouped import experts_grouped
 from experts.kernels.loop import experts_loop, row_counts
 from experts.types import Kernel, Kind
 
-ROLES = ("up", "down")
+MATRICES = ("up", "down")
 """The two matrices of an expert."""
+BIASES = ("up_bias", "down_bias")
+"""The biases of an expert that has them, one for each matrix."""
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """The computation of an expert besides its sizes.
+
+    ``kind`` "swiglu" has two matrices before the activation, gate and value, in one stack; "ffn" has
+    one. ``activation`` replaces the activation of the kind: a function of hidden rows, without
+    parameters. ``bias``: each of the two products has a bias."""
+
+    kind: Kind = "swiglu"
+    activation: Activation | None = None
+    bias: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The parameters of an expert."""
+        return (*MATRICES, *BIASES) if self.bias else MATRICES
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the fused kernels compute it."""
+        return self.activation is None and not self.bias
+
+    def shape(self, role: str, width: int, hidden: int) -> tuple[int, ...]:
+        """Return the shape of one expert's parameter."""
+        inner = 2 * hidden if self.kind == "swiglu" else hidden
+        shapes = {"up": (width, inner), "down": (hidden, width), "up_bias": (inner,), "down_bias": (width,)}
+        return shapes[role]
 
 
 @dataclass(frozen=True)
@@ -58,8 +90,8 @@ class ExpertBank(nn.Module):
 
     A slot is an expert's place in stacked order. ``slot_E`` maps rows to slots, -1 for experts of
     other hosts. ``ids`` are the permanent ids of all experts of the layer, by row: names of saved
-    tensors and initial weights depend on them. ``owned`` are the experts that this host counts and
-    saves: all that it holds, but for copies of another host's."""
+    tensors and initial weights depend on them. ``form`` tells what an expert computes. ``owned`` are
+    the experts that this host counts and saves: all that it holds, but for copies of another host's."""
 
     slot_E: Tensor
 
@@ -67,7 +99,7 @@ class ExpertBank(nn.Module):
         self,
         width: int,
         sizes: Sequence[int],
-        kind: Kind = "swiglu",
+        form: ExpertForm | Kind = "swiglu",
         held: Sequence[int] | None = None,
         ids: Sequence[int] | None = None,
     ) -> None:
@@ -75,7 +107,7 @@ class ExpertBank(nn.Module):
         self.width = width
         self.sizes = tuple(sizes)
         self.ids = tuple(range(len(sizes))) if ids is None else tuple(ids)
-        self.kind: Kind = kind
+        self.form = form if isinstance(form, ExpertForm) else ExpertForm(form)
         self.kernel: Kernel = "auto"
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
         self.owned = self.held
@@ -83,17 +115,15 @@ class ExpertBank(nn.Module):
         self.register_buffer("slot_E", self.slots(), persistent=False)
         device = "meta" if _WITHOUT_MEMORY.get() else None
         for group in self.classes:
-            for role in ROLES:
-                shape = self._stack_shape(group, role)
-                weights = torch.empty(shape, device=device).normal_(0.0, shape[1] ** -0.5)
+            for role in self.form.roles:
+                shape = self.form.shape(role, width, group.hidden)
+                std = 0.0 if role in BIASES else shape[0] ** -0.5
+                weights = torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
                 self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(weights))
 
-    def _stack_shape(self, group: SizeClass, role: str) -> tuple[int, int, int]:
-        if role == "down":
-            return len(group.rows), group.hidden, self.width
-        # SwiGLU has two matrices before the activation, gate and value, in one stack.
-        inner = 2 * group.hidden if self.kind == "swiglu" else group.hidden
-        return len(group.rows), self.width, inner
+    @property
+    def kind(self) -> Kind:
+        return self.form.kind
 
     def slots(self) -> Tensor:
         """Return ``slot_E``, on the CPU."""
@@ -104,9 +134,9 @@ class ExpertBank(nn.Module):
         return torch.tensor(slot_E, dtype=torch.int64)
 
     def stacks(self) -> Iterator[tuple[SizeClass, str, nn.Parameter]]:
-        """Yield each stacked parameter with its class and its role (``up`` or ``down``)."""
+        """Yield each stacked parameter with its class and its role (``up``, ``down`` or a bias)."""
         for group in self.classes:
-            for role in ROLES:
+            for role in self.form.roles:
                 yield group, role, self.get_parameter(f"{role}_{group.hidden}")
 
     @torch.no_grad()
@@ -122,7 +152,7 @@ class ExpertBank(nn.Module):
     def part(self, held: Sequence[int]) -> ExpertBank:
         """Return a bank of some of these experts, with copies of their weights."""
         with without_memory():
-            bank = ExpertBank(self.width, self.sizes, self.kind, held, self.ids)
+            bank = ExpertBank(self.width, self.sizes, self.form, held, self.ids)
         bank.kernel = self.kernel
         bank.slot_E = bank.slot_E.to(self.slot_E.device)
         for group, role, _ in list(bank.stacks()):
@@ -161,21 +191,22 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         """Compute the experts of one size class."""
         dtype = rows_RD.dtype
-        up_EDH = self.get_parameter(f"up_{group.hidden}").to(dtype)
-        down_EHD = self.get_parameter(f"down_{group.hidden}").to(dtype)
-        arguments = (rows_RD, up_EDH, down_EHD, counts_E, weights_R, self.kind)
+        weights = {role: self.get_parameter(f"{role}_{group.hidden}").to(dtype) for role in self.form.roles}
         kernel = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
         compiling = torch.compiler.is_compiling()
         # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would
         # not be counted.
         supported = dtype == torch.bfloat16 or not compiling
-        if kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor):
+        grouped = kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor)
+        if not self.form.is_plain:
+            activation = self.form.activation or plain_activation(self.kind)
+            general = experts_general if grouped else uncompiled(experts_general)
+            return general(rows_RD, weights, counts_E, weights_R, activation, grouped)
+        arguments = (rows_RD, weights["up"], weights["down"], counts_E, weights_R, self.kind)
+        if grouped:
             return experts_grouped(*arguments)
-        if compiling:
-            # Row counts change at every step, and each would be compiled to a graph of its own.
-            uncompiled: Any = torch.compiler.disable(experts_loop)
-            return uncompiled(*arguments)
-        return experts_loop(*arguments)
+        # Row counts change at every step, and each would be compiled to a graph of its own.
+        return uncompiled(experts_loop)(*arguments)
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from experts.tokens.exchange import Exchange
 
 
@@ -35,7 +35,7 @@ class _Copy(NamedTuple):
 class CopiedGradients:
     """Adds up the gradients of copies, in the order of hosts: all copies get the same sum to the bit."""
 
-    def __init__(self, layers: Sequence[MoELayer], exchange: Exchange) -> None:
+    def __init__(self, layers: Sequence[RoutedExperts], exchange: Exchange) -> None:
         self._exchange = exchange
         self._device = layers[0].load_E.device if layers else torch.device("cpu")
         banks = {layer.bank: layer for layer in layers}
@@ -79,7 +79,7 @@ class CopiedGradients:
         return gradients
 
 
-def _copies(layer: MoELayer, rank: int) -> list[_Copy]:
+def _copies(layer: RoutedExperts, rank: int) -> list[_Copy]:
     """Return the matrices of this host's copied experts, in an order that all hosts share."""
     copies: list[tuple[int, str, _Copy]] = []
     for group, role, stack in layer.bank.stacks():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import moe_layers
-from experts.bank import ROLES, ExpertBank
+from experts.bank import ExpertBank
 
 
 def stacked_names(model: nn.Module) -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def remote_expert_names(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             remote = set(range(len(module.sizes))) - set(module.held)
-            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in remote for role in ROLES}
+            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in remote for role in module.form.roles}
     return names
 
 
@@ -42,7 +42,7 @@ def copied_expert_names(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
             copied = set(module.held) - set(module.owned)
-            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in copied for role in ROLES}
+            names |= {f"{prefix}.{module.ids[row]}.{role}" for row in copied for role in module.form.roles}
     return names
 
 

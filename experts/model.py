@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
+from experts.bank import BIASES, ExpertBank
 from experts.context import MoEContext
 from experts.gate import Gate
 from experts.structure import Expert, LayerStructure
@@ -89,7 +89,8 @@ def initialise(model: nn.Module, seed: int) -> None:
             for group, role, stack in module.stacks():
                 for row, weight in zip(group.rows, stack.unbind(), strict=True):
                     expert_id = module.ids[row]
-                    fill_normal(weight, weight.shape[0] ** -0.5, mix(seed, prefix, expert_id, role))
+                    std = 0.0 if role in BIASES else weight.shape[0] ** -0.5
+                    fill_normal(weight, std, mix(seed, prefix, expert_id, role))
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 _fill(module, name, parameter, mix(seed, prefix, name))

@@ -18,7 +18,7 @@ from experts.context import MoEContext
 from experts.tokens.destinations import Destinations
 from experts.tokens.dispatch import sum_rows
 from experts.tokens.transfer import Layout, Transfer, receive, receive_back, send, send_back
-from experts.types import Routing
+from experts.types import Choices
 
 
 @dataclass
@@ -78,7 +78,7 @@ class TokenExchange:
     def plan(
         cls,
         x_TD: Tensor,
-        routing: Routing,
+        choices: Choices,
         host_TK: Tensor,
         context: MoEContext,
         header: tuple[int, ...] = (),
@@ -92,9 +92,9 @@ class TokenExchange:
             host_TK = torch.full_like(host_TK, -1)
         slices = _chunk_slices(len(x_TD), context.num_chunks)
         destinations = [Destinations.of(host_TK[part], exchange.size) for part in slices]
-        layout = Layout.of(x_TD, routing.weights_TK)
+        layout = Layout.of(x_TD, choices.weights_TK)
         header = (*header, layout.size, len(slices))
-        top_k = routing.experts_TK.shape[1]
+        top_k = choices.experts_TK.shape[1]
         sent, received = context.replayed(lambda: _exchange_counts(context, destinations, header, top_k))
         anchor = x_TD.new_zeros((), requires_grad=torch.is_grad_enabled())
         chunks: list[ExchangeChunk] = []
@@ -106,8 +106,8 @@ class TokenExchange:
             chunk = ExchangeChunk(
                 # Slicing a single chunk would add nodes to the autograd graph.
                 x_TD=x_TD if is_single else x_TD[part],
-                weights_TK=routing.weights_TK if is_single else routing.weights_TK[part],
-                ids_SK=destination.expert_ids(routing.experts_TK[part], plan),
+                weights_TK=choices.weights_TK if is_single else choices.weights_TK[part],
+                ids_SK=destination.expert_ids(choices.experts_TK[part], plan),
                 outbound=Transfer(exchange, plan),
                 inbound=Transfer(exchange, plan),
                 num_rows=sum(_column(received, 2 * number + 1)),

@@ -23,15 +23,21 @@ Kernel = Literal["auto", "loop", "grouped"]
 
 
 @dataclass(frozen=True)
-class Routing:
-    """The decision of a gate for a batch of tokens, and its losses.
-
-    Losses are sums over the tokens, so that they add up over micro-batches and hosts."""
+class Choices:
+    """The decision of a router for a batch of tokens."""
 
     experts_TK: Tensor
     weights_TK: Tensor
     counts_E: Tensor
     """Tokens per expert."""
+
+
+@dataclass(frozen=True)
+class Routing(Choices):
+    """The decision of a gate for a batch of tokens, and its losses.
+
+    Losses are sums over the tokens, so that they add up over micro-batches and hosts."""
+
     balance: Tensor
     z: Tensor
 

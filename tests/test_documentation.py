@@ -39,6 +39,7 @@ NOT_RUN = {
     "docs/storage.md": 3,
     "docs/sweeps.md": 1,
     "docs/training.md": 2,
+    "docs/transformers.md": 1,
 }
 TESTED_ELSEWHERE = ("orchestrator check",)  # tests/cli: it tries every precision and compiles
 # Flags of every program, of ray and tensorboard, and of the benchmarks and tools

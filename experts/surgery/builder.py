@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.layer import MoELayer
 from experts.model import fill_normal, mix
+from experts.routed import RoutedExperts
 from experts.structure import Change
 from experts.surgery.expert_transfer import ExpertTensors
 from experts.surgery.moments import WEIGHTS, added, gradient_degree, halved
@@ -21,7 +21,7 @@ from experts.surgery.moments import WEIGHTS, added, gradient_degree, halved
 class ExpertBuilder:
     """Builds one expert of the changed layer."""
 
-    layer: MoELayer
+    layer: RoutedExperts
     change: Change
     seed: int
     expert_id: int
@@ -36,14 +36,14 @@ class ExpertBuilder:
         if is_new and not change.parents:
             return self._fresh(sources[0])
         if is_new or self.expert_id in change.parents:
-            return self._half(sources[0]) if self.layer.gate.chooses_all else _twin(sources[0])
+            return self._half(sources[0]) if self.layer.chooses_all else _twin(sources[0])
         return sources[0]
 
     def _merge(self, first: ExpertTensors, second: ExpertTensors) -> ExpertTensors:
         """Return one expert for the tokens of two, with the mean of their weights by use."""
         total = sum(self.change.weights)
         share = self.change.weights[0] / total if total else 0.5
-        same_tokens = self.layer.gate.chooses_all
+        same_tokens = self.layer.chooses_all
         tensors: ExpertTensors = {}
         for (slot, role), tensor in first.items():
             other = second[slot, role]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experts.bank import ROLES
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from experts.structure import LayerStructure
 
 ExpertTensors = dict[tuple[str, str], Tensor]
@@ -34,7 +33,7 @@ class StateSpec:
 
     slots: tuple[Slot, ...] = ()
     dtype: torch.dtype | None = None
-    """The type of the weights; None for that of the gate."""
+    """The type of the weights; None for that of the layer's dense part."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Slots that are not tensors."""
     is_trained: bool = True
@@ -67,7 +66,7 @@ def needed_moves(
 
 
 def exchange_experts(
-    layer: MoELayer,
+    layer: RoutedExperts,
     old: LayerStructure,
     new: LayerStructure,
     sources: Mapping[int, tuple[int, ...]],
@@ -121,16 +120,15 @@ class _Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def _layout(layer: MoELayer, size: int, spec: StateSpec) -> list[_Entry]:
+def _layout(layer: RoutedExperts, size: int, spec: StateSpec) -> list[_Entry]:
     """Return the tensors of an expert of a size, in the order in which they are sent."""
-    width = layer.bank.width
-    inner = 2 * size if layer.bank.kind == "swiglu" else size
-    shapes = {"up": (width, inner), "down": (size, width)}
+    form = layer.bank.form
     entries: list[_Entry] = []
-    for role in ROLES:
-        entries.append(_Entry(("", role), spec.dtype or layer.gate.weight_ED.dtype, shapes[role]))
+    for role in form.roles:
+        shape = form.shape(role, layer.bank.width, size)
+        entries.append(_Entry(("", role), spec.dtype or layer.dense_dtype, shape))
         entries += [
-            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shapes[role], slot.on_host)
+            _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shape, slot.on_host)
             for slot in spec.slots
         ]
     return entries

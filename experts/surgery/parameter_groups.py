@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 import torch
 from torch import nn
 
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 
 
 class ParameterGroups:
@@ -16,7 +16,7 @@ class ParameterGroups:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        layer: MoELayer,
+        layer: RoutedExperts,
         groups: Mapping[str, int | None] | None,
     ) -> None:
         """``groups`` are those of the experts by role, where a host may hold none of them."""
@@ -28,17 +28,18 @@ class ParameterGroups:
         }
         own = {role: self._number(stack) for _, role, stack in layer.bank.stacks()}
         self._of_role = own if groups is None else groups
-        self._of_gate = self._number(layer.gate.weight_ED)
+        self._of_router = [self._number(parameter) for parameter in layer.router_parameters]
 
     def _number(self, parameter: nn.Parameter) -> int | None:
         return self._of_parameter.get(id(parameter))
 
-    def replace(self, model: nn.Module, layer: MoELayer, replaced: Set[nn.Parameter]) -> None:
+    def replace(self, model: nn.Module, layer: RoutedExperts, replaced: Set[nn.Parameter]) -> None:
         """Put the layer's new parameters in the places of those ``replaced``, in the order of the model."""
         removed = {id(parameter) for parameter in replaced}
         added: dict[int, int] = {}
-        if self._of_gate is not None:
-            added[id(layer.gate.weight_ED)] = self._of_gate
+        for parameter, number in zip(layer.router_parameters, self._of_router, strict=True):
+            if number is not None:
+                added[id(parameter)] = number
         for _, role, stack in layer.bank.stacks():
             number = self._of_role.get(role)
             if stack.requires_grad and number is not None:

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from experts.bank import ExpertBank, without_memory
 from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from experts.statistics import ExpertStatistics
 from experts.structure import Change, LayerStructure, changed
 from experts.surgery.builder import ExpertBuilder
 from experts.surgery.expert_transfer import ExpertTensors, StateSpec, exchange_experts
 from experts.surgery.gate_rows import change_gate, follow_number
 from experts.surgery.parameter_groups import ParameterGroups
+
+_MOVES = ("moved", "copied")
+"""Changes that leave the gate as it is."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +38,47 @@ class Surgery:
 
 
 @dataclass(frozen=True)
+class GateBackup:
+    """A layer's gate and statistics, as they were before a change."""
+
+    layer: MoELayer
+    weight_ED: nn.Parameter
+    bias_E: Tensor
+    statistics: ExpertStatistics | None
+
+    @classmethod
+    def of(cls, layer: MoELayer) -> GateBackup:
+        return cls(layer, layer.gate.weight_ED, layer.gate.bias_E, layer.statistics)
+
+    def restore(self, num_experts: int) -> None:
+        gate = self.layer.gate
+        gate.weight_ED = self.weight_ED
+        gate.bias_E = self.bias_E
+        self.layer.statistics = self.statistics
+        follow_number(self.layer, num_experts)
+
+
+@dataclass(frozen=True)
 class LayerBackup:
     """A layer and its optimizer state, as they were before a change."""
 
-    layer: MoELayer
+    layer: RoutedExperts
     bank: ExpertBank
-    gate_weight: nn.Parameter
-    bias_E: Tensor
+    gate: GateBackup | None
     load_E: Tensor
-    statistics: ExpertStatistics | None
     structure: LayerStructure
     optimizer: torch.optim.Optimizer
     state: Mapping[nn.Parameter, dict[str, Any]]
     groups: Sequence[list[nn.Parameter]]
 
     @classmethod
-    def of(cls, layer: MoELayer, optimizer: torch.optim.Optimizer) -> LayerBackup:
+    def of(cls, layer: RoutedExperts, optimizer: torch.optim.Optimizer) -> LayerBackup:
         parameters = _changed_parameters(layer)
         return cls(
             layer,
             layer.bank,
-            layer.gate.weight_ED,
-            layer.gate.bias_E,
+            GateBackup.of(layer) if isinstance(layer, MoELayer) else None,
             layer.load_E,
-            layer.statistics,
             layer.structure,
             optimizer,
             {p: optimizer.state[p] for p in parameters if p in optimizer.state},
@@ -71,11 +92,9 @@ class LayerBackup:
         for parameter in _changed_parameters(layer):
             self.optimizer.state.pop(parameter, None)
         layer.bank = self.bank
-        layer.gate.weight_ED = self.gate_weight
-        layer.gate.bias_E = self.bias_E
         layer.load_E = self.load_E
-        layer.statistics = self.statistics
-        follow_number(layer, len(self.structure.experts))
+        if self.gate is not None:
+            self.gate.restore(len(self.structure.experts))
         layer.use_structure(structure, _host(layer), step)
         for parameter, state in self.state.items():
             self.optimizer.state[parameter] = state
@@ -83,24 +102,30 @@ class LayerBackup:
             group["params"] = parameters
 
 
-def _host(layer: MoELayer) -> tuple[int, int]:
+def _host(layer: RoutedExperts) -> tuple[int, int]:
     """Return the rank of this host, and the number of hosts."""
     return layer.context.exchange.rank, layer.context.exchange.size
 
 
-def _changed_parameters(layer: MoELayer) -> list[nn.Parameter]:
-    return [layer.gate.weight_ED, *layer.bank.parameters()]
+def _changed_parameters(layer: RoutedExperts) -> list[nn.Parameter]:
+    return [*layer.router_parameters, *layer.bank.parameters()]
 
 
 @torch.no_grad()
-def change_layer(model: nn.Module, layer: MoELayer, change: Change, surgery: Surgery) -> LayerBackup:
+def change_layer(model: nn.Module, layer: RoutedExperts, change: Change, surgery: Surgery) -> LayerBackup:
     """Carry out a change. Return the means to undo it.
 
     All hosts must call it with the same change. The parameters of bank and gate are replaced: a strategy
     that knows them must be told."""
+    if change.kind not in _MOVES and not isinstance(layer, MoELayer):
+        raise ValueError(
+            f"{layer.layer_name}: an expert was to be {change.kind}; a router that is not ours knows its "
+            f"number of experts, so that they can be {' and '.join(_MOVES)} alone: use --evolution off"
+        )
     backup = LayerBackup.of(layer, surgery.optimizer)
+    replaced = _changed_parameters(layer)
     old = layer.structure
-    new = changed(old, change, surgery.step, layer.gate.chooses_all)
+    new = changed(old, change, surgery.step, layer.chooses_all)
     rank = layer.context.exchange.rank
     sources = _sources(old, new, change)
     own = {layer.bank.ids[row]: _expert_tensors(layer.bank, row, surgery) for row in layer.bank.held}
@@ -113,12 +138,12 @@ def change_layer(model: nn.Module, layer: MoELayer, change: Change, surgery: Sur
     groups = ParameterGroups(surgery.optimizer, layer, surgery.spec.groups)
     bank = _build_bank(layer.bank, new, rank, tensors, surgery)
     layer.bank = bank
-    if change.kind not in ("moved", "copied"):
+    if change.kind not in _MOVES and isinstance(layer, MoELayer):
         change_gate(layer, new, change, surgery.optimizer, surgery.seed)
         if layer.statistics is not None and change.kind != "warmed":
             layer.statistics = ExpertStatistics(len(new.experts), bank.width).to(layer.load_E.device)
     layer.use_structure(new, _host(layer), surgery.step)
-    groups.replace(model, layer, {backup.gate_weight, *backup.bank.parameters()})
+    groups.replace(model, layer, set(replaced))
     return backup
 
 
@@ -157,7 +182,7 @@ def _build_bank(
 ) -> ExpertBank:
     """Build a bank of this host's experts from their tensors, by row, and set the optimizer's state."""
     with without_memory():
-        bank = ExpertBank(before.width, structure.sizes, before.kind, structure.held(rank), structure.ids)
+        bank = ExpertBank(before.width, structure.sizes, before.form, structure.held(rank), structure.ids)
     bank.kernel = before.kernel
     bank.slot_E = bank.slot_E.to(before.slot_E.device)
     bank.train(before.training)
@@ -175,23 +200,28 @@ def _build_bank(
 
 
 @torch.no_grad()
-def restructure(layers: Sequence[MoELayer], structures: Sequence[LayerStructure]) -> None:
+def restructure(layers: Sequence[RoutedExperts], structures: Sequence[LayerStructure]) -> None:
     """Give layers that were just built the experts of a saved structure, before the model is placed.
 
     Their weights are those of no run: a checkpoint or a snapshot is to fill them."""
     for layer, structure in zip(layers, structures, strict=True):
         num_experts = len(structure.experts)
-        gate = layer.gate
-        before = gate.weight_ED
-        zeros = before.new_zeros(num_experts, before.shape[1])
-        gate.weight_ED = nn.Parameter(zeros, requires_grad=before.requires_grad)
-        gate.bias_E = gate.bias_E.new_zeros(num_experts)
         layer.load_E = layer.load_E.new_zeros(num_experts)
         kernel = layer.bank.kernel
-        layer.bank = ExpertBank(layer.bank.width, structure.sizes, layer.bank.kind, None, structure.ids)
+        layer.bank = ExpertBank(layer.bank.width, structure.sizes, layer.bank.form, None, structure.ids)
         layer.bank.kernel = kernel
-        if layer.statistics is not None:
-            layer.statistics = ExpertStatistics(num_experts, layer.bank.width)
-        follow_number(layer, num_experts)
+        if isinstance(layer, MoELayer):
+            _restructure_gate(layer, num_experts)
         # Not placed yet: this process has all experts, each once.
         layer.use_structure(structure.on_hosts([0] * num_experts))
+
+
+def _restructure_gate(layer: MoELayer, num_experts: int) -> None:
+    gate = layer.gate
+    before = gate.weight_ED
+    zeros = before.new_zeros(num_experts, before.shape[1])
+    gate.weight_ED = nn.Parameter(zeros, requires_grad=before.requires_grad)
+    gate.bias_E = gate.bias_E.new_zeros(num_experts)
+    if layer.statistics is not None:
+        layer.statistics = ExpertStatistics(num_experts, layer.bank.width)
+    follow_number(layer, num_experts)

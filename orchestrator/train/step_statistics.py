@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.context import MoEContext
 from orchestrator.train.strategies.buffers import running_statistics
 
@@ -15,7 +15,7 @@ class StepStatistics:
     """The statistics of a model, with a copy of each to put back."""
 
     def __init__(self, model: nn.Module, context: MoEContext) -> None:
-        layers = [layer for _, layer in moe_layers(model)]
+        layers = [layer for _, layer in gated_layers(model)]
         routing = [b for layer in layers if layer.statistics is not None for b in layer.statistics.of_step]
         self._running = [(buffer.detach().clone(), buffer) for buffer in running_statistics(model)]
         self._routing = [(buffer.clone(), buffer) for buffer in routing]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.evolution.views import LayerView
 from experts.model import structure_of
 from experts.statistics import ExpertStatistics
@@ -78,7 +78,7 @@ def make_evolution(
     stepper: Stepper, feed: Feed, script: Script, state: EvolutionState | None = None
 ) -> Evolution:
     """Return an evolution that may change experts after every step."""
-    for _, layer in moe_layers(stepper.strategy.model):
+    for _, layer in gated_layers(stepper.strategy.model):
         layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width).to(
             layer.gate.weight_ED.dtype
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.expert_state import split_experts, stacked_names
 from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.parts.stores import file_store
@@ -82,7 +82,7 @@ def train(case: TrainingCase, world: World) -> TrainingResult:
     first_gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(step_batches(feed, case.steps)):
         totals.append(stepper.run(batch, step))
-        biases.append([layer.gate.bias_E.clone() for _, layer in moe_layers(model)])
+        biases.append([layer.gate.bias_E.clone() for _, layer in gated_layers(model)])
         if step == 0:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             first_gradients = by_expert(model, gradients)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.layer import MoELayer
 from experts.model import initialise
 from orchestrator.tasks.task import Loss, Task, TensorData
@@ -45,7 +45,7 @@ class Tiny(Task):
     def build_model(self) -> nn.Module:
         model = TinyModel(self)
         initialise(model, 5)
-        for _, layer in moe_layers(model):
+        for _, layer in gated_layers(model):
             # Decided gates: uneven loads, and no ties that rounding could decide.
             layer.gate.weight_ED.data.mul_(30)
         return model.to(self.dtype)

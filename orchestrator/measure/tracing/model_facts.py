@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from experts.balance import moe_layers
 from experts.bank import ExpertBank
 from experts.gate import Gate
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from orchestrator.errors import OrchestratorError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.plan.estimate import ModelFacts
@@ -243,7 +243,7 @@ def _data_hash(data: Any) -> str:
     return digest.hexdigest()[:_HASH_CHARACTERS]
 
 
-def _expert_parameters(layer: MoELayer) -> tuple[int, ...]:
+def _expert_parameters(layer: RoutedExperts) -> tuple[int, ...]:
     """Return the parameters of each expert."""
     stacks = [(group.rows, stack[0].numel()) for group, _, stack in layer.bank.stacks()]
     return tuple(sum(size for ids, size in stacks if expert in ids) for expert in layer.bank.held)

@@ -21,8 +21,8 @@ from experts.bank import ExpertBank, SizeClass
 from experts.context import MoEContext
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import activate, row_counts
-from experts.layer import MoELayer
 from experts.model import attach, place
+from experts.routed import RoutedExperts
 from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
 from orchestrator.measure.tracing.op_recorder import OpRecorder
 
@@ -60,13 +60,13 @@ def _record_capacity(recorder: OpRecorder, layer: nn.Module, _: Any) -> None:
     """Record the counts of choices that hosts exchange to limit their experts' rows.
 
     In one process the host reads how many rows are left."""
-    assert isinstance(layer, MoELayer)
+    assert isinstance(layer, RoutedExperts)
     context = layer.context
     if context.exchange.size == 1:
         recorder.record_wait()
     elif not context.replaying:
         num_experts = len(layer.load_E)
-        top_k = layer.gate.top_k
+        top_k = layer.top_k
         counts_NC = torch.empty(context.exchange.size, num_experts * top_k, dtype=torch.int64)
         context.exchange.all_to_all_counts(counts_NC, (num_experts, top_k))
 
@@ -105,10 +105,10 @@ class _EvenlySpreadContext(MoEContext):
         self._even_counts: tuple[list[list[int]], list[list[int]]] = ([], [])
 
     def enter(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(layer, MoELayer)
+        assert isinstance(layer, RoutedExperts)
         tokens = arguments[0].numel() // arguments[0].shape[-1]
         self._even_counts = even_rows(
-            tokens, len(layer.load_E), layer.gate.top_k, self.exchange.size, self.num_chunks
+            tokens, len(layer.load_E), layer.top_k, self.exchange.size, self.num_chunks
         )
 
     def replayed(self, compute: Callable[[], Any]) -> Any:
@@ -165,7 +165,7 @@ def _record_bank(
     if fused:
         recorder.record_small_operations(_OFFSET_OPERATIONS)
         hidden_RH: Any = _ExpertProduct.apply(rows_RD, up_EDH, recorder)
-        output: Any = _ExpertProduct.apply(activate(hidden_RH, weights_R, bank.kind), down_EHD, recorder)
+        output: Any = _ExpertProduct.apply(_activate(bank, hidden_RH, weights_R), down_EHD, recorder)
         return output
     sizes = row_counts(counts_E, rows_RD.shape[0])
     outputs: list[Any] = []
@@ -173,8 +173,15 @@ def _record_bank(
         rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
     ):
         hidden: Any = _ExpertProduct.apply(rows, up[None], recorder)
-        outputs.append(_ExpertProduct.apply(activate(hidden, weights, bank.kind), down[None], recorder))
+        outputs.append(_ExpertProduct.apply(_activate(bank, hidden, weights), down[None], recorder))
     return torch.cat(outputs)
+
+
+def _activate(bank: ExpertBank, hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
+    activation = bank.form.activation
+    if activation is None:
+        return activate(hidden_RH, weights_R, bank.kind)
+    return activation(hidden_RH) * weights_R.to(hidden_RH.dtype).unsqueeze(1)
 
 
 class _ExpertProduct(torch.autograd.Function):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experts.layer import MoELayer
 from experts.rebalance.costs import Cluster, LayerCosts
 from experts.rebalance.decisions import BalanceRules, cheapest_host, decide, layer_imbalance
 from experts.rebalance.load_history import MAX_WINDOWS, LoadHistory
+from experts.routed import RoutedExperts
 from experts.structure import Change, LayerStructure
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 
@@ -23,7 +23,7 @@ FIRST_INTERVAL = 5
 _MAX_INTERVAL = 80
 
 
-def layer_costs(layer: MoELayer) -> LayerCosts:
+def layer_costs(layer: RoutedExperts) -> LayerCosts:
     """Return the costs of a layer's experts, per unit of their hidden size."""
     matrices = 3 if layer.bank.kind == "swiglu" else 2
     weights = layer.bank.width * matrices

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers, moe_layers
 from experts.evolution.decisions import due_warmups
 from experts.statistics import reduce_statistics
 from experts.structure import Change, LayerStructure
@@ -44,6 +44,7 @@ class Evolution:
         self._log = log
         self._state = state
         self._layers = [layer for _, layer in moe_layers(stepper.strategy.model)]
+        self._gated = [layer for _, layer in gated_layers(stepper.strategy.model)]
         self._execution = Execution(plan, stepper, log, evaluation, state)
         self._execution.on_change(self._find_warmups)
         self._next_warmed_step: int | None = None
@@ -84,7 +85,7 @@ class Evolution:
 
     def flush(self) -> None:
         """Add up the statistics of all workers, so that a checkpoint or snapshot has them."""
-        statistics = [layer.statistics for layer in self._layers if layer.statistics is not None]
+        statistics = [layer.statistics for layer in self._gated if layer.statistics is not None]
         reduce_statistics(statistics, self._world.all_reduce)
 
     # --- when
@@ -110,7 +111,7 @@ class Evolution:
         """Set the gates' priors for the next step, while newborn experts gain their share."""
         if step > self._last_ramp_step:
             return
-        for layer in self._layers:
+        for layer in self._gated:
             layer.use_priors(step)
 
     def _observe_next(self, progress: Progress) -> None:
@@ -118,7 +119,7 @@ class Evolution:
         context = self._stepper.strategy.context
         context.observing = self._plan.policy is not None and self._is_observed(progress)
         if context.observing:
-            for layer in self._layers:
+            for layer in self._gated:
                 if layer.statistics is not None:
                     layer.statistics.begin_step()
 
@@ -140,7 +141,7 @@ class Evolution:
         measured: list[LayerMeasurement] = []
         if "graph" in due:
             self.flush()
-            measured = measure_layers(self._layers, self._world, step)
+            measured = measure_layers(self._gated, self._world, step)
             self._remember_loss(progress)
         carry_out(due_warmups(self._structures, step), step, measured)
         if "sleep" in due:
@@ -148,9 +149,9 @@ class Evolution:
         if "balance" in due:
             carry_out(self._balanced(step), step, [])
         if "graph" in due:
-            self._log.write("expert_graph", **graph_fields(step, progress.epoch, self._layers, measured))
+            self._log.write("expert_graph", **graph_fields(step, progress.epoch, self._gated, measured))
         if "sleep" in due:
-            for layer in self._layers:
+            for layer in self._gated:
                 if layer.statistics is not None:
                     layer.statistics.reset()
 

@@ -85,6 +85,7 @@ class Execution:
         Return the loss afterwards, and whether the change is undone."""
         began_s = perf_counter()
         layer = self._layers[change.layer]
+        assert isinstance(layer, MoELayer), "only moves change a router that is not ours"
         output_before = _output(layer, sample_PD)
         backup = self._change(change, step)
         output_change = _relative_change(output_before, _output(layer, sample_PD))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from experts.surgery.expert_transfer import Slot, StateSpec
 from orchestrator.train.parts.world import World
 
 
-def state_spec(layer: MoELayer, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:
+def state_spec(layer: RoutedExperts, optimizer: torch.optim.Optimizer, world: World) -> StateSpec:
     """Return the optimizer state of a layer's experts. A host without any learns it from the others."""
     number_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     groups = {role: number_of.get(id(stack)) for _, role, stack in layer.bank.stacks()}

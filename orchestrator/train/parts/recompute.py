@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from experts.context import MoEContext, RecomputeCache
-from experts.layer import MoELayer
+from experts.routed import RoutedExperts
 from orchestrator.errors import UserError
 
 
@@ -30,7 +30,7 @@ def recompute_blocks(model: nn.Module, context: MoEContext | None) -> int:
         )
     for block in blocks:
         forward: Any = block.forward
-        has_moe_layer = any(isinstance(module, MoELayer) for module in block.modules())
+        has_moe_layer = any(isinstance(module, RoutedExperts) for module in block.modules())
         options: dict[str, Any] = {}
         if has_moe_layer and context is not None:
             options["context_fn"] = partial(_recompute_contexts, context)

@@ -29,8 +29,6 @@ from orchestrator.train.strategies.buffers import (
     running_statistics,
 )
 
-_ROLES = ("up", "down")  # the two weights of an expert, in the order in which their norms are summed
-
 
 class ExpertParallelStrategy(Strategy):
     """The dense part of a model on every host, and each host's own experts."""
@@ -72,7 +70,7 @@ class ExpertParallelStrategy(Strategy):
         self._all_reduce.close()
         self._all_reduce = GradientAllReduce(self._dense, self._gradient_group, self._bucket_mb)
         self._copied = CopiedGradients([layer for _, layer in moe_layers(self.model)], self._exchange)
-        self.num_expert_grads = sum(len(_ROLES) * len(bank.sizes) for bank in self._banks)
+        self.num_expert_grads = sum(len(bank.form.roles) * len(bank.sizes) for bank in self._banks)
         self._positions = list(self._stack_positions())
 
     def experts_changed(self) -> None:
@@ -132,7 +130,7 @@ class ExpertParallelStrategy(Strategy):
         for bank in self._banks:
             num_experts = len(bank.sizes)
             for size_class, role, stack in bank.stacks():
-                first = begin + _ROLES.index(role) * num_experts
+                first = begin + bank.form.roles.index(role) * num_experts
                 positions = [first + row for row in size_class.rows]
                 owned = [float(row in bank.owned) for row in size_class.rows]
                 device = self.world.device
@@ -141,7 +139,7 @@ class ExpertParallelStrategy(Strategy):
                     torch.tensor(positions, device=device),
                     torch.tensor(owned, dtype=torch.float64, device=device),
                 )
-            begin += len(_ROLES) * num_experts
+            begin += len(bank.form.roles) * num_experts
 
     def gradient_norm(self, gradients: list[Tensor], expert_squares: Tensor | None) -> Tensor:  # noqa: ARG002
         trained = [p.grad for p in self._dense if p.grad is not None and id(p) in self._trained_ids]

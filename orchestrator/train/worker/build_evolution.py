@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experts.balance import moe_layers
-from experts.layer import MoELayer
+from experts.balance import gated_layers, moe_layers
 from experts.placement.placement import HostFacts
 from experts.rebalance.costs import Cluster
+from experts.routed import RoutedExperts
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
@@ -59,6 +59,11 @@ def build_evolution(
     _check_optimizer(training.parts.optimizer.inner)
     plan = training.plan
     rules = plan.evolution_rules
+    if rules is not None and len(gated_layers(training.parts.model)) < len(layers):
+        raise UserError(
+            "the model's routers are not ours, and know their number of experts; such experts can move to "
+            "other hosts, but none can be born, merged or pruned: use --evolution off"
+        )
     balancer = None
     if hosts and (plan.rebalance.value or rules is not None):
         balancer = _balancer(plan, layers, hosts)
@@ -86,7 +91,7 @@ def build_evolution(
     return evolution
 
 
-def _balancer(plan: Plan, layers: list[MoELayer], hosts: tuple[HostFacts, ...]) -> HostBalancer:
+def _balancer(plan: Plan, layers: list[RoutedExperts], hosts: tuple[HostFacts, ...]) -> HostBalancer:
     bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
     counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
     return HostBalancer([layer_costs(layer) for layer in layers], Cluster(counted, bandwidth))
@@ -102,7 +107,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_banks(layers: list[MoELayer]) -> None:
+def _check_banks(layers: list[RoutedExperts]) -> None:
     """Refuse layers that share their experts: a change would have to fit all of them."""
     if len({layer.bank for layer in layers}) < len(layers):
         raise UserError(

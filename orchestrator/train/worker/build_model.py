@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers, moe_layers
 from experts.bank import without_memory
 from experts.expert_state import is_expert_parallel
 from experts.model import mix, place, place_structure
@@ -85,7 +85,7 @@ def build_parts(
         )
     model = build_model(config, task, world, host_of, experts, plan.expert_replicas.value)
     if plan.evolution_rules is not None:
-        for _, layer in moe_layers(model):
+        for _, layer in gated_layers(model):
             layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width)
     model.train()
     if config.parallel.sync_batchnorm and world.size > 1:

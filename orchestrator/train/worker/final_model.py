@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.model import structure_of
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.events import Event, effective_events, of_kind, read_events
@@ -64,7 +64,7 @@ def final_model(
     model = build_checked_model(prepared.task) if live_model is None else live_model
     if contents is not None:
         _restore_weights(model, with_average(contents) if averaged else contents)
-    for _, layer in moe_layers(model):
+    for _, layer in gated_layers(model):
         layer.statistics = None  # a part of the training
     log.write("final", **asdict(chosen))
     return model
@@ -143,5 +143,5 @@ def _restore_weights(model: nn.Module, contents: Contents) -> None:
 
 def use_priors(model: nn.Module, step: int) -> None:
     """Let newborn experts have the share of the tokens that they had after ``step``."""
-    for _, layer in moe_layers(model):
+    for _, layer in gated_layers(model):
         layer.use_priors(step)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
@@ -145,7 +145,7 @@ def restore_checkpoint(
         checkpoint, _ = _load_together(found, start, not_needed, frozenset({"model"}))
         assert checkpoint is not None
         restore_model(checkpoint.contents, state.model)
-        for _, layer in moe_layers(state.model):
+        for _, layer in gated_layers(state.model):
             if layer.statistics is not None:
                 layer.statistics.reset()  # those of the earlier run
         location = given_location(checkpoint.path)

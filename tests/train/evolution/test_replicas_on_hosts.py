@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.layer import MoELayer
 from orchestrator.config.settings import Config
 from orchestrator.record.events import EventLog, by_step, read_events
@@ -52,7 +52,7 @@ def run(run_dir: Path, world: World, **settings: Any) -> list[dict[str, Any]]:
     log: Log = EventLog(run_dir / "events.jsonl") if world.is_main else SilentLog()
     _, model = run_worker(prepared, world, run_dir, log, Supervision())
     log.close()
-    layers: list[MoELayer] = [layer for _, layer in moe_layers(model)]
+    layers: list[MoELayer] = [layer for _, layer in gated_layers(model)]
     return [
         {"hosts": [e.hosts for e in layer.structure.experts], "held": layer.bank.held} for layer in layers
     ]

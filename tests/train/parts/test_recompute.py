@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.context import MoEContext
 from experts.model import attach
 from experts.tokens.exchange import GroupExchange
@@ -183,14 +183,14 @@ def test_a_recomputed_pass_keeps_the_first_choice_of_experts(cached: bool) -> No
     """
     model = make_recomputed_model(MoEContext() if cached else None)
     logits, routings = model(make_batch())
-    for _, layer in moe_layers(model):
+    for _, layer in gated_layers(model):
         layer.gate.weight_ED.data.neg_()
     if not cached:
         with pytest.raises(CheckpointError):
             logits.sum().backward()
         return
     logits.sum().backward()
-    for routing, (_, layer) in zip(routings, moe_layers(model), strict=True):
+    for routing, (_, layer) in zip(routings, gated_layers(model), strict=True):
         used = {
             expert
             for size_class, _, stack in layer.bank.stacks()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.model import place
 from orchestrator.errors import UserError
 from orchestrator.train.parts.stores import file_store
@@ -61,7 +61,7 @@ def bias_after_a_change(rank: int, size: int, store: str, kind: str) -> list[flo
         else:
             options = DDPOptions(buffers=persistent_buffers)
             strategy = DDPStrategy(model, task, world, options, warn=lambda message: None)
-        ((_, layer),) = moe_layers(model)
+        ((_, layer),) = gated_layers(model)
         layer.gate.bias_E = torch.full((3,), float(rank), dtype=torch.float64)
         strategy.experts_changed()
         strategy.begin_step(all_have_samples=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experts.balance import moe_layers
+from experts.balance import gated_layers
 from experts.model import initialise
 from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
@@ -222,7 +222,7 @@ class Tied(Tiny):
 
     def initialise(self, model: nn.Module) -> None:
         initialise(model, 5)
-        for _, layer in moe_layers(model):
+        for _, layer in gated_layers(model):
             layer.gate.weight_ED.data.mul_(30)
 
 

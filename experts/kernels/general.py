@@ -1,0 +1,68 @@
+"""Experts with biases, or with an activation that the fused kernels do not have.
+
+See ``experts.types`` for the letters of shapes; a product has inner size K and outer size N."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experts.kernels.grouped import checked_offsets, grouped_product
+from experts.kernels.loop import row_counts
+from experts.types import Kind
+
+Activation = Callable[[Tensor], Tensor]
+"""The function between an expert's two products, of hidden rows."""
+
+
+def experts_general(
+    rows_RD: Tensor,
+    weights: Mapping[str, Tensor],
+    counts_E: Tensor,
+    weights_R: Tensor,
+    activation: Activation,
+    grouped: bool,
+) -> Tensor:
+    """Compute experts over rows sorted by expert, each row times its weight.
+
+    ``weights`` are stacks by role: ``up``, ``down`` and, of experts that have them, ``up_bias`` and
+    ``down_bias``."""
+    product = _grouped(counts_E, len(rows_RD)) if grouped and len(rows_RD) else partial(_loop, counts_E)
+    scale_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)
+    expert_R = torch.arange(len(counts_E), device=rows_RD.device)
+    expert_R = expert_R.repeat_interleave(counts_E, output_size=len(rows_RD))
+    hidden_RH = product(rows_RD, weights["up"])
+    if "up_bias" in weights:
+        hidden_RH = hidden_RH + weights["up_bias"][expert_R]
+    # Weighting here equals weighting the expert's output, but for the bias of that output.
+    output_RD = product(activation(hidden_RH) * scale_R1, weights["down"])
+    if "down_bias" in weights:
+        output_RD = output_RD + weights["down_bias"][expert_R] * scale_R1
+    return output_RD
+
+
+def plain_activation(kind: Kind) -> Activation:
+    """Return the activation of experts that name none."""
+    return F.gelu if kind == "ffn" else _swiglu
+
+
+def _swiglu(hidden_RH: Tensor) -> Tensor:
+    gate_RH, value_RH = hidden_RH.chunk(2, dim=-1)
+    return F.silu(gate_RH) * value_RH
+
+
+def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
+    """Multiply each group of rows by a matrix of its own, one after another.
+
+    An expert without rows multiplies an empty matrix, so that its gradient is zero and not absent."""
+    groups = rows_RK.split(row_counts(counts_E, len(rows_RK)))
+    return torch.cat([rows @ matrix for rows, matrix in zip(groups, weights_EKN.unbind(), strict=True)])
+
+
+def _grouped(counts_E: Tensor, num_rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    offsets_E = checked_offsets(counts_E.cumsum(0).to(torch.int32), num_rows)
+    return partial(grouped_product, offsets_E=offsets_E)

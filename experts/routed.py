@@ -1,0 +1,176 @@
+"""Routed experts of one layer: token exchange between hosts, dispatch, bank and combine.
+
+The router is someone else's: ``MoELayer`` has a gate of ours, models of ``transformers`` have their
+own. See ``types`` for the letters of shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from experts.bank import ExpertBank
+from experts.capacity import capacity_mask
+from experts.context import MoEContext
+from experts.kernels.compiling import uncompiled
+from experts.shared_expert import SharedExpert
+from experts.structure import SETTLED, LayerStructure
+from experts.token_exchange import ExchangeChunk, TokenExchange
+from experts.tokens.dispatch import combine, dispatch
+from experts.tokens.received_rows import RowCheck, local_slots
+from experts.tokens.routes import route_table
+from experts.types import Choices
+
+
+class RoutedExperts(nn.Module):
+    """Experts of any sizes, on this host or on several.
+
+    - ``capacity`` limits the rows of an expert to that multiple of its even share of a micro-batch.
+      Later choices are dropped first, and among equal choices later tokens.
+    - ``shared`` computes every token, while tokens are on their way.
+    - ``load_E`` counts the tokens per expert of the previous optimizer step. ``forward`` only reads
+      it; the training loop sums the counts of a step and passes them to ``balance.update_balance``.
+    - ``structure`` describes the experts. ``host_E`` is the host of each: this one, until
+      ``model.place`` distributes them. Where an expert has copies on several hosts, ``route_EB`` is
+      the host for each bucket of this host's tokens.
+    - ``layer_id`` is a number that is the same on all hosts, and another in each layer.
+      ``layer_name`` is for messages."""
+
+    load_E: Tensor
+    host_E: Tensor
+    route_EB: Tensor | None
+
+    def __init__(
+        self, bank: ExpertBank, capacity: float | None = None, shared: SharedExpert | None = None
+    ) -> None:
+        super().__init__()
+        num_experts = len(bank.sizes)
+        self.bank = bank
+        self.shared = shared
+        self.capacity = capacity
+        self.context = MoEContext()
+        self.layer_id = 0
+        self.layer_name = ""
+        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64))
+        self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("route_EB", None, persistent=False)
+        self.structure = LayerStructure.initial("", bank.sizes)
+
+    def use_structure(
+        self,
+        structure: LayerStructure,
+        host: tuple[int, int] = (0, 1),
+        step: int = SETTLED,  # noqa: ARG002 - gates have priors that depend on it
+    ) -> None:
+        """Route by the hosts of a structure, which the bank has already.
+
+        ``host`` is the rank of this host and the number of hosts. ``step`` counts the steps done."""
+        rank, num_hosts = host
+        experts = structure.experts
+        device = self.load_E.device
+        self.structure = structure
+        self.host_E = torch.tensor([expert.hosts[0] for expert in experts], device=device)
+        self.bank.owned = tuple(row for row in self.bank.held if experts[row].hosts[0] == rank)
+        has_copies = any(len(expert.hosts) > 1 for expert in experts)
+        self.route_EB = None
+        if has_copies:
+            self.route_EB = torch.tensor(route_table(structure, rank, num_hosts), device=device)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        raise NotImplementedError
+
+    @property
+    def router_parameters(self) -> list[nn.Parameter]:
+        """The parameters that have a row for each expert; none of a router that is not ours."""
+        return []
+
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The type of the layer's dense part."""
+        return torch.get_default_dtype()
+
+    @property
+    def chooses_all(self) -> bool:
+        """Whether each token goes to all experts, however many there will be."""
+        return False
+
+    def compute(self, x_TD: Tensor, choices: Choices) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts, wherever they live."""
+        if self.context.exchange.size > 1:
+            return uncompiled(self._forward_exchanged)(x_TD, choices)
+        y_TD = self._forward_local(x_TD, choices)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _forward_local(self, x_TD: Tensor, choices: Choices) -> Tensor:
+        """Compute a layer whose experts are all on this host."""
+        slots_TK = self.bank.slot_E[choices.experts_TK]
+        num_rows = None
+        # A traced layer has shapes and no numbers: all choices are kept.
+        if self.capacity is not None and not isinstance(x_TD, FakeTensor):
+            kept_TK = capacity_mask(choices.experts_TK, len(self.load_E), self.capacity, self.context)
+            slots_TK = torch.where(kept_TK, slots_TK, -1)
+            num_rows = int(kept_TK.sum())
+        return self._compute(x_TD, slots_TK, choices.weights_TK, num_rows)
+
+    def _forward_exchanged(self, x_TD: Tensor, choices: Choices) -> Tensor:
+        """Compute a layer whose experts are on several hosts.
+
+        The shared expert computes while tokens are on their way."""
+        host_TK = self._hosts(choices.experts_TK)
+        kept_TK = self._kept(choices)
+        if kept_TK is not None:
+            host_TK = torch.where(kept_TK, host_TK, -1)
+        header = (self.layer_id, len(self.load_E))
+        tokens = TokenExchange.plan(x_TD, choices, host_TK, self.context, header)
+        # All chunks are sent before the first is received, and each output is sent back at once:
+        # rows are on their way while the experts compute.
+        tokens.send()
+        shared_TD = self.shared(x_TD) if self.shared is not None else None
+        for chunk in tokens.chunks:
+            rows_GD, weights_GK, ids_GK = chunk.receive()
+            slots_GK = self._received_slots(ids_GK, chunk)
+            output_GD = self._compute(rows_GD, slots_GK, weights_GK, chunk.num_rows)
+            chunk.send_back(output_GD)
+        y_TD = tokens.receive_back()
+        return y_TD if shared_TD is None else y_TD + shared_TD
+
+    def _hosts(self, experts_TK: Tensor) -> Tensor:
+        """Return the host that computes each choice."""
+        if self.route_EB is None:
+            return self.host_E[experts_TK]
+        token_T = torch.arange(len(experts_TK), device=experts_TK.device)
+        # The upper bits of a product: tokens at one place of their samples are in different buckets.
+        bucket_T = ((token_T * 2654435769) >> 26) % self.route_EB.shape[1]
+        return self.route_EB[experts_TK, bucket_T.unsqueeze(1)]
+
+    def _received_slots(self, ids_GK: Tensor, chunk: ExchangeChunk) -> Tensor:
+        """Return the local slots of received ids, and start the check of these ids."""
+        slots_GK = local_slots(ids_GK, self.bank.slot_E)
+        if not self.context.replaying:
+            receive_counts = chunk.outbound.plan.receive_counts
+            check = RowCheck.start(self.layer_name, ids_GK, slots_GK, receive_counts, chunk.num_rows)
+            self.context.row_checks.append(check)
+        return slots_GK
+
+    def _kept(self, choices: Choices) -> Tensor | None:
+        """Return the choices that are not dropped; None where all are kept."""
+        capacity = self.capacity
+        # A traced layer has shapes and no numbers: all choices are kept.
+        if capacity is None or isinstance(choices.experts_TK, FakeTensor):
+            return None
+        return self.context.replayed(
+            lambda: capacity_mask(choices.experts_TK, len(self.load_E), capacity, self.context)
+        )
+
+    def _compute(
+        self,
+        x_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        num_rows: int | None,
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of this host's experts for each token."""
+        rows_RD, trip = dispatch(x_TD, slots_TK, weights_TK, len(self.bank.held), num_rows)
+        return combine(self.bank(rows_RD, trip.counts_L, trip.weights_R), trip)

@@ -1,0 +1,108 @@
+"""The auxiliary loss of ``transformers``, from the counts of a step's whole batch.
+
+Theirs is the product of two means over the tokens of a pass, pooled over the layers: E · Σ f · p, with
+the choices f and the probabilities p of each expert. Computed per micro-batch or per host, it is
+another loss, and its scale depends on their number. With f of the whole batch it is a sum over tokens:
+the shares of all passes and hosts add up to theirs in one process. See ``experts.types`` for the
+letters of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.balance import moe_layers
+from experts.context import MoEContext
+
+
+@dataclass(frozen=True)
+class BalanceCounts:
+    """Choices of each expert, and rows that were routed, over all layers."""
+
+    choices_E: Tensor
+    rows: Tensor
+
+    def plus(self, other: BalanceCounts) -> BalanceCounts:
+        return BalanceCounts(self.choices_E + other.choices_E, self.rows + other.rows)
+
+
+def balance_loss(
+    model: nn.Module,
+    router_logits: Sequence[Tensor],
+    attention_mask: Tensor | None = None,
+    counts: BalanceCounts | None = None,
+) -> Tensor:
+    """Return this pass's share of the auxiliary loss of the whole batch.
+
+    ``router_logits`` are those of the model's outputs. Multiply it by ``config.router_aux_loss_coef``
+    and add it to the mean loss, in place of ``aux_loss``. ``counts`` are those of the step
+    (``step_counts``). Without them, this pass is the step's only one on each host: all hosts must
+    call it."""
+    if counts is None:
+        counts = _over_hosts(_pass_counts(model, router_logits, attention_mask), _context(model))
+    share_E = (counts.choices_E / counts.rows.clamp(min=1)).to(router_logits[0].device)
+    total = _sum_probabilities(router_logits[0], attention_mask) @ share_E
+    for logits_TE in router_logits[1:]:
+        total = total + _sum_probabilities(logits_TE, attention_mask) @ share_E
+    return total * len(share_E) / counts.rows.clamp(min=1)
+
+
+@torch.no_grad()
+def step_counts(
+    model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], tuple[Sequence[Tensor], Tensor | None]]
+) -> BalanceCounts:
+    """Return the counts of a step with several micro-batches, by a forward pass over each.
+
+    ``forward`` returns the router logits and the attention mask of a micro-batch. All hosts must call
+    it, with as many micro-batches. It costs a third of a step: the choices of later micro-batches
+    weigh the gradients of the first."""
+    passes = [_pass_counts(model, *forward(batch)) for batch in batches]
+    return _over_hosts(reduce(BalanceCounts.plus, passes), _context(model))
+
+
+def _context(model: nn.Module) -> MoEContext:
+    return moe_layers(model)[0][1].context
+
+
+def _pass_counts(
+    model: nn.Module, router_logits: Sequence[Tensor], attention_mask: Tensor | None
+) -> BalanceCounts:
+    """Count the choices of one pass on this host. A dummy pass has none."""
+    top_k = moe_layers(model)[0][1].top_k
+    num_experts = router_logits[0].shape[-1]
+    choices_E = torch.zeros(num_experts, dtype=torch.int64, device=router_logits[0].device)
+    rows = torch.zeros((), dtype=torch.int64, device=choices_E.device)
+    for logits_TE in router_logits:
+        # Of the softmax, as theirs counts them, also where the router scores by a sigmoid.
+        chosen_TK = logits_TE.detach().softmax(-1).topk(top_k, dim=-1).indices
+        counted_T = torch.ones_like(chosen_TK[:, 0])
+        if attention_mask is not None:
+            counted_T = attention_mask.reshape(-1).to(chosen_TK)
+        if _context(model).step.dummy:
+            counted_T = torch.zeros_like(counted_T)
+        choices_E.scatter_add_(0, chosen_TK.flatten(), counted_T.repeat_interleave(top_k))
+        rows = rows + counted_T.sum()
+    return BalanceCounts(choices_E, rows)
+
+
+def _over_hosts(counts: BalanceCounts, context: MoEContext) -> BalanceCounts:
+    exchange = context.exchange
+    if exchange.size == 1:
+        return BalanceCounts(counts.choices_E.double(), counts.rows.double())
+    vector = torch.cat([counts.choices_E, counts.rows.reshape(1)])
+    table_NC = vector.reshape(1, -1).expand(exchange.size, -1).contiguous()
+    total = exchange.all_to_all_counts(table_NC, (len(counts.choices_E),)).sum(0).to(vector.device)
+    return BalanceCounts(total[:-1].double(), total[-1].double())
+
+
+def _sum_probabilities(logits_TE: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the sum over tokens of each expert's probability, in fp64."""
+    probabilities_TE = logits_TE.softmax(-1).double()
+    if attention_mask is not None:
+        probabilities_TE = probabilities_TE * attention_mask.reshape(-1, 1).to(probabilities_TE)
+    return probabilities_TE.sum(0)

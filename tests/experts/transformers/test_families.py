@@ -1,0 +1,55 @@
+"""Families of ``transformers`` with our experts, in one process and on two and three real hosts over
+gloo, against their own eager code in one process.
+
+All in fp64, also where these models ask for fp32: see ``Fp32MeansFp64``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from orchestrator.train.parts.world import World
+from tests.support.families import FAMILIES
+from tests.support.family_runs import (
+    FamilyRun,
+    differences,
+    num_moe_layers,
+    train_eager,
+    train_hosted,
+    train_on_hosts,
+)
+from tests.support.ranks import run_ranks
+
+HOST_COUNTS = (1, 2, 3)
+
+
+@cache
+def eager(name: str) -> FamilyRun:
+    return train_eager(name)
+
+
+@cache
+def on_hosts() -> list[dict[tuple[str, int], FamilyRun]]:
+    """All families on two and on three hosts, in one start of processes."""
+    return run_ranks(train_on_hosts, 3, list(FAMILIES), [2, 3], timeout=300.0)
+
+
+def runs(name: str, hosts: int) -> list[FamilyRun]:
+    if hosts == 1:
+        return [train_hosted(name, World.single_process())]
+    return [ranks[name, hosts] for ranks in on_hosts()[:hosts]]
+
+
+@pytest.mark.parametrize("hosts", HOST_COUNTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_equals_its_eager_code(name: str, hosts: int) -> None:
+    found = differences(name, runs(name, hosts), eager(name))
+    bounds = {"loss": 1e-12, "norm": 1e-12, "auxiliary loss": 1e-12, "5 AdamW steps": 1e-9}
+    too_large = {kind: off for kind, off in found.items() if not off <= bounds.get(kind, 1e-10)}
+    assert not too_large
+
+
+def test_each_family_has_two_layers_with_experts() -> None:
+    """The placements are made for them."""
+    assert {name: num_moe_layers(name) for name in FAMILIES} == dict.fromkeys(FAMILIES, 2)
