@@ -34,10 +34,10 @@ from orchestrator.record.log import SilentLog
 from orchestrator.tasks.task import Loss, Task, TensorData
 from orchestrator.train.checkpoint.evolution_state import EvolutionState
 from orchestrator.train.checkpoint.progress import Progress
-from orchestrator.train.data import Feed
 from orchestrator.train.evolution.balancer import FIRST_INTERVAL, HostBalancer, layer_costs
 from orchestrator.train.evolution.engine import Evolution
 from orchestrator.train.evolution.plan import EvolutionPlan
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.named_optimizers import build_named_optimizer
@@ -142,7 +142,7 @@ class Variant:
             place(model, [host_of], world.rank)
         ((_, self.layer),) = moe_layers(model)
         self.cluster = Cluster((HostFacts(SPEED),) * world.size, BANDWIDTH)
-        self.feed = Feed(
+        self.feed = open_feed(
             task.train_data(),
             world,
             global_batch=TOKENS * world.size,

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from orchestrator.cli.check import check
     from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
+    from orchestrator.data.json_lines import JsonLines
+    from orchestrator.data.source import Source
     from orchestrator.evaluations import EvaluationResult
     from orchestrator.record.callbacks import Callback, Request
     from orchestrator.record.monitor import Monitor
@@ -29,10 +31,12 @@ _HOMES = {
     "Callback": "orchestrator.record.callbacks",
     "Config": "orchestrator.config.settings",
     "EvaluationResult": "orchestrator.evaluations",
+    "JsonLines": "orchestrator.data.json_lines",
     "Metric": "orchestrator.config.metric",
     "Request": "orchestrator.record.callbacks",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.result",
+    "Source": "orchestrator.data.source",
     "Task": "orchestrator.tasks.task",
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",
@@ -50,12 +54,14 @@ __all__ = [
     "Callback",
     "Config",
     "EvaluationResult",
+    "JsonLines",
     "Loss",
     "Metric",
     "Monitor",
     "Perplexity",
     "Request",
     "Result",
+    "Source",
     "Task",
     "TensorData",
     "Trainer",

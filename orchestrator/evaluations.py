@@ -117,7 +117,7 @@ class CheckpointEvaluation:
             ("checkpoint", f"{checkpoint.location}{choice}"),
             ("weights", _weights_text(prepared)),
             ("task", rows["task"]),
-            ("data", f"{samples} samples of {self._split}"),
+            ("data", f"{'streamed' if samples is None else samples} samples of {self._split}"),
             *((name, rows[name]) for name in ("processes", "device", "precision")),
             ("batch", f"{batch.value} per worker: {batch.reason}"),
         ]

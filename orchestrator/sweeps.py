@@ -99,7 +99,7 @@ def check_comparable(
     sweep: Sweep, prepared: PreparedRun, devices: SweepDevices, earlier: SweepRecord | None
 ) -> None:
     """Refuse a sweep whose trials would have no score, or would not compare with the earlier ones."""
-    if sweep.objective != THROUGHPUT and not prepared.facts.validation_samples:
+    if sweep.objective != THROUGHPUT and prepared.facts.validation_samples == 0:
         raise UserError(f"--objective {sweep.objective} needs validation data; the task has none")
     if earlier is None:
         return

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "storage",
     "config",
+    "data",
     "tasks",
     "plan",
     "record",
@@ -64,6 +65,7 @@ TORCH_PACKAGES = (
     "experts",
     "orchestrator.train",
     "orchestrator.measure",
+    "orchestrator.data",
     "orchestrator.tasks",
     "orchestrator.runtime",
 )

@@ -18,12 +18,16 @@ class DataSettings:
     files for text), or its address (s3://bucket/data); each machine keeps a copy in ~/.cache."""
     samples: int | None = None
     """Training samples of the synthetic task."""
+    shuffle_buffer: int = 0
+    """Samples that are shuffled together, if the data is read in order (docs/data.md); 0 keeps the
+    order of the data. Data with random access is always shuffled as a whole."""
     loader_workers: int = -1
     """Processes that load data; -1 lets the plan choose, 0 loads in the training process."""
 
     def __post_init__(self) -> None:
         at_least("loader_workers", self.loader_workers, -1)
         at_least("samples", self.samples, 1)
+        at_least("shuffle_buffer", self.shuffle_buffer, 0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch import nn
 from orchestrator.config.settings import Config
 from orchestrator.plan.planning import Plan
 from orchestrator.tasks.task import Task
-from orchestrator.train.data import Feed, MicroBatch, StepBatch
+from orchestrator.train.data import MicroBatch, StepBatch
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.timing import synchronize, timed_seconds
@@ -57,7 +58,7 @@ def build_step_runner(
 ) -> StepRunner:
     """Build a runner of the plan's accumulation steps; ``micro_batch`` is per worker."""
     parts = build_parts(config, plan, task, world, host_of=host_of)
-    feed = Feed(
+    feed = open_feed(
         task.train_data(),
         world,
         global_batch=micro_batch * world.data_ranks * plan.accumulation_steps.value,

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import TrainingFailed
+from orchestrator.errors import TrainingFailed, UserError
 from orchestrator.measure.throughput import TimedBlock, rate_of
 from orchestrator.measure.timed_steps import WARM_UP_STEPS, block_seconds
 from orchestrator.plan.estimate import ModelFacts
@@ -88,7 +88,7 @@ def open_trial(
             else:
                 world = assign_shares(config, plan, world, {})[0]
             parts = build_parts(config, plan, task, world, _refuse_degraded_steps, host_of)
-            feed = build_feed(plan, task, world, config.run.seed)
+            feed = build_feed(config, plan, task, world)
             yield ThroughputTrial(config, plan, task, world, parts, feed, limits)
     finally:
         if feed is not None:
@@ -149,10 +149,18 @@ class ThroughputTrial:
         A trial that measures only throughput skips short last batches, so that every step has the
         planned batch and a compiler sees one shape.
         """
+        takes_short = self._limits.steps is not None
         for epoch in count():
+            num_batches = 0
             for batch in self._feed.steps(epoch):
-                if self._limits.steps is not None or batch.global_samples == self._feed.global_batch:
+                if takes_short or batch.global_samples == self._feed.global_batch:
+                    num_batches += 1
                     yield batch
+            if not num_batches:
+                raise UserError(
+                    f"the data has fewer samples than a step, which has {self._feed.global_batch}; "
+                    "try smaller steps"
+                )
 
     def advance(self, part: float) -> TrialResult:
         """Continue for at most this part of the limits, or until the trial is done."""

@@ -107,7 +107,7 @@ def plan_batches(
 
 
 def _too_few_samples(workers: int, global_batch: Choice[int], facts: ModelFacts) -> str:
-    instead = ", or raise --global-batch-size" if facts.samples >= workers else ""
+    instead = ", or raise --global-batch-size" if facts.at_most(workers) == workers else ""
     return (
         f"{workers} workers need a global batch of at least {workers} samples; it has {global_batch.value} "
         f"({global_batch.reason}). Lower --workers{instead}"
@@ -156,7 +156,7 @@ def _step_samples(
         samples = _PLAIN_BATCH * accumulation * workers
     if fixed_by:
         fixed_by += _capped(samples, facts)
-    return _StepSamples(min(samples, facts.samples), workers, fixed_by)
+    return _StepSamples(facts.at_most(samples), workers, fixed_by)
 
 
 def _recompute(config: Config, budget: _MemoryBudget) -> Choice[bool]:
@@ -187,8 +187,9 @@ def _batch_size(
     accumulation = config.batch.accumulation_steps
     if "batch_size" in known:
         # The global batch follows a measured batch, unless something fixes it.
-        most = step.share if step.fixed_by else budget.facts.samples
-        return Choice(min(known["batch_size"], most), "measured (--batch-size auto)")
+        measured = known["batch_size"]
+        most = step.share if step.fixed_by else budget.facts.at_most(measured)
+        return Choice(min(measured, most), "measured (--batch-size auto)")
     if config.run.debug:
         return Choice(min(_DEBUG_BATCH, step.share), "set by --debug")
     if isinstance(setting, int):
@@ -205,14 +206,16 @@ def _batch_size(
     if not config.run.auto:
         return Choice(min(_PLAIN_BATCH, step.share), NO_AUTO)
     if setting == "auto":
-        largest = budget.largest(max(1, budget.facts.samples), recompute)
+        most = step.share if budget.facts.samples is None else budget.facts.samples
+        largest = budget.largest(max(1, most), recompute)
         reason = f"will be measured; the estimate says that up to {largest} samples fit"
         return Choice(max(1, min(share, largest)), reason)
     return _estimated_batch(budget, share, recompute)
 
 
 def _capped(samples: int, facts: ModelFacts) -> str:
-    return f", cut to the {facts.samples} samples of the data" if samples > facts.samples else ""
+    cut = facts.at_most(samples)
+    return f", cut to the {cut} samples of the data" if samples > cut else ""
 
 
 def _cut_to_share(batch_size: int, step: _StepSamples, facts: ModelFacts) -> str:
@@ -270,11 +273,11 @@ def _global_batch(config: Config, facts: ModelFacts, batch: int, step: _StepSamp
     if accumulation:
         samples = batch * accumulation * workers
         reason = f"it is batch {batch} × accumulation {accumulation}{times_workers}"
-        return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
+        return Choice(facts.at_most(samples), reason + _capped(samples, facts))
     if config.batch.batch_size == "auto":
         samples = batch * workers
         reason = f"it is one measured batch{times_workers}"
-        return Choice(min(samples, facts.samples), reason + _capped(samples, facts))
+        return Choice(facts.at_most(samples), reason + _capped(samples, facts))
     over_workers = f", over {workers} workers" if workers > 1 else ""
     return Choice(step.samples, f"an optimizer step has this many samples{over_workers}")
 
@@ -284,11 +287,11 @@ def _evaluation(config: Config, facts: ModelFacts, batch: int, workers: int) -> 
         return Choice(config.batch.eval_batch_size, "set by --eval-batch-size")
     if config.run.debug or not config.run.auto:
         return Choice(batch, "it is the training batch")
-    if not facts.validation_samples:
+    if facts.validation_samples == 0:
         return Choice(1, f"{NOT_USED}there are no validation samples")
-    share = -(-facts.validation_samples // workers)
     twice = 2 * batch
-    if share > twice:
+    share = None if facts.validation_samples is None else -(-facts.validation_samples // workers)
+    if share is None or share > twice:
         return Choice(
             twice, "it is twice the training batch: evaluation saves no activations for a backward pass"
         )

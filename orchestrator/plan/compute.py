@@ -71,12 +71,17 @@ def choose_tf32(config: Config, inventory: Inventory, device: str) -> Choice[boo
 
 
 def choose_compile(
-    config: Config, facts: ModelFacts, model_is_divided: bool, gpu: Gpu | None, flops: float, steps: int
+    config: Config,
+    facts: ModelFacts,
+    model_is_divided: bool,
+    gpu: Gpu | None,
+    flops: float,
+    steps: int | None,
 ) -> Choice[bool]:
     """Choose compilation for runs that are long enough.
 
-    It takes half a minute and saves a part of each step. ``flops`` and ``steps`` are those of the
-    whole run.
+    It takes half a minute and saves a part of each step. ``flops`` are those of a step, and
+    ``steps`` those of the whole run.
     """
     switch = set_switch(config.device.compile, "--compile")
     if switch is not None:
@@ -97,9 +102,11 @@ def choose_compile(
         return Choice(
             False, "the run would end if a part of the divided model did not compile; try --compile"
         )
+    if steps is None:
+        return Choice(False, "the number of steps is unknown; try --compile for a long run")
     hopper = gpu.capability >= _HOPPER_CAPABILITY
     flops_per_s = _HOPPER_FLOPS_PER_S if hopper else _OLDER_FLOPS_PER_S
-    seconds = max(flops / flops_per_s, steps * _SHORTEST_STEP_S)
+    seconds = steps * max(flops / flops_per_s, _SHORTEST_STEP_S)
     length = f"about {seconds_text(seconds)} of work"
     if seconds < _COMPILE_PAYS_FROM_S:
         takes_long = Rejected("on", "compiling would take as long as it saves")

@@ -44,8 +44,10 @@ class ModelFacts:
     inputs."""
     largest_bytes: float
     """Bytes per sample of the largest single activation."""
-    samples: int
-    validation_samples: int
+    samples: int | None
+    """Training samples; None if only reading them all would tell."""
+    validation_samples: int | None
+    """None as for ``samples``; 0 without validation data."""
     unit: str
     units_per_sample: int
     gathered_bytes: int | None
@@ -65,6 +67,10 @@ class ModelFacts:
     data: str = ""
     """Hash of the first training samples, if the data is in memory: data read by the sample may
     differ from one read to the next."""
+
+    def at_most(self, samples: int) -> int:
+        """Return a number of samples, cut to those that the data is known to have."""
+        return samples if self.samples is None else min(samples, self.samples)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class Plan:
     data_on_device: Choice[bool]
     threads: Choice[int]
     warmup_steps: Choice[int]
-    total_steps: Choice[int]
+    total_steps: Choice[int | None]
+    """None if the data does not tell its number of samples, and no limit is set."""
     log_every: Choice[int]
     memory: MemoryEstimate
     flops_per_step: float
@@ -322,7 +323,7 @@ def _complete_plan(
         global_batch_size=batching.global_batch,
         eval_batch_size=batching.evaluation,
         activation_checkpointing=batching.recompute,
-        compile=choose_compile(config, facts, model_is_divided, gpu, flops * steps.value, steps.value),
+        compile=choose_compile(config, facts, model_is_divided, gpu, flops, steps.value),
         fused_optimizer=choose_fused_optimizer(config, facts),
         cudnn_benchmark=choose_cudnn_benchmark(config, device),
         loader_workers=loaders,

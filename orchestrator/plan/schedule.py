@@ -7,7 +7,7 @@ from orchestrator.plan.batching import Batching
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import GIB, NOT_USED, Choice, Rejected, bytes_text
+from orchestrator.types import GIB, NOT_USED, Choice, Rejected, bytes_text, counted
 
 _PLAIN_LOG_EVERY = 10
 _DEBUG_STEPS = 4
@@ -69,7 +69,10 @@ def choose_data_on_device(config: Config, facts: ModelFacts, gpu_memory: int | N
     )
 
 
-def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) -> Choice[int]:
+def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) -> Choice[int | None]:
+    """Choose the number of steps; None if only reading the data would tell."""
+    if facts.samples is None:
+        return _steps_of_stream(config)
     global_batch = batching.global_batch.value
     steps_per_epoch = -(-facts.samples // global_batch)
     steps = steps_per_epoch * config.run.epochs
@@ -85,21 +88,40 @@ def choose_total_steps(config: Config, facts: ModelFacts, batching: Batching) ->
     return Choice(steps, reason)
 
 
-def choose_warmup(config: Config, steps: int) -> Choice[int]:
+def _steps_of_stream(config: Config) -> Choice[int | None]:
+    """Choose the number of steps where the data is read in order, to an end that is not known."""
+    max_steps = config.run.max_steps
+    if config.run.debug:
+        return Choice(min(_DEBUG_STEPS, max_steps or _DEBUG_STEPS), "set by --debug")
+    epochs = f"{counted(config.run.epochs, 'epoch')}, each to the end of the data"
+    if max_steps is not None:
+        return Choice(max_steps, f"set by --max-steps, at most {epochs}")
+    if config.optim.schedule == "constant":
+        return Choice(None, epochs)
+    return Choice(
+        None, f"{epochs}; --schedule {config.optim.schedule} needs --max-steps: the learning rate is constant"
+    )
+
+
+def choose_warmup(config: Config, steps: int | None) -> Choice[int]:
     if config.optim.warmup_steps is not None:
         return Choice(config.optim.warmup_steps, "set by --warmup-steps")
     if not config.run.auto:
         return Choice(0, NO_AUTO)
+    if steps is None:
+        return Choice(0, "the number of steps is unknown")
     return Choice(min(1000, steps // 20), "it is a twentieth of the run, at most 1000 steps")
 
 
-def choose_log_every(config: Config, steps: int, device: str) -> Choice[int]:
+def choose_log_every(config: Config, steps: int | None, device: str) -> Choice[int]:
     if config.watch.log_every is not None:
         return Choice(config.watch.log_every, "set by --log-every")
     if config.run.debug:
         return Choice(1, "set by --debug")
     if not config.run.auto:
         return Choice(_PLAIN_LOG_EVERY, NO_AUTO)
+    if steps is None:
+        return Choice(_PLAIN_LOG_EVERY, "the number of steps is unknown")
     if device == "cpu":
         return Choice(
             max(1, min(10, steps // 20)),

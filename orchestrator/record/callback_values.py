@@ -29,7 +29,8 @@ class StartInfo:
     config: Config
     step: int
     """Steps done already: 0, or those of the checkpoint that the run resumes from."""
-    total_steps: int
+    total_steps: int | None
+    """None where only the end of the data ends an epoch, and no limit is set."""
     strategy: str
     workers: int
     device: str

@@ -21,15 +21,15 @@ class EvaluationScreen(Screen):
         self._has_bar = False
         self._next_line_s = monotonic() + _LINE_SECONDS
 
-    def progress(self, done: int, total: int) -> None:
-        """Show how many batches are done."""
+    def progress(self, done: int, total: int | None) -> None:
+        """Show how many batches are done; ``total`` is None if the data does not tell."""
         if not self._has_bar:
             self._has_bar = True
             self({"event": "start", "total_steps": total})
         self._state.step = done
         if not self._display.is_live and monotonic() >= self._next_line_s:
             self._next_line_s = monotonic() + _LINE_SECONDS
-            self.note(f"{done} of {total} batches")
+            self.note(f"{done} of {total or '?'} batches")
 
     def result(self, fields: Mapping[str, Any], path: str) -> None:
         """Show the fields of a result, and where it was written."""

@@ -82,16 +82,16 @@ def _evaluate(assignment: Assignment, rank: int, world_size: int, split: str) ->
         return evaluate_checkpoint(prepared, world, _progress_writer(assignment.run_dir, rank))
 
 
-def _progress_writer(folder: Path, rank: int) -> Callable[[int, int], None]:
+def _progress_writer(folder: Path, rank: int) -> Callable[[int, int | None], None]:
     """Return a function that tells the driver how many batches are done."""
     next_s = 0.0
 
-    def write(done: int, total: int) -> None:
+    def write(done: int, total: int | None) -> None:
         nonlocal next_s
         if rank == 0 and monotonic() >= next_s:
             next_s = monotonic() + _POLL_SECONDS
             with suppress(OSError):  # progress is for people alone
-                (folder / _PROGRESS_FILE).write_text(f"{done} {total}", encoding="utf-8")
+                (folder / _PROGRESS_FILE).write_text(f"{done} {total or 0}", encoding="utf-8")
 
     return write
 
@@ -100,4 +100,4 @@ def _show_progress(path: Path, screen: EvaluationScreen) -> None:
     # No file yet, or one that is being written.
     with suppress(OSError, ValueError):
         done, total = path.read_text(encoding="utf-8").split()
-        screen.progress(int(done), int(total))
+        screen.progress(int(done), int(total) or None)

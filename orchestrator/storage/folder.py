@@ -99,6 +99,11 @@ class RemoteFolder:
                     return bytes(file.read(max_bytes))
         return None
 
+    def open(self, name: str) -> Any:
+        """Open an object for reading bytes in pieces; reads may raise the errors of the storage's library."""
+        with self._errors(f"read {name} of"):
+            return self._files.open(self._path(name), "rb")
+
     def write(self, name: str, content: bytes) -> None:
         """Write an object. It is there as a whole, or as it was, once this returns or fails."""
         with self._errors(f"write {name} to"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrator.errors import OrchestratorError, TaskFailed
 
 _MESSAGE_LINES = 5
+_WORKER_TRACEBACK = "Original Traceback"  # in errors that torch passes on from a loader process
 _WORKER_FRAMES = 3  # shown of an error in a loader process
 _ORCHESTRATOR = Path(__file__).resolve().parents[1]
 _NOT_USER_CODE = (
@@ -26,8 +27,8 @@ def user_code(action: str) -> Iterator[None]:
     """Run code that is not ours; raise its errors as ``TaskFailed``, with the user's frames."""
     try:
         yield
-    except OrchestratorError:
-        raise
+    except OrchestratorError as error:
+        raise _without_worker_traceback(error) from None
     # SystemExit too: a script that ends itself when imported would silently end the run.
     except (Exception, SystemExit) as error:
         raise TaskFailed(describe(error, action)) from error
@@ -70,7 +71,7 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _describe_worker_error(text: str, action: str) -> str | None:
     """Return the cause and the last user frames of an error in a loader process, which torch passes on as
     text."""
-    if "Original Traceback" not in text:
+    if _WORKER_TRACEBACK not in text:
         return None
     lines = [line for line in text.splitlines() if line.strip()]
     frames = [number for number, line in enumerate(lines) if _is_user_frame(line)]
@@ -80,6 +81,15 @@ def _describe_worker_error(text: str, action: str) -> str | None:
         if number + 1 < len(lines)
     ]
     return "\n".join([lines[-1].strip(), f"  while {action}, in a loader process", *shown])
+
+
+def _without_worker_traceback(error: OrchestratorError) -> OrchestratorError:
+    """Return a known error as it was raised, if a loader process passed it on with its traceback."""
+    text = str(error).strip()
+    if _WORKER_TRACEBACK not in text:
+        return error
+    message = text.rpartition(f".{type(error).__name__}: ")[2]
+    return type(error)(message)
 
 
 def _is_user_frame(line: str) -> bool:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestrator.tasks.task import Gatherable
 from orchestrator.train.batches import tensors_of
 
 
-def find_bad_input(data: Any, indices: Sequence[int]) -> str | None:
-    """Return a sentence about the first of these samples with NaN or infinity; None if all are finite."""
-    for index in indices:
+def find_bad_input(samples: Iterable[tuple[str, Callable[[], Any]]]) -> str | None:
+    """Return a sentence about the first sample with NaN or infinity; None if all are finite.
+
+    ``samples`` are names of samples, with functions that return them.
+    """
+    for name, read in samples:
         # The data may be read only once, or differ from one read to the next.
         with suppress(Exception):
-            for field, tensor in _fields(_sample(data, index)):
+            for field, tensor in _fields(read()):
                 kind = _not_finite(tensor)
                 if kind:
                     where = f" in field {field}" if field else ""
-                    return f"training sample {index} has {kind}{where}"
+                    return f"training sample {name} has {kind}{where}"
     return None
-
-
-def _sample(data: Any, index: int) -> Any:
-    return data.gather(torch.tensor([index])) if isinstance(data, Gatherable) else data[index]
 
 
 def _fields(sample: Any) -> Iterator[tuple[str, Tensor]]:

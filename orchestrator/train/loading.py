@@ -1,14 +1,16 @@
-"""Loading of batches from a data set with ``__getitem__``, in this process or in loader processes."""
+"""Loading of batches by the keys of their samples, in this process or in loader processes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 
@@ -20,6 +22,8 @@ class LoaderOptions:
     prefetch: int = 2
     on_device: bool = False
     """Whether the whole data set lies on the device."""
+    shuffle_buffer: int = 0
+    """Samples of a source that are shuffled together; 0 keeps the order of the source."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class BatchRequest:
     """The samples of a batch, and the seed of its randomness."""
 
     seed: int
-    indices: tuple[int, ...]
+    keys: tuple[Any, ...]
+    """Indices of samples, or raw items of a source."""
 
 
 class BatchLoader:
@@ -44,6 +49,8 @@ class BatchLoader:
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             prefetch_factor=options.prefetch if workers else None,
+            # Its own: each pass draws a number, and a resumed run has one pass more.
+            generator=torch.Generator(),
         )
 
     def load(self, requests: Callable[[], Iterator[BatchRequest]]) -> Iterator[Any]:
@@ -84,21 +91,51 @@ class _RequestedBatches(Dataset[Any]):
         if get_worker_info() is not None:
             return self._load(request)
         # In the training process, the model's own random state must survive.
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        torch_state = torch.get_rng_state()
-        try:
+        with RandomState(request.seed).in_use():
             return self._load(request)
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(torch_state)
 
     def _load(self, request: BatchRequest) -> Any:
-        seed_python_and_numpy(request.seed)
-        torch.default_generator.manual_seed(request.seed)
+        seed_all(request.seed)
         collate = getattr(self.data, "collate", default_collate)
-        return collate([self.data[index] for index in request.indices])
+        return collate([self.data[key] for key in request.keys])
+
+
+class RandomState:
+    """A state of Python's, NumPy's and torch's random numbers that begins with a seed and goes on from
+    block to block, beside the one of the model."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: tuple[Any, Any, Tensor] | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the block draw from this state."""
+        outside = _random_state()
+        if self._state is None:
+            seed_all(self._seed)
+        else:
+            _set_random_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = _random_state()
+            _set_random_state(outside)
+
+
+def _random_state() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def seed_all(seed: int) -> None:
+    seed_python_and_numpy(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def seed_python_and_numpy(seed: int) -> None:

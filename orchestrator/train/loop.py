@@ -24,6 +24,8 @@ from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.validation import Validation
 from orchestrator.types import counted
 
+_STEPS_AT_ONCE = 1_000_000  # of a run that is not divided into segments
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,7 +64,7 @@ class Loop:
         """Train to the end."""
         outcome = None
         while outcome is None:
-            outcome = self.advance(self._cadence.total_steps + 1)
+            outcome = self.advance(_STEPS_AT_ONCE)
         return outcome
 
     def advance(self, num_steps: int, take_snapshot: bool = False) -> Outcome | None:
@@ -124,9 +126,9 @@ class Loop:
             self.memory.start_epoch()
             for batch in self._batches():
                 # --max-steps may end the run inside an epoch.
-                if progress.step >= self._cadence.total_steps:
+                if self._at_last_step:
                     self._evaluate()
-                    return Outcome("completed", f"{counted(self._cadence.total_steps, 'step')} done")
+                    return Outcome("completed", f"{counted(progress.step, 'step')} done")
                 votes = self._train_step(batch)
                 self._change_experts()
                 if _is_due(self._cadence.evaluate_every, progress.step) and self._out_of_patience():
@@ -148,6 +150,11 @@ class Loop:
         self._evaluate()
         return Outcome("completed", f"{counted(self._cadence.epochs, 'epoch')} done")
 
+    @property
+    def _at_last_step(self) -> bool:
+        total_steps = self._cadence.total_steps
+        return total_steps is not None and self.progress.step >= total_steps
+
     def _follow(self, requests: Requests) -> Outcome | None:
         """Carry out what all workers were asked to do. Return the outcome if that ends the run."""
         if requests.save:
@@ -163,7 +170,7 @@ class Loop:
         """Fetch the batches of the current epoch.
 
         The wait for each counts as the data phase of its step."""
-        batches = self._feed.steps(self.progress.epoch, self.progress.position)
+        batches = self._feed.steps(self.progress.epoch, self.progress.position, self.progress.place)
         while True:
             self.stepper.clock.begin()
             self._heartbeat.enter_phase("data")
@@ -187,6 +194,7 @@ class Loop:
         progress.step += 1
         progress.position += totals.samples
         progress.samples += totals.samples
+        progress.place = self._feed.place(progress.position)
         self._recorder.add(PendingStep(progress.step, progress.epoch, lr, seconds, totals))
         if _is_due(self._cadence.monitor_every, progress.step):
             self.record_monitor()
@@ -221,9 +229,9 @@ class Loop:
             epoch=progress.epoch,
             step=progress.step,
             seconds=perf_counter() - began_s,
-            samples=self._feed.num_samples,
+            samples=progress.position,
             loss=progress.epoch_loss / max(1.0, progress.epoch_count),
-            samples_per_second=self._feed.num_samples / max(1e-9, progress.epoch_seconds),
+            samples_per_second=progress.position / max(1e-9, progress.epoch_seconds),
             memory=self.memory.epoch_peak(),
         )
         leak_warning = self.memory.leak_warning()
@@ -247,7 +255,7 @@ class Loop:
         progress = self.progress
         if progress.step == 0:
             return None
-        if progress.step >= self._cadence.total_steps or progress.epoch >= self._cadence.epochs:
+        if self._at_last_step or progress.epoch >= self._cadence.epochs:
             self._evaluate()
             return Outcome(
                 "completed",

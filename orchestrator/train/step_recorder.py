@@ -180,9 +180,7 @@ class StepRecorder:
         # The steps are of one epoch, and the last of them ends at the present position.
         later = sum(step.totals.samples for step in steps if step.step >= bad.step)
         begin = self._progress.position - later
-        order = self._feed.order(bad.epoch)
-        indices = order[begin : begin + bad.totals.samples].tolist()
-        sentence = find_bad_input(self._feed.data, indices)
+        sentence = find_bad_input(self._feed.named_samples(bad.epoch, begin, bad.totals.samples))
         return f"{sentence}. Clean the data, or leave the sample out. " if sentence else None
 
     def _warn_of_recompiles(self) -> None:

@@ -23,7 +23,8 @@ from orchestrator.train.step import Stepper
 class Cadence:
     """Intervals of a run in steps; 0 means at the end of each epoch."""
 
-    total_steps: int
+    total_steps: int | None
+    """None where only the end of the data ends an epoch."""
     epochs: int
     log_every: int
     evaluate_every: int = 0

@@ -55,7 +55,7 @@ def build(**settings: Any) -> tuple[Stepper, Feed, PreparedRun]:
     world = World.single_process(prepared.plan.device.value)
     parts = build_parts(config, prepared.plan, prepared.task, world)
     stepper = build_stepper(config, world, parts, prepared.plan.batch_size.value, Events())
-    return stepper, build_feed(prepared.plan, prepared.task, world, 0), prepared
+    return stepper, build_feed(prepared.resolved.config, prepared.plan, prepared.task, world), prepared
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -196,7 +196,7 @@ def test_data_that_is_read_sample_by_sample_reaches_the_gpu() -> None:
         quiet=True,
     )
     prepared = trainer.prepare()
-    feed = build_feed(prepared.plan, prepared.task, World.single_process("cuda:0"), 0)
+    feed = build_feed(trainer.resolved.config, prepared.plan, prepared.task, World.single_process("cuda:0"))
     assert prepared.plan.loader_workers.value == 2
     seen: list[float] = []
     for batch in feed.steps(0):

@@ -26,6 +26,7 @@ TARGETS = (
     "orchestrator/train/step_recovery.py",
     "orchestrator/train/totals.py",
     "orchestrator/train/data.py",
+    "orchestrator/train/feeds/*.py",
     "orchestrator/train/batches.py",
     "orchestrator/train/parts/optim.py",
     "orchestrator/train/parts/precision.py",

@@ -400,16 +400,16 @@ def test_batch_and_accumulation_cover_the_global_batch_exactly(
         chosen = plan_batches(config, facts, memory_total, limit_bytes, None, ModelSharding(workers))
     except UserError:
         wanted = config.batch.global_batch_size
-        assert facts.samples < workers or (wanted is not None and wanted < workers)
+        assert facts.at_most(workers) < workers or (wanted is not None and wanted < workers)
         return
     batch, parts, whole = sizes(chosen)
     assert min(batch, parts, whole, chosen.evaluation.value) >= 1
     assert batch * parts * workers >= whole
     assert batch * (parts - 1) * workers < whole, "a micro-batch would be empty"
-    assert workers <= whole <= facts.samples
+    assert workers <= whole == facts.at_most(whole)
     assert (batch - 1) * workers < whole
     if config.batch.global_batch_size and not config.run.debug:
-        assert whole == min(config.batch.global_batch_size, facts.samples)
+        assert whole == facts.at_most(config.batch.global_batch_size)
     choices = [
         chosen.starting,
         chosen.batch_size,

@@ -117,3 +117,26 @@ def test_settings_replace_the_chosen_logging_interval():
     assert planned(CPU, max_steps=1000, log_every=3).log_every.value == 3
     assert planned(CPU, debug=True).log_every.value == 1
     assert planned(CPU, max_steps=20, auto=False).log_every.value == 10
+
+
+def test_data_of_unknown_length_has_no_number_of_steps_without_a_limit():
+    stream = model(samples=None, gathered_bytes=None, validation_samples=None)
+    chosen = planned(CPU, stream, epochs=3)
+    assert chosen.total_steps.value is None
+    assert "3 epochs" in chosen.total_steps.reason
+    assert "--schedule cosine needs --max-steps: the learning rate is constant" in chosen.total_steps.reason
+    assert "needs" not in planned(CPU, stream, schedule="constant").total_steps.reason
+    assert (chosen.warmup_steps.value, chosen.log_every.value) == (0, 10)
+    limited = planned(CPU, stream, max_steps=400)
+    assert (limited.total_steps.value, limited.warmup_steps.value) == (400, 20)
+    assert planned(CPU, stream, debug=True).total_steps.value == 4
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_size": 7}, {"global_batch_size": 10**6}, {"batch_size": "auto"}]
+)
+def test_steps_of_data_of_unknown_length_are_not_cut(settings: dict[str, Any]):
+    stream = planned(H200, model(samples=None, gathered_bytes=None), **settings)
+    long = planned(H200, model(samples=10**9, gathered_bytes=None), **settings)
+    assert stream.global_batch_size == long.global_batch_size
+    assert stream.eval_batch_size.value == long.eval_batch_size.value

@@ -84,7 +84,7 @@ def make_evolution(
         )
     plan = EvolutionPlan(
         seed=0,
-        steps_left=lambda progress: -(-(feed.num_samples - progress.position) // feed.global_batch),
+        steps_left=lambda progress: feed.steps_from(progress.position),
         sleep_every=1,
         policy=ScriptedPolicy(script),
     )

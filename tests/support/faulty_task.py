@@ -228,7 +228,10 @@ class WrappedFunction:
 
 WRAPPED = (
     WrappedFunction(
-        "orchestrator.train.data", "_GatherRows.__call__", lambda agent: agent.enter_phase("data"), False
+        "orchestrator.train.feeds.indexed",
+        "_GatherRows.__call__",
+        lambda agent: agent.enter_phase("data"),
+        False,
     ),
     WrappedFunction("experts.group", "Group.all_to_all", _enter_exchange, True),
     WrappedFunction("experts.group", "Group.all_reduce", _enter_gradients, True),

@@ -210,6 +210,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "expert_replicas": st.integers(1, 4),
     "data_dir": _maybe(_paths),
     "samples": _maybe(_small),
+    "shuffle_buffer": st.integers(0, 1000),
     "loader_workers": st.integers(-1, 8),
     "batch_size": st.one_of(st.none(), st.just("auto"), _small),
     "accumulation_steps": _maybe(st.integers(1, 16)),

@@ -17,6 +17,7 @@ from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import TensorData
 from orchestrator.tasks.text import Text
 from orchestrator.train.data import Feed
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.named_optimizers import build_named_optimizer
@@ -112,7 +113,7 @@ def make_stepper(
         recompute_blocks(model, strategy.context)
     settings = Config.of(learning_rate=learning_rate).optim
     adamw = build_named_optimizer(model, settings, fused=True)
-    feed = Feed(
+    feed = open_feed(
         task.train_data(),
         world,
         global_batch=global_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ from orchestrator.train.bad_inputs import find_bad_input
 Sample = namedtuple("Sample", "image label")
 NAN = torch.tensor([1.0, float("nan")])
 GOOD = torch.ones(2)
+
+
+def find_in(data: Any, indices: list[int]) -> str | None:
+    """The sentence about samples of data with ``gather`` or ``__getitem__``."""
+
+    def read(index: int) -> Any:
+        return data.gather(torch.tensor([index])) if isinstance(data, TensorData) else data[index]
+
+    return find_bad_input((str(index), partial(read, index)) for index in indices)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +40,16 @@ GOOD = torch.ones(2)
     ],
 )
 def test_the_field_is_named_in_every_form_of_a_sample(sample: Any, field: str):
-    assert find_bad_input([sample, sample], [1]) == f"training sample 1 has NaN{field}"
+    assert find_in([sample, sample], [1]) == f"training sample 1 has NaN{field}"
 
 
 def test_only_the_samples_of_the_step_are_looked_at():
     data = TensorData(torch.stack([GOOD, NAN, GOOD / 0]))
-    assert find_bad_input(data, [0]) is None
-    assert find_bad_input(data, [0, 1]) == "training sample 1 has NaN in field 0"
-    assert find_bad_input(data, [2]) == "training sample 2 has infinity in field 0"
+    assert find_in(data, [0]) is None
+    assert find_in(data, [0, 1]) == "training sample 1 has NaN in field 0"
+    assert find_in(data, [2]) == "training sample 2 has infinity in field 0"
 
 
 def test_data_that_cannot_be_read_again_hides_no_error():
-    assert find_bad_input(iter([GOOD]), [0]) is None
-    assert find_bad_input([torch.ones(2, dtype=torch.int64), "text", None], [0, 1, 2]) is None
+    assert find_in(iter([GOOD]), [0]) is None
+    assert find_in([torch.ones(2, dtype=torch.int64), "text", None], [0, 1, 2]) is None

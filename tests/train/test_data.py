@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import TensorData
-from orchestrator.train.data import Feed, StepBatch
+from orchestrator.train.data import StepBatch, as_dataset
+from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 
@@ -22,10 +23,10 @@ CPU = torch.device("cpu")
 
 def make_feed(
     data: Any, global_batch: int, micro_batch: int, world: World | None = None, seed: int | None = 0
-) -> Feed:
+) -> IndexedFeed:
     """A feed of any data, or of ``data`` numbered samples."""
-    return Feed(
-        TensorData(torch.arange(data)) if isinstance(data, int) else data,
+    return IndexedFeed(
+        as_dataset(TensorData(torch.arange(data)) if isinstance(data, int) else data),
         world or World.single_process(),
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -139,7 +140,7 @@ def test_indices_are_on_the_device_of_the_data(attributes: dict[str, Any], devic
 def test_data_moves_to_the_device_only_if_asked(on_device: bool) -> None:
     world = World.single_process("meta")
     options = LoaderOptions(on_device=on_device)
-    feed = Feed(Recorded(), world, global_batch=2, micro_batch=2, seed=0, loader=options)
+    feed = IndexedFeed(Recorded(), world, global_batch=2, micro_batch=2, seed=0, loader=options)
     assert hasattr(feed.data, "moved_to") == on_device
 
 
@@ -169,7 +170,7 @@ def test_another_batch_size_continues_at_the_same_sample() -> None:
     "data", [torch.zeros(4, 2), (torch.zeros(4), torch.ones(4)), TensorDataset(torch.zeros(4)), [1, 2, 3, 4]]
 )
 def test_tensors_and_sequences_are_data(data: Any) -> None:
-    assert make_feed(data, 2, 2).steps_per_epoch == 2
+    assert make_feed(data, 2, 2).steps_from(0) == 2
 
 
 def test_a_generator_and_an_empty_data_set_are_refused() -> None:

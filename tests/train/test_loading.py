@@ -12,6 +12,7 @@ import torch
 
 from orchestrator.errors import TaskFailed
 from orchestrator.train.data import Feed
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 
@@ -27,7 +28,7 @@ class Augmented:
 
 
 def make_feed(data: Any, micro_batch: int = 4, loader_workers: int = 0) -> Feed:
-    return Feed(
+    return open_feed(
         data,
         World.single_process(),
         global_batch=6,

@@ -14,6 +14,7 @@ from orchestrator.errors import ResourceError, TaskFailed, UserError
 from orchestrator.tasks.digits import Digits
 from orchestrator.tasks.task import Loss, TensorData
 from orchestrator.tasks.text import Text
+from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.step import power_of_two
 from orchestrator.train.step_recovery import GROW_AFTER
 from orchestrator.train.totals import Totals
@@ -161,6 +162,7 @@ def test_norm_and_clipping_are_those_of_torch() -> None:
     """The norm is torch's over all parameters, before clipping; gradients are clipped by it."""
     stepper, feed = make_stepper(DoubleDigits(CONFIG), 16, 64, clip_norm=0.01)
     totals = run_steps(stepper, feed, 1)[0]
+    assert isinstance(feed, IndexedFeed)
     task = DoubleDigits(CONFIG)
     model = task.build_model()
     loss = task.loss(model, task.train_data().gather(feed.order(0)[:64]))

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable
 from orchestrator.train.batches import to_device
-from orchestrator.train.data import Feed
+from orchestrator.train.data import with_random_access
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 
@@ -34,11 +35,12 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
 
 def first_samples(data: Any, count: int) -> Any:
     """Return the first samples as a batch; short data is repeated."""
+    data = with_random_access(data, count)
     if len(data) == 0:
         raise UserError("the training data is empty; at least one sample is needed")
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
-    feed = Feed(
+    feed = open_feed(
         data,
         World.single_process(),
         global_batch=count,

@@ -27,7 +27,7 @@ from orchestrator.tasks.user_code import user_code
 from orchestrator.tasks.validate import as_loss, build_checked_model, check_trainable
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.checkpoint.state import model_tensors
-from orchestrator.train.data import as_dataset
+from orchestrator.train.data import as_dataset, num_samples
 from orchestrator.train.parts.precision import autocast
 from orchestrator.train.parts.recompute import block_lists
 from orchestrator.types import PrecisionName
@@ -81,7 +81,7 @@ def model_facts(task: Task, device_name: str, precision: PrecisionName) -> Model
         traced = _trace_fake(task, small, twice, device, precision)
     except Exception:  # not every model can be built or run without data
         traced = _run_on_cpu(task, small, twice)
-    num_validation = len(as_dataset(validation)) if validation is not None else 0
+    num_validation = num_samples(as_dataset(validation)) if validation is not None else 0
     return _facts(task, traced, data, num_validation)
 
 
@@ -195,7 +195,7 @@ class _SavedTensorCounter:
                 hook.remove()
 
 
-def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int) -> ModelFacts:
+def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | None) -> ModelFacts:
     model = traced.model
     small = traced.small
     per_sample = traced.per_sample()
@@ -215,7 +215,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int) -> 
         block_bytes=per_sample.saved_in_blocks,
         block_input_bytes=per_sample.block_inputs,
         largest_bytes=per_sample.largest,
-        samples=len(data),
+        samples=num_samples(data),
         validation_samples=num_validation,
         unit=getattr(task, "unit", "samples"),
         units_per_sample=getattr(task, "units_per_sample", 1),

@@ -100,6 +100,11 @@ def _open_worker(
     limits = TrialLimits(setup.seconds)
     if setup.objective != THROUGHPUT:
         metric = None if setup.objective == VALIDATION_LOSS else read_objective(setup.objective).name
+        if plan.total_steps.value is None:
+            raise UserError(
+                f"--objective {setup.objective} needs a number of steps, and the data does not tell "
+                "its length; give --trial-steps"
+            )
         limits = TrialLimits(setup.seconds, plan.total_steps.value, metric)
     with (
         _open_world(config, plan, address, rank, size) as world,
@@ -137,7 +142,7 @@ def _plan_trial(setup: TrialSetup, config: Config, task: Any) -> tuple[Plan, Mod
     return result, facts
 
 
-def check_batch(config: Config, point: Point, workers: int, samples: int) -> None:
+def check_batch(config: Config, point: Point, workers: int, samples: int | None) -> None:
     """Raise UserError for a step of more samples than the data has.
 
     ``train`` would cut such a step, and the trial would not be the one that its row describes.
@@ -146,7 +151,7 @@ def check_batch(config: Config, point: Point, workers: int, samples: int) -> Non
     accumulation = config.batch.accumulation_steps or 1
     product = size * accumulation * workers if isinstance(size, int) else 0
     total = config.batch.global_batch_size or product
-    if total > samples and point.keys() & _BATCH_SETTINGS:
+    if samples is not None and total > samples and point.keys() & _BATCH_SETTINGS:
         factors = f"--batch-size {size} × --accumulation-steps {accumulation} × {workers} workers"
         flags = "--global-batch-size" if config.batch.global_batch_size else factors
         raise UserError(

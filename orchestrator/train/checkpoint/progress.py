@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from orchestrator.data.source import SavedPlace
 from orchestrator.errors import UserError
 
 _MAX_COUNT = 2**62  # a larger count in a checkpoint was not written by a run
@@ -25,6 +26,8 @@ class Progress:
     epoch: int = 0
     position: int = 0
     samples: int = 0
+    place: SavedPlace | None = None
+    """A place of the data at or before ``position``, if the data is read in order."""
     best_step: int | None = None
     best_value: float | None = None
     bad_evaluations: int = 0
@@ -37,6 +40,7 @@ class Progress:
     def start_next_epoch(self) -> None:
         self.epoch += 1
         self.position = 0
+        self.place = None
         self.epoch_loss = 0.0
         self.epoch_count = 0.0
         self.epoch_seconds = 0.0
@@ -63,6 +67,7 @@ def read_progress(state: Mapping[str, Any]) -> Progress:
         progress.position,
         progress.samples,
         progress.best_step or 0,
+        progress.place.position if progress.place else 0,
         progress.bad_evaluations,
     )
     if has_unknown_fields or not all(0 <= count < _MAX_COUNT for count in counts):

@@ -43,8 +43,8 @@ class EvolutionPlan:
     """When experts may change, and by whose decision."""
 
     seed: int
-    steps_left: Callable[[Progress], int]
-    """Returns the steps that are left of an epoch."""
+    steps_left: Callable[[Progress], int | None]
+    """Returns the steps that are left of an epoch; None for some, where the data does not tell."""
     sleep_every: int = 0
     """Steps between two decisions on births, merges and prunes; 0: at the end of each epoch."""
     policy: Policy | None = None

@@ -17,13 +17,15 @@ MIN_LR_FACTOR = 0.1  # of the peak learning rate, at the end of the cosine
 WSD_DECAY = 0.2  # part of the run in which a wsd schedule decays
 
 
-def warmup_schedule(schedule: Schedule, warmup: int, total: int) -> Callable[[int], float]:
-    """Return the learning-rate factor by step (from 0): warm-up, then the schedule of that name."""
+def warmup_schedule(schedule: Schedule, warmup: int, total: int | None) -> Callable[[int], float]:
+    """Return the learning-rate factor by step (from 0): warm-up, then the schedule of that name.
+
+    Where the total number of steps is unknown, the factor is constant after the warm-up."""
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if schedule == "constant":
+        if schedule == "constant" or total is None:
             return 1.0
         done = min(1.0, (step - warmup) / max(1, total - warmup))
         if schedule == "linear":
@@ -67,7 +69,7 @@ class ScheduledOptimizer:
         """Take over the parameters that the groups have now."""
         self.parameters = [p for group in self.inner.param_groups for p in group["params"]]
 
-    def reschedule(self, warmup: int, total: int) -> None:
+    def reschedule(self, warmup: int, total: int | None) -> None:
         """Rebuild the configured schedule for another number of steps."""
         if self._schedule is not None:
             self.factor = warmup_schedule(self._schedule, warmup, total)

@@ -15,7 +15,8 @@ from orchestrator.plan.planning import Plan, plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
-from orchestrator.train.data import Feed, MicroBatch, StepBatch, as_dataset
+from orchestrator.train.data import MicroBatch, StepBatch, as_dataset, with_random_access
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.memory import (
     free_cached,
@@ -37,6 +38,7 @@ from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import Choice
 
 _MIN_STEPS_PER_EPOCH = 8  # a batch so large that an epoch has fewer steps learns little
+_MAX_UNCOUNTED = 4096  # samples of a step where the number of samples is unknown
 _CPU_START = 8
 _CPU_SECONDS = 0.4  # of measuring on a CPU, where single steps are short and vary
 _CPU_MAX_STEPS = 64
@@ -77,10 +79,7 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     """Measure the batch size for this task on this device.
 
     Several workers probe at the same time, each on its own, and all go on from the worst result."""
-    max_samples = min(
-        facts.samples // _MIN_STEPS_PER_EPOCH,
-        config.batch.global_batch_size or facts.samples,
-    )
+    max_samples = _most_samples(config, facts)
     max_useful = max(1, max_samples // world.size)
     data = as_dataset(task.train_data())
     limit = float("inf") if plan.memory.limit is None else plan.memory.limit
@@ -95,6 +94,13 @@ def find_batch(config: Config, plan: Plan, task: Task, world: World, facts: Mode
     limit -= _growth_bytes(plan, facts)
     estimate = largest_fitting(facts, max_useful, plan.activation_checkpointing.value, limit)
     return largest_batch(probe_on_all, limit, max(1, estimate), max_useful)
+
+
+def _most_samples(config: Config, facts: ModelFacts) -> int:
+    """Return the samples that a step can use."""
+    if facts.samples is None:
+        return config.batch.global_batch_size or _MAX_UNCOUNTED
+    return min(facts.samples // _MIN_STEPS_PER_EPOCH, config.batch.global_batch_size or facts.samples)
 
 
 def _growth_bytes(plan: Plan, facts: ModelFacts) -> float:
@@ -165,14 +171,15 @@ def _raise_out_of_memory(event: str, **fields: object) -> None:
         raise torch.OutOfMemoryError(f"out of memory at a batch of {fields['micro_batch']}")
 
 
-def first_batch(data: object, world: World, size: int) -> StepBatch:
+def first_batch(data: Any, world: World, size: int) -> StepBatch:
     """Return a batch of the first samples, kept on the device. A short data set is repeated."""
+    data = with_random_access(data, size)
     if isinstance(data, Gatherable):
         loaded = to_device(data.gather(torch.arange(size) % len(data)), world.device, pin=False)
     else:
         repeated = _Repeated(data, size)
         options = LoaderOptions()
-        feed = Feed(
+        feed = open_feed(
             repeated,
             world,
             global_batch=size,

@@ -8,6 +8,7 @@ from pathlib import Path
 from experts.model import mix
 from orchestrator.config.metric import Criterion, declared_metrics, find_criterion
 from orchestrator.config.settings import Config
+from orchestrator.data.cursor import CursorHooks
 from orchestrator.errors import UserError
 from orchestrator.plan.planning import Plan
 from orchestrator.record.log import Log
@@ -20,6 +21,8 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.data import Feed
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.feeds.opening import open_feed
+from orchestrator.train.feeds.stream import StreamFeed
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.loading import LoaderOptions, seed_python_and_numpy
 from orchestrator.train.parts.weight_average import drop_average
@@ -67,7 +70,8 @@ def build_training(
     log = worker.log
     experts = experts or PlacedExperts()
     parts = build_parts(config, plan, task, world, log.write, experts.host_of, experts.layers)
-    feed = build_feed(plan, task, world, config.run.seed)
+    feed = build_feed(config, plan, task, world)
+    _connect(feed, worker)
     evaluation = build_evaluation(config, plan, task, world, parts, worker.heartbeat)
     store = CheckpointStore(worker.run_dir / "checkpoints", config.checkpoint.keep, repair=world.is_main)
     # Everything above may draw random numbers. A resumed run restores its own generators below.
@@ -109,6 +113,19 @@ def build_training(
     )
 
 
+def _connect(feed: Feed, worker: WorkerContext) -> None:
+    """Let a stream show its progress and its warnings."""
+    if not isinstance(feed, StreamFeed):
+        return
+
+    def warn(message: str) -> None:
+        worker.log.write("warning", kind="data", message=message)
+
+    feed.hooks = CursorHooks(worker.heartbeat.advance, warn)
+    if feed.note is not None:
+        warn(feed.note)
+
+
 def _restore(
     worker: WorkerContext,
     state: TrainState,
@@ -123,17 +140,17 @@ def _restore(
     return restore_checkpoint(config, state, start, restarted=resume is not None)
 
 
-def build_feed(plan: Plan, task: Task, world: World, seed: int) -> Feed:
-    """Return the training data as batches in the order of ``seed``."""
+def build_feed(config: Config, plan: Plan, task: Task, world: World) -> Feed:
+    """Return the training data as batches in the order of the run's seed."""
     with user_code("reading the training data"):
         data = task.train_data()
-    return Feed(
+    return open_feed(
         data,
         world,
         global_batch=plan.global_batch_size.value,
         micro_batch=plan.batch_size.value,
-        seed=seed,
-        loader=_loader_options(plan),
+        seed=config.run.seed,
+        loader=replace(_loader_options(plan), shuffle_buffer=config.data.shuffle_buffer),
     )
 
 
@@ -151,7 +168,7 @@ def build_evaluation(
     if data is None:
         return None
     size = plan.eval_batch_size.value
-    feed = Feed(
+    feed = open_feed(
         data,
         world,
         global_batch=size * world.data_ranks,
@@ -189,7 +206,7 @@ def watched_metric(config: Config, task: Task) -> Criterion:
     return find_criterion(text, declared_metrics(task), "--early-stopping-metric")
 
 
-def _build_cadence(config: Config, plan: Plan, total_steps: int, watched: Criterion) -> Cadence:
+def _build_cadence(config: Config, plan: Plan, total_steps: int | None, watched: Criterion) -> Cadence:
     return Cadence(
         total_steps=total_steps,
         epochs=config.run.epochs,
@@ -204,16 +221,19 @@ def _build_cadence(config: Config, plan: Plan, total_steps: int, watched: Criter
     )
 
 
-def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int:
-    """Return the step at which the run ends.
+def _last_step(config: Config, plan: Plan, feed: Feed, progress: Progress) -> int | None:
+    """Return the step at which the run ends; None where only the end of the data ends an epoch.
 
     A resumed run counts from its progress: with another batch size than before, it does not end
     where the plan says."""
     if progress.step == 0 or config.run.debug:
         return plan.total_steps.value
-    steps_in_epoch = -(-(feed.num_samples - progress.position) // feed.global_batch)
+    steps_in_epoch = feed.steps_from(progress.position)
+    steps_per_epoch = feed.steps_from(0)
+    if steps_in_epoch is None or steps_per_epoch is None:
+        return config.run.max_steps
     later_epochs = max(0, config.run.epochs - progress.epoch - 1)
-    remaining = steps_in_epoch + later_epochs * feed.steps_per_epoch
+    remaining = steps_in_epoch + later_epochs * steps_per_epoch
     if progress.epoch >= config.run.epochs:
         remaining = 0
     last_step = progress.step + remaining

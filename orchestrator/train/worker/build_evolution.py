@@ -70,8 +70,8 @@ def build_evolution(
         state.balance_interval = state.balance_interval or FIRST_INTERVAL
     feed = training.feed
 
-    def steps_left(progress: Progress) -> int:
-        return -(-(feed.num_samples - progress.position) // feed.global_batch)
+    def steps_left(progress: Progress) -> int | None:
+        return feed.steps_from(progress.position)
 
     evolution_plan = EvolutionPlan(
         seed=config.run.seed,

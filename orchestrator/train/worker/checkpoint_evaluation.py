@@ -24,7 +24,7 @@ from orchestrator.train.worker.placed_experts import place_experts
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import StartPoint, load_named, saved_experts_to_start_with
 
-OnBatch = Callable[[int, int], None]
+OnBatch = Callable[[int, int | None], None]
 """Called with the number of batches done, and of all batches."""
 
 
@@ -78,8 +78,8 @@ class _BatchCounter:
     """Counts the batches of an evaluation, which has one micro-batch in each."""
 
     def __init__(self, evaluation: Evaluation, on_batch: OnBatch) -> None:
-        num_batches = evaluation.feed.steps_per_epoch
-        self._total = min(num_batches, evaluation.max_batches or num_batches)
+        counts = (evaluation.feed.steps_from(0), evaluation.max_batches)
+        self._total = min((count for count in counts if count), default=None)
         self._done = 0
         self._on_batch = on_batch
 

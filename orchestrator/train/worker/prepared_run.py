@@ -100,15 +100,25 @@ def banner_rows(prepared: PreparedRun, run_dir: Path, remote: str | None = None)
         ("task", task),
         (
             "data",
-            f"{facts.samples} training and {facts.validation_samples} validation samples",
+            f"{_count_text(facts.samples)} training and "
+            f"{_count_text(facts.validation_samples)} validation samples",
         ),
         ("processes", _processes_text(plan)),
         ("device", f"{plan.device.value}: {plan.device.reason}"),
         ("precision", f"{plan.precision.value}: {plan.precision.reason}"),
         ("batch", _batch_text(plan)),
-        ("steps", f"{plan.total_steps.value}: {plan.total_steps.reason}"),
+        ("steps", _steps_text(plan)),
         ("folder", f"{run_dir}, uploaded to {remote}" if remote else str(run_dir)),
     ]
+
+
+def _count_text(samples: int | None) -> str:
+    return "streamed" if samples is None else str(samples)
+
+
+def _steps_text(plan: Plan) -> str:
+    steps = plan.total_steps
+    return steps.reason if steps.value is None else f"{steps.value}: {steps.reason}"
 
 
 def _processes_text(plan: Plan) -> str:

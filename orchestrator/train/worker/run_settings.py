@@ -158,7 +158,7 @@ def _check_same_model(resumed: ResumedSettings, earlier: Mapping[str, Any], fact
 
 def _data_changes(earlier: Mapping[str, Any], facts: ModelFacts) -> list[SettingChange]:
     samples = earlier.get("samples")
-    if isinstance(samples, int) and samples != facts.samples:
+    if isinstance(samples, int) and facts.samples not in (None, samples):
         return [SettingChange("training samples", samples, facts.samples, "the task's data")]
     if earlier.get("data") and facts.data and earlier["data"] != facts.data:
         name = "the hash of the first training samples"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
 from orchestrator.train.data import Feed
+from orchestrator.train.feeds.indexed import IndexedFeed
+from orchestrator.train.feeds.opening import open_feed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
 from orchestrator.train.parts.stores import file_store
@@ -64,7 +66,7 @@ def build_product_stepper(task: Tiny, world: World, host_of: Any) -> tuple[Stepp
     prepared = Trainer(task=task, config=config, quiet=True).prepare()
     config = prepared.resolved.config
     parts = build_parts(config, prepared.plan, task, world, host_of=host_of if world.size > 1 else None)
-    feed = Feed(
+    feed = open_feed(
         task.train_data(),
         world,
         global_batch=12,
@@ -206,7 +208,7 @@ def train_normed_on_host(rank: int, size: int, store: str, task: Tiny, data_on_m
 def statistics_over(task: Tiny, shares: Sequence[slice]) -> dict[str, Tensor]:
     """The statistics of a batch norm that sees these samples of the first epoch, one slice after another."""
     model = task.build_model()
-    feed = Feed(
+    feed = IndexedFeed(
         task.train_data(),
         World.single_process(),
         global_batch=12,

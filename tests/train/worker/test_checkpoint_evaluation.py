@@ -74,7 +74,7 @@ def evaluate(
     config = Config.of(**settings, resume=str(checkpoint))
     prepared = Trainer(config=config, quiet=True).prepare()
     prepared = replace(prepared, task=with_split(prepared.task, split))
-    batches: list[tuple[int, int]] = []
+    batches: list[tuple[int, int | None]] = []
     result = evaluate_checkpoint(prepared, world, lambda done, total: batches.append((done, total)))
     assert batches == [(number + 1, len(batches)) for number in range(len(batches))]
     return result

@@ -1,0 +1,32 @@
+"""Recognises the data that users bring: data sets with random access stay, iterable ones become sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from orchestrator.data.iterable import IterableSource
+from orchestrator.errors import UserError
+
+
+def as_source(data: Any) -> Any:
+    """Return a data set with random access unchanged, and any other iterable as a ``Source``.
+
+    Raises ``UserError`` for data that is neither.
+    """
+    if _has_random_access(data):
+        return data
+    if hasattr(data, "__iter__") and not isinstance(data, type | str | bytes):
+        return IterableSource(data)
+    raise UserError(
+        f"the data is a {type(data).__name__}; tensors, a data set with __len__ and __getitem__, an iterable "
+        "data set, or a Source were needed (docs/data.md)"
+    )
+
+
+def _has_random_access(data: Any) -> bool:
+    # An IterableDataset inherits a __getitem__ that raises, and may have a length.
+    if isinstance(data, IterableDataset | type):
+        return False
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")

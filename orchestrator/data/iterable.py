@@ -1,0 +1,65 @@
+"""Iterable data sets as sources: the user's own ``IterableDataset``, streams of Hugging Face ``datasets``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from orchestrator.data.source import Reader, Source, State
+from orchestrator.errors import UserError
+
+
+class IterableSource(Source):
+    """The samples that iterating over an object yields; each pass begins with ``iter``.
+
+    ``set_epoch``, ``state_dict`` and ``load_state_dict`` are used where the object has them.
+    """
+
+    def __init__(self, data: Any) -> None:
+        if isinstance(data, Iterator):
+            raise UserError(
+                f"the data is a {type(data).__name__}, which can be read only once; an object whose __iter__ "
+                "begins anew was needed, such as torch.utils.data.IterableDataset"
+            )
+        self._data = data
+        self._is_stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._first_state = data.state_dict() if self._is_stateful else None
+        if hasattr(data, "collate"):
+            self.collate = data.collate
+        if not self._is_stateful:
+            self.note = (
+                f"the data, a {type(data).__name__}, has no state_dict and load_state_dict: "
+                "a resumed run reads the epoch again up to its position"
+            )
+
+    def read(self, epoch: int, state: State | None = None) -> Reader:
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(epoch)
+        if self._is_stateful:
+            # The object may still hold the state of an earlier pass.
+            self._data.load_state_dict(self._first_state if state is None else state)
+        return _IteratorReader(self._data, self._is_stateful)
+
+
+class _IteratorReader(Reader):
+    def __init__(self, data: Any, is_stateful: bool) -> None:
+        self._data = data
+        self._is_stateful = is_stateful
+        self._iterator = iter(data)
+
+    def take(self, count: int) -> list[Any]:
+        return list(islice(self._iterator, count))
+
+    def state(self) -> State | None:
+        return as_json(self._data.state_dict()) if self._is_stateful else None
+
+
+def as_json(state: Any) -> State | None:
+    """Return a copy of a state as JSON would hold it; None if it cannot."""
+    try:
+        copy = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        return None
+    return copy if isinstance(copy, dict) else None
