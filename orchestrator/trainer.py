@@ -32,6 +32,7 @@ from orchestrator.plan.workers import (
     choose_backend,
     choose_strategy,
     choose_workers,
+    num_spares,
     uses_gpus,
     workers_flag,
 )
@@ -343,6 +344,7 @@ class Trainer:
 
     def _run_on_workers(self, joined: bool) -> Result:
         """Train on the workers of a cluster; ``joined`` if the cluster was running already."""
+        from orchestrator.runtime.cluster.prestart import prestart_workers
         from orchestrator.runtime.cluster.survey import survey
         from orchestrator.runtime.driver import Observers, drive
         from orchestrator.train.strategies.placement_file import placement_file
@@ -358,6 +360,8 @@ class Trainer:
         on_gpu = choose_worker_device(requested, node, cluster.gpus).value != "cpu"
         check_cpu(requested, on_gpu)
         choose_backend(requested, on_gpu, num_workers)
+        if not joined:
+            prestart_workers(num_workers + num_spares(requested), requested)
         prepared = self._prepare(node, cluster)
         config = prepared.resolved.config
         check_start_checkpoint(config)

@@ -23,7 +23,7 @@ from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
 
-# Ray Train's controller imports this module too and needs no torch, so torch is imported late.
+# The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
     from orchestrator.record.log import Log
     from orchestrator.train.requests import Requests

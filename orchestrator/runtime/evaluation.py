@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,9 @@ def evaluate_on_workers(
     screen.note(f"starting {workers} worker{'s' if workers > 1 else ''} ...")
     groups_before = placement_groups()
     work = partial(evaluate_worker, split=split)
-    group = WorkerGroup(work, make_assignment(prepared, folder), workers, gpu)
-    while not group.wait(_POLL_SECONDS):
-        _show_progress(folder / _PROGRESS_FILE, screen)
+    with closing(WorkerGroup(work, make_assignment(prepared, folder), workers, gpu)) as group:
+        while not group.wait(_POLL_SECONDS):
+            _show_progress(folder / _PROGRESS_FILE, screen)
     if group.failure is None:
         return group.value
     remove_groups_since(groups_before)
@@ -71,7 +71,6 @@ def evaluate_worker(config: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def _evaluate(assignment: Assignment, rank: int, world_size: int, split: str) -> dict[str, Any]:
-    # Ray Train's controller imports this module too and needs no torch, so torch is imported late.
     from orchestrator.tasks.split import with_split
     from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 

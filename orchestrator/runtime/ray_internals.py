@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError
+from ray.runtime_env import RuntimeEnv
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
@@ -166,14 +167,17 @@ def remove_placement_group_by_id(group_id: bytes) -> None:
     remove_placement_group(PlacementGroup(PlacementGroupID(group_id)))
 
 
+def disable_auto_connect() -> None:
+    """Keep calls to Ray from starting a cluster where there is none.
+
+    The public variable RAY_ENABLE_AUTO_CONNECT is read only when Ray is imported.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
+
+
 # --- worker processes that start before they are needed
-
-
-TRAIN_CONTROLLER_MODULES = (
-    "ray.train.v2._internal.execution.controller",
-    "ray.train.v2.api.data_parallel_trainer",
-)
-"""Modules that the process of Ray Train's controller imports, by name: they are imported in that process."""
 
 
 def export_setup_hook(prepare: Callable[[], None], timeout_s: int) -> dict[str, str]:
@@ -199,10 +203,13 @@ def niceness_variable() -> str:
     return RAY_WORKER_NICENESS
 
 
-def prestart_request(num_processes: int, keep_alive_s: int) -> Any:
-    """Return a request for idle worker processes with the job and the environment of this process.
+def prestart_request(
+    num_processes: int, keep_alive_s: int, variables: Mapping[str, str] | None = None
+) -> Any:
+    """Return a request for idle worker processes of this job, with the environment of this process.
 
-    Ray has no public call that starts idle processes and keeps them.
+    With ``variables`` they have the environment of an actor with these variables. Ray has no public
+    call that starts idle processes and keeps them.
     """
     from ray.core.generated.common_pb2 import Language  # pyright: ignore[reportAttributeAccessIssue]
     from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,7 +221,10 @@ def prestart_request(num_processes: int, keep_alive_s: int) -> Any:
         num_workers=num_processes,
         keep_alive_duration_secs=keep_alive_s,
     )
-    request.runtime_env_info.serialized_runtime_env = context.get_runtime_env_string()
+    environment = context.get_runtime_env_string()
+    if variables is not None:
+        environment = RuntimeEnv(env_vars=dict(variables)).serialize()
+    request.runtime_env_info.serialized_runtime_env = environment
     return request
 
 
@@ -240,27 +250,44 @@ def train_context() -> Any:
     return get_train_context()
 
 
-def run_train_controller(variables: dict[str, str], parts: dict[str, Any]) -> Any:
-    """Run Ray Train's controller on this node, with further environment variables; return its result.
+async def run_train_controller(parts: dict[str, Any]) -> Any:
+    """Run Ray Train's controller in this process; return its result.
 
-    This is the body of ``DataParallelTrainer._initialize_and_run_controller``, which offers no
-    way to set the environment of the controller's process.
+    ``DataParallelTrainer._initialize_and_run_controller`` starts an actor for it, whose process imports
+    Ray Train once more. Two more actors are left out: one passes requests on to an autoscaler (the
+    session does that), one lets workers wait for each other in ``ray.train.report`` (ours never call it).
     """
-    from ray._raylet import RAY_NODE_ID_KEY  # pyright: ignore[reportAttributeAccessIssue]
-    from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
-    variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | get_env_vars_to_propagate() | variables
-    this_node = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-    actor: Any = ray.remote(num_cpus=0, label_selector=this_node, runtime_env={"env_vars": variables})(
-        TrainController
-    )
-    controller = actor.remote(**parts)
-    ray.get(controller.run.remote())
-    return ray.get(controller.get_result.remote())
+    class UnannouncedScalingPolicy(FixedScalingPolicy):
+        def _send_resource_request(self) -> None:
+            pass
+
+        _maybe_send_resource_request = _send_resource_request
+        _cancel_resource_request = _send_resource_request
+
+    policy: Any = UnannouncedScalingPolicy(parts["scaling_policy"].scaling_config)
+    with _controller_outside_of_actors():
+        controller = TrainController(**parts | {"scaling_policy": policy})
+        await controller.run()
+    return controller.get_result()
 
 
 # --- monkeypatches
+
+
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class as long as the block runs."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
 
 
 @contextmanager
@@ -277,11 +304,59 @@ def hidden_worker_output(prefix: str) -> Iterator[None]:
         if not any(str(line).startswith(prefix) for line in data["lines"]):
             print_original(data, *args, **kwargs)
 
-    ray_worker.print_to_stdstream = print_others
-    try:
+    with _replaced(ray_worker, print_to_stdstream=print_others):
         yield
-    finally:
-        ray_worker.print_to_stdstream = print_original
+
+
+class _NoActor:
+    """Stands for the class of an actor that is not started, and for its handle."""
+
+    @classmethod
+    def options(cls, **_: Any) -> type[_NoActor]:
+        return cls
+
+    @classmethod
+    def remote(cls, **_: Any) -> type[_NoActor]:
+        return cls
+
+
+@contextmanager
+def _controller_outside_of_actors() -> Iterator[None]:
+    """Let Ray Train's controller work in a process that is no actor, and without the actor for reports."""
+    from ray.runtime_context import RuntimeContext
+    from ray.train.v2._internal.execution.worker_group import state, worker_group
+
+    with (
+        _replaced(worker_group, SynchronizationActor=_NoActor),
+        _replaced(state, _shutdown_sync_actor=lambda _: None),
+        # Workers are given a handle of the controller, which they ask for reported checkpoints.
+        _replaced(RuntimeContext, current_actor=None),
+    ):
+        yield
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def fewer_services() -> Iterator[None]:
+    """Let ``ray.init`` start a cluster without the services that a single run does not use.
+
+    These are the head of the dashboard, which ``include_dashboard=False`` still starts, the autoscaler,
+    and the monitor of logs. They take three seconds of CPU time, and ``ray.init`` waits for the first.
+    """
+    from ray._private import utils as ray_utils
+    from ray._private.node import Node
+
+    with (
+        _replaced(
+            Node, start_api_server=_do_nothing, start_monitor=_do_nothing, start_log_monitor=_do_nothing
+        ),
+        # Ray looks for the packages of the dashboard by importing them.
+        _replaced(ray_utils, get_dashboard_dependency_error=lambda: "not needed"),
+    ):
+        yield
 
 
 @contextmanager
@@ -294,11 +369,8 @@ def masked_entrypoint(mask: Callable[[str], str]) -> Iterator[None]:
     from ray._private import utils as ray_utils
 
     entrypoint_original = ray_utils.get_entrypoint_name
-    ray_utils.get_entrypoint_name = lambda: mask(entrypoint_original())
-    try:
+    with _replaced(ray_utils, get_entrypoint_name=lambda: mask(entrypoint_original())):
         yield
-    finally:
-        ray_utils.get_entrypoint_name = entrypoint_original
 
 
 @contextmanager
@@ -310,9 +382,6 @@ def unpropagated_variables(prefix: str) -> Iterator[None]:
     """
     from ray.tune.execution import class_cache
 
-    names_original = class_cache.ENV_VARS_TO_PROPAGATE
-    class_cache.ENV_VARS_TO_PROPAGATE = {name for name in names_original if not name.startswith(prefix)}
-    try:
+    names = {name for name in class_cache.ENV_VARS_TO_PROPAGATE if not name.startswith(prefix)}
+    with _replaced(class_cache, ENV_VARS_TO_PROPAGATE=names):
         yield
-    finally:
-        class_cache.ENV_VARS_TO_PROPAGATE = names_original

@@ -95,6 +95,33 @@ def test_the_command_line_of_a_job_is_masked(monkeypatch: pytest.MonkeyPatch) ->
     assert ray_utils.get_entrypoint_name is command_line
 
 
+def test_the_services_of_a_cluster_are_left_out_only_inside_the_block() -> None:
+    from ray._private import utils as ray_utils
+    from ray._private.node import Node
+
+    names = ("start_api_server", "start_monitor", "start_log_monitor")
+    originals = [getattr(Node, name) for name in names]
+    with ray_internals.fewer_services():
+        assert not set(originals) & {getattr(Node, name) for name in names}
+        assert ray_utils.get_dashboard_dependency_error() == "not needed"
+    assert [getattr(Node, name) for name in names] == originals
+    assert ray_utils.get_dashboard_dependency_error() is None
+
+
+def test_the_controller_of_ray_train_starts_no_actor_for_reports() -> None:
+    from ray.runtime_context import RuntimeContext
+    from ray.train.v2._internal.execution.worker_group import state, worker_group
+
+    original = worker_group.SynchronizationActor  # pyright: ignore[reportPrivateImportUsage]
+    with ray_internals._controller_outside_of_actors():
+        replacement: Any = worker_group.SynchronizationActor  # pyright: ignore[reportPrivateImportUsage]
+        actor = replacement.options(label_selector={}).remote(timeout_s=1, warn_interval_s=1)
+        state._shutdown_sync_actor(actor)
+        assert RuntimeContext.current_actor is None
+    assert worker_group.SynchronizationActor is original  # pyright: ignore[reportPrivateImportUsage]
+    assert isinstance(RuntimeContext.current_actor, property)
+
+
 def test_tune_copies_no_variables_with_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.tune.execution import class_cache
 

@@ -29,6 +29,10 @@ def priority_variables() -> dict[str, str]:
     return {} if variable(name) else {name: "0"}
 
 
+def variables_with_prefix(prefix: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
 def make_variable_setter(values: dict[str, str]) -> Callable[[], None]:
     """Return a function that sets those of the variables that are not set.
 

@@ -16,21 +16,21 @@ from typing import Any
 
 import ray
 
+from orchestrator.config.settings import Config
 from orchestrator.plan.inventory.cpu import usable_memory
+from orchestrator.runtime.cluster.environment import priority_variables, variables_with_prefix
 from orchestrator.runtime.cluster.import_hook import make_importer, marked_as_working
 from orchestrator.runtime.ray_internals import (
-    TRAIN_CONTROLLER_MODULES,
     export_setup_hook,
     prestart_request,
     send_prestart_request,
 )
 from orchestrator.types import GIB
 
-_CONTROLLER_MODULES = (*TRAIN_CONTROLLER_MODULES, "orchestrator.runtime.data_parallel.worker")
 _WORKER_MODULES = (
-    *_CONTROLLER_MODULES,
-    # The code that wraps a model, or steps an optimizer, imports the next two late.
-    "torch.distributed.fsdp",
+    "ray.train.v2._internal.execution.worker_group.worker",
+    "orchestrator.runtime.data_parallel.worker",
+    # The code that wraps a model, or steps an optimizer, imports it late.
     "torch._dynamo",
     "orchestrator.train.worker.run",
 )
@@ -41,7 +41,7 @@ _HOST_MODULES = (
     "orchestrator.runtime.expert_parallel.host_worker",
 )
 _TASK_MODULES = {
-    "digits": ("sklearn.datasets", "orchestrator.tasks.digits"),
+    "digits": ("orchestrator.tasks.digits",),
     "text": ("orchestrator.tasks.text",),
 }
 _KEEP_ALIVE_S = 6 * 3600
@@ -54,19 +54,19 @@ _MIN_FREE_BYTES = 2 * GIB
 """Memory that a node must have left; an idle process with torch takes 0.3 GiB."""
 
 
-def controller_hook() -> dict[str, str]:
-    """Return the variables by which a process of Ray Train's controller imports its modules as it starts."""
-    return _export_hook(_CONTROLLER_MODULES)
+def worker_variables(config: Config) -> dict[str, str]:
+    """Return the variables by which a data-parallel worker imports its modules as it starts.
+
+    Ray Train adds its own settings to them, unless they are there already."""
+    hook = _export_hook((*_WORKER_MODULES, *_TASK_MODULES.get(config.task, ())))
+    return variables_with_prefix("RAY_TRAIN_") | hook
 
 
-def worker_hook(task: str) -> dict[str, str]:
-    """Return the same for a data-parallel worker that trains the named task."""
-    return _export_hook((*_WORKER_MODULES, *_TASK_MODULES.get(task, ())))
-
-
-def host_hook(task: str) -> dict[str, str]:
-    """Return the same for an expert host."""
-    return _export_hook((*_HOST_MODULES, *_TASK_MODULES.get(task, ())))
+def host_variables(config: Config) -> dict[str, str]:
+    """Return the same for an expert host; empty if no host may ever be replaced."""
+    if not config.parallel.max_failures:
+        return {}
+    return _export_hook((*_HOST_MODULES, *_TASK_MODULES.get(config.task, ())))
 
 
 def _export_hook(modules: tuple[str, ...]) -> dict[str, str]:
@@ -85,13 +85,25 @@ def _run_marker() -> str:
     return f"expert-orchestrator/{context.get_session_name()}/{context.get_job_id()}"
 
 
-def prestart_successors(processes: int = 1) -> None:
-    """Request idle processes like this one from its node, a little later and from a background thread.
+def prestart_workers(num_workers: int, config: Config) -> None:
+    """Request the processes of a run from this node: they import while the run is being planned.
+
+    Failures are not reported: the actors start processes themselves then.
+    """
+    with suppress(Exception):
+        is_expert_parallel = config.parallel.parallel_strategy == "expert_parallel"
+        variables = host_variables(config) if is_expert_parallel else worker_variables(config)
+        request = prestart_request(num_workers, _KEEP_ALIVE_S, priority_variables() | variables)
+        send_prestart_request(_raylet_address(), request, _REQUEST_TIMEOUT_S)
+
+
+def request_successor() -> None:
+    """Request an idle process like this one from its node, a little later and from a background thread.
 
     Failures are not reported: without successors the next group starts like the first.
     """
     with suppress(Exception):
-        arguments = (_raylet_address(), prestart_request(processes, _KEEP_ALIVE_S), _run_marker())
+        arguments = (_raylet_address(), prestart_request(1, _KEEP_ALIVE_S), _run_marker())
         threading.Thread(target=_repeat_request, args=arguments, name="prestart", daemon=True).start()
 
 

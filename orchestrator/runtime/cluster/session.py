@@ -20,7 +20,9 @@ from orchestrator.plan.inventory.hardware import inventory, secret_values, visib
 from orchestrator.plan.workers import choose_workers, num_spares
 from orchestrator.redaction import mask
 from orchestrator.runtime.cluster.auth import AUTH_MODE, prepare_token, present_token, warn_if_open
+from orchestrator.runtime.cluster.preload import preloading_planner
 from orchestrator.runtime.ray_internals import (
+    fewer_services,
     find_local_cluster,
     hidden_worker_output,
     masked_entrypoint,
@@ -59,6 +61,11 @@ _RAY_SETTINGS = {
     "TUNE_WARN_THRESHOLD_S": "60",
 }
 _QUIET_SETTINGS = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+_SYSTEM_CONFIG = {
+    # Ray would start a process for each CPU and wait for it. A run has other processes, which
+    # import what they need as they start (``prestart``).
+    "prestart_worker_first_driver": False,
+}
 _QUIET_INIT: dict[str, Any] = {
     "log_to_driver": False,
     "logging_level": logging.ERROR,
@@ -113,6 +120,8 @@ def _restore_environment(before: dict[str, str], names: set[str]) -> None:
 def _enter(config: Config, note: Note) -> bool:
     """Join or start a cluster; return whether it was joined."""
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray Train's controller runs in this process. The driver reports the failures that it logs.
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)
     requested = config.parallel.ray_address
     address = _cluster_address(requested)
     if address is None:
@@ -204,11 +213,7 @@ def answers(address: str) -> bool:
 
 
 def _start(config: Config, note: Note) -> None:
-    """Start a cluster of this machine for this run. On CPUs it has a slot for each worker.
-
-    Torch is not preloaded into its processes: Ray Train has more actors without it than workers
-    that need it.
-    """
+    """Start a cluster of this machine for this run. On CPUs it has a slot for each worker."""
     parallel = config.parallel
     cores = usable_cores()
     gpus = 0 if config.device.gpu_mode == "cpu" else len(parallel.devices) or visible_gpus()
@@ -228,8 +233,15 @@ def _start(config: Config, note: Note) -> None:
     for name, value in _QUIET_SETTINGS.items():
         os.environ.setdefault(name, value)
     prepare_token()
-    with _masked_command():
-        ray.init(address="local", num_cpus=slots, num_gpus=gpus, include_dashboard=False, **_QUIET_INIT)
+    with _masked_command(), fewer_services(), preloading_planner():
+        ray.init(
+            address="local",
+            num_cpus=slots,
+            num_gpus=gpus,
+            include_dashboard=False,
+            _system_config=_SYSTEM_CONFIG,
+            **_QUIET_INIT,
+        )
 
 
 def _restrict_gpus(devices: tuple[int, ...]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ from ray.train.torch import TorchTrainer
 from orchestrator.record.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment
 from orchestrator.runtime.cluster.environment import priority_variables
-from orchestrator.runtime.cluster.prestart import controller_hook, worker_hook
+from orchestrator.runtime.cluster.prestart import worker_variables
 from orchestrator.runtime.data_parallel.worker import RendezvousConfig, train_worker
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.failures import classify_group
-from orchestrator.runtime.ray_internals import run_train_controller
+from orchestrator.runtime.ray_internals import disable_auto_connect, run_train_controller
 from orchestrator.runtime.recovery import Failure
 from orchestrator.runtime.recovery_log import RecoveryLog
 
@@ -28,18 +30,29 @@ Work = Callable[[dict[str, Any]], Any]
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 """Callbacks of Ray Train that start an actor each, for Tune and for Ray Data."""
+_CANCEL_SECONDS = 5.0
 
 
 class LeanTrainer(TorchTrainer):
     """Ray Train's trainer without the actors that only Tune and Ray Data need."""
+
+    cancel: Callable[[], Any] | None = None
+    """Ends ``fit`` from another thread; None before it has begun."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
         return [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
 
     def _initialize_and_run_controller(self, **parts: Any) -> Result:
-        """Run the controller as Ray Train does, with the variables that preload its imports."""
-        return run_train_controller(controller_hook(), parts)
+        """Run the controller in this process, where it is a task that can be cancelled."""
+        return asyncio.run(self._run_controller(parts))
+
+    async def _run_controller(self, parts: dict[str, Any]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        return await run_train_controller(parts)
 
 
 class WorkerGroup:
@@ -55,7 +68,8 @@ class WorkerGroup:
         """The error to show to the user, if the group has failed."""
         self._trainer = _trainer(work, assignment, workers, gpu)
         self._done = threading.Event()
-        threading.Thread(target=self._fit, name="ray-train", daemon=True).start()
+        self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
+        self._thread.start()
 
     def _fit(self) -> None:
         try:
@@ -68,6 +82,16 @@ class WorkerGroup:
     def wait(self, timeout_s: float) -> bool:
         """Return whether the group has ended, after the timeout at the latest."""
         return self._done.wait(timeout_s)
+
+    def close(self) -> None:
+        """End ``fit``, unless it has ended by itself."""
+        if self._trainer.cancel is not None:
+            with suppress(RuntimeError):  # the loop of its thread is closed: ``fit`` has ended
+                self._trainer.cancel()
+        self._thread.join(_CANCEL_SECONDS)
+        if self._thread.is_alive():
+            # It waits for workers to start. Once the cluster is gone, its next call would start another.
+            disable_auto_connect()
 
 
 class DataParallelRun:
@@ -92,7 +116,7 @@ class DataParallelRun:
         return AttemptResult(str((group.value or {}).get("status")))
 
     def close(self) -> None:
-        pass
+        self._group.close()
 
 
 def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> LeanTrainer:
@@ -101,7 +125,7 @@ def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> Lea
     return LeanTrainer(
         work,
         train_loop_config={"assignment": ray.put(assignment)},
-        torch_config=RendezvousConfig(backend, config.parallel.max_failures > 0),  # pyright: ignore[reportArgumentType]
+        torch_config=RendezvousConfig(backend),  # pyright: ignore[reportArgumentType]
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=gpu,
@@ -113,6 +137,6 @@ def _trainer(work: Work, assignment: Assignment, workers: int, gpu: bool) -> Lea
             storage_path=str(Path(assignment.run_dir, "logs", "ray_train")),
             # The driver restarts the workers itself, after it has decided how many.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-            worker_runtime_env={"env_vars": {**priority_variables(), **worker_hook(config.task)}},
+            worker_runtime_env={"env_vars": {**priority_variables(), **worker_variables(config)}},
         ),
     )

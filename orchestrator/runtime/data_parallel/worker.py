@@ -25,10 +25,10 @@ from orchestrator.runtime.bootstrap import (
     uses_cuda,
 )
 from orchestrator.runtime.cluster.environment import set_variables, variable
-from orchestrator.runtime.cluster.prestart import prestart_successors
+from orchestrator.runtime.cluster.prestart import request_successor
 from orchestrator.runtime.ray_internals import train_context
 
-# Ray Train's controller imports this module too and needs no torch, so torch is imported late.
+# The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
     import torch
 
@@ -49,11 +49,6 @@ class _RendezvousBackend(Backend):
         address, port = worker_group.execute_single(0, free_address)
         worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
-        if backend_config.may_restart:
-            # One for the next controller, one for the actor of Ray Train that takes its reports.
-            prestart_successors(2)
-
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         pass
 
@@ -63,8 +58,6 @@ class RendezvousConfig(BackendConfig):
     """Ray Train's settings for a group of workers that form their process group themselves."""
 
     backend: str = "gloo"
-    may_restart: bool = True
-    """Whether another group may follow after a failure."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -82,7 +75,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         assignment: Assignment = ray.get(config["assignment"])
     with masked_errors(assignment.prepared.hidden), _worker_run(assignment, rank, world_size) as run:
         if run.prepared.resolved.config.parallel.max_failures:
-            prestart_successors()
+            request_successor()
         outcome = None
         while outcome is None:
             outcome = run.advance(sys.maxsize)

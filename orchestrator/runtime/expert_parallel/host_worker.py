@@ -23,7 +23,7 @@ from orchestrator.runtime.bootstrap import (
     uses_cuda,
 )
 from orchestrator.runtime.cluster.environment import set_variables
-from orchestrator.runtime.cluster.prestart import prestart_successors
+from orchestrator.runtime.cluster.prestart import request_successor
 from orchestrator.runtime.expert_parallel.heartbeats import heartbeat_key
 from orchestrator.runtime.expert_parallel.snapshot_references import ReferencedSnapshots, SnapshotReferences
 
@@ -139,7 +139,7 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
 
 def prestart_successor(context: HostContext) -> None:  # noqa: ARG001
     """Ask this node for a process that is ready when the next host is started."""
-    prestart_successors()
+    request_successor()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import ray
 from orchestrator.errors import OrchestratorError
 from orchestrator.record.events import EventLog
 from orchestrator.runtime.bootstrap import Assignment
-from orchestrator.runtime.cluster.prestart import host_hook
+from orchestrator.runtime.cluster.prestart import host_variables
 from orchestrator.runtime.driver import AttemptResult
 from orchestrator.runtime.expert_parallel.group import HostGroup
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
@@ -104,7 +104,7 @@ class ExpertParallelRun:
         self._start_deadline = perf_counter() + self._start_limit_s
         reference = ray.put(assignment)
         store, store_address = open_store(ray.util.get_node_ip_address())
-        variables = host_hook(config.task) if parallel.max_failures else {}
+        variables = host_variables(config)
         warn_of_hosts = partial(self._warn, "hosts")
         warn_of_snapshots = partial(self._warn, "snapshots")
         self._pool = HostPool(
