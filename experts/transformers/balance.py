@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.context import MoEContext
 
+RouterOutputs = tuple[Sequence[Tensor] | None, Tensor | None]
+"""The router logits of a pass, by layer, and its attention mask; None for a batch without padding."""
+
 
 @dataclass(frozen=True)
 class BalanceCounts:
@@ -33,7 +36,7 @@ class BalanceCounts:
 
 def balance_loss(
     model: nn.Module,
-    router_logits: Sequence[Tensor],
+    router_logits: Sequence[Tensor] | None,
     attention_mask: Tensor | None = None,
     counts: BalanceCounts | None = None,
 ) -> Tensor:
@@ -43,6 +46,7 @@ def balance_loss(
     and add it to the mean loss, in place of ``aux_loss``. ``counts`` are those of the step
     (``step_counts``). Without them, this pass is the step's only one on each host: all hosts must
     call it."""
+    router_logits = _checked(router_logits)
     if counts is None:
         counts = _over_hosts(_pass_counts(model, router_logits, attention_mask), _context(model))
     share_E = (counts.choices_E / counts.rows.clamp(min=1)).to(router_logits[0].device)
@@ -54,7 +58,7 @@ def balance_loss(
 
 @torch.no_grad()
 def step_counts(
-    model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], tuple[Sequence[Tensor], Tensor | None]]
+    model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], RouterOutputs]
 ) -> BalanceCounts:
     """Return the counts of a step with several micro-batches, by a forward pass over each.
 
@@ -65,14 +69,24 @@ def step_counts(
     return _over_hosts(reduce(BalanceCounts.plus, passes), _context(model))
 
 
+def _checked(router_logits: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    if not router_logits:
+        raise ValueError(
+            "the model's outputs have no router logits, which the auxiliary loss is computed from: call it "
+            "with output_router_logits=True. Granite-MoE of transformers 5.17 has none even then"
+        )
+    return router_logits
+
+
 def _context(model: nn.Module) -> MoEContext:
     return moe_layers(model)[0][1].context
 
 
 def _pass_counts(
-    model: nn.Module, router_logits: Sequence[Tensor], attention_mask: Tensor | None
+    model: nn.Module, router_logits: Sequence[Tensor] | None, attention_mask: Tensor | None
 ) -> BalanceCounts:
     """Count the choices of one pass on this host. A dummy pass has none."""
+    router_logits = _checked(router_logits)
     top_k = moe_layers(model)[0][1].top_k
     num_experts = router_logits[0].shape[-1]
     choices_E = torch.zeros(num_experts, dtype=torch.int64, device=router_logits[0].device)

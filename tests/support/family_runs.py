@@ -16,14 +16,18 @@ from torch import Tensor, nn
 from experts.balance import moe_layers
 from experts.context import MoEContext
 from experts.model import attach, place
+from experts.structure import Change
+from experts.surgery.surgery import Surgery, change_layer
 from experts.tokens.exchange import GroupExchange
 from experts.transformers.balance import balance_loss, step_counts
 from experts.transformers.registration import use
 from orchestrator.config.settings import Config
 from orchestrator.train.data import Feed
+from orchestrator.train.evolution.optimizer_state import state_spec
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.step import Stepper
 from tests.support.families import (
     EXPERTS,
     FAMILIES,
@@ -82,6 +86,37 @@ def train_hosted(name: str, world: World) -> FamilyRun:
     weights = by_expert(model, dict(model.named_parameters()))
     aux_loss, aux_gradients = hosted_aux(name, world) if name in AUX_FAMILIES else (0.0, None)
     return FamilyRun(losses, norm, gradients, weights, aux_loss, aux_gradients)
+
+
+def train_with_moves(rank: int, size: int, store: str, name: str) -> FamilyRun:
+    """Train on two hosts, and exchange experts between them after the second step."""
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        host_of = placement(name, size)
+        assert host_of is not None
+        stepper, feed = make_stepper(
+            FamilyTask(name), 2, GLOBAL_BATCH, 1e-3, clip_norm=1e9, world=world, host_of=host_of
+        )
+        model = stepper.strategy.model
+        losses: list[float] = []
+        for step, batch in enumerate(step_batches(feed, STEPS)):
+            losses.append(mean_loss(stepper.run(batch, step)))
+            if step == 1:
+                move_experts(stepper, host_of)
+        weights = by_expert(model, dict(model.named_parameters()))
+        return FamilyRun(losses, 0.0, {}, weights)
+
+
+def move_experts(stepper: Stepper, host_of: Sequence[Sequence[int]]) -> None:
+    """Move the first and the last expert of each layer to the other of two hosts."""
+    model = stepper.strategy.model
+    for number, (_, layer) in enumerate(moe_layers(model)):
+        ids = (0, len(host_of[number]) - 1)
+        hosts = tuple((1 - host_of[number][expert],) for expert in ids)
+        change = Change("moved", number, ids, "a test", hosts=hosts)
+        optimizer = stepper.optimizer.inner
+        spec = state_spec(layer, optimizer, stepper.world)
+        change_layer(model, layer, change, Surgery(optimizer, spec, seed=0, step=2))
+        stepper.experts_changed()
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

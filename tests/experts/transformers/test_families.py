@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from orchestrator.train.parts.world import World
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, build
 from tests.support.family_runs import (
     FamilyRun,
     differences,
@@ -18,6 +18,8 @@ from tests.support.family_runs import (
     train_eager,
     train_hosted,
     train_on_hosts,
+    train_with_moves,
+    worst_weight,
 )
 from tests.support.ranks import run_ranks
 
@@ -48,6 +50,14 @@ def test_a_family_equals_its_eager_code(name: str, hosts: int) -> None:
     bounds = {"loss": 1e-12, "norm": 1e-12, "auxiliary loss": 1e-12, "5 AdamW steps": 1e-9}
     too_large = {kind: off for kind, off in found.items() if not off <= bounds.get(kind, 1e-10)}
     assert not too_large
+
+
+def test_experts_with_biases_move_between_hosts() -> None:
+    hosts = run_ranks(train_with_moves, 2, "GPT-OSS")
+    assert hosts[0].losses == pytest.approx(eager("GPT-OSS").losses, rel=1e-12)
+    assert worst_weight(hosts, eager("GPT-OSS"), build("GPT-OSS")) <= 1e-9
+    moved = "model.layers.0.mlp.experts.hosted.bank.0.down_bias"
+    assert [moved in host.weights for host in hosts] == [False, True]
 
 
 def test_each_family_has_two_layers_with_experts() -> None:

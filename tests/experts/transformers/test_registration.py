@@ -155,3 +155,17 @@ def test_a_copied_model_keeps_its_own_activation(name: str) -> None:
     (_, layer), *_ = moe_layers(copied(model))
     activation: Any = layer.bank.form.activation
     assert activation is None or activation.__self__.hosted is layer
+
+
+def test_outputs_without_router_logits_are_refused() -> None:
+    model = use(build("Mixtral"))
+    outputs = model(input_ids=tokens(1))
+    with pytest.raises(ValueError, match="call it with output_router_logits=True"):
+        experts.transformers.balance_loss(model, outputs.router_logits)
+
+
+def test_the_passes_of_one_micro_batch_count_themselves() -> None:
+    model = use(build("Mixtral"))
+    outputs = model(input_ids=tokens(3), output_router_logits=True)
+    loss = experts.transformers.balance_loss(model, outputs.router_logits)
+    torch.testing.assert_close(loss.float(), outputs.aux_loss.float())
