@@ -54,7 +54,7 @@ TOKENS = 1024  # per host and step
 TOP_K = 1
 SPEED = 2e10  # FLOPs per second of a core, for the balancer
 BANDWIDTH = 1e9
-BLOCK = 10
+BLOCK = 5
 """Steps of one variant before the next one: noise of the machine hits all alike."""
 
 Loads = Sequence[np.ndarray]
@@ -279,10 +279,11 @@ COLUMNS = [
     "ms of a decision without change",
 ]
 NOTE = """Each host computes {tokens} tokens a step; {experts} experts of {hidden} × {width}, top-1, fp32, one
-thread per host. Throughput is that of even loads (force-balanced), as the ratio of the medians of the
-second half of the steps; CPU time is that of the busiest host.
-Max/mean is of the second half of the steps too. "Until" is the
-first of ten steps that are balanced in the mean. The variants alternate every {block} steps.
+thread per host. The variants alternate every {block} steps. Throughput is the share of that of even loads
+(force-balanced): the ratio of the median steps of two blocks that follow each other. Shown are the median
+of all such pairs and, in brackets, the quartiles; CPU time is that of the busiest host. The first half of the
+steps is left out, and with it the warm-up of the processes. Max/mean is of the second half too. "Until" is
+the first of ten steps that are balanced in the mean.
 
 """
 
@@ -290,15 +291,15 @@ first of ten steps that are balanced in the mean. The variants alternate every {
 def row(name: str, case: list[list[Figures]]) -> list[object]:
     """Return the figures of a case: of experts that stay, balanced experts, and even loads."""
     stay, balanced, even = case
-    shares = [_ratio(even, variant, _wall_seconds) for variant in (stay, balanced)]
-    cpu_shares = [_ratio(even, variant, _cpu_seconds) for variant in (stay, balanced)]
+    shares = [_shares(even, variant, _wall_seconds) for variant in (stay, balanced)]
+    cpu_shares = [_shares(even, variant, _cpu_seconds) for variant in (stay, balanced)]
     main = balanced[0]
     return [
         name,
         f"{statistics.mean(_late(stay[0].imbalances)):.2f}",
         f"{statistics.mean(_late(main.imbalances)):.3f}",
         _steps_until_balanced(main.imbalances),
-        *(f"{share:.0%}" for share in (*shares, *cpu_shares)),
+        *map(_with_quartiles, (*shares, *cpu_shares)),
         f"{1000 * statistics.median(_late(_wall_seconds(even))):.0f}",
         main.num_changes,
         f"{1000 * sum(main.change_seconds):.0f}",
@@ -307,8 +308,20 @@ def row(name: str, case: list[list[Figures]]) -> list[object]:
     ]
 
 
-def _ratio(even: list[Figures], variant: list[Figures], seconds: Callable[..., list[float]]) -> float:
-    return statistics.median(_late(seconds(even))) / statistics.median(_late(seconds(variant)))
+def _shares(even: list[Figures], variant: list[Figures], seconds: Callable[..., list[float]]) -> list[float]:
+    """Return the throughput as a share of that of even loads, in each block of the second half."""
+    even_blocks = _block_medians(seconds(even))
+    blocks = _block_medians(seconds(variant))
+    return _late([even_s / s for even_s, s in zip(even_blocks, blocks, strict=True)])
+
+
+def _block_medians(seconds: Sequence[float]) -> list[float]:
+    return [statistics.median(seconds[begin : begin + BLOCK]) for begin in range(0, len(seconds), BLOCK)]
+
+
+def _with_quartiles(shares: Sequence[float]) -> str:
+    low, median, high = np.quantile(shares, [0.25, 0.5, 0.75])
+    return f"{median:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _wall_seconds(hosts: list[Figures]) -> list[float]:
@@ -319,7 +332,7 @@ def _cpu_seconds(hosts: list[Figures]) -> list[float]:
     return [max(step) for step in zip(*(host.cpu_seconds for host in hosts), strict=True)]
 
 
-def _late(values: Sequence[float]) -> Sequence[float]:
+def _late(values: list[float]) -> list[float]:
     return values[len(values) // 2 :]
 
 
