@@ -14,7 +14,7 @@ from experts.gate import Gate, mix_bits
 from experts.types import Routing
 
 NUM_SAMPLES = 32
-"""Tokens of the newest observed step that experts are compared on."""
+"""Tokens of a step that experts are compared on."""
 _MAX_PAIRS = 256  # experts; beyond, a table of pairs would outgrow the other statistics
 _GRID = 2**20
 """Steps of the grid per unit: fp64 adds up to 2**33 units exactly."""
@@ -35,6 +35,7 @@ class ExpertStatistics(nn.Module):
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self._samples = True
         num_pairs = num_experts**2 if num_experts <= _MAX_PAIRS else 0
         # One vector, so that all layers are added up over the hosts in one collective.
         self.register_buffer("sums", torch.zeros(2 + num_experts + num_pairs, dtype=torch.float64))
@@ -58,7 +59,8 @@ class ExpertStatistics(nn.Module):
             with torch.autocast(x_TD.device.type, enabled=False):
                 parts.append((chosen_TE.t() @ chosen_TE).double().reshape(-1))
         self.local_sums += _rounded(torch.cat(parts))
-        self._sample(x_TD, position_T)
+        if self._samples:
+            self._sample(x_TD, position_T)
 
     def _sample(self, x_TD: Tensor, position_T: Tensor) -> None:
         """Keep the tokens of the step with the lowest hashes of their positions, on any host."""
@@ -74,9 +76,11 @@ class ExpertStatistics(nn.Module):
         """The buffers that the passes of a step change."""
         return self.local_sums, self.sample_PD, self.priority_P
 
-    def begin_step(self) -> None:
-        """Forget the tokens of the last observed step."""
-        self.priority_P.fill_(_NO_PRIORITY)
+    def begin_step(self, samples: bool = True) -> None:
+        """Begin to observe a step. ``samples`` if tokens of it are kept, in place of those before."""
+        self._samples = samples
+        if samples:
+            self.priority_P.fill_(_NO_PRIORITY)
 
     def reset(self) -> None:
         """Begin a new window."""

@@ -31,3 +31,18 @@ def test_a_snapshot_in_between_changes_no_bit() -> None:
         assert float(whole[1]) > 0
         for moments in ({0}, {2, 4}, {0, 1, 2, 3, 4, 5}):
             assert observe(moments, top_k).equal(whole)
+
+
+def test_tokens_are_kept_only_of_a_step_that_is_measured() -> None:
+    gate = Gate(8, 5, 2)
+    statistics = ExpertStatistics(5, 8)
+    position_T = torch.arange(40)
+    for seed, samples in ((0, True), (1, False)):
+        x_TD = torch.randn(40, 8, generator=torch.Generator().manual_seed(seed))
+        statistics.begin_step(samples)
+        statistics.observe(x_TD, gate(x_TD, torch.zeros(5, dtype=torch.int64)), gate, position_T)
+    reduce_statistics([statistics], lambda tensor: tensor)
+    assert statistics.tokens == 80, "both steps are counted"
+    kept = statistics.gather_sample(lambda tensor: tensor.unsqueeze(0))
+    first = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    assert all((first == token).all(1).any() for token in kept)

@@ -117,21 +117,24 @@ class Evolution:
     def _observe_next(self, progress: Progress) -> None:
         """Collect statistics in the next step, if it is one to observe."""
         context = self._stepper.strategy.context
-        context.observing = self._plan.policy is not None and self._is_observed(progress)
+        context.observing = False
+        if self._plan.policy is None:
+            return
+        is_measured = self._is_measured(progress)
+        # One step in several, and each that a decision follows.
+        context.observing = is_measured or (progress.step + 1) % _OBSERVE_EVERY == 0
         if context.observing:
             for layer in self._gated:
                 if layer.statistics is not None:
-                    layer.statistics.begin_step()
+                    layer.statistics.begin_step(samples=is_measured)
 
-    def _is_observed(self, progress: Progress) -> bool:
-        """Whether the next step is observed: one in several, and each that a decision follows."""
+    def _is_measured(self, progress: Progress) -> bool:
+        """Whether the layers are measured after the next step, for a decision or a graph."""
         following = progress.step + 1
         # With none left, the next step is the first of an epoch.
         left = self._plan.steps_left(progress) or self._plan.steps_left(Progress())
-        ends_epoch = left == 1
         every = self._plan.sleep_every
-        sleeps = following % every == 0 if every else False
-        return following % _OBSERVE_EVERY == 0 or ends_epoch or sleeps
+        return left == 1 or bool(every and following % every == 0)
 
     # --- what
 
