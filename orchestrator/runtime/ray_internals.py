@@ -7,7 +7,7 @@ APIs in any minor release: importing this module under an untested release raise
 Every function imports its part of Ray when it is called. Ray Train and Ray Tune take seconds to
 import, and expert hosts and most commands use neither.
 
-Tested on Ray 2.56, 2.58 and 2.60.
+Run on Ray 2.60; 2.56 and 2.58 have the same names, and ran all but the start without services.
 """
 
 from __future__ import annotations
