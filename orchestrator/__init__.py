@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from orchestrator.config.metric import Metric
     from orchestrator.config.settings import Config
     from orchestrator.data.json_lines import JsonLines
+    from orchestrator.data.parquet import ParquetRows
     from orchestrator.data.source import Source
     from orchestrator.evaluations import EvaluationResult
     from orchestrator.record.callbacks import Callback, Request
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.result import Result
     from orchestrator.tasks.metrics import AUC, F1, Perplexity
     from orchestrator.tasks.task import Loss, Task, TensorData
+    from orchestrator.tasks.token_file import TokenFile
     from orchestrator.trainer import Trainer
 
 _HOMES = {
@@ -33,6 +35,7 @@ _HOMES = {
     "EvaluationResult": "orchestrator.evaluations",
     "JsonLines": "orchestrator.data.json_lines",
     "Metric": "orchestrator.config.metric",
+    "ParquetRows": "orchestrator.data.parquet",
     "Request": "orchestrator.record.callbacks",
     "Trainer": "orchestrator.trainer",
     "Result": "orchestrator.result",
@@ -40,6 +43,7 @@ _HOMES = {
     "Task": "orchestrator.tasks.task",
     "Loss": "orchestrator.tasks.task",
     "TensorData": "orchestrator.tasks.task",
+    "TokenFile": "orchestrator.tasks.token_file",
     "Monitor": "orchestrator.record.monitor",
     "check": "orchestrator.cli.check",
     "draw_report": "orchestrator.report.run.page",
@@ -58,12 +62,14 @@ __all__ = [
     "Loss",
     "Metric",
     "Monitor",
+    "ParquetRows",
     "Perplexity",
     "Request",
     "Result",
     "Source",
     "Task",
     "TensorData",
+    "TokenFile",
     "Trainer",
     "check",
     "draw_report",

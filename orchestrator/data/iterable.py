@@ -24,13 +24,17 @@ class IterableSource(Source):
                 "begins anew was needed, such as torch.utils.data.IterableDataset"
             )
         self._data = data
-        self._is_stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._is_stateful = has_state and not _has_shuffle_buffer(data)
         self._first_state = data.state_dict() if self._is_stateful else None
         if hasattr(data, "collate"):
             self.collate = data.collate
         if not self._is_stateful:
+            missing = (
+                "a state without its shuffle buffer" if has_state else "no state_dict and load_state_dict"
+            )
             self.note = (
-                f"the data, a {type(data).__name__}, has no state_dict and load_state_dict: "
+                f"the data, a {type(data).__name__}, has {missing}: "
                 "a resumed run reads the epoch again up to its position"
             )
 
@@ -41,6 +45,16 @@ class IterableSource(Source):
             # The object may still hold the state of an earlier pass.
             self._data.load_state_dict(self._first_state if state is None else state)
         return _IteratorReader(self._data, self._is_stateful)
+
+
+def _has_shuffle_buffer(data: Any) -> bool:
+    """Return whether a stream of ``datasets`` shuffles: its state does not hold the rows in its buffer."""
+    examples = getattr(data, "_ex_iterable", None)
+    while examples is not None:
+        if type(examples).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        examples = getattr(examples, "ex_iterable", None)
+    return False
 
 
 class _IteratorReader(Reader):
