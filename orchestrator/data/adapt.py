@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from orchestrator.data.iterable import IterableSource
 from orchestrator.errors import UserError
@@ -15,6 +15,11 @@ def as_source(data: Any) -> Any:
 
     Raises ``UserError`` for data that is neither.
     """
+    if isinstance(data, DataLoader):
+        raise UserError(
+            f"the data is a {type(data).__name__}, which yields batches; samples were needed: give its data "
+            "set (loader.dataset), and --loader-workers for its processes"
+        )
     if _has_random_access(data):
         return data
     if hasattr(data, "__iter__") and not isinstance(data, type | str | bytes):

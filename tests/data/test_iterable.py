@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from orchestrator.data.adapt import as_source
 from orchestrator.data.cursor import CursorHooks, open_cursor
@@ -86,6 +86,8 @@ def test_without_a_state_the_epoch_is_read_again_and_a_note_says_so() -> None:
 def test_an_iterator_that_can_be_read_once_is_refused() -> None:
     with pytest.raises(UserError, match="a generator, which can be read only once"):
         as_source(number for number in range(3))
+    with pytest.raises(UserError, match=r"a DataLoader, which yields batches; .*loader.dataset"):
+        as_source(DataLoader(Plain()))
     with pytest.raises(UserError, match="the data is a int"):
         as_source(3)
 
