@@ -22,8 +22,8 @@ from experts.tokens.exchange import GroupExchange
 from experts.transformers.balance import balance_loss, step_counts
 from experts.transformers.registration import use
 from orchestrator.config.settings import Config
-from orchestrator.train.data import Feed
 from orchestrator.train.evolution.optimizer_state import state_spec
+from orchestrator.train.feeds.indexed import IndexedFeed
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
@@ -225,7 +225,7 @@ def is_vector(name: str, parameter: Tensor) -> bool:
 
 
 def global_batches(name: str) -> list[Tensor]:
-    feed = Feed(
+    feed = IndexedFeed(
         FamilyTask(name).train_data(),
         World.single_process(),
         global_batch=GLOBAL_BATCH,
