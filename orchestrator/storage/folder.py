@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.redaction import mask
 from orchestrator.storage.address import as_url, check_address, scheme_of
-from orchestrator.storage.local_files import copy_file, find_files, remove_empty, write_file
+from orchestrator.storage.local_files import copy_file, find_files, remove_empty, replace_file
 from orchestrator.types import first_line
 
 _PART_BYTES = 2**24
@@ -108,7 +108,7 @@ class RemoteFolder:
         """Write an object. It is there as a whole, or as it was, once this returns or fails."""
         with self._errors(f"write {name} to"):
             if self._scheme == "file":
-                write_file(Path(self._path(name)), content)
+                replace_file(Path(self._path(name)), content)
             else:
                 self._files.pipe_file(self._path(name), content)
 

@@ -14,7 +14,7 @@ _PARTIAL = ".partial-"
 """How the name of a file begins that is being written, or was when its writer was killed."""
 
 
-def write_file(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
     """Write a file, in place of an older one. When this returns, it survives a loss of power."""
     with _replacing(target) as partial:
         partial.write_bytes(content)

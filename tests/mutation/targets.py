@@ -65,6 +65,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/step_recovery.py": ("test_step.py", _SILENT_FAILURES),
     "orchestrator/train/totals.py": ("test_step.py",),
     "orchestrator/train/data.py": ("train/test_loading.py",),
+    "orchestrator/train/feeds/indexed.py": ("train/test_data.py", "train/test_loading.py"),
+    "orchestrator/train/feeds/opening.py": ("test_trainer_streams.py",),
     "orchestrator/train/parts/precision.py": ("test_step.py", _STEP_FP16),
     "orchestrator/train/strategies/base.py": ("strategies/test_ddp.py", _SILENT_GRADIENTS),
     "orchestrator/train/strategies/buckets.py": ("strategies/test_ddp.py",),

@@ -265,7 +265,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     monkeypatch.setattr(run_module, "SnapshotStore", FakeSnapshots)
     monkeypatch.setattr(group_module, "Heartbeats", FakeHeartbeats)
     monkeypatch.setattr(run_module, "perf_counter", clock)
-    monkeypatch.setattr(run_module, "host_hook", lambda task: {})
+    monkeypatch.setattr(run_module, "host_variables", lambda config: {})
     monkeypatch.setattr(run_module, "open_store", lambda address: (None, (address, 1)))
     monkeypatch.setattr(run_module.time, "sleep", lambda seconds: None)
 

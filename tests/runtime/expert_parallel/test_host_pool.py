@@ -71,12 +71,7 @@ def test_hosts_have_the_priority_of_a_program_that_the_user_starts(make_pool: Ma
     pool = make_pool(1)
     wait_until(lambda: pool.reserve(1.0))
     wait_until(lambda: pool.poll() == ((0,), ()))
-    niceness = ray.get(pool.actor(0).warm_up.remote(_niceness))
-    assert niceness == os.getpriority(os.PRIO_PROCESS, 0)
-
-
-def _niceness(_: object) -> int:
-    return os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pool._hosts[0].pid) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_more_hosts_than_the_cluster_has_are_not_reserved(make_pool: MakePool) -> None:
