@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.cli.resume import refuse_run_flags
 from orchestrator.cli.train import refuse_launchers
 from orchestrator.config.flags import read_flags
-from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 
@@ -35,15 +35,10 @@ def run(argv: Sequence[str]) -> int:
     refuse_launchers()
     if options.checkpoint is None:
         raise UserError("which checkpoint? Give it, or its run: orchestrator evaluate FOLDER")
-    _check_flags(resolved)
+    refuse_run_flags(
+        resolved, "orchestrator evaluate FOLDER names the checkpoint already; leave --{flag} out"
+    )
     from orchestrator.trainer import Trainer
 
     Trainer(config=resolved).evaluate(options.checkpoint, options.split)
     return 0
-
-
-def _check_flags(resolved: Resolved) -> None:
-    for name in ("resume", "run_dir", "name", "init_from"):
-        if resolved.origin(name).startswith("flag"):
-            flag = name.replace("_", "-")
-            raise UserError(f"orchestrator evaluate FOLDER names the checkpoint already; leave --{flag} out")

@@ -34,21 +34,21 @@ def run(argv: Sequence[str]) -> int:
     refuse_launchers()
     if options.folder is None:
         raise UserError("which run? Give its folder: orchestrator resume FOLDER")
-    _check_flags(resolved)
+    refuse_run_flags(
+        resolved,
+        "orchestrator resume FOLDER names the run already; leave --{flag} out, or use orchestrator train",
+    )
     with local_record(options.folder) as folder:
         _check_folder(folder, location_text(options.folder))
     origins = dict(resolved.origins) | dict.fromkeys(("resume", "run_dir"), "orchestrator resume")
     return fit(Resolved(resolved.config.but(resume="auto", run_dir=options.folder), origins))
 
 
-def _check_flags(resolved: Resolved) -> None:
+def refuse_run_flags(resolved: Resolved, message: str) -> None:
+    """Raise UserError for a flag that names a run beside the one on the command line."""
     for name in ("resume", "run_dir", "name", "init_from"):
         if resolved.origin(name).startswith("flag"):
-            flag = name.replace("_", "-")
-            raise UserError(
-                f"orchestrator resume FOLDER names the run already; leave --{flag} out, or use "
-                "orchestrator train"
-            )
+            raise UserError(message.format(flag=name.replace("_", "-")))
 
 
 def _check_folder(folder: Path, shown: str) -> None:

@@ -33,15 +33,15 @@ def _replacing(target: Path) -> Iterator[Path]:
     partial = target.with_name(f"{_PARTIAL}{target.name}")
     try:
         yield partial
-        _sync(partial)
+        sync(partial)
         os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Force a file's data, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

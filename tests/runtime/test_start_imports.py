@@ -1,4 +1,4 @@
-"""Guards of the time from the command to the first step: what is not imported before it is needed.
+"""Modules that no process imports before the first step, so that a run starts soon.
 
 A large package takes up to two seconds to import, in the driver and once more in each worker.
 """

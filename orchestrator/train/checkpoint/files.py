@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestrator.errors import CheckpointDamaged, UserError
+from orchestrator.storage.local_files import sync
 from orchestrator.train.checkpoint.hashed_file import (
     PIECE_BYTES,
     HashedReader,
@@ -124,15 +125,6 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     """Return the hash of a manifest without its own digest."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(_json_bytes(content)).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Force a file's data, or a folder's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Reading

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.errors import CheckpointDamaged
+from orchestrator.storage.local_files import sync
 from orchestrator.train.checkpoint.files import (
     KINDS,
     Contents,
     load,
     step_name,
     step_of,
-    sync,
     write_manifest,
 )
 from orchestrator.train.checkpoint.hashed_file import Hashes
