@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
+from experts.device_waits import DeviceWaits
 from experts.membership import GroupLeft, GroupMembership
 
 _CPU = torch.device("cpu")
@@ -70,20 +71,14 @@ class _DeviceWork:
     """NCCL work, which the device waits for. An abort of the group ends that wait."""
 
     work: Any
-    membership: GroupMembership
+    device_waits: DeviceWaits
 
     def wait(self) -> None:
         """Make the device wait, and record where: the heartbeat tells a waiting device from a stuck
-        one by these two events."""
-        arrived = _recorded_event()
+        one by these two points."""
+        self.device_waits.record_point()
         self.work.wait()
-        self.membership.record_device_wait(arrived, _recorded_event())
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
+        self.device_waits.record_point()
 
 
 @dataclass
@@ -94,6 +89,8 @@ class Group:
     size: int
     handle: ProcessGroup | Backend | None
     membership: GroupMembership | None = None
+    device_waits: DeviceWaits | None = None
+    """Where the waits of a device are recorded; None if the host waits itself."""
 
     def check(self) -> None:
         """Raise GroupLeft if the group was left.
@@ -144,9 +141,9 @@ class Group:
         """Return work whose wait ends when the group is left, and shows in the heartbeat."""
         if self.membership is None:
             return work
-        if isinstance(self.handle, ProcessGroupGloo):
+        if self.device_waits is None:
             return _InterruptibleWork(work, self.membership)
-        return _DeviceWork(work, self.membership)
+        return _DeviceWork(work, self.device_waits)
 
 
 @dataclass
@@ -163,6 +160,8 @@ class GroupFactory:
     size: int
     membership: GroupMembership
     _groups: list[Group] = field(default_factory=list)
+    _device_waits: DeviceWaits | None = None
+    """Of all groups whose work the device waits for."""
     _to_abort: deque[Any] = field(default_factory=deque)
     """NCCL's groups, which are aborted when they are left."""
     _aborts_when_left: bool = False
@@ -185,11 +184,19 @@ class GroupFactory:
         group = Group(self.rank, self.size, handle, self.membership)
         self._groups.append(group)
         if backend != "gloo":
+            group.device_waits = self._followed_waits(device)
             self._to_abort.append(handle)
             if not self._aborts_when_left:
                 self._aborts_when_left = True
                 threading.Thread(target=self._abort_when_left, name="aborting", daemon=True).start()
         return group
+
+    def _followed_waits(self, device: torch.device) -> DeviceWaits:
+        """Return the waits of the device, which the heartbeat reports from now on."""
+        if self._device_waits is None:
+            self._device_waits = DeviceWaits(device)
+            self.membership.follow_device(self._device_waits)
+        return self._device_waits
 
     def _connect(self, backend: str, store: Store, device: torch.device) -> Backend:
         outcome: list[Any] = []

@@ -9,10 +9,9 @@ from torch import Tensor
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory.
 
-    Such a copy waits for the device, perhaps for a collective of slow peers, and holds CUDA's lock
-    while it waits. The thread that sends heartbeats asks the device for the state of its waits, needs
-    that lock, and would fall silent: a healthy host would count as frozen. So the host waits before it
-    copies, which needs no lock."""
+    Such a copy waits for the device, perhaps for a collective of slow peers. CUDA's calls in other
+    threads wait for the copy. So the host waits before it copies: other threads can use the device
+    meanwhile, such as the one that aborts a group."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor.cpu()

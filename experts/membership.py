@@ -5,7 +5,6 @@ The driver aborts a rank; blocked peers cannot tell which one failed."""
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import NamedTuple, Protocol
@@ -21,29 +20,18 @@ class GroupLeft(RuntimeError):
     """The group was left while this host waited for the others."""
 
 
-class DeviceEvent(Protocol):
-    """A point in the work of a device, such as a CUDA event."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the point."""
-        ...
-
-
-class _DeviceWait(NamedTuple):
-    """A wait of the device for a collective."""
-
-    arrived: DeviceEvent
-    """The device has done all work before the wait."""
-    done: DeviceEvent
-    """The collective is complete."""
-
-
 class WaitState(NamedTuple):
     """The waits of a host, as its heartbeat reports them."""
 
     num_completed: int
     waiting: bool
     """Whether the host or its device waits for the peers now."""
+
+
+class ObservedWaits(Protocol):
+    """The waits of a device for the peers of its host."""
+
+    def observe(self) -> WaitState: ...
 
 
 class GroupMembership:
@@ -57,8 +45,7 @@ class GroupMembership:
         self._left = threading.Event()
         self._host_waits = False
         self._num_completed = 0
-        self._device_waits = deque[_DeviceWait]()
-        self._observing = threading.Lock()
+        self._device_waits: ObservedWaits | None = None
 
     def leave(self) -> None:
         """End all waiting in this group. May be called from any thread."""
@@ -98,22 +85,13 @@ class GroupMembership:
             self._host_waits = False
         self._num_completed += 1
 
-    def record_device_wait(self, arrived: DeviceEvent, done: DeviceEvent) -> None:
-        """Record that the device waits for a collective between two points of its work."""
-        self._device_waits.append(_DeviceWait(arrived, done))
+    def follow_device(self, waits: ObservedWaits) -> None:
+        """Count the waits of the host's device too."""
+        self._device_waits = waits
 
     def observe(self) -> WaitState:
         """Return the state of the waits. Called by the thread that sends heartbeats."""
-        with self._observing:
-            device_waits = self._oldest_device_wait_is_blocked()
-        return WaitState(self._num_completed, self._host_waits or device_waits)
-
-    def _oldest_device_wait_is_blocked(self) -> bool:
-        """Drop the device's completed waits. Return whether it has arrived at the next one."""
-        while self._device_waits:
-            oldest = self._device_waits[0]
-            if not oldest.done.query():
-                return oldest.arrived.query()
-            self._device_waits.popleft()
-            self._num_completed += 1
-        return False
+        if self._device_waits is None:
+            return WaitState(self._num_completed, self._host_waits)
+        device = self._device_waits.observe()
+        return WaitState(self._num_completed + device.num_completed, self._host_waits or device.waiting)

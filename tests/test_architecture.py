@@ -41,6 +41,7 @@ EXPERTS_LEAVES = {
     "experts.types",
     "experts.structure",
     "experts.membership",
+    "experts.device_waits",
     "experts.group",
     "experts.host_copy",
 }

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from experts import group as group_module
 from experts.group import Group, GroupFactory
-from experts.membership import GroupLeft, GroupMembership
+from experts.membership import GroupLeft, GroupMembership, WaitState
 from tests.support.group_hosts import (
     LARGE,
     Address,
@@ -223,10 +222,17 @@ def test_a_device_group_that_was_forming_when_its_generation_was_left_is_aborted
 
 
 def test_the_wait_of_a_device_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(group_module, "_recorded_event", lambda: order.append("event"))
+    """The heartbeat then shows a device that waits, and counts the waits of all groups."""
     membership = GroupMembership()
-    backend: Any = SimpleNamespace(allreduce=lambda *_: SimpleNamespace(wait=lambda: order.append("wait")))
-    Group(0, 1, backend, membership).all_reduce(torch.zeros(1)).wait()
-    assert order == ["event", "wait", "event"]
-    assert len(membership._device_waits) == 1
+    states: list[WaitState] = []
+    work = SimpleNamespace(wait=lambda: states.append(membership.observe()))
+    backend = SimpleNamespace(allreduce=lambda *_: work, abort=lambda: None)
+    monkeypatch.setattr(group_module, "_new_backend", lambda *_: backend)
+    factory = GroupFactory(HashStore(), "generation0", 0, 1, membership)
+    groups = [factory.form("nccl"), factory.form("nccl")]
+    num_before = membership.observe().num_completed
+    for group in groups:
+        group.all_reduce(torch.zeros(1)).wait()
+    factory.close()
+    assert states == [(num_before, True), (num_before + 1, True)]
+    assert membership.observe() == (num_before + 2, False)

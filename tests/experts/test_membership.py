@@ -8,7 +8,7 @@ import time
 import pytest
 
 from experts import membership as membership_module
-from experts.membership import GroupLeft, GroupMembership
+from experts.membership import GroupLeft, GroupMembership, WaitState
 
 
 def test_a_host_that_has_left_does_not_wait() -> None:
@@ -86,49 +86,19 @@ def test_a_long_wait_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(pauses) <= 0.05, "a host that is to leave notices soon"
 
 
-# --- waits of the device
+class DeviceThatWaits:
+    """A device that has completed two waits and is in the third."""
 
-
-class Point:
-    """A point in the work of a device."""
-
-    def __init__(self, reached: bool = False) -> None:
-        self.reached = reached
-
-    def query(self) -> bool:
-        return self.reached
-
-
-def test_a_device_waits_once_it_has_arrived_at_a_collective() -> None:
-    membership = GroupMembership()
-    arrived = Point()
-    done = Point()
-    membership.record_device_wait(arrived, done)
-    assert membership.observe() == (0, False), "the device still computes"
-    arrived.reached = True
-    assert membership.observe() == (0, True)
-    done.reached = True
-    assert membership.observe() == (1, False)
-    assert membership.observe() == (1, False), "a wait is counted once"
-
-
-def test_a_device_that_computes_between_two_collectives_does_not_wait() -> None:
-    """The host has queued the second collective already; only the oldest tells where the device is."""
-    membership = GroupMembership()
-    computing = Point()
-    membership.record_device_wait(Point(True), Point(True))
-    membership.record_device_wait(computing, Point())
-    membership.record_device_wait(Point(), Point())
-    assert membership.observe() == (1, False)
-    computing.reached = True
-    assert membership.observe() == (1, True)
+    def observe(self) -> WaitState:
+        return WaitState(2, waiting=True)
 
 
 def test_waits_of_host_and_device_are_counted_together() -> None:
     membership = GroupMembership()
     membership.wait_until(lambda: True)
-    membership.record_device_wait(Point(True), Point(True))
-    assert membership.observe() == (2, False)
+    assert membership.observe() == (1, False)
+    membership.follow_device(DeviceThatWaits())
+    assert membership.observe() == (3, True)
 
 
 def test_waiting_to_be_left_returns_at_once_when_it_is() -> None:

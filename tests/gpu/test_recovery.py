@@ -19,7 +19,10 @@ from tests.support.gpu_ranks import skip_without
 from tests.support.run_checks import check_steps, check_survivors, recoveries
 from tests.support.stuck_cases import (
     HUNG_IN_TURN,
+    READS_WHILE_A_PEER_HANGS,
+    READS_WHILE_A_PEER_IS_SLOW,
     SLOW_EVERYWHERE,
+    StuckCase,
     check_case,
     run_case,
     seconds_to_detect,
@@ -95,6 +98,15 @@ def test_hung_hosts_are_replaced_within_the_timeout(job: Job, calm: FinishedRun,
     run = run_case(job, tmp_path, HUNG_IN_TURN)
     assert check_case(run, HUNG_IN_TURN, calm.events) == []
     print("seconds to detect:", [round(seconds, 1) for seconds in seconds_to_detect(run)])  # noqa: T201
+
+
+@pytest.mark.parametrize("case", [READS_WHILE_A_PEER_IS_SLOW, READS_WHILE_A_PEER_HANGS], ids=["slow", "hung"])
+def test_a_host_that_reads_from_its_device_while_a_peer_is_late_stays(
+    job: Job, calm: FinishedRun, tmp_path: Path, case: StuckCase
+) -> None:
+    """Its main thread waits in ``.item()``, and CUDA's calls of other threads wait for it."""
+    run = run_case(job, tmp_path, case)
+    assert check_case(run, case, calm.events) == []
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from time import sleep, time
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 
 from experts.balance import moe_layers
 from orchestrator.config.settings import Config
@@ -323,3 +324,19 @@ class FaultyDigits(Digits):
         elif not model.training:
             self.agent.enter_phase("validate" if self.agent.is_validating else "evaluate")
         return super().loss(model, (images, labels))
+
+
+class ReadingDigits(FaultyDigits):
+    """The digits with a model that reads a value from the device in the middle of each forward pass.
+
+    Users do so to show or to check it. On a GPU such a copy waits for the exchange before it."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.blocks[0].register_forward_hook(_read_mean)
+        return model
+
+
+def _read_mean(_block: nn.Module, _inputs: Any, output: Any) -> None:
+    rows, _ = output
+    rows.detach().mean().item()

@@ -79,6 +79,16 @@ HUNG_IN_TURN = StuckCase(
 """Every hung case in one run, on GPUs: each replacement hangs in another way."""
 
 
+_READS = ("--task", "tests.support.faulty_task:ReadingDigits")
+READS_WHILE_A_PEER_IS_SLOW = StuckCase(
+    FaultSchedule().delay("compile", HUNG_RANK, LONG_S, _STEP, phase="exchange"), lost=False, extra=_READS
+)
+"""The other hosts wait in a copy of a value from the device, not in a wait of ours."""
+READS_WHILE_A_PEER_HANGS = StuckCase(
+    FaultSchedule().delay("delay", HUNG_RANK, None, _STEP, phase="exchange"), lost=True, extra=_READS
+)
+
+
 def run_case(job: Job, folder: Path, case: StuckCase) -> FinishedRun:
     job = replace(
         job,
