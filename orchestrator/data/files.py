@@ -45,6 +45,25 @@ def open_data_file(file: str) -> Any:
         raise UserError(f"cannot read the data file {file}: {_reason(error)}") from None
 
 
+def data_file_version(file: str) -> str:
+    """Return a text that changes with the content of a file: its size with its time or hash."""
+    url = as_url(file)
+    try:
+        if url is None:
+            status = Path(file).stat()
+            return f"{status.st_size} {status.st_mtime_ns}"
+        parent, name = _split(url)
+        return parent.version(name)
+    except (OSError, RemoteError) as error:
+        raise UserError(f"cannot read the data file {file}: {_reason(error)}") from None
+
+
+def data_file_size(file: str) -> int:
+    """Return the bytes of a file; 0 where the storage does not say."""
+    size = data_file_version(file).partition(" ")[0]
+    return int(size) if size.isdecimal() else 0
+
+
 def _find(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     found = _find_remote(entry, suffixes) if as_url(entry) is not None else _find_local(entry, suffixes)
     if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from orchestrator.data.files import Files, find_data_files, open_data_file
 from orchestrator.errors import UserError
 
 _SUFFIXES = (".parquet",)
+_ROWS_AT_ONCE = 1000
 _INSTALL = "pip install 'expert-orchestrator[hf]'"
 
 
@@ -59,6 +60,19 @@ class ParquetRows:
         begin = self._ends[number - 1] if number else 0
         row = self._group(number).slice(index - begin, 1).to_pylist()[0]
         return self._transform(row) if self._transform is not None else row
+
+    def in_order(self) -> Iterator[Any]:
+        """Yield all rows in their order, with some of them in memory at a time."""
+        for file in self.files:
+            for row in self._rows_of(file):
+                yield self._transform(row) if self._transform is not None else row
+
+    def _rows_of(self, file: str) -> Iterator[dict[str, Any]]:
+        try:
+            for piece in self._open(file).iter_batches(_ROWS_AT_ONCE, columns=self._columns):
+                yield from piece.to_pylist()
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read the rows of {file}: {error}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         # Row groups in memory are not sent to workers and loader processes.

@@ -87,6 +87,12 @@ class RemoteFolder:
         except FileNotFoundError:
             return {}
 
+    def version(self, name: str) -> str:
+        """Return a text that begins with the size of an object and changes with its content."""
+        path = self._path(name)
+        with self._errors(f"read {name} of"):
+            return _version(self._files.info(path))
+
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """Return the content of an object, cut at ``max_bytes``; None if there is none.
 

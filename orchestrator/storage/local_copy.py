@@ -1,25 +1,19 @@
 """Local copies of remote data: a folder or a file that a task reads, and small files.
 
-Copies stay in ``~/.cache/expert-orchestrator``, one for each state of the remote folder, and are
-shared by the processes of a machine."""
+There is one copy for each state of the remote folder; the processes of a machine share it."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
+from orchestrator.storage.cache import cached_folder
 from orchestrator.storage.folder import RemoteFolder, open_folder
 
 _MAX_SMALL_FILE_BYTES = 2**26
-_KEY_CHARACTERS = 20
 
 
 def local_copy(name: str, location: str | Path) -> Path:
@@ -33,10 +27,7 @@ def local_copy(name: str, location: str | Path) -> Path:
     if not files:
         raise UserError(f"{name} {as_url(location)}: there is nothing; give a folder or a file with data")
     key = hashlib.sha256(json.dumps([as_url(location), files], sort_keys=True).encode()).hexdigest()
-    copy = Path.home() / ".cache" / "expert-orchestrator" / key[:_KEY_CHARACTERS]
-    with _locked(copy.with_suffix(".lock")):
-        if not copy.exists():
-            _download(folder, list(files), copy)
+    copy = cached_folder(key, lambda target: _download(folder, list(files), target))
     return copy / file if file else copy
 
 
@@ -66,17 +57,5 @@ def _split(name: str, location: str | Path) -> tuple[RemoteFolder, str]:
 
 
 def _download(folder: RemoteFolder, names: list[str], target: Path) -> None:
-    partial = target.with_suffix(".part")
-    shutil.rmtree(partial, ignore_errors=True)
     for file in names:
-        folder.download(file, partial / file)
-    os.rename(partial, target)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time download a copy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        folder.download(file, target / file)
