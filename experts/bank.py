@@ -7,17 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from experts.kernels.adapters import Adapters, adapted_matrix
 from experts.kernels.choice import choose_kernel
 from experts.kernels.compiling import uncompiled
-from experts.kernels.general import Activation, experts_general, plain_activation
-from experts.kernels.grouped import experts_grouped
-from experts.kernels.loop import experts_loop, row_counts
+from experts.kernels.general import Activation, experts_general
+from experts.kernels.grouped import experts_grouped, size_multiple
+from experts.kernels.loop import activate, experts_loop, row_counts
 from experts.types import Kernel, Kind
 
 MATRICES = ("up", "down")
@@ -32,27 +33,39 @@ class ExpertForm:
 
     ``kind`` "swiglu" has two matrices before the activation, gate and value, in one stack; "ffn" has
     one. ``activation`` replaces the activation of the kind: a function of hidden rows, without
-    parameters. ``bias``: each of the two products has a bias."""
+    parameters. ``bias``: each of the two products has a bias. ``adapters``: low-rank changes of the
+    matrices, which are frozen then."""
 
     kind: Kind = "swiglu"
     activation: Activation | None = None
     bias: bool = False
+    adapters: Adapters | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The parameters of an expert."""
-        return (*MATRICES, *BIASES) if self.bias else MATRICES
+        own = (*MATRICES, *BIASES) if self.bias else MATRICES
+        return (*own, *self.adapters.roles) if self.adapters else own
 
     @property
     def is_plain(self) -> bool:
-        """Whether the fused kernels compute it."""
-        return self.activation is None and not self.bias
+        """Whether it is nothing but two matrices and the activation of its kind."""
+        return self.activation is None and not self.bias and self.adapters is None
 
     def shape(self, role: str, width: int, hidden: int) -> tuple[int, ...]:
         """Return the shape of one expert's parameter."""
         inner = 2 * hidden if self.kind == "swiglu" else hidden
         shapes = {"up": (width, inner), "down": (hidden, width), "up_bias": (inner,), "down_bias": (width,)}
-        return shapes[role]
+        if role in shapes:
+            return shapes[role]
+        assert self.adapters is not None, f"an expert has no {role}"
+        return self.adapters.shape(role, shapes[adapted_matrix(role)])
+
+    def activate(self, hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
+        """Apply the activation between the two products, and the weight of each row."""
+        if self.activation is None:
+            return activate(hidden_RH, weights_R, self.kind)
+        return self.activation(hidden_RH) * weights_R.to(hidden_RH.dtype).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ class ExpertBank(nn.Module):
         for group in self.classes:
             for role in self.form.roles:
                 shape = self.form.shape(role, width, group.hidden)
-                std = 0.0 if role in BIASES else shape[0] ** -0.5
+                std = shape[0] ** -0.5 if role in MATRICES else 0.0
                 weights = torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
                 self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(weights))
 
@@ -164,6 +177,38 @@ class ExpertBank(nn.Module):
             bank.register_parameter(f"{role}_{group.hidden}", parameter)
         return bank
 
+    @torch.no_grad()
+    def adapt(self, adapters: Adapters) -> None:
+        """Freeze the experts, and add adapters of zeros. They are fp32 beside weights of a shorter type."""
+        self.form = replace(self.form, adapters=adapters)
+        self.requires_grad_(False)
+        for group in self.classes:
+            frozen = self.get_parameter(f"up_{group.hidden}")
+            dtype = torch.promote_types(frozen.dtype, torch.float32)
+            for role in adapters.roles:
+                shape = (len(group.rows), *self.form.shape(role, self.width, group.hidden))
+                zeros = torch.zeros(shape, dtype=dtype, device=frozen.device)
+                self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(zeros))
+
+    @torch.no_grad()
+    def merge_adapters(self) -> None:
+        """Add the adapters to the matrices, and remove them."""
+        adapters = self.form.adapters
+        if adapters is None:
+            return
+        for group in self.classes:
+            for matrix in adapters.matrices:
+                stack = self.get_parameter(f"{matrix}_{group.hidden}")
+                first, second = (
+                    self.get_parameter(f"{matrix}_lora_{factor}_{group.hidden}") for factor in "ab"
+                )
+                # One expert after another: all changes at once would take as much memory as the weights.
+                for weight, a, b in zip(stack, first, second, strict=True):
+                    weight.copy_(adapters.merged(weight, a, b))
+            for role in adapters.roles:
+                delattr(self, f"{role}_{group.hidden}")
+        self.form = replace(self.form, adapters=None)
+
     def forward(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
         """Return the experts' outputs for rows that are sorted by slot, each times its weight."""
         # Cast explicitly, with autocast off, so that all kernels compute in the same type.
@@ -199,9 +244,10 @@ class ExpertBank(nn.Module):
         supported = dtype == torch.bfloat16 or not compiling
         grouped = kernel == "grouped" and supported and not isinstance(rows_RD, FakeTensor)
         if not self.form.is_plain:
-            activation = self.form.activation or plain_activation(self.kind)
+            if self.form.adapters is not None:
+                weights = self.form.adapters.scaled(weights, size_multiple(dtype) if grouped else 1)
             general = experts_general if grouped else uncompiled(experts_general)
-            return general(rows_RD, weights, counts_E, weights_R, activation, grouped)
+            return general(rows_RD, weights, counts_E, weights_R, self.form.activate, grouped)
         arguments = (rows_RD, weights["up"], weights["down"], counts_E, weights_R, self.kind)
         if grouped:
             return experts_grouped(*arguments)

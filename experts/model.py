@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.balance import moe_layers
-from experts.bank import BIASES, ExpertBank
+from experts.bank import MATRICES, ExpertBank
 from experts.context import MoEContext
 from experts.gate import Gate
+from experts.kernels.adapters import is_first_factor
 from experts.structure import Expert, LayerStructure
 
 
@@ -83,17 +84,28 @@ def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter in place.
 
     Weights are normal with variance 1 / fan-in, embeddings with a standard deviation of 0.02, norms
-    one, biases zero."""
+    one, biases zero. Adapters start as ``fill_adapter`` says."""
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertBank):
-            for group, role, stack in module.stacks():
-                for row, weight in zip(group.rows, stack.unbind(), strict=True):
-                    expert_id = module.ids[row]
-                    std = 0.0 if role in BIASES else weight.shape[0] ** -0.5
-                    fill_normal(weight, std, mix(seed, prefix, expert_id, role))
+            initialise_experts(module, prefix, module.form.roles, seed)
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 _fill(module, name, parameter, mix(seed, prefix, name))
+
+
+@torch.no_grad()
+def initialise_experts(bank: ExpertBank, prefix: str, roles: Sequence[str], seed: int) -> None:
+    """Fill some parameters of a bank's experts. ``prefix`` is the bank's name."""
+    adapter_roles = bank.form.adapters.roles if bank.form.adapters else ()
+    for group, role, stack in bank.stacks():
+        if role not in roles:
+            continue
+        for row, weight in zip(group.rows, stack.unbind(), strict=True):
+            role_seed = mix(seed, prefix, bank.ids[row], role)
+            if role in adapter_roles:
+                fill_adapter(weight, weight.shape[0] if is_first_factor(role) else None, role_seed)
+            else:
+                fill_normal(weight, weight.shape[0] ** -0.5 if role in MATRICES else 0.0, role_seed)
 
 
 def _fill(module: nn.Module, name: str, parameter: Tensor, seed: int) -> None:
@@ -111,3 +123,18 @@ def fill_normal(target: Tensor, std: float, seed: int) -> None:
         return
     generator = torch.Generator().manual_seed(seed)
     target.copy_(torch.empty(target.shape).normal_(0.0, std, generator=generator))
+
+
+@torch.no_grad()
+def fill_adapter(target: Tensor, fan_in: int | None, seed: int) -> None:
+    """Fill one matrix of an adapter, as PEFT does: uniform within 1 / √fan-in.
+
+    The second of the two has no ``fan_in``: it is zero, so that the adapter changes nothing at first."""
+    if target.device.type == "meta" or isinstance(target, FakeTensor):
+        return
+    if fan_in is None:
+        target.zero_()
+        return
+    bound = fan_in**-0.5
+    generator = torch.Generator().manual_seed(seed)
+    target.copy_(torch.empty(target.shape).uniform_(-bound, bound, generator=generator))

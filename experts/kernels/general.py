@@ -1,4 +1,4 @@
-"""Experts with biases, or with an activation that the fused kernels do not have.
+"""Experts with biases, with adapters, or with an activation that the fused kernels do not have.
 
 See ``experts.types`` for the letters of shapes; a product has inner size K and outer size N."""
 
@@ -9,14 +9,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from experts.kernels.adapters import Product, adapted_product
 from experts.kernels.grouped import checked_offsets, grouped_product
 from experts.kernels.loop import row_counts
-from experts.types import Kind
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products, of hidden rows."""
+WeightedActivation = Callable[[Tensor, Tensor], Tensor]
+"""That function times the weight of each row, of hidden rows and weights."""
 
 
 def experts_general(
@@ -24,35 +25,25 @@ def experts_general(
     weights: Mapping[str, Tensor],
     counts_E: Tensor,
     weights_R: Tensor,
-    activation: Activation,
+    activate: WeightedActivation,
     grouped: bool,
 ) -> Tensor:
     """Compute experts over rows sorted by expert, each row times its weight.
 
-    ``weights`` are stacks by role: ``up``, ``down`` and, of experts that have them, ``up_bias`` and
-    ``down_bias``."""
+    ``weights`` are stacks by role: ``up``, ``down`` and, of experts that have them, their biases and
+    adapters."""
     product = _grouped(counts_E, len(rows_RD)) if grouped and len(rows_RD) else partial(_loop, counts_E)
-    scale_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)
     expert_R = torch.arange(len(counts_E), device=rows_RD.device)
     expert_R = expert_R.repeat_interleave(counts_E, output_size=len(rows_RD))
-    hidden_RH = product(rows_RD, weights["up"])
+    hidden_RH = adapted_product(product, rows_RD, weights, "up")
     if "up_bias" in weights:
         hidden_RH = hidden_RH + weights["up_bias"][expert_R]
     # Weighting here equals weighting the expert's output, but for the bias of that output.
-    output_RD = product(activation(hidden_RH) * scale_R1, weights["down"])
+    output_RD = adapted_product(product, activate(hidden_RH, weights_R), weights, "down")
     if "down_bias" in weights:
+        scale_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)
         output_RD = output_RD + weights["down_bias"][expert_R] * scale_R1
     return output_RD
-
-
-def plain_activation(kind: Kind) -> Activation:
-    """Return the activation of experts that name none."""
-    return F.gelu if kind == "ffn" else _swiglu
-
-
-def _swiglu(hidden_RH: Tensor) -> Tensor:
-    gate_RH, value_RH = hidden_RH.chunk(2, dim=-1)
-    return F.silu(gate_RH) * value_RH
 
 
 def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
@@ -63,6 +54,6 @@ def _loop(counts_E: Tensor, rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
     return torch.cat([rows @ matrix for rows, matrix in zip(groups, weights_EKN.unbind(), strict=True)])
 
 
-def _grouped(counts_E: Tensor, num_rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _grouped(counts_E: Tensor, num_rows: int) -> Product:
     offsets_E = checked_offsets(counts_E.cumsum(0).to(torch.int32), num_rows)
     return partial(grouped_product, offsets_E=offsets_E)

@@ -23,8 +23,13 @@ def grouped_works(device: torch.device, dtype: torch.dtype, width: int, hidden: 
     """Whether the operator supports this device, type and these sizes."""
     if dtype not in _DTYPES or device.type not in ("cuda", "cpu"):
         return False
-    multiple = _STRIDE_BYTES // dtype.itemsize
+    multiple = size_multiple(dtype)
     return width % multiple == 0 and hidden % multiple == 0
+
+
+def size_multiple(dtype: torch.dtype) -> int:
+    """Return the number that both sizes of a matrix must be multiples of."""
+    return _STRIDE_BYTES // dtype.itemsize
 
 
 def experts_grouped(
@@ -61,7 +66,7 @@ def grouped_product(rows_RK: Tensor, weights_EKN: Tensor, offsets_E: Tensor) -> 
             f"{tuple(offsets_E.shape)} offsets in "
             f"{offsets_E.dtype}; the weights' second size as width and one int32 offset per group were needed"
         )
-    multiple = _STRIDE_BYTES // rows_RK.dtype.itemsize
+    multiple = size_multiple(rows_RK.dtype)
     if inner % multiple or outer % multiple:
         raise ValueError(
             f"weights of {inner} × {outer} in {rows_RK.dtype}; multiples of {multiple} were needed"

@@ -33,13 +33,23 @@ class StateSpec:
 
     slots: tuple[Slot, ...] = ()
     dtype: torch.dtype | None = None
-    """The type of the weights; None for that of the layer's dense part."""
+    """The type of the trained weights; None for that of the layer's dense part."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Slots that are not tensors."""
-    is_trained: bool = True
+    frozen: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The types of the roles that are not trained. The optimizer keeps no state of them."""
     groups: Mapping[str, int | None] | None = None
     """The optimizer's group of each role; None for one that it does not train. None where each host
     knows them by itself."""
+
+    def slots_of(self, role: str) -> tuple[Slot, ...]:
+        return () if role in self.frozen else self.slots
+
+    def values_of(self, role: str) -> dict[str, Any]:
+        return {} if role in self.frozen else dict(self.values)
+
+    def dtype_of(self, role: str, layer: RoutedExperts) -> torch.dtype:
+        return self.frozen.get(role) or self.dtype or layer.dense_dtype
 
 
 class Move(NamedTuple):
@@ -126,10 +136,10 @@ def _layout(layer: RoutedExperts, size: int, spec: StateSpec) -> list[_Entry]:
     entries: list[_Entry] = []
     for role in form.roles:
         shape = form.shape(role, layer.bank.width, size)
-        entries.append(_Entry(("", role), spec.dtype or layer.dense_dtype, shape))
+        entries.append(_Entry(("", role), spec.dtype_of(role, layer), shape))
         entries += [
             _Entry((slot.name, role), slot.dtype, () if slot.is_scalar else shape, slot.on_host)
-            for slot in spec.slots
+            for slot in spec.slots_of(role)
         ]
     return entries
 

@@ -167,7 +167,7 @@ def _expert_tensors(bank: ExpertBank, row: int, surgery: Surgery) -> ExpertTenso
             continue
         place = group.rows.index(row)
         tensors["", role] = stack.detach()[place]
-        for slot in surgery.spec.slots:
+        for slot in surgery.spec.slots_of(role):
             value = surgery.optimizer.state[stack][slot.name]
             tensors[slot.name, role] = value if slot.is_scalar else value[place]
     return tensors
@@ -188,10 +188,10 @@ def _build_bank(
     bank.train(before.training)
     for group, role, _ in list(bank.stacks()):
         weights = torch.stack([tensors[row]["", role] for row in group.rows])
-        stack = nn.Parameter(weights, requires_grad=surgery.spec.is_trained)
+        stack = nn.Parameter(weights, requires_grad=role not in surgery.spec.frozen)
         bank.register_parameter(f"{role}_{group.hidden}", stack)
-        state: dict[str, Any] = dict(surgery.spec.values)
-        for slot in surgery.spec.slots:
+        state = surgery.spec.values_of(role)
+        for slot in surgery.spec.slots_of(role):
             parts = [tensors[row][slot.name, role] for row in group.rows]
             state[slot.name] = parts[0].clone() if slot.is_scalar else torch.stack(parts)
         if state:
@@ -207,13 +207,22 @@ def restructure(layers: Sequence[RoutedExperts], structures: Sequence[LayerStruc
     for layer, structure in zip(layers, structures, strict=True):
         num_experts = len(structure.experts)
         layer.load_E = layer.load_E.new_zeros(num_experts)
-        kernel = layer.bank.kernel
-        layer.bank = ExpertBank(layer.bank.width, structure.sizes, layer.bank.form, None, structure.ids)
-        layer.bank.kernel = kernel
+        before = layer.bank
+        layer.bank = ExpertBank(before.width, structure.sizes, before.form, None, structure.ids)
+        layer.bank.kernel = before.kernel
+        _keep_types(before, layer.bank)
         if isinstance(layer, MoELayer):
             _restructure_gate(layer, num_experts)
         # Not placed yet: this process has all experts, each once.
         layer.use_structure(structure.on_hosts([0] * num_experts))
+
+
+def _keep_types(before: ExpertBank, bank: ExpertBank) -> None:
+    """Give the parameters of a bank the types of another one, and freeze those that were frozen."""
+    stack_of_role = {role: stack for _, role, stack in before.stacks()}
+    for _, role, stack in bank.stacks():
+        stack.data = stack.data.to(stack_of_role[role].dtype)
+        stack.requires_grad_(stack_of_role[role].requires_grad)
 
 
 def _restructure_gate(layer: MoELayer, num_experts: int) -> None:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from experts.transformers.balance import balance_loss, step_counts
+    from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
+    from experts.transformers.lora.peft_files import save_lora
     from experts.transformers.registration import expert_loads, restore, use
 
-__all__ = ["balance_loss", "expert_loads", "restore", "step_counts", "use"]
+__all__ = [
+    "LoraOptions",
+    "add_lora",
+    "balance_loss",
+    "expert_loads",
+    "initialise_lora",
+    "merge_lora",
+    "restore",
+    "save_lora",
+    "step_counts",
+    "use",
+]
+_MODULES = {
+    "LoraOptions": "lora.adapters",
+    "add_lora": "lora.adapters",
+    "balance_loss": "balance",
+    "expert_loads": "registration",
+    "initialise_lora": "lora.adapters",
+    "merge_lora": "lora.adapters",
+    "restore": "registration",
+    "save_lora": "lora.peft_files",
+    "step_counts": "balance",
+    "use": "registration",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public function at its first use."""
-    if name in ("balance_loss", "step_counts"):
-        from experts.transformers import balance
-
-        return getattr(balance, name)
-    if name in __all__:
-        from experts.transformers import registration
-
-        return getattr(registration, name)
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

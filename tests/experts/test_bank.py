@@ -7,9 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from experts import bank as bank_module
-from experts.bank import ExpertBank, SizeClass, computing_dtype, size_classes, without_memory
+from experts.bank import ExpertBank, ExpertForm, SizeClass, computing_dtype, size_classes, without_memory
 from experts.types import Kind
 from tests.support.oracle import expert_oracle
 
@@ -146,3 +147,12 @@ def test_the_compiler_gets_grouped_products_in_bf16_only(
     bank = ExpertBank(4, (3, 3))
     bank(torch.zeros(2, 4, dtype=dtype), torch.tensor([1, 1]), torch.ones(2, dtype=dtype))
     assert calls == [used]
+
+
+def test_experts_that_name_no_activation_have_that_of_their_kind() -> None:
+    hidden = torch.linspace(-3, 3, 8).reshape(1, 8)
+    gate, value = hidden.chunk(2, dim=-1)
+    half = torch.tensor([0.5])
+    torch.testing.assert_close(ExpertForm("swiglu").activate(hidden, half), F.silu(gate) * value / 2)
+    torch.testing.assert_close(ExpertForm("ffn").activate(hidden, half), F.gelu(hidden) / 2)
+    assert torch.equal(ExpertForm("ffn", torch.relu).activate(hidden, half), hidden.relu() / 2)

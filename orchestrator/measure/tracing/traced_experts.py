@@ -7,7 +7,7 @@ of a product; in ``counts_NC``, N hosts and C counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import comb
 from typing import Any
@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from experts.balance import moe_layers
 from experts.bank import ExpertBank, SizeClass
 from experts.context import MoEContext
+from experts.kernels.adapters import adapted_product
 from experts.kernels.grouped import grouped_works
-from experts.kernels.loop import activate, row_counts
+from experts.kernels.loop import row_counts
 from experts.model import attach, place
 from experts.routed import RoutedExperts
 from experts.tokens.exchange import Exchange, LocalExchange, Meter, PendingRows
@@ -155,8 +156,7 @@ def _record_bank(
     """Record the products of a bank, with the rows split evenly over its experts. Takes the place
     of its ``_compute``."""
     dtype = rows_RD.dtype
-    up_EDH = bank.get_parameter(f"up_{group.hidden}").to(dtype)
-    down_EHD = bank.get_parameter(f"down_{group.hidden}").to(dtype)
+    weights = {role: bank.get_parameter(f"{role}_{group.hidden}").to(dtype) for role in bank.form.roles}
     fused = grouped and grouped_works(_CPU, dtype, bank.width, group.hidden)
     if (
         not fused or len(bank.classes) > 1
@@ -164,28 +164,41 @@ def _record_bank(
         recorder.record_wait()
     if fused:
         recorder.record_small_operations(_OFFSET_OPERATIONS)
-        hidden_RH: Any = _ExpertProduct.apply(rows_RD, up_EDH, recorder)
-        output: Any = _ExpertProduct.apply(_activate(bank, hidden_RH, weights_R), down_EHD, recorder)
-        return output
+        return _record_experts(bank, recorder, rows_RD, weights, weights_R)
     sizes = row_counts(counts_E, rows_RD.shape[0])
-    outputs: list[Any] = []
-    for rows, up, down, weights in zip(
-        rows_RD.split(sizes), up_EDH.unbind(), down_EHD.unbind(), weights_R.split(sizes), strict=True
-    ):
-        hidden: Any = _ExpertProduct.apply(rows, up[None], recorder)
-        outputs.append(_ExpertProduct.apply(_activate(bank, hidden, weights), down[None], recorder))
+    outputs = [
+        _record_experts(
+            bank,
+            recorder,
+            rows,
+            {role: stack[number : number + 1] for role, stack in weights.items()},
+            scales,
+        )
+        for number, (rows, scales) in enumerate(
+            zip(rows_RD.split(sizes), weights_R.split(sizes), strict=True)
+        )
+    ]
     return torch.cat(outputs)
 
 
-def _activate(bank: ExpertBank, hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
-    activation = bank.form.activation
-    if activation is None:
-        return activate(hidden_RH, weights_R, bank.kind)
-    return activation(hidden_RH) * weights_R.to(hidden_RH.dtype).unsqueeze(1)
+def _record_experts(
+    bank: ExpertBank,
+    recorder: OpRecorder,
+    rows_RD: Tensor,
+    weights: Mapping[str, Tensor],
+    weights_R: Tensor,
+) -> Tensor:
+    def product(rows_RK: Tensor, weights_EKN: Tensor) -> Tensor:
+        result: Any = _ExpertProduct.apply(rows_RK, weights_EKN, recorder)
+        return result
+
+    hidden_RH = adapted_product(product, rows_RD, weights, "up")
+    return adapted_product(product, bank.form.activate(hidden_RH, weights_R), weights, "down")
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """Rows times the matrices of their experts: one product forward, two backward."""
+    """Rows times the matrices of their experts: one product forward, and one backward for each of the
+    two that needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows_RK: Tensor, weights_EKN: Tensor, recorder: OpRecorder) -> Tensor:
@@ -196,10 +209,17 @@ class _ExpertProduct(torch.autograd.Function):
         return rows_RK.new_empty(rows_RK.shape[0], outer)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ARG004
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ARG004
         rows_RK, weights_EKN = ctx.saved_tensors
         experts, inner, outer = weights_EKN.shape
         record = ctx.recorder.record_expert_product
-        record(rows_RK.shape[0], experts, (outer, inner), "nt", rows_RK.dtype)
-        record(rows_RK.shape[0], experts, (inner, outer), "tn", rows_RK.dtype)
-        return torch.empty_like(rows_RK), torch.empty_like(weights_EKN), None
+        rows_need_it, weights_need_it, _ = ctx.needs_input_grad
+        if rows_need_it:
+            record(rows_RK.shape[0], experts, (outer, inner), "nt", rows_RK.dtype)
+        if weights_need_it:
+            record(rows_RK.shape[0], experts, (inner, outer), "tn", rows_RK.dtype)
+        return (
+            torch.empty_like(rows_RK) if rows_need_it else None,
+            torch.empty_like(weights_EKN) if weights_need_it else None,
+            None,
+        )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.bank import ExpertBank
+from experts.kernels.adapters import Adapters
 from experts.structure import Change, LayerStructure, changed
 from experts.surgery.expert_transfer import Slot, StateSpec
 from experts.surgery.surgery import Surgery, change_layer, restructure
@@ -267,7 +268,7 @@ def test_training_continues_with_frozen_experts() -> None:
     model.moe.bank.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     train_step(model, optimizer, 0)
-    spec = StateSpec(is_trained=False)
+    spec = StateSpec(frozen=dict.fromkeys(("up", "down"), torch.float64))
     change_layer(model, model.moe, born(2, parent=1), Surgery(optimizer, spec, 0, 1))
     assert not any(p.requires_grad for p in model.moe.bank.parameters())
     train_step(model, optimizer, 1)
@@ -306,3 +307,14 @@ def test_a_layer_is_restructured_whose_experts_have_copies() -> None:
     restructure([fresh.moe], [changed(fresh.moe.structure, copied, 3)])
     assert fresh.moe.route_EB is None
     assert {expert.hosts for expert in fresh.moe.structure.experts} == {(0,)}
+
+
+def test_a_restructured_layer_keeps_its_types_and_its_frozen_weights() -> None:
+    model, _ = make((6, 6, 6), 1, steps=0)
+    bank = model.moe.bank
+    bank.to(torch.bfloat16)
+    bank.adapt(Adapters(2, 1.0))
+    before = {name: (p.dtype, p.requires_grad) for name, p in bank.named_parameters()}
+    restructure([model.moe], [model.moe.structure])
+    assert model.moe.bank is not bank
+    assert {name: (p.dtype, p.requires_grad) for name, p in model.moe.bank.named_parameters()} == before

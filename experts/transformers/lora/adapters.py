@@ -1,0 +1,132 @@
+"""Low-rank adapters (LoRA) on a ``transformers`` model whose experts are ours.
+
+Linear layers get the adapters of PEFT. Experts get further stacks in their banks, so that they are placed,
+moved, saved and recovered as other parameters of experts are. All other weights are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from experts.balance import moe_layers
+from experts.bank import ExpertBank
+from experts.kernels.adapters import Adapters
+from experts.model import fill_adapter, initialise_experts, mix
+from experts.transformers.lora.targets import find_targets, import_peft, short_names
+
+NAME = "default"
+"""The name that PEFT gives to the adapters of a model."""
+_FIRST = f".lora_A.{NAME}.weight"
+_SECOND = f".lora_B.{NAME}.weight"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """The rank of all adapters; ``alpha`` / ``rank`` multiplies their products.
+
+    ``targets`` are names and words as in ``experts.transformers.lora.targets``; none for the usual ones."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"LoRA has rank {self.rank} and alpha {self.alpha}; both must be positive")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def add_lora(model: Model, options: LoraOptions) -> Model:
+    """Freeze a model and give it adapters, in place; return the model.
+
+    The experts of a mixture-of-experts model must be ours already (``use``), and all on this host.
+    The adapters change nothing until they are trained."""
+    targets = find_targets(model, options.targets)
+    banks = _banks(model)
+    if targets.matrices and not banks:
+        raise ValueError(
+            "the model's experts are not ours yet: call experts.transformers.use before add_lora"
+        )
+    model.requires_grad_(False)
+    if targets.linears:
+        config = peft_config(options, short_names(targets.linears, model))
+        import_peft().inject_adapter_in_model(config, model, NAME)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            # Steps of an optimizer are often too small for the digits of a shorter type.
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    if targets.matrices:
+        for bank in banks:
+            bank.adapt(Adapters(options.rank, options.scale, targets.matrices))
+    initialise_lora(model, seed=0)
+    return model
+
+
+def peft_config(options: LoraOptions, modules: Sequence[str], parameters: Sequence[str] | None = None) -> Any:
+    """Return the config of PEFT for linear layers, and for parameters of experts, by name."""
+    return import_peft().LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=list(modules),
+        target_parameters=None if parameters is None else list(parameters),
+        task_type="CAUSAL_LM",
+    )
+
+
+@torch.no_grad()
+def initialise_lora(model: nn.Module, seed: int) -> None:
+    """Fill all adapters: the same numbers for each expert and layer, wherever they live."""
+    for prefix, bank in _named_banks(model):
+        if bank.form.adapters is not None:
+            initialise_experts(bank, prefix, bank.form.adapters.roles, seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(_FIRST):
+            fill_adapter(parameter, parameter.shape[1], mix(seed, name))
+        elif name.endswith(_SECOND):
+            fill_adapter(parameter, None, mix(seed, name))
+
+
+@torch.no_grad()
+def merge_lora(model: Model) -> Model:
+    """Add the adapters to the weights beside them, in place, and remove them; return the model.
+
+    All parameters can be trained then."""
+    for bank in _banks(model):
+        bank.merge_adapters()
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            layer: Any = module
+            weight = layer.base_layer.weight
+            weight.copy_(weight.to(layer.lora_A[NAME].weight.dtype) + layer.get_delta_weight(NAME))
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer.base_layer)
+    model.requires_grad_(True)
+    return model
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether a model has adapters."""
+    in_banks = any(bank.form.adapters is not None for bank in _banks(model))
+    return in_banks or any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name is that of an adapter of PEFT in a linear layer."""
+    return name.endswith((_FIRST, _SECOND))
+
+
+def _banks(model: nn.Module) -> list[ExpertBank]:
+    return list(dict.fromkeys(layer.bank for _, layer in moe_layers(model)))
+
+
+def _named_banks(model: nn.Module) -> list[tuple[str, ExpertBank]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertBank)]

@@ -1,0 +1,166 @@
+"""The matrices of a ``transformers`` model that get adapters.
+
+PEFT takes the names of linear layers, or the ends of their names, and names of the experts' stacked
+parameters. Ours are the same, with three words: ``experts``, ``attention`` and ``all-linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from experts.bank import MATRICES
+from experts.transformers.layout import is_experts_module, parameter_names
+
+ALL_LINEAR = "all-linear"
+ATTENTION = "attention"
+EXPERTS = "experts"
+INSTALL = "pip install 'expert-orchestrator[hf]'"
+_ROUTERS = ("gate", "shared_expert_gate")
+"""The last part of the name of a router, or of the gate of a shared expert."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The linear layers that get adapters, by name, and the matrices of all experts that get them."""
+
+    linears: tuple[str, ...]
+    matrices: tuple[str, ...]
+
+
+def find_targets(model: nn.Module, targets: Sequence[str]) -> Targets:
+    """Return what the words and names of ``targets`` stand for in this model.
+
+    None of them: the experts and all linear layers but routers and the output. Raises ValueError for a
+    name that the model does not have."""
+    experts = [module for module in model.modules() if is_experts_module(module)]
+    names = linear_names(model)
+    linears: set[str] = set()
+    matrices: set[str] = set()
+    for target in targets or ((EXPERTS, ALL_LINEAR) if experts else (ALL_LINEAR,)):
+        found = _matrices(experts, target)
+        chosen = _linears(model, names, target)
+        if not found and not chosen:
+            raise ValueError(_unknown(model, experts, target))
+        matrices |= set(found)
+        linears |= set(chosen)
+    return Targets(
+        tuple(name for name in names if name in linears),
+        tuple(matrix for matrix in MATRICES if matrix in matrices),
+    )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers, of adapted ones too."""
+    return [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    ]
+
+
+def short_names(chosen: Iterable[str], model: nn.Module) -> list[str]:
+    """Return the names for PEFT: the last part of a name where it stands for chosen layers alone."""
+    chosen = set(chosen)
+    others = {_leaf(name) for name, _ in model.named_modules() if name not in chosen and ".lora_" not in name}
+    return sorted({name if _leaf(name) in others else _leaf(name) for name in chosen})
+
+
+def expert_parameters(model: nn.Module, matrices: Sequence[str]) -> list[str]:
+    """Return the experts' parameters for PEFT, by the end of their names: it is the same in all layers."""
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        if is_experts_module(module):
+            of_role = parameter_names(module)
+            names |= {f"{_after_index(prefix)}.{of_role[matrix]}" for matrix in matrices}
+    return sorted(names)
+
+
+def read_as_experts(model: Any, leaf: str) -> bool:
+    """Whether PEFT takes the last part of a linear layer's name for experts of older ``transformers``.
+
+    So it does with ``gate_proj``, ``up_proj`` and ``down_proj`` of some families, and has no other
+    name for the layers of their shared experts."""
+    peft: Any = import_peft()
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = peft.LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # it has found one of two names that stand for one stack
+        return True
+    return leaf not in config.target_modules
+
+
+def import_peft() -> Any:
+    """Return PEFT. Only models with adapters need it."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(f"adapters need peft ({error}): {INSTALL}") from None
+    return peft
+
+
+def _matrices(experts: Sequence[Any], target: str) -> tuple[str, ...]:
+    if not experts:
+        return ()
+    if target == EXPERTS:
+        return MATRICES
+    # Their names are those of linear layers too: only with the module's name are they the experts'.
+    module, _, parameter = target.rpartition(".")
+    if _leaf(module) != EXPERTS:
+        return ()
+    names = parameter_names(experts[0])
+    return tuple(matrix for matrix in MATRICES if names[matrix] == parameter)
+
+
+def _linears(model: Any, names: Sequence[str], target: str) -> list[str]:
+    if target == EXPERTS:
+        return []
+    if target in (ALL_LINEAR, ATTENTION):
+        output = model.get_output_embeddings()
+        outputs = {name for name, module in model.named_modules() if module is output}
+        usual = [name for name in names if name not in outputs and not _is_router(name)]
+        readable = {leaf for leaf in {_leaf(name) for name in usual} if not read_as_experts(model, leaf)}
+        usual = [name for name in usual if _leaf(name) in readable]
+        return [name for name in usual if _is_attention(name)] if target == ATTENTION else usual
+    found = [name for name in names if name == target or name.endswith(f".{target}")]
+    refused = sorted({_leaf(name) for name in found if read_as_experts(model, _leaf(name))})
+    if refused:
+        raise ValueError(
+            f"PEFT reads {', '.join(refused)} of a {model.config.model_type} model as its routed experts: "
+            f"adapters on {found[0]} could not be loaded again. Give {EXPERTS} for the routed experts, or "
+            "leave the name out"
+        )
+    return found
+
+
+def _is_router(name: str) -> bool:
+    return _leaf(name) in _ROUTERS or any("router" in part for part in name.split("."))
+
+
+def _is_attention(name: str) -> bool:
+    return any("attn" in part or "attention" in part for part in name.split(".")[:-1])
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _after_index(name: str) -> str:
+    """Return the part of a module's name after the number of its layer."""
+    parts = name.split(".")
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers else name
+
+
+def _unknown(model: nn.Module, experts: Sequence[Any], target: str) -> str:
+    leaves = sorted({_leaf(name) for name in linear_names(model)})
+    words = [EXPERTS, ALL_LINEAR, ATTENTION] if experts else [ALL_LINEAR, ATTENTION]
+    stacks = [f"{EXPERTS}.{parameter_names(experts[0])[matrix]}" for matrix in MATRICES] if experts else []
+    return (
+        f"{type(model).__name__} has no linear layer and no experts named {target!r}; it has "
+        f"{', '.join([*words, *stacks, *leaves])}"
+    )

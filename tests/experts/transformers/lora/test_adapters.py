@@ -1,0 +1,131 @@
+"""Adapters of ours, in one process and on three hosts, against those of PEFT in one process, in fp64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from experts.model import place
+from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
+from experts.transformers.registration import restore, use
+from orchestrator.train.parts.world import World
+from tests.support.families import EXPERTS, FAMILIES, build, tokens
+from tests.support.lora_runs import (
+    OPTIONS,
+    LoraRun,
+    LoraTask,
+    in_peft_names,
+    lora_on_hosts,
+    train_lora,
+    train_peft,
+    worst,
+)
+from tests.support.planted_faults import by_expert
+from tests.support.ranks import run_ranks
+
+
+@cache
+def peft_run(name: str) -> LoraRun:
+    return train_peft(name)
+
+
+@cache
+def on_hosts() -> list[dict[str, LoraRun]]:
+    """All families on three hosts, in one start of processes."""
+    return run_ranks(lora_on_hosts, 3, list(FAMILIES), timeout=300.0)
+
+
+def runs(name: str, hosts: int) -> list[LoraRun]:
+    if hosts == 1:
+        return [train_lora(name, World.single_process())]
+    return [ranks[name] for ranks in on_hosts()]
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_equal_those_of_peft(name: str, hosts: int) -> None:
+    expected = peft_run(name)
+    found = runs(name, hosts)
+    assert found[0].losses == pytest.approx(expected.losses, rel=1e-10)
+    assert worst(in_peft_names([run.gradients for run in found]), expected.gradients) <= 1e-10
+    assert worst(in_peft_names([run.weights for run in found]), expected.weights) <= 1e-9
+
+
+def test_adapters_move_between_hosts_with_their_optimizer_state() -> None:
+    hosts = [ranks["GPT-OSS"] for ranks in run_ranks(lora_on_hosts, 2, ["GPT-OSS"], True)]
+    expected = peft_run("GPT-OSS")
+    assert hosts[0].losses == pytest.approx(expected.losses, rel=1e-10)
+    assert worst(in_peft_names([run.weights for run in hosts]), expected.weights) <= 1e-9
+    moved = "model.layers.0.mlp.experts.hosted.bank.0.up_lora_b"
+    assert [moved in host.weights for host in hosts] == [False, True]
+
+
+def test_only_adapters_are_trained() -> None:
+    model = add_lora(use(build("Qwen3-MoE", torch.float32)), OPTIONS)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    model(input_ids=tokens(2)).logits.sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trained
+
+
+def test_new_adapters_change_nothing() -> None:
+    model = use(build("Qwen3-MoE"))
+    before = model(input_ids=tokens(3)).logits
+    assert torch.equal(add_lora(model, OPTIONS)(input_ids=tokens(3)).logits, before)
+
+
+def test_weights_stay_in_their_type_and_adapters_are_fp32() -> None:
+    model = add_lora(use(build("Qwen3-MoE", torch.bfloat16)), OPTIONS)
+    types = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert types == {False: torch.bfloat16, True: torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(2)).logits.float().sum()
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("held", [(0, 3, 6), (3,)], ids=str)
+def test_an_adapter_starts_from_the_same_numbers_on_any_host(held: tuple[int, ...]) -> None:
+    whole = add_lora(use(build("Qwen3-MoE")), OPTIONS)
+    part = add_lora(use(build("Qwen3-MoE")), OPTIONS)
+    place(part, [[0 if expert in held else 1 for expert in range(EXPERTS)]] * 2, 0)
+    for model in (whole, part):
+        initialise_lora(model, seed=5)
+    everything = by_expert(whole, dict(whole.named_parameters()))
+    own = by_expert(part, dict(part.named_parameters()))
+    assert all(torch.equal(tensor, everything[name]) for name, tensor in own.items())
+    first = everything["model.layers.0.mlp.experts.hosted.bank.3.down_lora_a"]
+    assert first.std() == pytest.approx(first.shape[0] ** -0.5 / 3**0.5, rel=0.4), "as PEFT draws them"
+    assert not torch.equal(first, everything["model.layers.0.mlp.experts.hosted.bank.2.down_lora_a"])
+    assert not everything["model.layers.0.mlp.experts.hosted.bank.3.down_lora_b"].any()
+    dense = everything["model.layers.1.self_attn.q_proj.lora_A.default.weight"]
+    assert 0.7 * dense.shape[1] ** -0.5 < dense.abs().max() <= dense.shape[1] ** -0.5
+
+
+def test_merged_weights_compute_what_the_adapters_did() -> None:
+    model = LoraTask("GPT-OSS").build_model()
+    before = model(input_ids=tokens(3)).logits
+    names = set(dict(use(build("GPT-OSS")).named_parameters()))
+    merge_lora(model)
+    assert set(dict(model.named_parameters())) == names
+    assert all(p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(model(input_ids=tokens(3)).logits, before, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_with_adapters_is_not_restored() -> None:
+    with pytest.raises(ValueError, match="merge_lora before restore"):
+        restore(LoraTask("Qwen3-MoE").build_model())
+
+
+def test_experts_must_be_ours_before_they_get_adapters() -> None:
+    with pytest.raises(ValueError, match=r"call experts\.transformers\.use before add_lora"):
+        add_lora(build("Qwen3-MoE"), OPTIONS)
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(0, 1.0), (4, 0.0)])
+def test_rank_and_alpha_are_positive(rank: int, alpha: float) -> None:
+    with pytest.raises(ValueError, match="both must be positive"):
+        LoraOptions(rank, alpha)

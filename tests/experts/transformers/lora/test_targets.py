@@ -1,0 +1,77 @@
+"""Names and words for the matrices that get adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from experts.transformers.lora.targets import Targets, expert_parameters, find_targets, short_names
+from experts.transformers.registration import use
+from tests.support.families import COMMON, FAMILIES, build
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+BOTH = ("up", "down")
+
+
+def leaves(targets: Targets) -> set[str]:
+    return {name.rpartition(".")[2] for name in targets.linears}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_by_default_no_router_and_no_output_gets_an_adapter(name: str) -> None:
+    targets = find_targets(use(build(name)), ())
+    assert targets.matrices == BOTH
+    assert targets.linears
+    assert not [each for each in targets.linears if each.endswith((".gate", "_gate", "lm_head", "router"))]
+
+
+def test_a_dense_model_has_adapters_on_all_linear_layers_but_the_output() -> None:
+    config = transformers.LlamaConfig(**COMMON)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    targets = find_targets(model, ())
+    assert leaves(targets) == {*ATTENTION, "gate_proj", "up_proj", "down_proj"}
+    assert targets.matrices == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "linears", "matrices"),
+    [
+        (("attention",), ATTENTION, ()),
+        (("q_proj", "self_attn.v_proj"), ("q_proj", "v_proj"), ()),
+        (("experts",), (), BOTH),
+        (("experts.down_proj", "k_proj"), ("k_proj",), ("down",)),
+        (("mlp.experts.gate_up_proj",), (), ("up",)),
+        (("lm_head",), ("lm_head",), ()),
+    ],
+    ids=str,
+)
+def test_targets_are_names_and_words(
+    given: tuple[str, ...], linears: tuple[str, ...], matrices: tuple[str, ...]
+) -> None:
+    found = find_targets(use(build("Qwen3-MoE")), given)
+    assert leaves(found) == set(linears)
+    assert found.matrices == matrices
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"named 'c_attn'; it has experts, .*experts\.down_proj.*q_proj"):
+        find_targets(use(build("Qwen3-MoE")), ("c_attn",))
+
+
+def test_layers_of_shared_experts_are_refused_where_peft_reads_them_as_routed_ones() -> None:
+    with pytest.raises(ValueError, match="PEFT reads down_proj of a qwen3_next model as its routed experts"):
+        find_targets(use(build("Qwen3-Next")), ("shared_expert.down_proj",))
+
+
+def test_names_for_peft_are_short_unless_they_stand_for_other_layers_too() -> None:
+    model = use(build("Qwen3-MoE"))
+    all_queries = [name for name, _ in model.named_modules() if name.endswith("q_proj")]
+    assert short_names(all_queries, model) == ["q_proj"]
+    assert short_names(all_queries[:1], model) == ["model.layers.0.self_attn.q_proj"]
+
+
+def test_parameters_of_experts_have_one_name_in_all_layers() -> None:
+    found = expert_parameters(use(build("Granite-MoE")), BOTH)
+    assert found == ["block_sparse_moe.experts.down_proj", "block_sparse_moe.experts.gate_up_proj"]
