@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from experts.bank import ExpertBank, ExpertForm, without_memory
@@ -95,7 +96,9 @@ def expert_form(experts: Any) -> ExpertForm:
 
 def _is_swiglu(activation: Any) -> bool:
     """Whether the activation is ours. By its values: names differ between versions of transformers."""
-    probe = torch.linspace(-100, 100, 22, dtype=torch.float64).reshape(2, 11).t().reshape(1, 22)
-    gate, value = probe.chunk(2, dim=-1)
-    expected = F.silu(gate) * value
-    return torch.allclose(activation(probe), expected, rtol=1e-12, atol=0)
+    # Real values on the CPU, also where the model is built without memory.
+    with unset_fake_temporarily(), torch.device("cpu"):
+        probe = torch.linspace(-100, 100, 22, dtype=torch.float64).reshape(2, 11).t().reshape(1, 22)
+        gate, value = probe.chunk(2, dim=-1)
+        expected = F.silu(gate) * value
+        return torch.allclose(activation(probe), expected, rtol=1e-12, atol=0)

@@ -6,9 +6,9 @@ A model that cannot be traced is built and run once on the CPU, with two samples
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ from experts.gate import Gate
 from experts.routed import RoutedExperts
 from orchestrator.errors import OrchestratorError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
+from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
+from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
+from orchestrator.measure.tracing.traced_experts import record_experts
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.tasks.user_code import user_code
@@ -88,14 +92,23 @@ def model_facts(task: Task, device_name: str, precision: PrecisionName) -> Model
 def _trace_fake(
     task: Task, small: Any, twice: Any, device: torch.device, precision: PrecisionName
 ) -> _TracedModel:
-    """Trace the model with fake tensors on the device."""
-    with fake_tensor_mode() as mode, torch.device(device):
+    """Trace the model with fake tensors on the device; a GPU that is not here is emulated."""
+    emulated = device.type == "cuda" and not torch.cuda.is_available()
+    recorder = OpRecorder(on_gpu=True) if emulated else None
+    method = f"traced for {device.type} in {precision}"
+    if emulated:
+        device = torch.device("cpu")
+    with fake_tensor_mode() as mode, torch.device(device), ExitStack() as stack:
         model = build_checked_model(task)
+        if recorder is not None:
+            record_experts(model, True, recorder)
+            stack.enter_context(emulated_gpu(precision, recorder))
+        run = _ForwardRun(task, model, precision, device, recorder)
         traces = [
-            _trace(task, model, to_fake(mode, batch, device), samples, precision, device)
+            run.trace(to_fake(mode, batch, device), samples)
             for batch, samples in ((small, _SMALL_BATCH), (twice, 2 * _SMALL_BATCH))
         ]
-    return _TracedModel(model, *traces, method=f"traced for {device.type} in {precision}")
+    return _TracedModel(model, *traces, method=method)
 
 
 def _run_on_cpu(task: Task, small: Any, twice: Any) -> _TracedModel:
@@ -105,10 +118,9 @@ def _run_on_cpu(task: Task, small: Any, twice: Any) -> _TracedModel:
         model = build_checked_model(task)
     cpu = torch.device("cpu")
     try:
-        model = model.to(cpu)
+        run = _ForwardRun(task, model.to(cpu), "fp32", cpu)
         traces = [
-            _trace(task, model, batch, samples, "fp32", cpu)
-            for batch, samples in ((small, _SMALL_BATCH), (twice, 2 * _SMALL_BATCH))
+            run.trace(batch, samples) for batch, samples in ((small, _SMALL_BATCH), (twice, 2 * _SMALL_BATCH))
         ]
     except OrchestratorError:
         raise
@@ -119,27 +131,61 @@ def _run_on_cpu(task: Task, small: Any, twice: Any) -> _TracedModel:
     return _TracedModel(model, *traces, method="run once on the CPU in fp32")
 
 
-def _trace(
-    task: Task, model: nn.Module, batch: Any, samples: int, precision: PrecisionName, device: torch.device
-) -> ForwardTrace:
-    """Run one forward pass and count its FLOP and the bytes that it saves."""
-    model.train()
-    counter = _SavedTensorCounter(model)
-    with (
-        FlopCounterMode(display=False) as flops,
-        counter.watching_blocks(model),
-        counter.counting(),
-        autocast(precision, device),
-    ):
-        loss, _ = as_loss(task.loss(model, batch), samples)
-        check_trainable(loss)
-    return ForwardTrace(
-        flops=float(flops.get_total_flops()),
-        saved=counter.total,
-        saved_in_blocks=counter.in_blocks,
-        block_inputs=float(counter.block_inputs),
-        largest=counter.largest,
-    )
+@dataclass(frozen=True)
+class _ForwardRun:
+    """Forward passes of a task's model. ``recorder`` counts the FLOP of an emulated GPU."""
+
+    task: Task
+    model: nn.Module
+    precision: PrecisionName
+    device: torch.device
+    recorder: OpRecorder | None = None
+
+    def trace(self, batch: Any, samples: int) -> ForwardTrace:
+        """Run one forward pass and count its FLOP and the bytes that it saves."""
+        self.model.train()
+        blocks = [block for alike in block_lists(self.model) for block in alike]
+        return trace_few_blocks(self.model, lambda: self._trace(batch, samples, blocks), _all_blocks)
+
+    def _trace(self, batch: Any, samples: int, blocks: Sequence[nn.Module]) -> ForwardTrace:
+        counter = _SavedTensorCounter(self.model)
+        with (
+            self._counting_flops() as flops,
+            counter.watching(blocks),
+            counter.counting(),
+            autocast(self.precision, self.device),
+        ):
+            loss, _ = as_loss(self.task.loss(self.model, batch), samples)
+            check_trainable(loss)
+        return ForwardTrace(
+            flops=flops(),
+            saved=counter.total,
+            saved_in_blocks=counter.in_blocks,
+            block_inputs=float(counter.block_inputs),
+            largest=counter.largest,
+        )
+
+    @contextmanager
+    def _counting_flops(self) -> Iterator[Callable[[], float]]:
+        if self.recorder is None:
+            with FlopCounterMode(display=False) as counter:
+                yield lambda: float(counter.get_total_flops())
+        else:
+            recorder = self.recorder
+            recorder.restart()
+            with recorder:
+                yield lambda: recorder.recorded_ops().flops
+
+
+def _all_blocks(base: ForwardTrace, pairs: list[tuple[ForwardTrace, int]]) -> ForwardTrace:
+    """Return the pass over all blocks; see ``trace_few_blocks``."""
+    one_of_each = astuple(base)
+    totals = list(one_of_each)
+    for pair, further in pairs:
+        for index, value in enumerate(astuple(pair)):
+            totals[index] += further * (value - one_of_each[index])
+    largest = max(base.largest, *(pair.largest for pair, _ in pairs))
+    return replace(ForwardTrace(*totals), largest=largest)
 
 
 class _SavedTensorCounter:
@@ -172,7 +218,7 @@ class _SavedTensorCounter:
         return tensor
 
     @contextmanager
-    def watching_blocks(self, model: nn.Module) -> Iterator[None]:
+    def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
         """Note when the pass is inside a repeated block, and the bytes of the blocks' inputs."""
 
         def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -184,10 +230,9 @@ class _SavedTensorCounter:
             self._inside_block = False
 
         hooks = []
-        for blocks in block_lists(model):
-            for block in blocks:
-                hooks.append(block.register_forward_pre_hook(enter))
-                hooks.append(block.register_forward_hook(leave))
+        for block in blocks:
+            hooks.append(block.register_forward_pre_hook(enter))
+            hooks.append(block.register_forward_hook(leave))
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,21 +85,39 @@ _FREE = {
 }
 
 
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """Most bytes alive at once, apart from parameters and their gradients."""
+
+    whole: float
+    """In the whole pass. Activations of all blocks are among them."""
+    last: float
+    """While gradients of blocks accumulate. Near the end of a pass the gradients of all blocks are alive next
+    to it."""
+
+
 class OpRecorder(TorchDispatchMode):
     """Collects the operations that run inside it."""
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
         self._on_gpu = on_gpu
+        self._alive_bytes = 0.0
+        self._known_storages: set[int] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the operations so far, to record another pass."""
         self._counts: Counter[Any] = Counter()
         self._operations = 0
         self._views = 0
         self._launches = 0
         self._sorts = 0
         self._before_wait: MicroBatchOps | None = None
-        self._alive_bytes = 0.0
         self._peak_bytes = 0.0
-        self._known_storages: set[int] = set()
+        self._gradient_bytes = 0.0
+        self._peak_without_gradients = 0.0
+        self._last_peak = 0.0
 
     def ignore_memory_of(self, tensors: Sequence[Tensor]) -> None:
         """Do not count the memory of these tensors: it is counted as parameters."""
@@ -144,12 +162,25 @@ class OpRecorder(TorchDispatchMode):
         size = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
         self._alive_bytes += size
         self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
+        without_gradients = self._alive_bytes - self._gradient_bytes
+        self._peak_without_gradients = max(self._peak_without_gradients, without_gradients)
+        self._last_peak = max(self._last_peak, without_gradients)
         weakref.finalize(storage, self._forget_storage, storage._cdata, size)
 
     def _forget_storage(self, address: int, size: float) -> None:
         # A later storage may have the same address.
         self._known_storages.discard(address)
         self._alive_bytes -= size
+
+    def record_gradient(self, parameter: Tensor) -> None:
+        """Record that the gradient of a parameter is complete. It stays alive to the end."""
+        assert parameter.grad is not None
+        if not self._gradient_bytes:
+            self._last_peak = 0.0
+        self._gradient_bytes += parameter.grad.nbytes
+
+    def recorded_memory(self) -> MemoryPeaks:
+        return MemoryPeaks(self._peak_without_gradients, self._last_peak)
 
     def record_expert_product(
         self, rows: int, experts: int, sizes: tuple[int, int], layout: ProductLayout, dtype: torch.dtype
@@ -179,19 +210,9 @@ class OpRecorder(TorchDispatchMode):
     def record_message(self, message: MessageKind, size_bytes: int) -> None:
         self._counts[MessageOp(message, size_bytes)] += 1
 
-    def recorded_ops(
-        self, samples: int, parameters: int, expert_parameters: int, tensors: int
-    ) -> MicroBatchOps:
-        """Return all recorded operations, with these facts of the model."""
-        return replace(
-            self._ops_so_far(),
-            samples=samples,
-            parameters=parameters,
-            expert_parameters=expert_parameters,
-            tensors=tensors,
-            peak_bytes=self._peak_bytes,
-            before_wait=self._before_wait,
-        )
+    def recorded_ops(self) -> MicroBatchOps:
+        """Return all recorded operations."""
+        return replace(self._ops_so_far(), peak_bytes=self._peak_bytes, before_wait=self._before_wait)
 
     def _ops_so_far(self) -> MicroBatchOps:
         ops: list[Any] = [replace(op, times=times) for op, times in self._counts.items()]

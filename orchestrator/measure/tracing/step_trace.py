@@ -7,8 +7,11 @@ cluster does not depend on the machine that makes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +21,15 @@ from experts.bank import ExpertBank
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
+from orchestrator.measure.tracing.repeated_blocks import trace_few_blocks
+from orchestrator.measure.tracing.repeated_ops import TracedOps, all_blocks
 from orchestrator.measure.tracing.traced_experts import divide_experts, record_experts
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
 from orchestrator.train.data import as_dataset
 from orchestrator.train.parts.precision import autocast
-from orchestrator.train.parts.recompute import recompute_blocks
+from orchestrator.train.parts.recompute import block_lists, recompute_blocks
 from orchestrator.types import PrecisionName
 
 _CPU = torch.device("cpu")
@@ -62,18 +67,55 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
             recompute_blocks(model, context)
         if options.on_gpu:
             stack.enter_context(emulated_gpu(options.precision, recorder))
-        inputs = to_fake(mode, batch, _CPU)
         recorder.ignore_memory_of([*model.parameters(), *model.buffers()])
-        stack.enter_context(recorder)
-        with autocast(options.precision, _CPU):
-            loss, _ = as_loss(task.loss(model, inputs), samples)
-        loss.sum.backward()
-    return recorder.recorded_ops(
-        samples,
-        parameters=sum(p.numel() for p in model.parameters()),
+        run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder)
+        ops = run.trace()
+    parameters = list(model.parameters())
+    return replace(
+        ops,
+        samples=samples,
+        parameters=sum(p.numel() for p in parameters),
         expert_parameters=_expert_parameters(model) if options.hosts > 1 else 0,
-        tensors=sum(1 for p in model.parameters() if p.requires_grad),
+        tensors=sum(1 for p in parameters if p.requires_grad),
     )
+
+
+@dataclass(frozen=True)
+class _StepRun:
+    """Forward and backward passes of a model over one fake batch, which ``recorder`` watches."""
+
+    task: Task
+    model: nn.Module
+    batch: Any
+    samples: int
+    precision: PrecisionName
+    recorder: OpRecorder
+
+    def trace(self) -> MicroBatchOps:
+        """Return the operations of a pass over all blocks."""
+        parameters = list(self.model.parameters())
+        block_parameters = _trained_in_blocks(self.model)
+        for parameter in block_parameters:
+            parameter.register_post_accumulate_grad_hook(self.recorder.record_gradient)
+        gradient_bytes = sum(parameter.nbytes for parameter in block_parameters)
+        combine = partial(all_blocks, gradient_bytes=gradient_bytes)
+        return trace_few_blocks(self.model, lambda: self._run(parameters), combine).ops
+
+    def _run(self, parameters: Sequence[nn.Parameter]) -> TracedOps:
+        # Of all parameters: those of blocks that are left out have gradients of an earlier pass.
+        for parameter in parameters:
+            parameter.grad = None
+        self.recorder.restart()
+        with self.recorder:
+            with autocast(self.precision, _CPU):
+                loss, _ = as_loss(self.task.loss(self.model, self.batch), self.samples)
+            loss.sum.backward()
+        return TracedOps(self.recorder.recorded_ops(), self.recorder.recorded_memory())
+
+
+def _trained_in_blocks(model: nn.Module) -> list[nn.Parameter]:
+    blocks = [block for alike in block_lists(model) for block in alike]
+    return [p for block in blocks for p in block.parameters() if p.requires_grad]
 
 
 def _expert_parameters(model: nn.Module) -> int:
