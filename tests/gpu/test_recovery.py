@@ -61,6 +61,20 @@ def test_killed_hosts_cost_nothing_on_a_gpu(job: Job, calm: FinishedRun, tmp_pat
     assert read_summary(run.run_dir)["device"] == read_summary(calm.run_dir)["device"] != "cpu"
 
 
+def test_a_standby_that_has_rehearsed_takes_over(job: Job, calm: FinishedRun, tmp_path: Path) -> None:
+    """It rehearses after the first segment of the others, which takes seconds."""
+    schedule = FaultSchedule().kill(1, step=40)
+    run = run_with_faults(replace(job, pace_s=0.5), tmp_path / "run", schedule)
+    assert run.problems(calm, KILL_STEPS) == []
+    (recovery,) = recoveries(run.events)
+    (failure,) = of_kind(run.events, "failure")
+    later = [
+        round(step["seconds"], 2) for step in of_kind(run.events, "step") if step["time"] > failure["time"]
+    ]
+    parts = {name: round(recovery[name], 2) for name in recovery if name.endswith("_seconds")}
+    print(parts, "first steps after it, 0.5 s of sleep included:", later[:3])  # noqa: T201
+
+
 def test_an_aborted_exchange_harms_no_survivor(job: Job, calm: FinishedRun, tmp_path: Path) -> None:
     """The survivor keeps its process and its CUDA context, whatever its device was waiting for."""
     schedule = FaultSchedule()

@@ -41,6 +41,12 @@ def preload_or_die(context: HostContext, deaths_file: str, store_address: tuple[
     context.cache["store address"] = store_address
 
 
+def rehearse_in_file(_: HostContext, deaths_file: str) -> None:
+    """Add the id of this process to a file."""
+    with Path(f"{deaths_file}.rehearsals").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
+
+
 def snapshot_value(generation: int, step: int, rank: int) -> int:
     """Return the byte that a snapshot is filled with."""
     return 100 * (generation % 2) + 10 * rank + step % 10

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from experts.actor_host import ExpertHost
 from orchestrator.runtime.cluster.environment import priority_variables
 from orchestrator.runtime.cluster.session import answers
-from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor
+from orchestrator.runtime.expert_parallel.host_worker import preload, prestart_successor, rehearse
 from orchestrator.runtime.failures import cause_of
 from orchestrator.types import first_line
 
@@ -43,6 +43,7 @@ class _Host:
     node_id: str | None = None
     """Set once the host is ready."""
     pid: int = 0
+    has_rehearsed: bool = False
 
 
 @dataclass
@@ -140,7 +141,8 @@ class HostPool:
         """Return the hosts that are ready, and those that are being started.
 
         A host that died while it started or stood by is started again, a few times. ``busy`` hosts
-        are not checked: their calls show whether they live."""
+        train. They are not checked: their calls show whether they live. While there are any, the others
+        stand by, and have time to rehearse."""
         for host_id, host in list(self._hosts.items()):
             if host_id not in busy:
                 self._check(host_id, host)
@@ -150,7 +152,16 @@ class HostPool:
                 self.start(host_id)
         ready = tuple(host_id for host_id, host in sorted(self._hosts.items()) if host.node_id is not None)
         starting = tuple(host_id for host_id in sorted(self._hosts) if host_id not in ready)
+        if busy:
+            for host_id in set(ready).difference(busy):
+                self._rehearse(self._hosts[host_id])
         return ready, starting
+
+    def _rehearse(self, host: _Host) -> None:
+        """Let a standby prepare its first step, once. A host that joins meanwhile ends it first."""
+        if self._gpu and not host.has_rehearsed:
+            host.has_rehearsed = True
+            host.actor.warm_up.remote(rehearse, self._assignment)
 
     def _check(self, host_id: int, host: _Host) -> None:
         call = host.warm_up if host.node_id is None else host.lifetime

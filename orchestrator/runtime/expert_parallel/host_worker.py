@@ -137,6 +137,18 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
             task.train_data()
 
 
+def rehearse(context: HostContext, assignment: Assignment) -> None:  # noqa: ARG001
+    """Let a standby load what its first step on a GPU needs.
+
+    It changes nothing else: a failure shows again when the host joins."""
+    from orchestrator.train.worker.rehearsal import rehearse_steps
+
+    prepared = assignment.prepared
+    if uses_cuda(prepared):
+        with suppress(Exception):
+            rehearse_steps(prepared, _device(prepared))
+
+
 def prestart_successor(context: HostContext) -> None:  # noqa: ARG001
     """Ask this node for a process that is ready when the next host is started."""
     request_successor()

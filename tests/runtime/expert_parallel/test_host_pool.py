@@ -16,7 +16,7 @@ from orchestrator.runtime.expert_parallel import host_pool as module
 from orchestrator.runtime.expert_parallel.host_pool import HostPool
 from tests.support.cluster import RayCluster, connected
 from tests.support.idle_hosts import wait_until
-from tests.support.idle_worker import preload_or_die
+from tests.support.idle_worker import preload_or_die, rehearse_in_file
 
 pytestmark = [pytest.mark.ray]
 STORE_ADDRESS = ("127.0.0.1", 1)
@@ -72,6 +72,27 @@ def test_hosts_have_the_priority_of_a_program_that_the_user_starts(make_pool: Ma
     wait_until(lambda: pool.reserve(1.0))
     wait_until(lambda: pool.poll() == ((0,), ()))
     assert os.getpriority(os.PRIO_PROCESS, pool._hosts[0].pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_standbys_on_gpus_rehearse_once_while_others_train(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "rehearse", rehearse_in_file)
+    pool = make_pool(2)
+    wait_until(lambda: pool.reserve(1.0))
+    wait_until(lambda: pool.poll() == ((0, 1), ()))
+    pool.poll(busy=(0,))
+    pool._gpu = True
+    pool.poll()
+    pool.poll(busy=(0, 1))
+    actor = pool.actor(1)
+    ray.get(actor.rendezvous_address.remote())
+    path = tmp_path / "deaths0.rehearsals"
+    assert not path.exists(), "neither on CPUs, nor before there is a group, nor while the host trains"
+    pool.poll(busy=(0,))
+    pool.poll(busy=(0,))
+    ray.get(actor.rendezvous_address.remote())
+    assert path.read_text() == f"{pool._hosts[1].pid}\n"
 
 
 def test_more_hosts_than_the_cluster_has_are_not_reserved(make_pool: MakePool) -> None:
