@@ -30,6 +30,10 @@ def find_data_files(files: Files, suffixes: tuple[str, ...]) -> list[str]:
     return [found for entry in entries for found in _find(str(entry), suffixes)]
 
 
+def is_pattern(entry: str) -> bool:
+    return any(character in entry for character in _WILDCARDS)
+
+
 def open_data_file(file: str) -> Any:
     """Open a file for reading bytes; raises ``UserError`` if that is impossible."""
     url = as_url(file)
@@ -84,7 +88,7 @@ def _find_local(entry: str, suffixes: tuple[str, ...]) -> list[str]:
 def _find_remote(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     url = str(as_url(entry))
     try:
-        if any(character in url for character in _WILDCARDS):
+        if is_pattern(url):
             return _matching(url)
         parent, name = _split(url)
         with suppress(RemoteError):

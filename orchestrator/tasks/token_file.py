@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator.data.token_arrays import map_tokens
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy
@@ -37,7 +38,7 @@ class TokenFile:
         self.file = Path(location).expanduser().absolute()
         self.context = context
         self._dtype = dtype
-        self._tokens = self._map()
+        self._tokens = map_tokens(self.file, self._dtype)
         if len(self) < 1:
             raise UserError(f"{self.file} has {len(self._tokens)} tokens; a window needs {context} + 1")
 
@@ -65,18 +66,4 @@ class TokenFile:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tokens = self._map()
-
-    def _map(self) -> Any:
-        try:
-            if self.file.suffix != ".npy":
-                return np.memmap(self.file, dtype=self._dtype, mode="r")
-            tokens = np.lib.format.open_memmap(self.file, mode="r")  # refuses pickled objects
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the tokens of {self.file} as {self._dtype}: {error}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-            raise UserError(
-                f"{self.file} holds {tokens.dtype} of shape {tokens.shape}; "
-                "one row of whole numbers was needed"
-            )
-        return tokens
+        self._tokens = map_tokens(self.file, self._dtype)

@@ -101,6 +101,8 @@ class Encoder:
         """Divide tokens after each EOS. Very long documents are cut: they must fit into the memory."""
         for begin in range(0, len(tokens_T), _MAX_TOKENS):
             part_T = np.asarray(tokens_T[begin : begin + _MAX_TOKENS])
+            if part_T.min() < 0:
+                raise UserError(f"a file of tokens holds {part_T.min()}; no token is below 0")
             ends = np.flatnonzero(part_T == self.eos) + 1
             documents = [_all_trained(document_T) for document_T in np.split(part_T, ends) if len(document_T)]
             yield self._trainable(documents, len(documents))

@@ -37,7 +37,6 @@ def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     else:
         model = {"vocabulary": tokenizer.get_vocab(), "settings": getattr(tokenizer, "init_kwargs", {})}
     return {
-        "class": type(tokenizer).__name__,
         "model": model,
         "special": tokenizer.special_tokens_map,
         "template": tokenizer.chat_template,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class DocumentReader:
     def write(self, files: Sequence[RowFile], folder: Path) -> None:
         """Write the documents of files into the files of a store. Raises ``UserError`` if there are none."""
         try:
-            self._write(files, StoreWriter(folder))
+            with closing(StoreWriter(folder)) as writer:
+                self._write(files, writer)
         except OSError as error:
             raise UserError(f"cannot write the tokenised data into {folder.parent}: {error}") from None
 
@@ -58,7 +60,7 @@ class DocumentReader:
             raise UserError(
                 f"no document to train on in {self.counts.rows} rows of the data; {'; '.join(faults)}"
             )
-        writer.close(self.counts, is_text=self._parser.kind == TEXT)
+        writer.finish(self.counts, is_text=self._parser.kind == TEXT)
         progress.finish(writer)
 
     def _encode(self, batch: Sequence[Row | BadRow]) -> Iterator[list[TokenDocument]]:

@@ -70,13 +70,13 @@ class StoreWriter:
         self.documents += len(documents)
         self.tokens += len(tokens_T)
 
-    def close(self, counts: ReadingCounts, is_text: bool) -> None:
+    def finish(self, counts: ReadingCounts, is_text: bool) -> None:
         """Write what is left; the folder is whole once this returns."""
         self._files[_OFFSETS].write(np.int64(self.tokens).tobytes())
         # One token and bit more than there are: the last position has a successor too.
         self._files[_TOKENS].write(np.uint32(0).tobytes())
         self._write_bits(np.zeros(8, dtype=bool))
-        self._opened.close()
+        self.close()
         facts = {
             "documents": self.documents,
             "tokens": self.tokens,
@@ -85,6 +85,9 @@ class StoreWriter:
             "counts": asdict(counts),
         }
         (self._folder / _COUNTS).write_text(json.dumps(facts))
+
+    def close(self) -> None:
+        self._opened.close()
 
     def _write_bits(self, bits: np.ndarray) -> None:
         self._bits = np.concatenate([self._bits, bits])

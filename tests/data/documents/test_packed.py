@@ -36,7 +36,7 @@ def build_store(folder: Path, masks: list[list[bool]], is_text: bool) -> TokenSt
     # Two batches: bits of the mask go on in the middle of a byte.
     writer.add(documents[:1])
     writer.add(documents[1:])
-    writer.close(ReadingCounts(), is_text)
+    writer.finish(ReadingCounts(), is_text)
     return TokenStore(folder)
 
 
