@@ -55,6 +55,8 @@ class RoutedExperts(nn.Module):
         self.register_buffer("host_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("route_EB", None, persistent=False)
         self.structure = LayerStructure.initial("", bank.sizes)
+        self.host = (0, 1)
+        """The rank of this host and the number of hosts."""
 
     def use_structure(
         self,
@@ -69,6 +71,7 @@ class RoutedExperts(nn.Module):
         experts = structure.experts
         device = self.load_E.device
         self.structure = structure
+        self.host = host
         self.host_E = torch.tensor([expert.hosts[0] for expert in experts], device=device)
         self.bank.owned = tuple(row for row in self.bank.held if experts[row].hosts[0] == rank)
         has_copies = any(len(expert.hosts) > 1 for expert in experts)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from experts.transformers.balance import balance_loss, step_counts
+    from experts.transformers.files.initial import initialise_weights
+    from experts.transformers.files.reading import read_weights
     from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
     from experts.transformers.lora.peft_files import save_lora
     from experts.transformers.registration import expert_loads, restore, use
@@ -17,7 +19,9 @@ __all__ = [
     "balance_loss",
     "expert_loads",
     "initialise_lora",
+    "initialise_weights",
     "merge_lora",
+    "read_weights",
     "restore",
     "save_lora",
     "step_counts",
@@ -29,7 +33,9 @@ _MODULES = {
     "balance_loss": "balance",
     "expert_loads": "registration",
     "initialise_lora": "lora.adapters",
+    "initialise_weights": "files.initial",
     "merge_lora": "lora.adapters",
+    "read_weights": "files.reading",
     "restore": "registration",
     "save_lora": "lora.peft_files",
     "step_counts": "balance",

@@ -126,7 +126,7 @@ def test_without_transformers_the_message_has_the_install_line(monkeypatch: pyte
 
 
 def test_unknown_names_of_the_package_list_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match="'unuse'; it has balance_loss, expert_loads, restore"):
+    with pytest.raises(AttributeError, match=r"'unuse'; it has .*, read_weights, restore, "):
         experts.transformers.unuse  # noqa: B018
 
 
