@@ -66,10 +66,10 @@ class Trainer:
         result = trainer.fit()
 
     ``data`` and ``validation`` are tensors, tuples of tensors, data sets with ``__len__`` and
-    ``__getitem__``, iterable data sets, or a ``Source`` such as ``JsonLines``. ``loss(model, batch)``
-    returns a scalar mean, a pair (sum, count), or a ``Loss``. ``optimizer`` builds an optimizer from
-    parameters; ``schedule`` returns the factor of the learning rate at a step. ``metrics`` gives the
-    directions of metrics that early stopping may watch, and metrics with a state:
+    ``__getitem__``, iterable data sets, a ``DataLoader``, or a ``Source`` such as ``JsonLines``.
+    ``loss(model, batch)`` returns a scalar mean, a pair (sum, count), or a ``Loss``. ``optimizer``
+    builds an optimizer from parameters; ``schedule`` returns the factor of the learning rate at a
+    step. ``metrics`` gives the directions of metrics that early stopping may watch, and metrics with a state:
     ``{"churn": Metric(mode="min"), "f1": F1()}``. ``callbacks`` are objects whose methods are called
     during the run, see ``Callback``. After the training the model holds the trained weights.
     """

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from orchestrator import JsonLines
 from orchestrator.errors import TrainingFailed, UserError
-from orchestrator.record.events import by_step
+from orchestrator.record.events import by_step, of_kind
 from tests.test_trainer import blobs, events_of, settings, trainer
 
 
@@ -52,6 +53,33 @@ def test_a_stream_resumes_at_the_exact_sample_with_the_same_losses(tmp_path: Pat
     expected = run("whole")
     assert len(expected) == 15
     for steps in (3, 5, 7):
+        run("parts", max_steps=steps)
+    assert run("parts", max_steps=100) == expected
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_torch_trains_and_resumes_at_the_exact_sample(tmp_path: Path, shuffle: bool) -> None:
+    """Its batch size is the default, and its shuffling is that of the run."""
+    data = TensorDataset(*blobs(70))
+
+    def run(name: str, **given: Any) -> list[float]:
+        torch.manual_seed(0)
+        loader = DataLoader(data, batch_size=20, shuffle=shuffle, drop_last=True)
+        next(iter(loader))
+        options = {"checkpoint_every": 1, "resume": "auto", "schedule": "constant", "warmup_steps": 0}
+        config = settings(tmp_path / name, batch_size=None, **options, **given)
+        trainer(config, loader, model=nn.Linear(4, 3), validation=DataLoader(data, batch_size=9)).fit()
+        return [event["loss"] for event in by_step(events_of(tmp_path / name))]
+
+    expected = run("whole")
+    assert len(expected) == 12
+    events = events_of(tmp_path / "whole")
+    notes = [event["message"] for event in of_kind(events, "warning") if event["kind"] == "data"]
+    assert len(notes) == 1
+    assert "in spite of drop_last" in notes[0]
+    assert ("its shuffling is replaced" in notes[0]) == shuffle
+    assert {event["samples"] for event in of_kind(events, "evaluate")} == {70}
+    for steps in (3, 5):
         run("parts", max_steps=steps)
     assert run("parts", max_steps=100) == expected
 

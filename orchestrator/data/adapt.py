@@ -1,4 +1,4 @@
-"""Recognises the data that users bring: data sets with random access stay, iterable ones become sources."""
+"""Recognises the data that users bring: data sets with random access stay, all others become sources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from orchestrator.data.iterable import IterableSource
+from orchestrator.data.loaders import read_loader
+from orchestrator.data.ray_rows import RayRows, is_ray_dataset
 from orchestrator.errors import UserError
 
 
@@ -16,17 +18,16 @@ def as_source(data: Any) -> Any:
     Raises ``UserError`` for data that is neither.
     """
     if isinstance(data, DataLoader):
-        raise UserError(
-            f"the data is a {type(data).__name__}, which yields batches; samples were needed: give its data "
-            "set (loader.dataset), and --loader-workers for its processes"
-        )
+        return read_loader(data)
+    if is_ray_dataset(data):
+        return RayRows(data)
     if _has_random_access(data):
         return data
     if hasattr(data, "__iter__") and not isinstance(data, type | str | bytes):
         return IterableSource(data)
     raise UserError(
         f"the data is a {type(data).__name__}; tensors, a data set with __len__ and __getitem__, an iterable "
-        "data set, or a Source were needed (docs/data.md)"
+        "data set, a DataLoader, or a Source were needed (docs/data.md)"
     )
 
 

@@ -14,7 +14,8 @@ from orchestrator.errors import UserError
 class IterableSource(Source):
     """The samples that iterating over an object yields; each pass begins with ``iter``.
 
-    ``set_epoch``, ``state_dict`` and ``load_state_dict`` are used where the object has them.
+    ``set_epoch``, ``state_dict`` and ``load_state_dict`` are used where the object has them, the latter two
+    also where its iterator has them.
     """
 
     def __init__(self, data: Any) -> None:
@@ -24,12 +25,12 @@ class IterableSource(Source):
                 "begins anew was needed, such as torch.utils.data.IterableDataset"
             )
         self._data = data
-        has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-        self._is_stateful = has_state and not _has_shuffle_buffer(data)
-        self._first_state = data.state_dict() if self._is_stateful else None
+        has_state = _is_stateful(data)
+        self._data_is_stateful = has_state and not _has_shuffle_buffer(data)
+        self._first_state = data.state_dict() if self._data_is_stateful else None
         if hasattr(data, "collate"):
             self.collate = data.collate
-        if not self._is_stateful:
+        if not self._data_is_stateful and not _is_stateful(iter(data)):
             missing = (
                 "a state without its shuffle buffer" if has_state else "no state_dict and load_state_dict"
             )
@@ -39,12 +40,22 @@ class IterableSource(Source):
             )
 
     def read(self, epoch: int, state: State | None = None) -> Reader:
-        if hasattr(self._data, "set_epoch"):
-            self._data.set_epoch(epoch)
-        if self._is_stateful:
+        data = self._data
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        if self._data_is_stateful:
             # The object may still hold the state of an earlier pass.
-            self._data.load_state_dict(self._first_state if state is None else state)
-        return _IteratorReader(self._data, self._is_stateful)
+            data.load_state_dict(self._first_state if state is None else state)
+            return IteratorReader(iter(data), data)
+        iterator = iter(data)
+        # As torchdata has it: the state may be that of the iterator.
+        if state is not None and _is_stateful(iterator):
+            iterator.load_state_dict(state)
+        return IteratorReader(iterator, iterator if _is_stateful(iterator) else None)
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _has_shuffle_buffer(data: Any) -> bool:
@@ -57,17 +68,17 @@ def _has_shuffle_buffer(data: Any) -> bool:
     return False
 
 
-class _IteratorReader(Reader):
-    def __init__(self, data: Any, is_stateful: bool) -> None:
-        self._data = data
-        self._is_stateful = is_stateful
-        self._iterator = iter(data)
+class IteratorReader(Reader):
+    def __init__(self, iterator: Iterator[Any], stateful: Any = None) -> None:
+        """``stateful`` is the object whose state is the place of the iterator."""
+        self._iterator = iterator
+        self._stateful = stateful
 
     def take(self, count: int) -> list[Any]:
         return list(islice(self._iterator, count))
 
     def state(self) -> State | None:
-        return as_json(self._data.state_dict()) if self._is_stateful else None
+        return as_json(self._stateful.state_dict()) if self._stateful is not None else None
 
 
 def as_json(state: Any) -> State | None:

@@ -34,6 +34,15 @@ class SavedPlace:
     """Of the next item: a run that resumes finds out if it is another one."""
 
 
+@dataclass(frozen=True)
+class LoaderSettings:
+    """Settings of a user's ``DataLoader`` that become defaults of the run."""
+
+    batch_size: int | None
+    """Samples per worker and micro-batch; None if a batch sampler of the user's decides."""
+    num_workers: int
+
+
 class Reader(ABC):
     """One pass over a source."""
 
@@ -66,6 +75,9 @@ class Source(ABC):
 
     note: str | None = None
     """What is lost with this source, for the record of the run."""
+    num_samples: int | None = None
+    """Samples of a pass; None if only reading them all would tell."""
+    loader_settings: LoaderSettings | None = None
 
     @abstractmethod
     def read(self, epoch: int, state: State | None = None) -> Reader:
@@ -97,7 +109,7 @@ def _add(add: Callable[[bytes], None], value: Any) -> None:
     elif isinstance(value, Tensor):
         add(f"{value.dtype} {tuple(value.shape)}".encode())
         add(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, np.ndarray | np.generic):
         add(f"{value.dtype} {value.shape}".encode())
         add(np.ascontiguousarray(value).tobytes() if value.dtype != object else b"")
     elif isinstance(value, Mapping):

@@ -150,6 +150,8 @@ def _step_samples(
         fixed_by = "set by --debug"
     elif isinstance(settings.batch_size, int):
         samples = settings.batch_size * accumulation * workers
+    elif settings.batch_size is None and facts.loader_batch is not None:
+        samples = facts.loader_batch * accumulation * workers
     elif config.run.auto:
         samples = per_device * workers
     else:
@@ -195,6 +197,9 @@ def _batch_size(
     if isinstance(setting, int):
         reason = f"set by --batch-size {setting}" + _cut_to_share(setting, step, budget.facts)
         return Choice(min(setting, step.share), reason)
+    if setting is None and budget.facts.loader_batch is not None and not config.batch.global_batch_size:
+        reason = "batch_size of the DataLoader; --batch-size and --global-batch-size replace it"
+        return Choice(min(budget.facts.loader_batch, step.share), reason)
     share = -(-step.share // accumulation) if accumulation else step.share
     if accumulation and config.batch.global_batch_size:
         among = f" on each of {step.workers} workers" if step.workers > 1 else ""

@@ -67,6 +67,12 @@ class ModelFacts:
     data: str = ""
     """Hash of the first training samples, if the data is in memory: data read by the sample may
     differ from one read to the next."""
+    loader_batch: int | None = None
+    """The batch size of the user's DataLoader, if the data is one."""
+    loader_processes: int | None = None
+    """The processes of the user's DataLoader, if the data is one."""
+    has_data_tasks: bool = False
+    """Whether tasks of the cluster compute the data while it is read."""
 
     def at_most(self, samples: int) -> int:
         """Return a number of samples, cut to those that the data is known to have."""

@@ -63,10 +63,12 @@ from orchestrator.plan.schedule import (
 )
 from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_snapshots, snapshot_memory
 from orchestrator.plan.workers import (
+    check_data_tasks,
     choose_backend,
     choose_sharding,
     choose_strategy,
     choose_workers,
+    num_spares,
     uses_gpus,
 )
 from orchestrator.types import NOT_USED, Choice, PrecisionName, StrategyName
@@ -245,6 +247,7 @@ def _worker_group(
     count = workers.value
     device = choose_worker_device(config, inventory, cluster.gpus)
     on_gpu = device.value != "cpu"
+    check_data_tasks(facts, count + num_spares(config), cluster, on_gpu)
     workers_on_node = cluster.workers_on_node(count, uses_gpus(config, cluster))
     limit_bytes = usable_bytes(config, inventory, device.value, workers_on_node)
     # The strategy depends on the memory of a worker, which depends on the devices.

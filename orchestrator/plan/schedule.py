@@ -22,6 +22,8 @@ def choose_loader_workers(
     memory."""
     if config.data.loader_workers >= 0:
         return Choice(config.data.loader_workers, f"set by --loader-workers {config.data.loader_workers}")
+    if facts.loader_processes is not None:
+        return Choice(facts.loader_processes, "num_workers of the DataLoader; --loader-workers replaces it")
     if not config.run.auto:
         return Choice(0, NO_AUTO)
     if facts.gathered_bytes is not None:

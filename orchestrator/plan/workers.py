@@ -244,6 +244,15 @@ def check_cpu(config: Config, on_gpu: bool) -> None:
             )
 
 
+def check_data_tasks(facts: ModelFacts, workers: int, cluster: Cluster, on_gpu: bool) -> None:
+    """Refuse workers that leave no CPU to the tasks that compute the data: both would wait forever."""
+    if facts.has_data_tasks and not on_gpu and workers >= cluster.reachable_cpus:
+        raise ResourceError(
+            f"the tasks of the Ray Data set need a CPU, and {workers} workers take all: "
+            f"{cluster.text('CPUs')}. Lower --workers, or give the data as dataset.materialize()"
+        )
+
+
 def _least_sharding(
     config: Config, facts: ModelFacts, workers: int, limit_bytes: float
 ) -> Choice[ShardingForm]:

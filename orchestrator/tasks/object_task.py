@@ -6,7 +6,10 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from orchestrator.config.metric import Metric
+from orchestrator.data.loaders import read_loader
 from orchestrator.tasks.task import Task
 
 
@@ -24,9 +27,9 @@ class ObjectTask(Task):
         schedule: Callable[[int], float] | None = None,
     ) -> None:
         self._model = model
-        self._data = data
+        self._data = _picklable(data)
         self._loss = loss
-        self._validation = validation
+        self._validation = _picklable(validation)
         self._optimizer = optimizer
         self._schedule = schedule
         self.metrics: Mapping[str, Metric] = {}
@@ -48,3 +51,8 @@ class ObjectTask(Task):
 
     def schedule(self) -> Any:
         return self._schedule
+
+
+def _picklable(data: Any) -> Any:
+    """Return data that can be sent to workers: a loader that has been iterated over cannot."""
+    return read_loader(data) if isinstance(data, DataLoader) else data

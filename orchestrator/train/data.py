@@ -75,6 +75,11 @@ class Feed(ABC):
         """Samples of an epoch; None if only reading them all would tell."""
         return None
 
+    @property
+    def note(self) -> str | None:
+        """What is lost with this data, for the record of the run."""
+        return None
+
     @abstractmethod
     def steps(self, epoch: int, position: int = 0, saved: SavedPlace | None = None) -> Iterator[StepBatch]:
         """Yield the steps of an epoch, from a sample of its order on. The last one may be short.
@@ -183,8 +188,8 @@ def as_dataset(data: Any) -> Any:
 
 
 def num_samples(data: Any) -> int | None:
-    """Return the length of data in one of the three forms; None for a source."""
-    return None if isinstance(data, Source) else len(data)
+    """Return the length of data in one of the three forms; None if only reading it all would tell."""
+    return data.num_samples if isinstance(data, Source) else len(data)
 
 
 def with_random_access(data: Any, count: int) -> Any:

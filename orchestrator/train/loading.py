@@ -49,6 +49,7 @@ class BatchLoader:
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             prefetch_factor=options.prefetch if workers else None,
+            worker_init_fn=getattr(data, "worker_init", None),
             # Its own: each pass draws a number, and a resumed run has one pass more.
             generator=torch.Generator(),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from orchestrator.data.adapt import as_source
 from orchestrator.data.cursor import CursorHooks, open_cursor
@@ -83,11 +83,50 @@ def test_without_a_state_the_epoch_is_read_again_and_a_note_says_so() -> None:
     assert resumed(Plain(), place, 15, []) == rest[2:]
 
 
+class StatefulIterator:
+    """Numbers whose iterator, not the data set, knows its place."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.next == 20:
+            raise StopIteration
+        self.next += 1
+        self.num_read += 1
+        return self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class OfIterators(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.iterators: list[StatefulIterator] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterators.append(StatefulIterator())
+        return self.iterators[-1]
+
+
+def test_the_state_of_an_iterator_is_used_too() -> None:
+    place, rest = place_after(OfIterators(), 13)
+    data = OfIterators()
+    assert as_source(data).note is None
+    assert resumed(data, place, 13, []) == rest == list(range(13, 20))
+    assert sum(iterator.num_read for iterator in data.iterators) == 7
+
+
 def test_an_iterator_that_can_be_read_once_is_refused() -> None:
     with pytest.raises(UserError, match="a generator, which can be read only once"):
         as_source(number for number in range(3))
-    with pytest.raises(UserError, match=r"a DataLoader, which yields batches; .*loader.dataset"):
-        as_source(DataLoader(Plain()))
     with pytest.raises(UserError, match="the data is a int"):
         as_source(3)
 

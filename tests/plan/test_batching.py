@@ -283,6 +283,25 @@ def test_sizes_over_workers(workers: int, given_settings: dict[str, Any], expect
     assert sizes(shared(workers, **given_settings)) == expected
 
 
+@pytest.mark.parametrize(
+    ("given_settings", "expected"),
+    [
+        ({}, (10, 1, 40)),
+        ({"auto": False}, (10, 1, 40)),
+        ({"accumulation_steps": 3}, (10, 3, 120)),
+        ({"batch_size": 32}, (32, 1, 128)),
+        ({"global_batch_size": 256}, (64, 1, 256)),
+        ({"debug": True}, (4, 1, 16)),
+    ],
+)
+def test_the_batch_of_a_loader_is_the_default_of_each_worker(
+    given_settings: dict[str, Any], expected: tuple[int, int, int]
+):
+    chosen = shared(4, model(loader_batch=10), **given_settings)
+    assert sizes(chosen) == expected
+    assert ("batch_size of the DataLoader" in chosen.batch_size.reason) == (chosen.batch_size.value == 10)
+
+
 def test_a_batch_larger_than_a_workers_share_is_cut_and_says_so():
     chosen = shared(4, batch_size=32, global_batch_size=64)
     assert chosen.batch_size.reason == "set by --batch-size 32, cut to 16: a worker's share of 64 samples"

@@ -25,6 +25,14 @@ def test_loader_processes_take_all_cores_but_one(cores: int, workers: int):
     assert planned(machine(gpu(), cores=cores), READ_BY_SAMPLE, auto=False).loader_workers.value == 0
 
 
+def test_the_processes_of_a_loader_are_kept_unless_a_flag_replaces_them():
+    from_loader = model(gathered_bytes=None, loader_processes=3)
+    for inventory in (CPU, H200):
+        chosen = planned(inventory, from_loader).loader_workers
+        assert (chosen.value, chosen.reason[:11]) == (3, "num_workers")
+        assert planned(inventory, from_loader, loader_workers=0).loader_workers.value == 0
+
+
 def test_the_cores_of_a_worker_limit_its_loader_processes():
     chosen = planned(machine(gpu(), gpu(1), cores=8), READ_BY_SAMPLE).loader_workers
     assert (chosen.value, "2 workers" in chosen.reason) == (3, True)

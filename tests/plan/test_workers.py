@@ -14,6 +14,7 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.reasons import NO_AUTO
 from orchestrator.plan.workers import (
+    check_data_tasks,
     check_gpu_mode,
     choose_backend,
     choose_sharding,
@@ -376,3 +377,14 @@ def test_settings_for_gpus_only_are_refused_on_cpus(flag: str):
     ):
         chosen_sharding(1.0, on_gpu=False, **given)
     chosen_sharding(1.0, on_gpu=True, **given)
+
+
+def test_workers_leave_a_cpu_to_the_tasks_that_compute_the_data():
+    computed = model(has_data_tasks=True)
+    where = cluster(0, 0)
+    cpus = where.cpus
+    check_data_tasks(computed, cpus - 1, where, on_gpu=False)
+    check_data_tasks(computed, cpus, where, on_gpu=True)
+    check_data_tasks(model(), cpus, where, on_gpu=False)
+    with pytest.raises(ResourceError, match=rf"need a CPU, and {cpus} workers take all.*materialize"):
+        check_data_tasks(computed, cpus, where, on_gpu=False)

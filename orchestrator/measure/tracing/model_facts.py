@@ -19,6 +19,8 @@ from experts.balance import moe_layers
 from experts.bank import ExpertBank
 from experts.gate import Gate
 from experts.routed import RoutedExperts
+from orchestrator.data.ray_rows import RayRows
+from orchestrator.data.source import LoaderSettings
 from orchestrator.errors import OrchestratorError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
@@ -246,6 +248,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
     per_sample = traced.per_sample()
     parameters = list(model.parameters())
     layers = [layer for _, layer in moe_layers(model)]
+    loader: LoaderSettings | None = getattr(data, "loader_settings", None)
     return ModelFacts(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -271,6 +274,9 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
         data=_data_hash(data) if isinstance(data, Gatherable) else "",
+        loader_batch=loader.batch_size if loader is not None else None,
+        loader_processes=loader.num_workers if loader is not None else None,
+        has_data_tasks=isinstance(data, RayRows) and not data.is_materialized,
     )
 
 

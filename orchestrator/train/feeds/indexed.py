@@ -52,6 +52,10 @@ class IndexedFeed(Feed):
     def num_samples(self) -> int:
         return self._num_samples
 
+    @property
+    def note(self) -> str | None:
+        return getattr(self.data, "note", None)
+
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples, in order."""
         if self.seed is None:

@@ -79,8 +79,11 @@ class StreamFeed(Feed):
             yield self._step_batch(step.begin, step.end, step.shares, fetches)
 
     @property
+    def num_samples(self) -> int | None:
+        return self._source.num_samples
+
+    @property
     def note(self) -> str | None:
-        """What is lost with this data."""
         return self._source.note
 
     def place(self, position: int) -> SavedPlace | None:
@@ -97,8 +100,11 @@ class StreamFeed(Feed):
             yield self._source.name_of(item, begin + number), partial(self._source.decode, item)
 
     def steps_from(self, position: int) -> int | None:
-        """Return 0 at the end of the epoch; the steps before it are not counted."""
-        return 0 if self._end is not None and position >= self._end else None
+        """Return the steps from a sample on: 0 at the end of the epoch, None before it if the length of
+        the source is unknown."""
+        if self._end is not None and position >= self._end:
+            return 0
+        return super().steps_from(position)
 
     def close(self) -> None:
         self._loader.close()
@@ -181,6 +187,7 @@ class _DecodedItems:
         self._source = source
         if hasattr(source, "collate"):
             self.collate = source.collate  # pyright: ignore[reportAttributeAccessIssue]
+        self.worker_init = getattr(source, "worker_init", None)
 
     def __getitem__(self, item: Any) -> Any:
         return self._source.decode(item)

@@ -114,14 +114,13 @@ def build_training(
 
 
 def _connect(feed: Feed, worker: WorkerContext) -> None:
-    """Let a stream show its progress and its warnings."""
-    if not isinstance(feed, StreamFeed):
-        return
+    """Let the data show its progress and its warnings."""
 
     def warn(message: str) -> None:
         worker.log.write("warning", kind="data", message=message)
 
-    feed.hooks = CursorHooks(worker.heartbeat.advance, warn)
+    if isinstance(feed, StreamFeed):
+        feed.hooks = CursorHooks(worker.heartbeat.advance, warn)
     if feed.note is not None:
         warn(feed.note)
 
