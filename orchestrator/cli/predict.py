@@ -40,7 +40,14 @@ def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[st
     described = _describe_machine(find_calibration(calibration), prepared.inventory, on_gpu, workers)
     if described is None:
         return f"step time: not predicted; {AGAIN.replace('measure again', 'measure this machine')}", None
-    machine, crowding, source = described
+    return predict_plan(prepared, *described)
+
+
+def predict_plan(
+    prepared: PreparedRun, machine: Machine, crowding: float, source: str
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the predicted step of a plan on a machine, as ``step_prediction`` does."""
+    plan = prepared.plan
     try:
         ops = _trace_plan(prepared)
     except OrchestratorError:
@@ -48,13 +55,14 @@ def step_prediction(prepared: PreparedRun, calibration: Path | None) -> tuple[st
     except Exception as error:  # a model that cannot be traced without data has a plan, but no prediction
         return f"step time: not predicted, the model cannot be traced ({type(error).__name__})", None
     parallelism = Parallelism(
-        workers,
+        plan.workers.value,
         plan.strategy.value,
         plan.accumulation_steps.value,
         1.0,
         plan.exchange_chunks.value,
         plan.tf32.value,
         crowding,
+        plan.sharding.value,
     )
     prediction = predict(ops, machine, parallelism)
     compiled = "; compiled, it may be faster" if plan.compile.value else ""

@@ -1,10 +1,11 @@
-"""``plan --cluster``: the predicted scaling table of a cluster, which need not exist."""
+"""``plan --cluster``: the plan and the predicted scaling table of a cluster, which need not exist."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.calibrate import find_calibration
+from orchestrator.cli.cluster_plan import ASSUMED_NODE, plan_on_cluster
+from orchestrator.cli.plan_tables import print_plan
 from orchestrator.cli.predict import Tracer, make_tracer
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
+from orchestrator.errors import ResourceError
 from orchestrator.plan.cost.devices import known_gpu, short_name
 from orchestrator.plan.cost.machine import DeviceCosts, Machine, Parallelism
 from orchestrator.plan.cost.model import predicted_memory
@@ -30,6 +34,9 @@ from orchestrator.plan.cost.scaling import (
     scaling_rows,
 )
 from orchestrator.types import PrecisionName, bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from orchestrator.tasks.task import Task
 
 COLUMNS = (
     "devices", "batch", "step", "samples/s", "speed-up", "efficiency", "memory", "limited by", "made of",
@@ -49,27 +56,42 @@ _MIN_SHARE = 0.02
 """Parts of a step below this share are not listed."""
 
 
-def show_cluster(resolved: Resolved, text: str, calibration: Path | None, as_json: bool) -> int:
-    """Print the predicted scaling table of the cluster that a text describes."""
+def show_cluster(
+    resolved: Resolved, text: str, calibration: Path | None, as_json: bool, show_all: bool = False
+) -> int:
+    """Print the plan and the predicted scaling table of the cluster that a text describes."""
+    from orchestrator.tasks.load import load_task
+
     spec = parse_cluster(text)
     with Console(stderr=True).status("tracing the model …"):
-        job, machine, source = _cluster_job(resolved.config, spec, calibration)
+        task = load_task(resolved.config)
+        machine, source = _cluster_machine(spec, calibration)
+        planned = plan_on_cluster(resolved, task, spec, machine, source)
+        recompute = planned.prepared.plan.activation_checkpointing.value
+        job = _cluster_job(resolved.config, task, spec, machine, recompute)
         rows = scaling_rows(job, machine)
-    assumptions = _assumptions(resolved, given_keys(text), spec, job)
+    from orchestrator.train.worker.prepared_run import plan_json
+
+    notes = [*_assumptions(resolved, given_keys(text), spec, job), ASSUMED_NODE]
     if as_json:
-        content = {
+        content = plan_json(planned.prepared) | {
+            "predicted": planned.predicted,
+            "shortage": planned.shortage,
             "cluster": spec.text(),
             "source": source,
-            "notes": assumptions,
+            "notes": notes,
             "rows": [row.to_json() for row in rows],
         }
-        Console().print_json(json.dumps(content))
-        return 0
+        Console().print_json(json.dumps(content, default=str))
+        return ResourceError.exit_code if planned.shortage else 0
     console = Console() if Console().is_terminal else Console(width=_FILE_COLUMNS)
+    print_plan(console, planned.prepared, planned.step_line, show_all)
     for (kind, strategy), group in by_kind(rows).items():
         title = f"{spec.text()}; {strategy.replace('_', ' ')}, {_TITLES[kind]}"
         console.print(_scaling_table(title, group, spec))
-    console.print(Text("\n".join([f"predicted from {source}", *assumptions])), soft_wrap=True)
+    console.print(Text("\n".join([f"predicted from {source}", *notes])), soft_wrap=True)
+    if planned.shortage is not None:  # last, because the plan above explains it
+        raise ResourceError(planned.shortage)
     return 0
 
 
@@ -97,7 +119,7 @@ def _assumptions(
         )
     if resolved.origin("workers") != "default":
         workers = resolved.config.parallel.workers
-        notes.append(f"--workers {workers} is not used: there is a row for each number of devices")
+        notes.append(f"the tables do not use --workers {workers}: they have a row for each number of devices")
     return notes
 
 
@@ -108,33 +130,39 @@ def cluster_rows(
     config: Config, spec: ClusterSpec, calibration: Path | None = None
 ) -> tuple[list[ScalingRow], str]:
     """Return the rows of the table, and the source of the device's figures."""
-    job, machine, source = _cluster_job(config, spec, calibration)
+    from orchestrator.tasks.load import load_task
+
+    machine, source = _cluster_machine(spec, calibration)
+    recompute = config.device.activation_checkpointing == "on"
+    job = _cluster_job(config, load_task(config), spec, machine, recompute)
     return scaling_rows(job, machine), source
 
 
-def _cluster_job(
-    config: Config, spec: ClusterSpec, calibration: Path | None
-) -> tuple[ScalingJob, Machine, str]:
-    from orchestrator.measure.tracing.step_trace import experts_of
-    from orchestrator.tasks.load import load_task
+def _cluster_machine(spec: ClusterSpec, calibration: Path | None) -> tuple[Machine, str]:
+    """Return the cluster with its costs, and their source."""
+    measured = _measured_device(spec, calibration)
+    if measured is not None:
+        return machine_of(spec, measured[0]), measured[1]
+    name = known_gpu(spec.gpu).names[0]
+    return machine_of(spec), f"data sheet figures of {name} and the shares of them that an H200 achieves"
 
-    task = load_task(config)
+
+def _cluster_job(
+    config: Config, task: Task, spec: ClusterSpec, machine: Machine, recompute: bool
+) -> ScalingJob:
+    from orchestrator.measure.tracing.step_trace import experts_of
+
     gpu = known_gpu(spec.gpu)
     precision = _precision(config, gpu.capability)
     grouped = precision == "bf16" and gpu.capability >= (9, 0)
-    recompute = config.device.activation_checkpointing == "on"
     tracer = make_tracer(task, True, precision, grouped, recompute)
-    measured = _measured_device(spec, calibration)
-    machine = machine_of(spec, measured[0] if measured else None)
     batch = config.batch.batch_size
     if not isinstance(batch, int):
         batch = _largest_fitting_batch(tracer, machine.device, config.batch.gpu_memory_fraction)
     global_batch = config.batch.global_batch_size or batch * _STRONG_MICRO_BATCHES
     units = getattr(task, "units_per_sample", 1)
     tf32 = gpu.capability >= (8, 0) and config.device.tf32 != "off"
-    job = ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32)
-    data_sheet = f"data sheet figures of {gpu.names[0]} and the shares of them that an H200 achieves"
-    return job, machine, measured[1] if measured else data_sheet
+    return ScalingJob(tracer, batch, global_batch, experts_of(task), units, tf32)
 
 
 def _measured_device(spec: ClusterSpec, path: Path | None) -> tuple[DeviceCosts, str] | None:

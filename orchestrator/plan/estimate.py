@@ -62,6 +62,8 @@ class ModelFacts:
     """Whether a MoE layer drops rows beyond a capacity."""
     structure: str = ""
     """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
+    weight_bytes: float = 4.0
+    """Bytes of a parameter, on average. Frozen weights may have two, others have four."""
     moments: float = 2.0
     """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
     data: str = ""
@@ -134,7 +136,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory that a step needs on each worker's device.
 
-    It holds fp32 weights and gradients, the optimizer's state, and the activations of a micro-batch.
+    It holds weights, fp32 gradients, the optimizer's state, and the activations of a micro-batch.
     Recomputed blocks keep their inputs, and the activations of one block at a time. Without
     ``sharding`` the device holds everything.
     """
@@ -146,20 +148,20 @@ def estimate_memory(
         base /= facts.blocks
     if sharding.form == "experts" and sharding.workers > 1:
         per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
+        # Low-precision copies of weights, for the most part: those of remote experts are elsewhere.
+        base *= _local_parameters(facts, sharding, facts.parameters, 0)[0] / max(1, facts.parameters)
     gate_trainable = min(facts.trainable, facts.gate_parameters)
     shares = _StateShares.of(sharding, facts.blocks)
     parameters, trainable = _local_parameters(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate = facts.gate_parameters * shares.parameters + gate_trainable * (
-        shares.gradients + facts.moments * shares.moments
-    )
+    gate_state = gate_trainable * (shares.gradients + facts.moments * shares.moments)
     return MemoryEstimate(
-        parameters=parameters * _FP32_BYTES * shares.parameters,
+        parameters=parameters * facts.weight_bytes * shares.parameters,
         gradients=trainable * _FP32_BYTES * shares.gradients,
         optimizer=trainable * _FP32_BYTES * facts.moments * shares.moments,
         activations=base + per_sample * micro_batch,
-        gate=gate * _FP32_BYTES,
+        gate=facts.gate_parameters * facts.weight_bytes * shares.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,9 @@ def test_the_scaling_table_names_its_assumptions_and_its_end(capsys: pytest.Capt
     notes = "; ".join(json.loads(capsys.readouterr().out)["notes"])
     assert "expert parallel has at most 4 devices: there are as many experts" in notes
     assert "a network of 100 Gbit/s per node is assumed" in notes
-    assert "--workers 3 is not used" in notes
+    assert "the tables do not use --workers 3" in notes
     assert main(["plan", *SMALL, "--cluster", "nodes=2,gpus=2,gpu=l4,net=100gbit", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 2
 
 
 def test_a_wrong_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,3 +121,21 @@ def test_a_calibration_of_the_gpu_is_preferred_to_its_data_sheet(tmp_path: Path)
     assert "calibration of NVIDIA H200" in measured[1]
     assert "data sheet" in known[1]
     assert measured[0][0].predicted.step_seconds != known[0][0].predicted.step_seconds
+
+
+def test_a_plan_for_a_cluster_that_is_too_small_names_one_that_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = "--width 4096 --layers 8 --experts 16 --expert-hidden-size 8192 --vocabulary 512"
+    large = f"--task synthetic {sizes} --batch-size 1 --samples 64".split()
+    assert main(["plan", *large, "--cluster", "2xL4", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    memory = found["memory"]
+    missing = (memory["total"] - memory["limit"]) / 2**30
+    assert f"{missing:.1f} GiB more than the usable" in found["shortage"]
+    number = int(re.search(r"(\d+) L4", found["shortage"])[1])  # pyright: ignore[reportOptionalSubscript]
+    assert main(["plan", *large, "--cluster", f"{-(-number // 8)}x{min(8, number)}xL4", "--json"]) == 0
+    enough = json.loads(capsys.readouterr().out)
+    assert enough["shortage"] is None
+    assert enough["predicted"]["step_seconds"] > 0
+    assert enough["memory"]["total"] <= enough["memory"]["limit"]

@@ -97,7 +97,7 @@ class LargeModel(Task):
         return use(model) if has_experts else model
 
     def train_data(self) -> TensorData:
-        return TensorData(torch.zeros(64, self.sequence_length, dtype=torch.int64))
+        return TensorData(torch.zeros(1024, self.sequence_length, dtype=torch.int64))
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         (ids_BS,) = batch

@@ -273,6 +273,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
+        weight_bytes=sum(p.nbytes for p in parameters) / max(1, sum(p.numel() for p in parameters)),
         data=_data_hash(data) if isinstance(data, Gatherable) else "",
         loader_batch=loader.batch_size if loader is not None else None,
         loader_processes=loader.num_workers if loader is not None else None,

@@ -71,11 +71,14 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
         run = _StepRun(task, model, to_fake(mode, batch, _CPU), samples, options.precision, recorder)
         ops = run.trace()
     parameters = list(model.parameters())
+    own_experts = _expert_parameters(model) if options.hosts > 1 else []
     return replace(
         ops,
         samples=samples,
         parameters=sum(p.numel() for p in parameters),
-        expert_parameters=_expert_parameters(model) if options.hosts > 1 else 0,
+        expert_parameters=sum(p.numel() for p in own_experts),
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        frozen_experts=sum(p.numel() for p in own_experts if not p.requires_grad),
         tensors=sum(1 for p in parameters if p.requires_grad),
     )
 
@@ -118,9 +121,9 @@ def _trained_in_blocks(model: nn.Module) -> list[nn.Parameter]:
     return [p for block in blocks for p in block.parameters() if p.requires_grad]
 
 
-def _expert_parameters(model: nn.Module) -> int:
+def _expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
-    return sum(p.numel() for bank in banks for p in bank.parameters())
+    return [parameter for bank in banks for parameter in bank.parameters()]
 
 
 def experts_of(task: Task) -> int:

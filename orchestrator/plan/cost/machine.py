@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.plan.cost.interpolate import PiecewiseCurve, PiecewiseGrid
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.types import StrategyName
 
 LinkKind = Literal["none", "shared memory", "nvlink", "pcie", "network"]
@@ -117,3 +118,5 @@ class Parallelism:
     """fp32 products run in tf32."""
     crowding: float = 1.0
     """Workers per set of processors, if there are more workers than processors."""
+    sharding: ShardingForm = "none"
+    """How the replicated parameters are sharded."""

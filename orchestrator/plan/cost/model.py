@@ -28,6 +28,7 @@ PARTS: tuple[str, ...] = (
     "optimizer",
     "gradients",
     "exchange",
+    "gathering",
     "imbalance",
     "overlap",
 )
@@ -39,6 +40,7 @@ _LIMIT_NAMES = {
     "optimizer": "optimizer",
     "gradients": "gradient all-reduce",
     "exchange": "token exchange",
+    "gathering": "gathering of parameters",
     "imbalance": "busiest experts",
 }
 
@@ -77,7 +79,7 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
     parts["compute"] = rounds * micro_batch.compute
     parts["memory"] = rounds * micro_batch.memory
     parts["imbalance"] = rounds * micro_batch.imbalance
-    parts["optimizer"] = device.sustained * _update_seconds(ops, device)
+    parts["optimizer"] = device.sustained * _update_seconds(ops, device, parallelism)
     host_update = ops.tensors * device.tensor_s + device.step_s
     host = rounds * micro_batch.host + host_update
     busy = sum(parts.values())
@@ -102,11 +104,14 @@ def predict(ops: MicroBatchOps, machine: Machine, parallelism: Parallelism | Non
     )
 
 
-def _update_seconds(ops: MicroBatchOps, device: DeviceCosts) -> float:
+def _update_seconds(ops: MicroBatchOps, device: DeviceCosts, parallelism: Parallelism) -> float:
     """Return the device seconds of the optimizer's update, without its overhead if the host waits
     for it."""
     floor = 0.0 if device.asynchronous else device.optimizer.floor
-    return device.optimizer.at(4.0 * ops.parameters) - floor
+    updated_bytes = 4.0 * ops.trained
+    if parallelism.sharding != "none":  # each device updates its shard
+        updated_bytes -= ops.gradient_bytes * (1 - 1 / parallelism.devices)
+    return device.optimizer.at(updated_bytes) - floor
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def _compute_seconds(
 def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Parallelism) -> MemoryEstimate:
     """Return weights, moments, and the most that is alive next to them; gradients are shown
     separately."""
-    gradients = 4.0 * ops.parameters
+    gradients = 4.0 * ops.trained
     # Expert-parallel hosts reduce gradients in buckets, which are copies.
     bucketed = parallelism.devices > 1 and parallelism.strategy == "expert_parallel"
     copies = ops.gradient_bytes if bucketed else 0.0
@@ -187,7 +192,7 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
     return MemoryEstimate(
         parameters=4.0 * ops.parameters,
         gradients=gradients + copies,
-        optimizer=8.0 * ops.parameters,
+        optimizer=8.0 * ops.trained,
         activations=alive - gradients + device.reserved_bytes,
         gate=0.0,
         limit=device.memory_bytes,
@@ -195,7 +200,12 @@ def predicted_memory(ops: MicroBatchOps, device: DeviceCosts, parallelism: Paral
 
 
 def _limit(parts: Mapping[str, float], overhead: float) -> str:
-    """Return the name of the largest part, with the overlap subtracted from the gradients."""
+    """Return the name of the largest part, with the overlap subtracted from gradients and gathering."""
     exposed_gradients = max(0.0, parts["gradients"] + parts["overlap"])
-    exposed = dict(parts) | {"overhead": overhead, "gradients": exposed_gradients}
+    rest = min(0.0, parts["gradients"] + parts["overlap"])
+    exposed = dict(parts) | {
+        "overhead": overhead,
+        "gradients": exposed_gradients,
+        "gathering": max(0.0, parts["gathering"] + rest),
+    }
     return _LIMIT_NAMES[max(_LIMIT_NAMES, key=lambda name: exposed[name])]

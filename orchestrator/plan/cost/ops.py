@@ -118,6 +118,10 @@ class MicroBatchOps:
     """Parameters on this device."""
     expert_parameters: int = 0
     """The part of ``parameters`` in experts that only this device has."""
+    frozen: int = 0
+    """The part of ``parameters`` that is not trained."""
+    frozen_experts: int = 0
+    """The part of ``expert_parameters`` that is not trained."""
     tensors: int = 0
     """Parameter tensors of the optimizer."""
     peak_bytes: float = 0.0
@@ -135,6 +139,16 @@ class MicroBatchOps:
         return product_flops + sum(attention.flops for attention in self.attentions)
 
     @property
+    def trained(self) -> int:
+        """Trained parameters on this device."""
+        return self.parameters - self.frozen
+
+    @property
     def gradient_bytes(self) -> float:
         """Bytes of the gradients of replicated parameters, which all devices reduce."""
+        return 4.0 * (self.trained - (self.expert_parameters - self.frozen_experts))
+
+    @property
+    def replicated_bytes(self) -> float:
+        """Bytes of the parameters that all devices have, or shards of."""
         return 4.0 * (self.parameters - self.expert_parameters)

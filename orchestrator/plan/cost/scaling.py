@@ -25,6 +25,8 @@ CHUNKS_FROM_TOKENS = 4096  # of a device, from which on they are exchanged in tw
 
 _DEFAULTS = {"nodes": "1", "gpus": "1", "gpu": "", "link": "", "net": "100gbit", "nics": "1"}
 _NET = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbyte)(?:/s)?")
+_SHORT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<gpu>[a-z]\w*)")
+"""``8xH100``, or ``2x8xH100`` for two nodes."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,13 @@ class ClusterSpec:
 
 
 def parse_cluster(text: str) -> ClusterSpec:
-    """Parse ``nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit``; only ``gpu`` is required."""
+    """Parse ``nodes=16,gpus=8,gpu=h200,link=nvlink,net=400gbit`` or ``16x8xH200,net=400gbit``.
+
+    Only the GPU is required.
+    """
     values = _DEFAULTS | given_keys(text)
     if not values["gpu"]:
-        raise UserError("--cluster needs the GPU, for example gpu=h200")
+        raise UserError("--cluster needs the GPU, for example 8xH200 or gpu=h200")
     sheet = known_gpu(values["gpu"])
     fastest_link = "nvlink" if sheet.nvlink_gb_s else "pcie"
     spec = ClusterSpec(
@@ -76,16 +81,26 @@ def given_keys(text: str) -> dict[str, str]:
     """Return the keys and values of ``--cluster``."""
     given: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in _DEFAULTS:
-            suggestion = did_you_mean(key, _DEFAULTS)
-            raise UserError(
-                f"--cluster: {part!r} is not understood{suggestion}; give KEY=VALUE of {', '.join(_DEFAULTS)}"
-            )
-        if key in given:
-            raise UserError(f"--cluster: {key} is given twice, as {given[key]} and as {value}; keep one")
-        given[key] = value
+        for key, value in _parse_part(part).items():
+            if key in given:
+                raise UserError(f"--cluster: {key} is given twice, as {given[key]} and as {value}; keep one")
+            given[key] = value
     return given
+
+
+def _parse_part(part: str) -> dict[str, str]:
+    """Return the keys and values of ``8xH100``, or of KEY=VALUE."""
+    short = _SHORT.fullmatch(part.lower())
+    if short is not None:
+        return {key: value for key, value in short.groupdict().items() if value is not None}
+    key, equals, value = (piece.strip() for piece in part.partition("="))
+    if not equals or key not in _DEFAULTS:
+        suggestion = did_you_mean(key, _DEFAULTS)
+        raise UserError(
+            f"--cluster: {part!r} is not understood{suggestion}; give 8xH100, 2x8xH100 for two nodes, "
+            f"or KEY=VALUE of {', '.join(_DEFAULTS)}"
+        )
+    return {key: value}
 
 
 def _parse_count(name: str, value: str) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from orchestrator.plan.cost.machine import Link, Machine, Parallelism
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
+from orchestrator.plan.estimate import ShardingForm
 
 # The bucket sizes of DDP.
 _BUCKET_BYTES = 25 * 2**20
@@ -14,13 +16,15 @@ _BACKWARD_SHARE = 2 / 3  # of the arithmetic of a micro-batch
 _PEER_S = 0.5e-6  # to hand one more message to a link that is busy with others
 _SMALL_ALL_REDUCES = 1  # next to the gradients: counts and losses of a step
 _SMALL_BYTES = 512
+_GATHERS: Mapping[ShardingForm, int] = {"none": 0, "experts": 0, "zero2": 1, "zero3": 2}
+"""Times that a micro-batch gathers sharded parameters: before the forward pass, and before the backward."""
 
 
 def traffic_seconds(
     ops: MicroBatchOps, machine: Machine, parallelism: Parallelism, compute_s: float
 ) -> dict[str, float]:
-    """Return the seconds of all-reduces, of the token exchange, and (negative) of their overlap
-    with computation.
+    """Return the seconds of all-reduces, of the token exchange, of the gathering of sharded parameters,
+    and (negative) of their overlap with computation.
 
     ``compute_s`` is the time of the step without communication. On CPUs nothing overlaps, because
     messages take the same cores.
@@ -30,7 +34,12 @@ def traffic_seconds(
     other_buckets = math.ceil(max(0.0, ops.gradient_bytes - first_bytes) / _BUCKET_BYTES)
     buckets = max(1, (first_bytes > 0) + other_buckets)
     bucket_s = all_reduce_seconds(ops.gradient_bytes / buckets, machine, devices)
-    gradients = buckets * bucket_s + _SMALL_ALL_REDUCES * all_reduce_seconds(_SMALL_BYTES, machine, devices)
+    small_s = _SMALL_ALL_REDUCES * all_reduce_seconds(_SMALL_BYTES, machine, devices)
+    gathers = _GATHERS[parallelism.sharding] * parallelism.micro_batches
+    if gathers:  # gradients are reduced and scattered, which is half of an all-reduce
+        bucket_s /= 2
+    gradients = buckets * bucket_s + small_s
+    gather_s = gathers * all_reduce_seconds(ops.replicated_bytes, machine, devices) / 2
     exchange = parallelism.micro_batches * sum(
         exchange_seconds(message, machine, devices) * message.times for message in ops.messages
     )
@@ -42,7 +51,9 @@ def traffic_seconds(
         if parallelism.chunks > 1:
             chunked_exchange = exchange * (parallelism.chunks - 1) / parallelism.chunks
             overlap += min(chunked_exchange, max(0.0, compute_s - overlap))
-    return {"gradients": gradients, "exchange": exchange, "overlap": -overlap}
+        # The next block's parameters are gathered while a block computes; the first block's are waited for.
+        overlap += min(gather_s * (buckets - 1) / buckets, max(0.0, compute_s - overlap))
+    return {"gradients": gradients, "exchange": exchange, "gathering": gather_s, "overlap": -overlap}
 
 
 def all_reduce_seconds(size_bytes: float, machine: Machine, devices: int) -> float:

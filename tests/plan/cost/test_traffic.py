@@ -10,6 +10,7 @@ from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallel
 from orchestrator.plan.cost.model import predict
 from orchestrator.plan.cost.ops import MessageOp, MicroBatchOps
 from orchestrator.plan.cost.traffic import all_reduce_seconds, exchange_seconds, traffic_seconds
+from orchestrator.plan.estimate import ShardingForm
 from orchestrator.types import StrategyName
 from tests.support.cost_machines import OPS, device, machine
 
@@ -94,7 +95,20 @@ def test_gradients_are_reduced_in_buckets(strategy: StrategyName, size_bytes: in
 def test_one_device_sends_nothing():
     ops = with_gradients(100 * MIB, MessageOp("rows", 1000))
     seconds = traffic_seconds(ops, PAIR, Parallelism(1, "data_parallel"), 1.0)
-    assert seconds == {"gradients": 0.0, "exchange": 0.0, "overlap": 0.0}
+    assert seconds == {"gradients": 0.0, "exchange": 0.0, "gathering": 0.0, "overlap": 0.0}
+
+
+@pytest.mark.parametrize(("form", "gathers"), [("none", 0), ("zero2", 1), ("zero3", 2)])
+def test_each_micro_batch_gathers_sharded_parameters(form: ShardingForm, gathers: int):
+    """Once before the forward pass, and under zero3 again before the backward pass."""
+    ops = with_gradients(100 * MIB)
+    parallelism = Parallelism(2, "data_parallel", micro_batches=3, sharding=form)
+    seconds = traffic_seconds(ops, PAIR, parallelism, 0.0)
+    half = all_reduce_seconds(100 * MIB, PAIR, 2) / 2
+    assert seconds["gathering"] == pytest.approx(3 * gathers * half)
+    whole = traffic_seconds(ops, PAIR, Parallelism(2, "data_parallel"), 0.0)
+    share = 0.5 if gathers else 1.0  # reduced and scattered, or all-reduced
+    assert seconds["gradients"] == pytest.approx(share * whole["gradients"], rel=1e-2)
 
 
 def test_each_message_of_each_micro_batch_is_exchanged():
