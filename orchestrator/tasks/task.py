@@ -45,6 +45,9 @@ class Task(Protocol):
     parallel a host then builds the model without memory for its weights, removes the experts of other
     hosts, and fills the rest. Without it each host builds the whole model first, and ``build_model`` must
     build the same one everywhere.
+
+    A model whose frozen weights ``initialise`` reads from files may have an attribute ``frozen_base``, a text
+    that identifies these files. Checkpoints and snapshots then hold the trained weights alone.
     """
 
     unit: str = "samples"

@@ -5,15 +5,16 @@ moved, saved and recovered as other parameters of experts are. All other weights
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from experts.balance import moe_layers
-from experts.bank import ExpertBank
+from experts.bank import MATRICES, ExpertBank
 from experts.kernels.adapters import Adapters
 from experts.model import fill_adapter, initialise_experts, mix
 from experts.transformers.lora.targets import find_targets, import_peft, short_names
@@ -102,15 +103,52 @@ def merge_lora(model: Model) -> Model:
     All parameters can be trained then."""
     for bank in _banks(model):
         bank.merge_adapters()
-    for name, module in list(model.named_modules()):
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            layer: Any = module
-            weight = layer.base_layer.weight
-            weight.copy_(weight.to(layer.lora_A[NAME].weight.dtype) + layer.get_delta_weight(NAME))
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer.base_layer)
+    for parent, child, layer in _adapted_layers(model):
+        weight = layer.base_layer.weight
+        weight.copy_(weight.to(layer.lora_A[NAME].weight.dtype) + layer.get_delta_weight(NAME))
+        setattr(parent, child, layer.base_layer)
     model.requires_grad_(True)
     return model
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Show a model as it was before ``add_lora``, by names and modules, while weights are read into it."""
+    forms = [(bank, bank.form) for bank in _banks(model)]
+    adapted = _adapted_layers(model)
+    for bank, form in forms:
+        bank.form = replace(form, adapters=None)
+    for parent, child, layer in adapted:
+        setattr(parent, child, layer.base_layer)
+    try:
+        yield
+    finally:
+        for bank, form in forms:
+            bank.form = form
+        for parent, child, layer in adapted:
+            setattr(parent, child, layer)
+
+
+@torch.no_grad()
+def shorten_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the frozen matrices beside adapters in the type that they are computed in.
+
+    Results stay as they are: autocast would convert these matrices in each pass. Other frozen weights,
+    as embeddings and norms, keep their type: their results depend on it."""
+    frozen = [
+        bank.get_parameter(f"{matrix}_{group.hidden}")
+        for bank in _banks(model)
+        if bank.form.adapters
+        for group in bank.classes
+        for matrix in MATRICES
+    ]
+    tied = {
+        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    }
+    frozen += [layer.base_layer.weight for _, _, layer in _adapted_layers(model)]
+    for parameter in frozen:
+        if id(parameter) not in tied:
+            parameter.data = parameter.data.to(dtype)
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -122,6 +160,16 @@ def has_lora(model: nn.Module) -> bool:
 def is_adapter(name: str) -> bool:
     """Whether a name is that of an adapter of PEFT in a linear layer."""
     return name.endswith((_FIRST, _SECOND))
+
+
+def _adapted_layers(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the linear layers with adapters, each with its parent and its name there."""
+    layers: list[tuple[nn.Module, str, Any]] = []
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            parent, _, child = name.rpartition(".")
+            layers.append((model.get_submodule(parent), child, module))
+    return layers
 
 
 def _banks(model: nn.Module) -> list[ExpertBank]:

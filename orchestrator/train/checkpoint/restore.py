@@ -28,6 +28,7 @@ from orchestrator.train.checkpoint.progress import (
 from orchestrator.train.checkpoint.saved_experts import OtherExperts, read_experts
 from orchestrator.train.checkpoint.state import (
     TrainState,
+    frozen_base,
     is_plain,
     model_tensors,
     restore_random_state,
@@ -86,6 +87,23 @@ def check_experts(contents: Contents, model: nn.Module) -> None:
         raise OtherExperts(saved)
 
 
+def check_base(contents: Contents, model: nn.Module) -> None:
+    """Raise ``UserError`` for adapters whose frozen weights are not those of the model."""
+    saved = contents.state.get("frozen_base")
+    own = frozen_base(model)
+    if saved is None or saved == own:
+        return
+    if own is None:
+        raise UserError(
+            "the checkpoint holds adapters alone, without the weights of their model; give --lora as in its "
+            "run, or write the merged model first: orchestrator export FOLDER DIR --merge"
+        )
+    raise UserError(
+        "the checkpoint holds adapters of another model than --model: the names, sizes or contents of its "
+        "safetensors files differ; give the model that the run began with"
+    )
+
+
 def _without_hosts(layers: Sequence[LayerStructure]) -> list[list[Expert]]:
     """Return the experts without their places, which may differ."""
     return [[replace(expert, hosts=(), split=()) for expert in layer.experts] for layer in layers]
@@ -98,8 +116,11 @@ def restore_model(contents: Contents, model: nn.Module) -> None:
     Every one must be there, and have the right shape."""
     if not contents.tensors["model"]:
         raise UserError("the checkpoint has no weights; give another one")
-    saved = _join_experts(contents.tensors["model"], stacked_names(model), "the checkpoint")
-    for name, tensor in model_tensors(model).items():
+    check_base(contents, model)
+    tensors = model_tensors(model)
+    stacked = {name: experts for name, experts in stacked_names(model).items() if name in tensors}
+    saved = _join_experts(contents.tensors["model"], stacked, "the checkpoint")
+    for name, tensor in tensors.items():
         if name.endswith(_STATISTICS) and (name not in saved or saved[name].shape != tensor.shape):
             continue  # a run without evolution has none
         if name not in saved:

@@ -48,10 +48,19 @@ class OptimizerState:
     """The settings of each parameter group."""
 
 
+def frozen_base(model: nn.Module) -> str | None:
+    """Return the fingerprint of the files that hold the frozen weights; None if checkpoints hold them."""
+    return getattr(model, "frozen_base", None)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and the persistent buffers by name. Shared ones appear once."""
+    """Return the saved parameters and the persistent buffers by name. Shared ones appear once.
+
+    Frozen weights that the task reads from files at each start are not saved."""
     persistent = set(model.state_dict())
     named = [*model.named_parameters(), *model.named_buffers()]
+    if frozen_base(model) is not None:
+        persistent -= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in named if name in persistent}
 
 
@@ -105,6 +114,7 @@ def plain_state(state: TrainState, optimizer: OptimizerState, progress: Progress
             "values": optimizer.values,
         },
         "experts": saved_experts(state.model).to_json(),
+        "frozen_base": frozen_base(state.model),
         "evolution": asdict(state.evolution) if state.evolution is not None else None,
         "random": random_state(),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,11 +16,13 @@ from orchestrator.record.events import Event, effective_events, of_kind, read_ev
 from orchestrator.record.log import Log
 from orchestrator.record.summary import best_evaluation
 from orchestrator.record.validate import is_valid
+from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import build_checked_model
 from orchestrator.train.checkpoint.files import Contents, load, step_name
 from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import check_experts, restore_model
 from orchestrator.train.checkpoint.saved_experts import OtherExperts
+from orchestrator.train.checkpoint.state import frozen_base
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.worker.placed_experts import build_experts
@@ -61,12 +63,21 @@ def final_model(
     if contents is None and live_model is None:
         contents = _newest_weights(prepared, run_dir)
         chosen = replace(chosen, step=read_progress(contents.state).step)
-    model = build_checked_model(prepared.task) if live_model is None else live_model
+    model = _built_model(prepared.task) if live_model is None else live_model
     if contents is not None:
         _restore_weights(model, with_average(contents) if averaged else contents)
     for _, layer in gated_layers(model):
         layer.statistics = None  # a part of the training
     log.write("final", **asdict(chosen))
+    return model
+
+
+def _built_model(task: Task) -> nn.Module:
+    """Build a task's model. Frozen weights that no checkpoint holds are read from their files."""
+    model = build_checked_model(task)
+    initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
+    if frozen_base(model) is not None and initialise is not None:
+        initialise(model)
     return model
 
 

@@ -7,8 +7,16 @@ from functools import cache
 import pytest
 import torch
 
+from experts.expert_state import stacked_names
 from experts.model import place
-from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
+from experts.transformers.lora.adapters import (
+    LoraOptions,
+    add_lora,
+    initialise_lora,
+    merge_lora,
+    shorten_frozen,
+    without_adapters,
+)
 from experts.transformers.registration import restore, use
 from orchestrator.train.parts.world import World
 from tests.support.families import EXPERTS, FAMILIES, build, tokens
@@ -129,3 +137,33 @@ def test_experts_must_be_ours_before_they_get_adapters() -> None:
 def test_rank_and_alpha_are_positive(rank: int, alpha: float) -> None:
     with pytest.raises(ValueError, match="both must be positive"):
         LoraOptions(rank, alpha)
+
+
+def test_a_model_shows_no_adapters_while_weights_are_read() -> None:
+    model = LoraTask("GPT-OSS").build_model()
+    before = model(input_ids=tokens(3)).logits
+    names = list(dict(model.named_parameters()))
+    plain = use(build("GPT-OSS"))
+    with without_adapters(model):
+        assert [name for name in dict(model.named_parameters()) if "lora" not in name] == list(
+            dict(plain.named_parameters())
+        )
+        assert stacked_names(model) == stacked_names(plain)
+    assert list(dict(model.named_parameters())) == names
+    assert torch.equal(model(input_ids=tokens(3)).logits, before)
+
+
+def test_frozen_matrices_in_bf16_compute_what_autocast_does() -> None:
+    results = []
+    for shortened in (False, True):
+        model = LoraTask("Qwen3-MoE").build_model().float()
+        if shortened:
+            shorten_frozen(model, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=tokens(3)).logits
+        logits.float().square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    short = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    assert {name.rpartition(".")[2] for name in short} == {"weight", "up_6", "down_6"}
+    assert not any("lora" in name or "embed" in name or "norm" in name for name in short)
+    assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
