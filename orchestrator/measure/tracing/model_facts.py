@@ -34,7 +34,7 @@ from orchestrator.tasks.validate import as_loss, build_checked_model, check_trai
 from orchestrator.train.batches import tensors_of
 from orchestrator.train.checkpoint.state import model_tensors
 from orchestrator.train.data import as_dataset, num_samples
-from orchestrator.train.parts.precision import autocast
+from orchestrator.train.parts.precision import autocast, store_frozen
 from orchestrator.train.parts.recompute import block_lists
 from orchestrator.types import PrecisionName
 
@@ -102,6 +102,7 @@ def _trace_fake(
         device = torch.device("cpu")
     with fake_tensor_mode() as mode, torch.device(device), ExitStack() as stack:
         model = build_checked_model(task)
+        store_frozen(model, precision)
         if recorder is not None:
             record_experts(model, True, recorder)
             stack.enter_context(emulated_gpu(precision, recorder))

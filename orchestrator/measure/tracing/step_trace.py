@@ -28,7 +28,7 @@ from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.task import Task
 from orchestrator.tasks.validate import as_loss, build_checked_model
 from orchestrator.train.data import as_dataset
-from orchestrator.train.parts.precision import autocast
+from orchestrator.train.parts.precision import autocast, store_frozen
 from orchestrator.train.parts.recompute import block_lists, recompute_blocks
 from orchestrator.types import PrecisionName
 
@@ -59,6 +59,7 @@ def trace_micro_batch(task: Task, samples: int, options: TraceOptions | None = N
     batch = first_samples(as_dataset(task.train_data()), samples)
     with fake_tensor_mode() as mode, ExitStack() as stack:
         model = build_checked_model(task)
+        store_frozen(model, options.precision)
         model.train()
         recorder = OpRecorder(options.on_gpu)
         context = divide_experts(model, options.hosts, options.chunks, recorder)

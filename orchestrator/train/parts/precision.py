@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from experts.transformers.lora.adapters import shorten_frozen
 from orchestrator.types import PrecisionName
 
 _INITIAL_SCALE = 2.0**16
@@ -19,6 +20,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(kind: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which a forward pass computes in this precision."""
     return nullcontext() if kind == "fp32" else torch.autocast(device.type, dtype=_DTYPES[kind])
+
+
+def store_frozen(model: nn.Module, kind: PrecisionName) -> None:
+    """Keep the frozen matrices beside adapters in this precision: half the memory, and equal results."""
+    if kind != "fp32":
+        shorten_frozen(model, _DTYPES[kind])
 
 
 class Precision:

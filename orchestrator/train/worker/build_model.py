@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ from orchestrator.train.parts.clock import DevicePhaseClock, PhaseClock
 from orchestrator.train.parts.compiling import Compiled
 from orchestrator.train.parts.named_optimizers import build_named_optimizer
 from orchestrator.train.parts.optim import ScheduledOptimizer, warmup_schedule
-from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.precision import Precision, store_frozen
 from orchestrator.train.parts.recompute import recompute_blocks
 from orchestrator.train.parts.weight_average import WeightAverage
 from orchestrator.train.parts.world import World
@@ -83,7 +84,7 @@ def build_parts(
             "--compile and --activation-checkpointing on do not go together on expert hosts; "
             "leave one of them out"
         )
-    model = build_model(config, task, world, host_of, experts, plan.expert_replicas.value)
+    model = build_model(config, plan, task, world, host_of, experts)
     if plan.evolution_rules is not None:
         for _, layer in gated_layers(model):
             layer.statistics = ExpertStatistics(len(layer.load_E), layer.bank.width)
@@ -121,38 +122,32 @@ def build_parts(
 
 def build_model(
     config: Config,
+    plan: Plan,
     task: Task,
     world: World,
     host_of: Sequence[Sequence[int]] | None,
     experts: Sequence[LayerStructure] | None = None,
-    replicas: int = 1,
 ) -> nn.Module:
     """Build a task's model: whole, or with the experts of this host alone.
 
-    ``replicas`` groups of hosts hold every expert.
-
-    A task with ``initialise`` never allocates the experts of other hosts: the model is built
-    without memory, the experts that live elsewhere are removed, the others are allocated, and
+    A task with ``initialise`` never allocates the experts of other hosts: the model is built without
+    memory for experts, those that live elsewhere are removed, the others are allocated, and
     ``initialise`` fills them."""
     seed_python_and_numpy(mix(config.run.seed, "build"))
     torch.manual_seed(mix(config.run.seed, "build"))
     initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
-    with user_code("building the model"):
-        if host_of is None or initialise is None:
-            model = build_checked_model(task)
-            _use_experts(model, experts)
-            if initialise is not None:
-                initialise(model)
-            if host_of is not None:
-                _place(model, host_of, experts, replicas, world)
-            return model
-        with without_memory():
-            model = build_checked_model(task)
-            _use_experts(model, experts)
-        _place(model, host_of, experts, replicas, world)
+    with user_code("building the model"), without_memory() if initialise is not None else nullcontext():
+        model = build_checked_model(task)
+        _use_experts(model, experts)
+    # Before weights are read: memory for their longer type is never needed.
+    store_frozen(model, plan.precision.value)
+    if host_of is not None:
+        _place(model, host_of, experts, plan.expert_replicas.value, world)
+    if initialise is not None:
         for _, layer in moe_layers(model):
             layer.bank.materialise()
-        initialise(model)
+        with user_code("building the model"):
+            initialise(model)
     return model
 
 

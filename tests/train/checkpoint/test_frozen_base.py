@@ -51,6 +51,7 @@ def make(world: World | None = None) -> tuple[TrainState, Stepper, Iterator[Any]
 
 def captured(state: TrainState, world: World | None = None) -> Contents:
     part = capture(state, Progress(), world or World.single_process(), PinnedBuffers(CPU, 1)).part
+    assert part.state is not None
     return Contents(part.tensors, part.state)
 
 

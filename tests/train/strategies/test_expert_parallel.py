@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.balance import gated_layers
+from experts.kernels.adapters import Adapters
 from experts.model import initialise
 from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
@@ -22,6 +24,7 @@ from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
 from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_model
+from orchestrator.types import Choice
 from tests.support.planted_faults import by_expert, merge_hosts, step_batches
 from tests.support.ranks import run_ranks
 from tests.support.steppers import assert_gradients_equal, make_stepper, mean_loss, run_steps
@@ -226,11 +229,35 @@ class Tied(Tiny):
             layer.gate.weight_ED.data.mul_(30)
 
 
+def plan_of(precision: str) -> Any:
+    """Return the part of a plan that a model is built by."""
+    return SimpleNamespace(precision=Choice(precision, "a test"), expert_replicas=Choice(1, "a test"))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_frozen_experts_with_adapters_have_the_precision_of_the_run(
+    precision: str, dtype: torch.dtype
+) -> None:
+    class Adapted(Tied):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            for _, layer in gated_layers(model):
+                layer.bank.adapt(Adapters(2, 1.0))
+            return model
+
+    task = Adapted((SIZES, SIZES), dtype=torch.float32)
+    for host_of in (None, [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)]):
+        model = build_model(Config(), plan_of(precision), task, World.single_process(), host_of)
+        types = {name.rpartition(".")[2].rpartition("_")[0]: p.dtype for name, p in model.named_parameters()}
+        assert types["up"] == types["down"] == dtype
+        assert {types[role] for role in types if role not in ("up", "down")} == {torch.float32}
+
+
 def test_a_model_without_the_experts_of_other_hosts_is_otherwise_the_same() -> None:
     task = Tied((SIZES, SIZES), dtype=torch.float32)
-    whole = build_model(Config(), task, World.single_process(), None)
+    whole = build_model(Config(), plan_of("fp32"), task, World.single_process(), None)
     host_of = [(0, 1, 1, 0, 1, 0, 1), (1, 1, 1, 1, 1, 1, 1)]
-    part = build_model(Config(), task, World.single_process(), host_of)
+    part = build_model(Config(), plan_of("fp32"), task, World.single_process(), host_of)
     assert part.get_buffer("mask").tolist() == [0.0, 1.0, 2.0]
     assert part.get_parameter("head.weight") is part.get_parameter("other.weight")
     expected = weights_by_expert(whole)
