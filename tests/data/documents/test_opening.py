@@ -120,9 +120,8 @@ def test_of_several_that_open_at_once_one_writes_and_the_others_wait(tmp_path: P
 
     def hold() -> None:
         # The writer goes on only when all others stand at the lock.
-        for _ in range(3):
-            waiting.acquire()
-        others_wait.set()
+        if all(waiting.acquire(timeout=30) for _ in range(3)):
+            others_wait.set()
 
     def note(message: str) -> None:
         if message.startswith("waiting for another process"):

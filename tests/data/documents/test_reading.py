@@ -190,6 +190,14 @@ def test_data_without_a_document_is_refused_with_the_reasons(tmp_path: Path) -> 
         open_rows(tmp_path / "b.jsonl", [], chat_tokenizer())
 
 
+def test_a_text_longer_than_a_sample_goes_on_in_the_next(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(merges=0)
+    samples = open_rows(tmp_path / "a.jsonl", [{"text": "a" * 120}], tokenizer, sequence_length=50)
+    assert [sum(len(segment.tokens) for segment in sample) for sample in segments_of(samples)] == [50, 50, 21]
+    counts = samples.counts
+    assert (counts.tokens, counts.trained_tokens, counts.truncated, counts.too_long) == (121, 120, 0, 0)
+
+
 def test_long_answers_are_cut_and_late_ones_left_out(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "completion": "b" * 100},
