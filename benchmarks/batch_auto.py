@@ -26,7 +26,7 @@ GPT2: dict[str, Any] = {
     "task": "synthetic",
     "width": 768,
     "layers": 12,
-    "context_length": 1024,
+    "sequence_length": 1024,
     "vocabulary": 50257,
     "experts": 0,
 }
@@ -34,7 +34,7 @@ MOE: dict[str, Any] = {
     "task": "synthetic",
     "width": 512,
     "layers": 8,
-    "context_length": 512,
+    "sequence_length": 512,
     "experts": 16,
     "expert_hidden_size": (1024,),
 }
@@ -73,7 +73,7 @@ def measure(name: str, settings: dict[str, Any], fraction: float) -> list[object
     """Return the row of one model."""
     config = Config.of(
         batch_size="auto",
-        samples=200_000 if settings["context_length"] < 1024 else 40_000,
+        samples=200_000 if settings["sequence_length"] < 1024 else 40_000,
         gpu_memory_fraction=fraction,
         **settings,
     )

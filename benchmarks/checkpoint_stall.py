@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "experts": 0,
     "width": 512,
     "layers": 8,
-    "context_length": 64,
+    "sequence_length": 64,
     "vocabulary": 8192,
     "samples": 4096,
     "batch_size": 16,

@@ -58,7 +58,7 @@ class Case:
     settings: dict[str, Any]
 
 
-SMALL = {"context_length": 64}
+SMALL = {"sequence_length": 64}
 CASES = (
     Case("digits, 2 layers of 4 experts, width 64, 64 samples", Digits, 64, {}),
     Case("text, 2 layers of 8 experts, width 128, 8 × 64 tokens", Text, 8, SMALL),

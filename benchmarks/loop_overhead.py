@@ -87,7 +87,7 @@ NEVER = 10**6
 GPT2_SIZES: dict[str, Any] = {
     "width": 768,
     "layers": 12,
-    "context_length": 1024,
+    "sequence_length": 1024,
     "vocabulary": 50257,
     "experts": 0,
     "samples": 4096,
@@ -95,7 +95,7 @@ GPT2_SIZES: dict[str, Any] = {
 SMALL_SIZES: dict[str, Any] = {
     "width": 64,
     "layers": 2,
-    "context_length": 64,
+    "sequence_length": 64,
     "vocabulary": 256,
     "experts": 0,
     "samples": 512,

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "experts": 0,
     "width": 256,
     "layers": 4,
-    "context_length": 16,
+    "sequence_length": 16,
     "vocabulary": 8192,
     "samples": 2048,
     "batch_size": 4,

@@ -20,7 +20,7 @@ DECODER: dict[str, Any] = {
     "task": "synthetic",
     "width": 768,
     "layers": 12,
-    "context_length": 1024,
+    "sequence_length": 1024,
     "vocabulary": 50304,
     "samples": 64,
 }

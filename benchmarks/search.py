@@ -97,7 +97,7 @@ def cost_model(gpu: str) -> Surface:
     space = parse_space(
         ["precision=fp32,bf16,fp16", "batch-size=4..128:x2", "accumulation-steps=1,2,4,8", "workers=1,2,4,8"]
     )
-    task = load_task(Config.of(task="text", width=512, layers=4, experts=8, context_length=256))
+    task = load_task(Config.of(task="text", width=512, layers=4, experts=8, sequence_length=256))
     predictions: dict[str, StepPrediction] = {}
     for precision in PRECISIONS:
         tracer = make_tracer(task, True, precision, precision == "bf16" and gpu == "h200")

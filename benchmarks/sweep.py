@@ -38,7 +38,7 @@ GPU_TASK: dict[str, Any] = {
     "experts": 0,
     "width": 768,
     "layers": 6,
-    "context_length": 512,
+    "sequence_length": 512,
     "epochs": 1000,
 }
 

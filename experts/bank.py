@@ -98,6 +98,11 @@ def without_memory() -> Iterator[None]:
         _WITHOUT_MEMORY.reset(token)
 
 
+def banks_have_memory() -> bool:
+    """Whether banks that are built now get memory for their weights."""
+    return not _WITHOUT_MEMORY.get()
+
+
 class ExpertBank(nn.Module):
     """Experts of any sizes: all of a layer, or those of this host, by their rows in the gate.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +120,14 @@ class Trainer:
         if self._own_task is not None:
             name = type(self._own_task if model is None else model).__name__
             self.resolved = Resolved(self.resolved.config.but(task=f"python:{name}"), self.resolved.origins)
+
+    @classmethod
+    def for_model(cls, model: str, *, data: str | Sequence[str], **settings: Any) -> Trainer:
+        """Return a trainer of a model of ``transformers``, by its folder or its id on the hub (task ``lm``).
+
+        ``data`` are files of documents or conversations; ``settings`` are flat names as for ``Config.of``.
+        """
+        return cls(config=Config.of(task="lm", model=model, data=data, **settings))
 
     def prepare(self) -> PreparedRun:
         """Load the task, probe the hardware, trace the model and plan; write nothing and start no cluster."""

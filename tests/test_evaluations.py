@@ -268,7 +268,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_evaluation(
 
 
 def test_the_command_line_shows_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"task": "synthetic", "width": 8, "context_length": 8, "layers": 1, "experts": 7, "samples": 40}
+    small = {"task": "synthetic", "width": 8, "sequence_length": 8, "layers": 1, "experts": 7, "samples": 40}
     Trainer(config=settings(tmp_path, **small, epochs=1), quiet=True).fit()
     run_dir = tmp_path / "run"
     (step,) = steps_of(run_dir)

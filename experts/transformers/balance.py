@@ -48,7 +48,7 @@ def balance_loss(
     call it."""
     router_logits = _checked(router_logits)
     if counts is None:
-        counts = _over_hosts(_pass_counts(model, router_logits, attention_mask), _context(model))
+        counts = _over_hosts(pass_counts(model, router_logits, attention_mask), _context(model))
     share_E = (counts.choices_E / counts.rows.clamp(min=1)).to(router_logits[0].device)
     total = _sum_probabilities(router_logits[0], attention_mask) @ share_E
     for logits_TE in router_logits[1:]:
@@ -65,7 +65,7 @@ def step_counts(
     ``forward`` returns the router logits and the attention mask of a micro-batch. All hosts must call
     it, with as many micro-batches. It costs a third of a step: the choices of later micro-batches
     weigh the gradients of the first."""
-    passes = [_pass_counts(model, *forward(batch)) for batch in batches]
+    passes = [pass_counts(model, *forward(batch)) for batch in batches]
     return _over_hosts(reduce(BalanceCounts.plus, passes), _context(model))
 
 
@@ -82,10 +82,10 @@ def _context(model: nn.Module) -> MoEContext:
     return moe_layers(model)[0][1].context
 
 
-def _pass_counts(
+def pass_counts(
     model: nn.Module, router_logits: Sequence[Tensor] | None, attention_mask: Tensor | None
 ) -> BalanceCounts:
-    """Count the choices of one pass on this host. A dummy pass has none."""
+    """Return the choices of one pass on this host. A dummy pass has none."""
     router_logits = _checked(router_logits)
     top_k = moe_layers(model)[0][1].top_k
     num_experts = router_logits[0].shape[-1]

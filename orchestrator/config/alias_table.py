@@ -50,13 +50,10 @@ NODES = (
 )
 ONE_PROCESS = "one process per GPU; torch's nn.DataParallel, one process for all, is left out on purpose"
 IN_TASK = (
-    "a model is part of a task: leave it out, and choose --task digits, text, synthetic or your own, "
-    "package.module:Name; in Python Trainer(model, data=…, loss=…)"
+    "a model is part of a task: leave it out, and choose --task digits, text, synthetic, lm with --model, or "
+    "your own, package.module:Name; in Python Trainer(model, data=…, loss=…)"
 )
-DATA_IN_TASK = (
-    "data is part of a task: leave it out, and choose --task digits, text, synthetic or your own, "
-    "package.module:Name; --data-dir names the folder of its files"
-)
+LM = "with --task lm; data of other tasks is part of the task, and --data-dir the folder of its files"
 BOTH_BETAS = "both together, as in --betas 0.9 0.95"
 NO_LORA = "there are no adapters (LoRA) yet: leave it out; a task may build them into its model"
 _ONE_WORKER_PER_GPU = "one worker per GPU; --devices chooses which"
@@ -101,6 +98,9 @@ _REDUNDANT_EXPERTS = Alias(
     {"0": LEAVE_OUT} | {str(count): "on" for count in range(1, 257)},
     note="experts are copied by their load",
 )
+
+_MODEL = Alias("model", note="with --task lm")
+_DOCUMENTS = Alias("data", note=LM)
 
 
 def _tracker(name: str) -> Alias:
@@ -226,7 +226,12 @@ ALIASES: Mapping[str, Alias] = {
     "dataloader_num_workers": Alias("loader_workers"),
     "pin_memory": Alias(None, note="the plan pins memory whenever a GPU is used: leave it out"),
     "data_path": Alias("data_dir"),
-    **_each("dataset dataset_name train_dataset train_file data", Alias(None, note=DATA_IN_TASK)),
+    **_each("dataset dataset_name datasets train_dataset train_file train_files", _DOCUMENTS),
+    **_each("eval_dataset validation_file val_file eval_files", Alias("validation_data")),
+    **_each("sample_packing neat_packing packed", Alias("packing", _TRUE_FALSE)),
+    **_each("assistant_only_loss train_on_responses_only", Alias("train_on", _yes_no("assistant", "all"))),
+    **_each("train_on_inputs train_on_prompt", Alias("train_on", _yes_no("all", "assistant"))),
+    **_each("dataset_text_field text_field", Alias("text_column")),
     # optimizer
     "lr": Alias("learning_rate"),
     "wd": Alias("weight_decay"),
@@ -286,11 +291,15 @@ ALIASES: Mapping[str, Alias] = {
     **_each("num_redundant_experts ep_num_redundant_experts", _REDUNDANT_EXPERTS),
     **_each("expert_data_parallel_size expert_dp_size", Alias("expert_replicas")),
     # model
-    **_each("model model_name model_name_or_path arch architecture", Alias(None, note=IN_TASK)),
+    **_each("model_name model_name_or_path base_model model_id pretrained_model_name_or_path", _MODEL),
+    **_each("arch architecture", Alias(None, note=IN_TASK)),
     **_each("lora use_lora lora_r lora_rank lora_alpha peft qlora adapter", Alias(None, note=NO_LORA)),
     **_each("hidden_size d_model tf_n_embd", Alias("width")),
     **_each("num_layers tf_n_layer", Alias("layers")),
-    **_each("seq_len n_transit block_size", Alias("context_length")),
+    **_each(
+        "seq_len n_transit block_size context_length sequence_len cutoff_len max_length max_seq_length",
+        Alias("sequence_length"),
+    ),
     # record
     **_each("output_dir save_dir default_root_dir", Alias("run_dir")),
     "experiment_name": Alias("name"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from orchestrator.config.checks import listed
-from orchestrator.config.data import BatchSettings
+from orchestrator.config.data import BatchSettings, DataSettings
 from orchestrator.config.evolution import EvolutionSettings
-from orchestrator.config.model import MoeSettings
+from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.parallel import ParallelSettings
 
@@ -38,6 +38,25 @@ def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
         raise ValueError(
             f"workers is {workers}, one GPU each, but devices names {num_devices} ({devices}); "
             "lower --workers or name more"
+        )
+
+
+def check_language_model(task: str, model: ModelSettings, data: DataSettings) -> None:
+    """Raise ValueError if a built-in task has settings of the task lm, or lm those of the others."""
+    if task in ("digits", "text", "synthetic"):
+        given = {"model": model.model, "data": data.data, "validation_data": data.validation_data}
+        names = [name for name, value in given.items() if value]
+        if names:
+            raise ValueError(
+                f"{listed(names)} belong to the task lm, but task is {task}; give --task lm as well"
+            )
+    if task != "lm":
+        return
+    sizes = [name for name in ("width", "layers", "vocabulary") if getattr(model, name) is not None]
+    if sizes:
+        raise ValueError(
+            f"{listed(sizes)} are given, but for task lm the configuration of --model has the sizes; "
+            "leave them out"
         )
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from orchestrator.config.checks import at_least, within
 
+TrainOn = Literal["assistant", "all"]
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -16,6 +18,19 @@ class DataSettings:
     data_dir: Path | None = None
     """Folder with the task's data (MNIST IDX files for digits; a text file or a folder of .txt
     files for text), or its address (s3://bucket/data); each machine keeps a copy in ~/.cache."""
+    data: tuple[str, ...] = ()
+    """Documents of the task lm: files, folders, patterns or addresses of JSONL, Parquet, text or token
+    files, or the id of a data set on the Hugging Face hub (docs/language-models.md)."""
+    validation_data: tuple[str, ...] = ()
+    """Documents for validation, given in the same way. Default: a twentieth of --data is held out."""
+    packing: bool = True
+    """Let documents share a sequence, without attention from one to another; --no-packing pads each."""
+    train_on: TrainOn = "assistant"
+    """Tokens of a conversation that are trained: assistant, the answers alone, or all of them."""
+    text_column: str = "text"
+    """Column of --data with the text of a document."""
+    skip_bad: bool = False
+    """Leave out rows of the data that cannot be read. They are counted, and the first are named."""
     samples: int | None = None
     """Training samples of the synthetic task."""
     shuffle_buffer: int = 0

@@ -1,4 +1,4 @@
-"""Settings of the models of the built-in tasks: their sizes, and their mixture-of-experts layers."""
+"""Settings of the built-in tasks' models: names and sizes, and their mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ GateScores = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Sizes of the built-in tasks' models. Without a value, the task's own default holds."""
+    """The model of the task lm, and the sizes of the other built-in tasks' models. Without a value, the
+    task's own default holds."""
 
+    model: str | None = None
+    """Model of transformers for the task lm: a folder with config.json and safetensors files, or the
+    id of a model on the Hugging Face hub."""
+    from_scratch: bool = False
+    """Random weights for the configuration of --model, in place of its own."""
     width: int | None = None
     """Width of the model (features per token)."""
     layers: int | None = None
     """Number of blocks."""
-    context_length: int | None = None
-    """Tokens per sample, for text and for synthetic sequences."""
+    sequence_length: int | None = None
+    """Tokens per sample. Default for lm: 2048, or what the model can at most."""
     vocabulary: int | None = None
     """Number of distinct tokens of the synthetic task."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary"):
             at_least(name, getattr(self, name), 1)
-        at_least("context_length", self.context_length, 0)
+        at_least("sequence_length", self.sequence_length, 0)
+        if self.from_scratch and self.model is None:
+            raise ValueError("from_scratch needs a configuration to build: give --model FOLDER as well")
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,9 @@ class MoeSettings:
     would get no gradient."""
     gate_jitter: float = 0.0
     """In training, the gate's input is multiplied by uniform noise of 1 ± this value; below 1."""
-    balance_loss: float = 0.01
-    """Weight of the loss that balances the use of the experts."""
+    balance_loss: float | None = None
+    """Weight of the loss that balances the use of the experts. Default: 0.01; for lm that of the
+    model's configuration."""
     balance_bias: float = 0.0
     """Balancing without a loss: change of an expert's routing bias after each optimizer step; try 0.001."""
     z_loss: float = 0.0

@@ -156,12 +156,12 @@ def _check_keys(content: Mapping[str, Any], lines: Mapping[str, str]) -> None:
 
 def _unknown_key(name: str, value: Any, line: str, section: str) -> UserError:
     """Return the most helpful error for a key that is not a setting of its section."""
-    if name in flat_names():
-        return UserError(f"{line}: {name} belongs {_place(name)}")
-    if name in section_types():
+    if name in section_types() and (isinstance(value, dict) or name not in flat_names()):
         return UserError(
             f"{line}: {name} is a section of its own; it begins at the top level, not below {section}"
         )
+    if name in flat_names():
+        return UserError(f"{line}: {name} belongs {_place(name)}")
     near = nearest(name, [*flat_names(), *section_types()])
     # A mapping is a section: ``optimizer:`` with settings below it means ``optim:``.
     means_section = isinstance(value, dict) and near in section_types()

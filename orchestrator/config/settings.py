@@ -21,6 +21,7 @@ from orchestrator.config.cross_checks import (
     check_batch_product,
     check_devices,
     check_evolution,
+    check_language_model,
     check_optimizer,
     check_strategy,
 )
@@ -138,7 +139,8 @@ class Config:
     """All settings of a run."""
 
     task: str = "digits"
-    """digits, text, synthetic, or package.module:Name for a task of your own."""
+    """digits, text, synthetic, lm (a model of transformers: --model), or package.module:Name for a task
+    of your own."""
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     moe: MoeSettings = field(default_factory=MoeSettings)
@@ -164,6 +166,7 @@ class Config:
             raise ValueError("batch_size auto and --no-auto contradict each other; give a number")
         for name, value in self._paths().items():
             possible_path(name, value)
+        check_language_model(self.task, self.model, self.data)
         check_devices(self.device.gpu_mode, self.parallel)
         check_optimizer(self.optim, self.parallel)
         check_strategy(self.parallel, self.batch, self.moe, self.evolution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -87,12 +88,29 @@ def with_absolute_paths(config: Config, folder: Path) -> Config:
         paths = {name: _absolute(value, folder) for name, value in values.items() if isinstance(value, Path)}
         if paths:
             changes[section] = replace(settings, **paths)
-    config = replace(config, **changes)
+    config = _with_absolute_inputs(replace(config, **changes), folder)
     # Two settings are a word or a path, and therefore declared as text.
     if config.checkpoint.resume not in (None, "auto"):
         config = config.but(resume=str(_absolute(str(config.checkpoint.resume), folder)))
     placement = config.parallel.placement
     return config if placement in PLACEMENTS else config.but(placement=str(_absolute(placement, folder)))
+
+
+def _with_absolute_inputs(config: Config, folder: Path) -> Config:
+    """Take the model and the documents of the task lm from ``folder``, unless they are ids on the hub."""
+    model, data = config.model, config.data
+    if model.model is not None:
+        model = replace(model, model=_absolute_input(model.model, folder))
+    documents = {
+        name: tuple(_absolute_input(location, folder) for location in getattr(data, name))
+        for name in ("data", "validation_data")
+    }
+    return replace(config, model=model, data=replace(data, **documents))
+
+
+def _absolute_input(location: str, folder: Path) -> str:
+    is_path = glob.has_magic(location) or (folder / location).exists()
+    return str(_absolute(location, folder)) if is_path else location
 
 
 def _absolute(location: str | Path, folder: Path) -> str | Path:

@@ -14,7 +14,12 @@ from orchestrator.storage.local_copy import local_copy
 from orchestrator.tasks.named_object import make_named_object
 from orchestrator.tasks.task import Task
 
-BUILT_IN = {"digits": "Digits", "text": "Text", "synthetic": "Synthetic"}
+BUILT_IN = {
+    "digits": "digits:Digits",
+    "text": "text:Text",
+    "synthetic": "synthetic:Synthetic",
+    "lm": "lm.task:LanguageModel",
+}
 REQUIRED_MEMBERS = ("build_model", "train_data", "loss")
 
 
@@ -23,8 +28,9 @@ def load_task(config: Config) -> Task:
     name = config.task
     config = _with_local_data(config)
     if name in BUILT_IN:
-        module = importlib.import_module(f"orchestrator.tasks.{name}")
-        return getattr(module, BUILT_IN[name])(config)
+        module_name, _, class_name = BUILT_IN[name].partition(":")
+        module = importlib.import_module(f"orchestrator.tasks.{module_name}")
+        return getattr(module, class_name)(config)
     if ":" not in name:
         raise UserError(
             f"unknown task {name!r}{did_you_mean(name, BUILT_IN)}; built in are {', '.join(BUILT_IN)}; "

@@ -20,6 +20,7 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
 
 _MAX_ACCURACY_CLASSES = 64  # over a larger vocabulary, accuracy in training costs a pass over all logits
+_BALANCE_LOSS = 0.01
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def classification_loss(
         return Loss(cross_entropy, count, metrics, loads)
     zero = torch.zeros_like(cross_entropy)
     balance = sum((routing.balance for routing in routings), start=zero)
-    balance = balance * (moe.balance_loss / len(routings))
+    weight = _BALANCE_LOSS if moe.balance_loss is None else moe.balance_loss
+    balance = balance * (weight / len(routings))
     z = sum((routing.z for routing in routings), start=zero)
     z = z * (moe.z_loss / len(routings))
     metrics["cross_entropy"] = cross_entropy.detach()

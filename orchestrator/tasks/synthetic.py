@@ -1,4 +1,4 @@
-"""Synthetic data of any shape, for measurements: sequences for a decoder, or vectors (``--context-length
+"""Synthetic data of any shape, for measurements: sequences for a decoder, or vectors (``--sequence-length
 0``)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Synthetic(Task):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.shape = Shape.of(config.model, config.moe, width=64, layers=2, experts=4, hidden=128, top_k=2)
-        self.context = 64 if config.model.context_length is None else config.model.context_length
+        self.context = 64 if config.model.sequence_length is None else config.model.sequence_length
         self.vocabulary = config.model.vocabulary or 256
         self.unit = "tokens" if self.context else "samples"
         self.units_per_sample = self.context or 1

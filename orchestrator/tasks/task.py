@@ -5,7 +5,7 @@ Shapes: B samples of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +34,26 @@ class Loss:
     """The tuples among ``metrics``; ``as_loss`` moves them here."""
 
 
+class StepPreview(Protocol):
+    """The passes of an optimizer step before they are trained."""
+
+    model: nn.Module
+    is_single_pass: bool
+    """Whether the step has one pass on each worker, in which all workers take part."""
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of this worker's micro-batches; none where it has no samples."""
+        ...
+
+    def forward(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Return the results of a function for each pass, without gradients and with its randomness."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all workers."""
+        ...
+
+
 class Task(Protocol):
     """A task. Subclass it for the defaults, or write the same members yourself.
 
@@ -48,6 +68,9 @@ class Task(Protocol):
 
     A model whose frozen weights ``initialise`` reads from files may have an attribute ``frozen_base``, a text
     that identifies these files. Checkpoints and snapshots then hold the trained weights alone.
+
+    A task whose loss depends on the whole step has ``prepare_step(preview) -> None``, which is called on
+    every worker before the step's first pass.
     """
 
     unit: str = "samples"
@@ -126,7 +149,7 @@ class WindowData:
         if len(self) < 1:
             raise ValueError(
                 f"{len(tokens)} tokens hold no window of {context} + 1; "
-                "give more text or lower --context-length"
+                "give more text or lower --sequence-length"
             )
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ class Text(Task):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.shape = Shape.of(config.model, config.moe, width=128, layers=2, experts=8, hidden=128, top_k=2)
-        self.units_per_sample = config.model.context_length or 128
+        self.units_per_sample = config.model.sequence_length or 128
         tokens = torch.frombuffer(bytearray(read_text(config.data.data_dir)), dtype=torch.uint8)
         num_train = len(tokens) - len(tokens) // _VALIDATION_SHARE
         try:

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from experts.balance import moe_layers, update_balance
-from experts.context import StepContext
 from experts.model import mix
 from orchestrator.errors import OutOfMemory, ResourceError, UserError
 from orchestrator.record.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
-from orchestrator.train.batches import check_batch_device, slice_batch
+from orchestrator.train.batches import check_batch_device
 from orchestrator.train.data import MicroBatch, StepBatch
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
@@ -33,6 +32,7 @@ from orchestrator.train.parts.optim import ScheduledOptimizer, scale_and_clip
 from orchestrator.train.parts.precision import Precision
 from orchestrator.train.parts.world import World
 from orchestrator.train.requests import NO_VOTES, Votes
+from orchestrator.train.step_preview import Preview, split_passes
 from orchestrator.train.step_recovery import Problem, StepRecovery
 from orchestrator.train.step_statistics import StepStatistics
 from orchestrator.train.strategies.base import Strategy
@@ -119,11 +119,12 @@ class Stepper:
         Until it returns, every change can be undone, so that the step can be repeated.
         """
         self._statistics.save()
-        seed_torch(mix(self.seed, "step", step, self.world.rank), self.world.device)
+        self._seed_torch(step)
         self.optimizer.inner.zero_grad(set_to_none=True)
         self.strategy.begin_step(batch.all_have_samples)
         # Equal on all hosts: the gates' noise depends on a token's position in the global batch alone.
         noise_seed = mix(self.seed, "noise", step) >> 20
+        self._preview(batch, step, noise_seed)
         nominal_count = self._nominal_count(batch)
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
@@ -131,6 +132,18 @@ class Stepper:
                 is_last = number == len(batch.micro_batches)
                 totals = self._run_micro_batch(micro_batch, totals, is_last, noise_seed, nominal_count)
         return totals
+
+    def _preview(self, batch: StepBatch, step: int, noise_seed: int) -> None:
+        """Let the task see the whole step, if it asks for it."""
+        prepare = getattr(self.strategy.task, "prepare_step", None)
+        if prepare is None:
+            return
+        prepare(Preview(batch, self.strategy, self.world, self.precision, self.max_pass_samples, noise_seed))
+        # A forward pass of the preview and that of the training draw the same random numbers.
+        self._seed_torch(step)
+
+    def _seed_torch(self, step: int) -> None:
+        seed_torch(mix(self.seed, "step", step, self.world.rank), self.world.device)
 
     def _run_micro_batch(
         self,
@@ -148,21 +161,16 @@ class Stepper:
             data = micro_batch.fetch()
         self.clock.mark("data")
         dummy = not micro_batch.num_samples
-        samples = micro_batch.num_dummies if dummy else micro_batch.num_samples
         with self.strategy.dummy_pass() if dummy else nullcontext():
-            for begin in range(0, samples, self.max_pass_samples):
-                end = min(begin + self.max_pass_samples, samples)
-                size = end - begin
-                part = data if size == samples else slice_batch(data, begin, end, samples)
-                context = StepContext(noise_seed, micro_batch.first_sample + begin, size, dummy)
-                with self.strategy.context.use_step(context):
-                    loss, weight = self._forward(part, size, last=is_last and end == samples)
+            for each in split_passes(micro_batch, data, self.max_pass_samples, noise_seed):
+                with self.strategy.context.use_step(each.context):
+                    loss, weight = self._forward(each.batch, each.size, last=is_last and each.is_last)
                     self.clock.mark("forward")
                     factor = 0.0 if dummy else weight / nominal_count
                     loss.sum.backward(self._gradient_seed(loss.sum, factor))
                     self.clock.mark("backward")
                 if not dummy:
-                    more = Totals.from_loss(loss, weight, size, copy=self.compiled is not None)
+                    more = Totals.from_loss(loss, weight, each.size, copy=self.compiled is not None)
                     totals = more if totals is None else totals.plus(more)
         return totals
 

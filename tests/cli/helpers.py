@@ -11,7 +11,7 @@ from pathlib import Path
 
 CPU = ("--gpu-mode", "cpu")
 SMALL = (
-    "--task", "synthetic", "--width", "8", "--context-length", "8",
+    "--task", "synthetic", "--width", "8", "--sequence-length", "8",
     "--layers", "1", "--experts", "2", "--samples", "32",
 )  # fmt: skip
 MAX_LINES = 25

@@ -51,7 +51,7 @@ TYPOS = {
     "topk": "top_k",
     "widht": "width",
     "layer": "layers",
-    "contextlength": "context_length",
+    "sequencelength": "sequence_length",
     "balance_los": "balance_loss",
     "datadir": "data_dir",
     "loader_worker": "loader_workers",

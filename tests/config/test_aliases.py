@@ -178,7 +178,7 @@ def advised(form: Form) -> list[str]:
 
 
 # A made-up number may be out of range; name, section and type must be right.
-OUT_OF_RANGE = re.compile("it must|use letters")
+OUT_OF_RANGE = re.compile("it must|use letters|give --task lm as well")
 
 
 @pytest.mark.slow
@@ -379,14 +379,13 @@ def test_a_number_of_copies_is_answered_with_the_switch():
 # --- names of peers that have no setting here
 
 PEERS_WORDS = {
-    "model": ("gpt2", "a model is part of a task"),
-    "dataset": ("imdb", "data is part of a task"),
+    "arch": ("gpt2", "a model is part of a task"),
     "lora": ("8", "there are no adapters (LoRA) yet"),
 }
 
 
 @pytest.mark.parametrize(("name", "value", "answer"), [(name, *case) for name, case in PEERS_WORDS.items()])
-def test_a_peers_word_without_a_setting_is_answered_in_one_line(name: str, value: str, answer: str):
+def test_a_peers_word_is_answered_in_one_line(name: str, value: str, answer: str):
     with pytest.raises(UserError) as caught:
         check_flags([f"--{name}", value], ())
     assert str(caught.value).startswith(f"unknown flag --{name}; {answer}")
@@ -394,6 +393,14 @@ def test_a_peers_word_without_a_setting_is_answered_in_one_line(name: str, value
     with pytest.raises(UserError) as caught:
         Config.of(**{name: value})
     assert str(caught.value).startswith(f"unknown setting {name!r}; {answer}")
+
+
+def test_the_model_and_data_of_trainers_for_language_models_are_answered_with_the_task_lm():
+    assert foreign_name_advice("base_model", "org/m", "flag") == "write --model org/m (with --task lm)"
+    advice = foreign_name_advice("datasets", "a.jsonl", "yaml")
+    assert advice is not None
+    assert advice.startswith("write data: a.jsonl under data: (with --task lm")
+    assert foreign_name_advice("cutoff_len", "512", "python") == "write sequence_length=512"
 
 
 @pytest.mark.parametrize("value", [None, "true", "my-project"])

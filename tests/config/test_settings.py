@@ -26,8 +26,8 @@ def test_flat_names_are_unique_over_all_sections():
     declared += [f.name for f in fields(Config) if f.name not in section_types()]
     assert len(declared) == len(set(declared)) == len(flat_names())
     assert flat_names().keys() == setting_types().keys()
-    # The preset of the section evolution bears its name; --evolution bold is the flag.
-    assert flat_names().keys() & section_types().keys() == {"evolution"}
+    # Three sections have a setting of their name: --evolution bold is the flag of a preset.
+    assert flat_names().keys() & section_types().keys() == {"evolution", "model", "data"}
 
 
 def test_no_setting_begins_with_no():
@@ -139,7 +139,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("top_k", 0),
     ("width", 0),
     ("layers", 0),
-    ("context_length", -1),
+    ("sequence_length", -1),
     ("vocabulary", 0),
     ("balance_loss", -0.1),
     ("balance_loss", math.nan),
@@ -217,7 +217,7 @@ AT_THE_LIMIT: list[tuple[str, Any]] = [
     ("seed", 0),
     ("seed", 2**63 - 1),
     ("experts", 0),
-    ("context_length", 0),
+    ("sequence_length", 0),
     ("loader_workers", -1),
     ("loader_workers", 0),
     ("gpu_memory_fraction", 0.05),

@@ -39,7 +39,12 @@ from tests.support.steppers import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CONFIG = Config.of(
-    expert_hidden_size=(8, 16, 8, 24, 16), experts=5, width=16, balance_loss=0.05, context_length=24, layers=2
+    expert_hidden_size=(8, 16, 8, 24, 16),
+    experts=5,
+    width=16,
+    balance_loss=0.05,
+    sequence_length=24,
+    layers=2,
 )
 LARGER_EXPERTS = Config.of(expert_hidden_size=(32, 64, 64, 128, 256), experts=5, width=64, layers=2)
 HOST_OF = ((0, 1, 1, 0, 1), (1, 0, 1, 1, 0))

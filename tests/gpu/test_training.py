@@ -36,7 +36,7 @@ DENSE: dict[str, Any] = {
     "experts": 0,
     "width": 128,
     "layers": 4,
-    "context_length": 128,
+    "sequence_length": 128,
     "samples": 512,
 }
 MOE: dict[str, Any] = {
@@ -45,7 +45,7 @@ MOE: dict[str, Any] = {
     "expert_hidden_size": (64,),
     "width": 128,
     "layers": 2,
-    "context_length": 128,
+    "sequence_length": 128,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.cli.main import main
 
 SMALL = (
-    *("--task", "synthetic", "--width", "8", "--context-length", "8"),
+    *("--task", "synthetic", "--width", "8", "--sequence-length", "8"),
     *("--layers", "1", "--experts", "2", "--samples", "32"),
 )
 RUN = (

@@ -43,7 +43,7 @@ from tests.support.canaries import CANARIES, ENVIRONMENT, PATH, URL, assert_none
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
-    *("--width", "8", "--context-length", "8", "--layers", "1"),
+    *("--width", "8", "--sequence-length", "8", "--layers", "1"),
     *("--experts", "2", "--samples", "64", "--batch-size", "8"),
 )
 SECRETS = secrets_of(ENVIRONMENT)

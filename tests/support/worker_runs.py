@@ -36,7 +36,7 @@ CONFIG = Config.of(
     width=16,
     balance_loss=0.05,
     z_loss=0.001,
-    context_length=24,
+    sequence_length=24,
     layers=2,
 )
 

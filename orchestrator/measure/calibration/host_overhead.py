@@ -73,7 +73,7 @@ class ReferenceModel:
             context = 0
         settings: dict[str, Any] = {
             "width": width,
-            "context_length": context,
+            "sequence_length": context,
             "samples": max(64, batch),
             "layers": self.layers,
         }

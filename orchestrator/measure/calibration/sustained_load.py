@@ -58,7 +58,7 @@ class LargeModel:
             precision=self.precision,
             gpu_mode="single_gpu",
             width=self.width,
-            context_length=self.context,
+            sequence_length=self.context,
             layers=self.layers,
             vocabulary=self.vocabulary,
         )

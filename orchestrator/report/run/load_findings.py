@@ -170,9 +170,10 @@ def _uneven_experts(record: RunRecord) -> Finding | None:
 
 
 def _balance_loss_advice(record: RunRecord) -> str:
-    weight = section(record.config, "moe").get("balance_loss", 0.01)
-    higher = f"{(weight or 0.005) * 2:g}" if isinstance(weight, int | float) else "0.02"
-    return f"--balance-loss {higher} (was {weight}): pulls the gate towards even use"
+    weight = section(record.config, "moe").get("balance_loss")
+    if not isinstance(weight, int | float):
+        return "--balance-loss 0.02: pulls the gate towards even use"
+    return f"--balance-loss {(weight or 0.005) * 2:g} (was {weight}): pulls the gate towards even use"
 
 
 def compute_finding(record: RunRecord) -> Finding | None:

@@ -26,7 +26,7 @@ _NUM_STEPS = 2
 _SIZES: dict[str, Any] = {
     "width": 128,
     "layers": 2,
-    "context_length": 64,
+    "sequence_length": 64,
     "vocabulary": 256,
     "experts": 4,
 }

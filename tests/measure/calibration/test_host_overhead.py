@@ -72,7 +72,7 @@ def test_references_have_many_rows_on_a_gpu_and_few_on_a_cpu() -> None:
     """More rows than torch sorts, or sums gradients of an embedding for, in one kernel."""
     for model in REFERENCE_MODELS:
         config, batch = model.config(on_gpu=True)
-        tokens = batch * max(1, config.model.context_length or 0)
+        tokens = batch * max(1, config.model.sequence_length or 0)
         assert tokens >= 4096
         assert model.config(on_gpu=False)[1] == 2
         assert isinstance(load_task(config).build_model(), nn.Module)

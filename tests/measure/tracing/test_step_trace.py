@@ -100,7 +100,7 @@ def test_fused_kernels_and_grouped_products_are_launched_from_python() -> None:
 
 def test_a_gpu_sorts_for_each_moe_layer_and_for_embeddings_of_many_tokens() -> None:
     """On CPUs sorts are not counted separately."""
-    settings: dict[str, Any] = {"task": "synthetic", "width": 16, "layers": 3, "context_length": 64}
+    settings: dict[str, Any] = {"task": "synthetic", "width": 16, "layers": 3, "sequence_length": 64}
     assert traced(ON_GPU, 64, **settings).sorts == 3 + 1
     assert traced(ON_GPU, 8, **settings).sorts == 3
     assert traced(ON_GPU, 64, **settings, experts=0).sorts == 1
@@ -148,7 +148,7 @@ def test_the_arithmetic_of_a_transformer() -> None:
         experts=0,
         width=width,
         layers=layers,
-        context_length=32,
+        sequence_length=32,
         vocabulary=vocabulary,
         samples=8,
     )
@@ -182,7 +182,7 @@ def test_recomputation_has_more_arithmetic_and_less_memory() -> None:
         "experts": 0,
         "width": 64,
         "layers": 6,
-        "context_length": 64,
+        "sequence_length": 64,
         "samples": 16,
     }
     saved = traced(TraceOptions(recompute=False), 8, **settings)

@@ -29,7 +29,7 @@ from tests.support.cluster import RayCluster, local_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = (
-    "--width", "8", "--context-length", "8", "--layers", "1", "--experts", "2", "--samples", "64",
+    "--width", "8", "--sequence-length", "8", "--layers", "1", "--experts", "2", "--samples", "64",
     "--batch-size", "8",
 )  # fmt: skip
 ADDRESS = "192.0.2.1:6379"

@@ -138,7 +138,7 @@ def test_a_lost_node_leaves_the_others_to_continue(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_text_task_on_three_workers(shared_cluster: RayCluster, tmp_path: Path) -> None:
-    length = shlex.split("--task text --max-steps 40 --context-length 32")
+    length = shlex.split("--task text --max-steps 40 --sequence-length 32")
     complete_run(shared_cluster, tmp_path / "run", *length, "--workers", "3")
     expected = single_process_losses(tmp_path / "alone", *length)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)

@@ -86,7 +86,7 @@ def check_run(run_dir: Path, output: str, expected: list[float], hosts: int) -> 
 @pytest.mark.slow
 def test_the_text_task_on_one_two_and_three_hosts(shared_cluster: RayCluster, tmp_path: Path) -> None:
     length = shlex.split(
-        "--task text --context-length 32 --max-steps 50 --global-batch-size 24 --log-every 1"
+        "--task text --sequence-length 32 --max-steps 50 --global-batch-size 24 --log-every 1"
     )
     expected = single_process_losses(tmp_path / "alone", *FIVE_EXPERTS, *length)
     for hosts in (1, 2, 3):

@@ -1,0 +1,75 @@
+"""Construction of a model of ``transformers`` whose experts may live on several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from experts.balance import moe_layers
+from experts.bank import banks_have_memory
+from experts.transformers.layout import is_experts_module
+from experts.transformers.registration import use
+from orchestrator.errors import UserError
+
+
+def build_causal_lm(config: Any) -> nn.Module:
+    """Build the model of a configuration in fp32, with memory that holds no weights yet.
+
+    Experts that ours can compute are ours afterwards. In ``without_memory`` they get none: most of them
+    live on other hosts."""
+    from transformers import AutoModelForCausalLM
+
+    with _parameters_without_memory():
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            raise UserError(f"--model is no causal language model: {str(error).splitlines()[0]}") from None
+    if any(is_experts_module(module) for module in model.modules()):
+        use(model)
+    banks = [layer.bank for _, layer in moe_layers(model)]
+    in_banks = {parameter for bank in banks for parameter in bank.parameters()}
+    _allocate(model, in_banks)
+    if banks_have_memory():
+        for bank in banks:
+            bank.materialise()
+    return model
+
+
+def has_recurrence(config: Any) -> bool:
+    """Whether tokens also reach later ones past the attention: packed documents would mix."""
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    return bool(kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"})
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put the parameters of modules that are built on the meta device. Buffers keep their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _allocate(model: nn.Module, without: set[nn.Parameter]) -> None:
+    """Give parameters memory. Tied ones stay one."""
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta and parameter not in without:
+                if parameter not in allocated:
+                    empty = torch.empty_like(parameter, device="cpu")
+                    allocated[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                setattr(module, name, allocated[parameter])

@@ -1,0 +1,94 @@
+"""The folder of a model of ``transformers``: on this machine, at an address, or from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import UserError
+from orchestrator.storage.address import as_url
+from orchestrator.storage.local_copy import local_copy
+
+INSTALL = "pip install 'expert-orchestrator[hf]'"
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+def model_folder(model: str, *, with_weights: bool) -> Path:
+    """Return the folder of ``--model``: config, tokenizer and, where they are needed, weights.
+
+    A model of the hub is downloaded once into its cache."""
+    if as_url(model) is not None:
+        return _checked(model, local_copy("--model", model))
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if path.is_dir():
+        return _checked(model, path)
+    if path.is_absolute() or model.startswith(".") or model.count("/") > 1:
+        raise UserError(
+            f"--model {model}: there is no such folder; give a folder with config.json, or the id of a model "
+            "on the Hugging Face hub (organisation/name)"
+        )
+    return _from_hub(model, with_weights)
+
+
+def load_config(folder: Path) -> Any:
+    """Return the configuration of the model in a folder."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} is no configuration that this version of transformers knows: "
+            f"{_first_line(error)}; models with code of their own are not trained (nothing from a model's "
+            "folder is executed)"
+        ) from None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in a model's folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"{folder} has no tokenizer that can be read: {_first_line(error)}; the folder of a model needs "
+            "its tokenizer.json and tokenizer_config.json"
+        ) from None
+
+
+def check_installed() -> None:
+    """Raise UserError unless ``transformers`` is installed."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"the task lm needs transformers ({error}): {INSTALL}") from None
+
+
+def _checked(model: str, folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    raise UserError(
+        f"--model {model}: the folder has no config.json; give the folder of a transformers model"
+    )
+
+
+def _from_hub(model: str, with_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (RepositoryNotFoundError, HFValidationError):
+        problem = "neither a folder here nor a model on the Hugging Face hub that you may read"
+    except (LocalEntryNotFoundError, OSError) as error:
+        problem = f"no folder here, and the Hugging Face hub cannot be reached ({_first_line(error)})"
+    raise UserError(f"--model {model}: {problem}; give the folder of a model, or the id of one on the hub")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

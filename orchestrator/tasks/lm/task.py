@@ -1,0 +1,193 @@
+"""Causal language models of ``transformers``: continued pre-training and fine-tuning.
+
+Shapes: B samples of a batch, S tokens of a sample, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from orchestrator.config.settings import Config
+from orchestrator.data.documents.opening import open_documents
+from orchestrator.data.documents.options import DocumentOptions
+from orchestrator.errors import UserError
+from orchestrator.tasks.lm.balance import StepBalance
+from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
+from orchestrator.tasks.lm.model_folder import check_installed, load_config, load_tokenizer, model_folder
+from orchestrator.tasks.metrics import Perplexity
+from orchestrator.tasks.task import Loss, StepPreview, Task
+
+if TYPE_CHECKING:
+    from orchestrator.data.documents.packed import PackedDocuments
+
+_NO_LABEL = -100
+_SEQUENCE_LENGTH = 2048
+_HELD_OUT = 1 / 20
+_SECONDS_BETWEEN_NOTES = 5.0
+
+
+class LanguageModel(Task):
+    """A model of ``transformers`` that learns to predict the next token of documents or answers."""
+
+    unit = "tokens"
+
+    def __init__(self, config: Config) -> None:
+        check_installed()
+        if config.model.model is None:
+            raise UserError(
+                "the task lm needs --model: the folder of a transformers model, or its id on the hub"
+            )
+        self.config = config
+        self.folder = model_folder(config.model.model, with_weights=not config.model.from_scratch)
+        self.model_config = load_config(self.folder)
+        self.units_per_sample = _sequence_length(config.model.sequence_length, self.model_config)
+        self.metrics = {"perplexity": Perplexity()}
+        self._balance = StepBalance.of(config.moe.balance_loss, self.model_config)
+
+    # --- the model
+
+    def build_model(self) -> nn.Module:
+        return build_causal_lm(self.model_config)
+
+    def initialise(self, model: nn.Module) -> None:
+        """Read the weights that this host holds, or draw them."""
+        from experts.transformers.files.initial import initialise_weights
+        from experts.transformers.files.reading import read_weights
+
+        if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+            return  # a model that is traced has no memory
+        try:
+            if self.config.model.from_scratch:
+                initialise_weights(model, self.config.run.seed)
+            else:
+                read_weights(model, self.folder, _ReadingNotes(self.folder))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    # --- the data
+
+    def train_data(self) -> PackedDocuments:
+        return self._documents[0]
+
+    def validation_data(self) -> PackedDocuments:
+        return self._documents[1]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def _documents(self) -> tuple[PackedDocuments, PackedDocuments]:
+        data = self.config.data
+        if not data.data:
+            raise UserError(
+                "the task lm needs --data: JSONL, Parquet, text or token files, or a data set's id"
+            )
+        options = self._document_options()
+        documents = open_documents(data.data, self.tokenizer, options, _note)
+        if data.validation_data:
+            return documents, open_documents(data.validation_data, self.tokenizer, options, _note)
+        return documents.held_out(_HELD_OUT)
+
+    def _document_options(self) -> DocumentOptions:
+        data = self.config.data
+        packing = data.packing and not has_recurrence(self.model_config)
+        if data.packing and not packing:
+            _note(
+                "the model has layers that carry a state from token to token, past the attention: packed "
+                "documents would mix, so each is padded to its own sequence (--no-packing)"
+            )
+        return DocumentOptions(
+            sequence_length=self.units_per_sample,
+            packing=packing,
+            train_on=data.train_on,
+            text_column=data.text_column,
+            skip_bad=data.skip_bad,
+            seed=self.config.run.seed,
+            vocabulary=self.model_config.get_text_config().vocab_size,
+        )
+
+    # --- the loss
+
+    def prepare_step(self, preview: StepPreview) -> None:
+        """Count the labels and the choices of experts in a step, for its auxiliary loss."""
+        if self._balance is not None:
+            self._balance.prepare(preview, self._router_outputs)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        outputs = self._call(model, batch)
+        labels_BS = batch["labels"]
+        cross_entropy = _cross_entropy(outputs.logits, labels_BS)
+        count = (labels_BS != _NO_LABEL).sum()
+        loads = _expert_loads(model)
+        if not model.training:
+            return Loss(cross_entropy, count, {"perplexity": (cross_entropy, count)}, loads)
+        if self._balance is None:
+            return Loss(cross_entropy, count, {}, loads)
+        balance = self._balance.loss(model, outputs.router_logits, batch["mask"]).to(cross_entropy)
+        metrics = {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
+        return Loss(cross_entropy + balance, count, metrics, loads)
+
+    def _router_outputs(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        return self._call(model, batch).router_logits, batch["mask"]
+
+    def _call(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        options = {"output_router_logits": True} if self._balance is not None and model.training else {}
+        # No attention mask: from positions that begin anew, transformers keeps documents apart itself.
+        return model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
+        )
+
+
+def _expert_loads(model: nn.Module) -> tuple[Tensor, ...]:
+    from experts.transformers.registration import expert_loads
+
+    return expert_loads(model)
+
+
+def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Return the sum over the labels, in fp32 at least."""
+    logits = logits_BSV.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=_NO_LABEL, reduction="sum")
+
+
+def _sequence_length(given: int | None, model_config: Any) -> int:
+    largest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if given is None:
+        return min(_SEQUENCE_LENGTH, largest or _SEQUENCE_LENGTH)
+    if given < 2:
+        raise UserError(f"--sequence-length is {given}; a document needs at least 2 tokens")
+    if largest and given > largest:
+        raise UserError(
+            f"--sequence-length is {given}, but the model has positions for {largest} tokens; lower it"
+        )
+    return given
+
+
+def _note(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+
+
+class _ReadingNotes:
+    """Tells the progress of reading weights, every few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last_s = monotonic()
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        if monotonic() - self._last_s < _SECONDS_BETWEEN_NOTES:
+            return
+        self._last_s = monotonic()
+        _note(f"reading weights of {self._folder.name}: {done_bytes / 1e9:.1f} of {all_bytes / 1e9:.1f} GB")

@@ -1,0 +1,96 @@
+"""Tests of the task lm: its loss, gradients and auxiliary loss are those of ``transformers`` for the whole
+batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orchestrator.config.settings import Config
+from orchestrator.tasks.lm.task import LanguageModel
+from tests.support.language_models import lm_config
+from tests.support.steppers import make_stepper, mean_loss, run_steps
+
+GLOBAL_BATCH = 8
+"""Norms and routers of ``transformers`` compute in fp32 in a model of fp64: equal to about 1e-7."""
+
+
+class DoubleLanguageModel(LanguageModel):
+    """The task in fp64, with the weights read."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        self.initialise(model)
+        return model.double()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return lm_config(tmp_path_factory.mktemp("lm"))
+
+
+def reference(task: LanguageModel, weight: float) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss of the first global batch by ``transformers`` alone, and gradients."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        task.folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    model.train()
+    batch = first_batch(task)
+    outputs = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        output_router_logits=True,
+    )
+    labels = batch["labels"].flatten()
+    cross_entropy = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels)
+    config = model.config
+    balance = load_balancing_loss_func(
+        outputs.router_logits, config.num_experts, config.num_experts_per_tok, batch["mask"]
+    )
+    loss = cross_entropy + weight * balance
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def first_batch(task: LanguageModel) -> dict[str, Tensor]:
+    _, feed = make_stepper(task, GLOBAL_BATCH, GLOBAL_BATCH)
+    return next(feed.steps(0)).micro_batches[0].fetch()
+
+
+def our_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return gradients by the names of ``transformers``."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if ".hosted.bank.up_" in name:
+            found[name.partition(".hosted")[0] + ".gate_up_proj"] = parameter.grad.transpose(1, 2)
+        elif ".hosted.bank.down_" in name:
+            found[name.partition(".hosted")[0] + ".down_proj"] = parameter.grad.transpose(1, 2)
+        else:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("micro_batch", [8, 3])
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_loss_and_gradients_are_those_of_transformers_for_the_whole_batch(
+    config: Config, micro_batch: int, weight: float
+) -> None:
+    task = DoubleLanguageModel(config.but(balance_loss=weight))
+    expected_loss, expected = reference(task, weight)
+    stepper, feed = make_stepper(task, micro_batch, GLOBAL_BATCH, clip_norm=1e9)
+    totals = run_steps(stepper, feed, 1)[0]
+    assert mean_loss(totals) == pytest.approx(expected_loss, rel=1e-6)
+    found = our_gradients(stepper.strategy.model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
