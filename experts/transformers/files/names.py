@@ -160,7 +160,7 @@ def _keep_rows(operations: Sequence[Any]) -> bool:
 
 def check_complete(model: nn.Module, grouping: Grouping, places: Places) -> None:
     """Raise ``ValueError`` for tensors of the model that the files do not hold."""
-    found = {name for group in grouping.groups for name in _targets(group, places)}
+    found = {name for group in grouping.groups for name in targets_of(group, places)}
     found_memory = {_memory(places[name]) for name in found}
     missing = [name for name in places if name not in found and _memory(places[name]) not in found_memory]
     if not missing:
@@ -180,7 +180,7 @@ def _memory(place: Any) -> object:
     return (place.tensor.device, place.tensor.data_ptr()) if place.tensor.numel() else place.name
 
 
-def _targets(group: Group, places: Places) -> list[str]:
+def targets_of(group: Group, places: Places) -> list[str]:
     """Return the names of all tensors that a group becomes."""
     if group.converter is None:
         return [group.target]

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from experts.transformers.files.initial import restore_buffers
-from experts.transformers.files.names import Group, Grouping, check_complete, convert, division_of, group_keys
+from experts.transformers.files.names import (
+    Division,
+    Group,
+    Grouping,
+    check_complete,
+    convert,
+    division_of,
+    group_keys,
+)
 from experts.transformers.files.places import ExpertsPlace, Place, Places, check_memory, places_of
 from experts.transformers.files.shards import Shards, Slice, open_shards
 
@@ -143,10 +151,10 @@ def _copying(shards: Shards, part: Slice, target: Tensor) -> Callable[[], None]:
 
 def _whole_piece(model: Any, group: Group, places: Places, shards: Shards) -> _Piece:
     """Read and convert all tensors of a group at once."""
-    parts = {pattern: [Slice(key) for key in keys] for pattern, keys in group.keys.items()}
+    parts = whole_parts(group)
 
     def fill() -> None:
-        for name, value in _converted(model, group, parts, places, shards).items():
+        for name, value in converted(model, group, parts, places, shards).items():
             place = places[name]
             if tuple(value.shape) != place.shape:
                 raise _wrong_shape(shards, group.all_keys[0], tuple(value.shape), place.shape)
@@ -169,9 +177,7 @@ def _expert_pieces(model: Any, group: Group, places: Places, shards: Shards) -> 
         yield _whole_piece(model, group, places, shards)
         return
     for row in place.held:
-        rows = (row, row + 1) if division == "rows" else None
-        number = row if division == "names" else 0
-        parts = {pattern: [Slice(keys[number], rows)] for pattern, keys in group.keys.items()}
+        parts = expert_parts(group, division, row)
         yield _expert_piece(model, group, (row, parts), places, shards)
 
 
@@ -182,7 +188,7 @@ def _expert_piece(
     row, parts = expert
 
     def fill() -> None:
-        for name, value in _converted(model, group, parts, places, shards, row).items():
+        for name, value in converted(model, group, parts, places, shards, row).items():
             place = places[name]
             assert isinstance(place, ExpertsPlace)
             target = place.held[row]
@@ -194,9 +200,22 @@ def _expert_piece(
     return _Piece(_sum_bytes(parts, shards), fill)
 
 
-def _converted(
+def whole_parts(group: Group) -> Parts:
+    """Return all tensors of a group in the files."""
+    return {pattern: [Slice(key) for key in keys] for pattern, keys in group.keys.items()}
+
+
+def expert_parts(group: Group, division: Division, row: int) -> Parts:
+    """Return the tensors of one expert in the files, or its rows of them."""
+    rows = (row, row + 1) if division == "rows" else None
+    number = row if division == "names" else 0
+    return {pattern: [Slice(keys[number], rows)] for pattern, keys in group.keys.items()}
+
+
+def converted(
     model: Any, group: Group, parts: Parts, places: Places, shards: Shards, row: int | None = None
 ) -> Mapping[str, Tensor]:
+    """Read parts of the files, and return them as tensors of the model: whole, or those of one expert."""
     inputs = {pattern: [shards.read(part) for part in slices] for pattern, slices in parts.items()}
     if group.converter is None:
         ((value,),) = inputs.values()
