@@ -7,6 +7,7 @@ are found by rendering beginnings of the chat, for every template alike.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,10 @@ class ChatRenderer:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = tuple(token for token in special if token)
-        self._special_next = re.compile(r"\s*(?:" + "|".join(map(re.escape, self._special)) + ")")
+        any_special = "|".join(map(re.escape, self._special))
+        self._special_next = re.compile(rf"\s*(?:{any_special})")
+        self._end_of_header = re.compile(rf"\n|{any_special}")
+        self._only_special = re.compile(rf"(?:\s|{any_special})*")
 
     def render(self, chat: Chat) -> RenderedChat:
         """Return the text of a chat, and where the answers are.
@@ -57,6 +61,9 @@ class ChatRenderer:
                 empty_answers += 1
                 continue
             begin, end = self._find_answer(chat, number, text)
+            if self._only_special.fullmatch(text, begin, end):
+                empty_answers += 1  # the template leaves out what the message says
+                continue
             stop = self._end_of_stop(text, begin, end)
             if stop is None and end == len(text):
                 # Without a stop token the model would never learn to end an answer.
@@ -76,21 +83,9 @@ class ChatRenderer:
 
     def _find_answer(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
         """Return where an answer begins, after the prompt for it, and where its turn ends."""
-        prompt = self._beginning(chat, number, add_generation_prompt=True)
-        is_last = number == len(chat.messages) - 1
-        turns = text if is_last else self._beginning(chat, number + 1)
-        is_begin_found = prompt is not None and text.startswith(prompt)
-        is_end_found = turns is not None and text.startswith(turns)
-        if is_begin_found and is_end_found:
-            return len(prompt or ""), len(turns or "")
-        # The template renders a beginning in another way than within the whole chat: it leaves out earlier
-        # reasoning, or ends the last turn with another token.
-        before, after = self._around_answer(chat, number)
-        begin = len(prompt or "") if is_begin_found else len(before)
-        end = len(turns or "") if is_end_found else len(text) - len(after)
-        is_begin_found = is_begin_found or text.startswith(before)
-        is_end_found = is_end_found or text.endswith(after)
-        if not (is_begin_found and is_end_found and begin <= end):
+        begin = self._find_begin(chat, number, text)
+        end = None if begin is None else self._find_end(chat, number, text, begin)
+        if begin is None or end is None or end < begin:
             raise BadRowError(
                 f"has an answer, messages[{number}], that cannot be found in the text of the chat template, "
                 "which renders it in another way within the chat than at its end; end the chat with this "
@@ -98,15 +93,43 @@ class ChatRenderer:
             )
         return begin, end
 
+    def _find_begin(self, chat: Chat, number: int, text: str) -> int | None:
+        prompt = self._beginning(chat, number, add_generation_prompt=True)
+        if prompt is not None and text.startswith(prompt):
+            return len(prompt)
+        # The prompt opens a reasoning in another form than the answer has it: they share the header alone.
+        turns = self._beginning(chat, number)
+        if prompt is not None and turns is not None and text.startswith(turns):
+            ends = (match.end() for match in self._end_of_header.finditer(prompt, len(turns)))
+            shared = [end for end in ends if text.startswith(prompt[:end])]
+            if shared:
+                return shared[-1]
+        before, _ = self._around_answer(chat, number)
+        return len(before) if text.startswith(before) else None
+
+    def _find_end(self, chat: Chat, number: int, text: str, begin: int) -> int | None:
+        if number == len(chat.messages) - 1:
+            return len(text)
+        turns = self._beginning(chat, number + 1)
+        if turns is not None and text.startswith(turns):
+            return len(turns)
+        # The template renders the answer in another way within the chat than at its end: it leaves out
+        # earlier reasoning, or ends the last turn with another token.
+        if chat.messages[number].get("tool_calls"):
+            length = _length_of_calls(chat.messages[number], turns or "", text[begin:])
+            return None if length is None else begin + length
+        _, after = self._around_answer(chat, number)
+        return len(text) - len(after) if text.endswith(after) else None
+
     def _around_answer(self, chat: Chat, number: int) -> tuple[str, str]:
-        """Return the text before and after the content of a message."""
+        """Return the text before and after the content of a message; marks, which no text has, if unknown."""
         message = chat.messages[number]
-        if message.get("tool_calls"):
-            return _MARK, _MARK  # found in no text: calls stand beside the content
         marked: list[Message] = list(chat.messages)
         marked[number] = {**message, "content": _MARK}
-        before, _, after = self._render(chat, marked).rpartition(_MARK)
-        return before, after
+        before, mark, after = self._render(chat, marked).rpartition(_MARK)
+        # Calls stand beside the content, and some templates leave the content out.
+        is_found = mark and not message.get("tool_calls")
+        return (before, after) if is_found else (_MARK, _MARK)
 
     def _beginning(self, chat: Chat, count: int, add_generation_prompt: bool = False) -> str | None:
         """Return the text of the first messages; None if there are none or the template refuses so few."""
@@ -139,3 +162,17 @@ class ChatRenderer:
             return begin + len(answer)
         following = self._special_next.match(text, end)
         return following.end() if following else None
+
+
+def _length_of_calls(message: Message, turns: str, text: str) -> int | None:
+    """Return the length of the calls of tools at the beginning of a text; None if they are not there.
+
+    ``turns`` ends with the same calls, with reasoning before them that the text does not have."""
+    call = message["tool_calls"][-1]
+    name = call.get("function", call).get("name") if isinstance(call, Mapping) else None
+    # The name tells calls from white space and tokens that stand anywhere.
+    last = turns.rfind(name) if isinstance(name, str) and name else -1
+    for start in range(max(len(turns) - len(text), 0), last + 1):
+        if text.startswith(turns[start:]):
+            return len(turns) - start
+    return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.documents.packed import PackedDocuments
@@ -41,6 +42,7 @@ chats = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(messages=chats)
+@example(messages=[message("user", "?"), message("assistant", "   <")])
 def test_trained_tokens_are_those_that_a_template_with_marks_says(
     tmp_path_factory: pytest.TempPathFactory, messages: list[dict[str, Any]]
 ) -> None:
@@ -56,6 +58,12 @@ def test_trained_tokens_are_those_that_a_template_with_marks_says(
         while is_empty and place >= 0 and mask[place]:
             mask[place] = False
             place -= 1
+    # A token that begins in the prompt and reaches into the answer is given to the model.
+    text = marked.apply_chat_template(messages, tokenize=False)
+    offsets = marked(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    for header in re.finditer(r"<\|im_start\|>assistant\n", text):
+        for place, (begin, end) in enumerate(offsets):
+            mask[place] = mask[place] and not begin < header.end() < end
     expected = [token for token, bit in zip(ids, mask, strict=True) if bit]
     folder = tmp_path_factory.mktemp("chat")
     row = {"messages": messages}
@@ -149,6 +157,70 @@ def test_a_template_that_drops_earlier_reasoning_is_followed(tmp_path: Path) -> 
         f"<think></think>B.{EOS}",
         f"Two.<|im_end|><think>it is</think>Sure.{EOS}",
     ]
+
+
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and (loop.last or message.reasoning_content) %}"
+    "<think>{{ message.reasoning_content }}</think>\n{% endif %}"
+    "{% if message.content is string %}{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls %}<call>{{ call.function.name }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think></think>\n' }}{% endif %}"
+)
+"""The last answer has reasoning, if only an empty one; the prompt for an answer has an empty one."""
+
+
+def test_calls_of_tools_are_found_where_the_last_turn_is_rendered_differently(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(template=THINKING)
+    call = [{"function": {"name": "add"}}]
+    messages = [
+        message("user", "Add."),
+        message("assistant", "", tool_calls=call),
+        message("tool", "3"),
+        message("assistant", "It is 3."),
+        message("user", "Sure?"),
+        message("assistant", "", tool_calls=call, reasoning_content="again"),
+    ]
+    samples = open_rows(tmp_path / "a.jsonl", [{"messages": messages}], tokenizer, sequence_length=256)
+    assert trained_text(samples, tokenizer) == [
+        "<call>add</call><|im_end|>It is 3.<|im_end|><think>again</think>\n<call>add</call><|im_end|>"
+    ]
+
+
+def test_reasoning_is_trained_where_the_prompt_has_an_empty_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(template=THINKING)
+    rows = [
+        {"messages": [message("user", "a?"), message("assistant", "A.", reasoning_content="so")]},
+        {"messages": [message("user", "b?"), message("assistant", "B.")]},
+    ]
+    samples = open_rows(tmp_path / "a.jsonl", rows, tokenizer, sequence_length=256)
+    assert trained_text(samples, tokenizer) == ["<think>so</think>\nA.<|im_end|>", "B.<|im_end|>"]
+
+
+def test_an_answer_that_the_template_leaves_out_is_an_empty_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(template=THINKING)
+    parts = [{"type": "text", "text": "lost"}]
+    messages = [
+        message("user", "a?"),
+        message("assistant", parts),
+        message("user", "b?"),
+        message("assistant", "B."),
+    ]
+    samples = open_rows(tmp_path / "a.jsonl", [{"messages": messages}], tokenizer, sequence_length=256)
+    assert trained_text(samples, tokenizer) == ["B.<|im_end|>"]
+    assert samples.counts.empty_answers == 1
+
+
+def test_a_message_that_no_rendering_shows_is_not_found(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+        "{{ messages | length }}"
+    )
+    tokenizer = chat_tokenizer(template=template)
+    messages = [message("assistant", "A."), message("user", "b?"), message("assistant", "B.")]
+    with pytest.raises(UserError, match=r"messages\[0\], that cannot be found"):
+        open_rows(tmp_path / "a.jsonl", [{"messages": messages}], tokenizer)
 
 
 def test_an_answer_that_is_not_found_names_the_row(tmp_path: Path) -> None:
