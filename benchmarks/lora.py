@@ -82,6 +82,7 @@ def measure(way: str, arguments: argparse.Namespace) -> Measured:
     vocabulary = _sizes(device)["vocab_size"]
     ids = torch.randint(vocabulary, (arguments.samples, arguments.tokens), device=device)
     seconds: list[float] = []
+    gradient_bytes = 0
     for _ in range(arguments.steps + 1):
         _wait(device)
         began_s = perf_counter()
@@ -119,7 +120,7 @@ def _model(way: str, arguments: argparse.Namespace, device: torch.device) -> nn.
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
         lora = peft.LoraConfig(
-            r=options.rank, lora_alpha=options.alpha, target_modules=linears, target_parameters=targets
+            r=options.rank, lora_alpha=2 * options.rank, target_modules=linears, target_parameters=targets
         )
         model = peft.get_peft_model(model.to(computed_in), lora)
     else:

@@ -55,7 +55,9 @@ IN_TASK = (
 )
 LM = "with --task lm; data of other tasks is part of the task, and --data-dir the folder of its files"
 BOTH_BETAS = "both together, as in --betas 0.9 0.95"
-NO_LORA = "there are no adapters (LoRA) yet: leave it out; a task may build them into its model"
+LORA_RANK = "the number is the rank of the adapters, with --task lm"
+NO_LORA_DROPOUT = "adapters have no dropout, as PEFT's on experts have none: leave it out"
+NO_QLORA = "weights are not quantised: leave it out; --lora 16 keeps those of the model in bf16"
 _ONE_WORKER_PER_GPU = "one worker per GPU; --devices chooses which"
 
 _DDP = Alias("parallel_strategy", _yes_no("data_parallel", LEAVE_OUT))
@@ -100,6 +102,12 @@ _REDUNDANT_EXPERTS = Alias(
 )
 
 _MODEL = Alias("model", note="with --task lm")
+_LORA = Alias(
+    "lora",
+    _yes_no("16", LEAVE_OUT) | {"lora": "16", "full": LEAVE_OUT},
+    note=LORA_RANK,
+    by_value={"qlora": Alias(None, note=NO_QLORA)},
+)
 _DOCUMENTS = Alias("data", note=LM)
 
 
@@ -293,7 +301,12 @@ ALIASES: Mapping[str, Alias] = {
     # model
     **_each("model_name model_name_or_path base_model model_id pretrained_model_name_or_path", _MODEL),
     **_each("arch architecture", Alias(None, note=IN_TASK)),
-    **_each("lora use_lora lora_r lora_rank lora_alpha peft qlora adapter", Alias(None, note=NO_LORA)),
+    **_each("use_lora use_peft peft adapter finetuning_type tuner_type train_type", _LORA),
+    **_each("r lora_r lora_rank lora_dim peft_rank", Alias("lora", note=LORA_RANK)),
+    **_each("lora_target lora_target_modules target_modules target_parameters", Alias("lora_targets")),
+    **_each("lora_target_linear", Alias("lora_targets", _yes_no("all-linear", LEAVE_OUT))),
+    "lora_dropout": Alias(None, note=NO_LORA_DROPOUT),
+    **_each("qlora load_in_4bit load_in_8bit", Alias(None, note=NO_QLORA)),
     **_each("hidden_size d_model tf_n_embd", Alias("width")),
     **_each("num_layers tf_n_layer", Alias("layers")),
     **_each(

@@ -44,7 +44,12 @@ def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
 def check_language_model(task: str, model: ModelSettings, data: DataSettings) -> None:
     """Raise ValueError if a built-in task has settings of the task lm, or lm those of the others."""
     if task in ("digits", "text", "synthetic"):
-        given = {"model": model.model, "data": data.data, "validation_data": data.validation_data}
+        given = {
+            "model": model.model,
+            "lora": model.lora,
+            "data": data.data,
+            "validation_data": data.validation_data,
+        }
         names = [name for name, value in given.items() if value]
         if names:
             raise ValueError(

@@ -21,6 +21,15 @@ class ModelSettings:
     id of a model on the Hugging Face hub."""
     from_scratch: bool = False
     """Random weights for the configuration of --model, in place of its own."""
+    lora: int | None = None
+    """Train adapters of this rank (LoRA, try 16) in place of the weights of --model, which stay as they
+    are: on its experts, and on all linear layers but routers and the output."""
+    lora_alpha: float | None = None
+    """Weight of the adapters: their products are multiplied by this number over the rank. Default: twice
+    the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Where adapters are: names of linear layers (q_proj), of the experts' parameters
+    (experts.down_proj), or experts, attention, all-linear. Default: experts and all-linear."""
     width: int | None = None
     """Width of the model (features per token)."""
     layers: int | None = None
@@ -36,6 +45,11 @@ class ModelSettings:
         at_least("sequence_length", self.sequence_length, 0)
         if self.from_scratch and self.model is None:
             raise ValueError("from_scratch needs a configuration to build: give --model FOLDER as well")
+        at_least("lora", self.lora, 1)
+        positive("lora_alpha", self.lora_alpha)
+        if self.lora is None and (self.lora_alpha is not None or self.lora_targets):
+            given = "lora_alpha" if self.lora_alpha is not None else "lora_targets"
+            raise ValueError(f"{given} is given without lora, the rank of adapters; give --lora 16 as well")
 
 
 @dataclass(frozen=True)

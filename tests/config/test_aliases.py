@@ -178,7 +178,7 @@ def advised(form: Form) -> list[str]:
 
 
 # A made-up number may be out of range; name, section and type must be right.
-OUT_OF_RANGE = re.compile("it must|use letters|give --task lm as well")
+OUT_OF_RANGE = re.compile("it must|use letters|give --task lm as well|give --lora 16 as well")
 
 
 @pytest.mark.slow
@@ -380,7 +380,7 @@ def test_a_number_of_copies_is_answered_with_the_switch():
 
 PEERS_WORDS = {
     "arch": ("gpt2", "a model is part of a task"),
-    "lora": ("8", "there are no adapters (LoRA) yet"),
+    "lora_dropout": ("0.1", "adapters have no dropout"),
 }
 
 
@@ -442,3 +442,14 @@ def test_python_is_answered_like_flags_and_files(settings: dict[str, Any], answe
     with pytest.raises(UserError) as caught:
         Config.of(**settings)
     assert str(caught.value) == f"unknown setting {name!r}; {answer}"
+
+
+def test_words_for_adapters_are_answered_with_their_rank_and_targets():
+    rank = "(the number is the rank of the adapters, with --task lm)"
+    assert foreign_name_advice("lora_r", "8", "flag") == f"write --lora 8 {rank}"
+    assert foreign_name_advice("use_peft", "true", "flag") == f"write --lora 16 {rank}"
+    assert foreign_name_advice("finetuning_type", "lora", "yaml") == f"write lora: 16 under model: {rank}"
+    assert foreign_name_advice("finetuning_type", "full", "flag").startswith("leave it out")
+    assert foreign_name_advice("adapter", "qlora", "flag").startswith("weights are not quantised")
+    assert foreign_name_advice("lora_target_modules", "q_proj", "flag") == "write --lora-targets q_proj"
+    assert foreign_name_advice("lora_target_linear", "true", "flag") == "write --lora-targets all-linear"

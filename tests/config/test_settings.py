@@ -263,3 +263,17 @@ def test_a_value_at_the_limit_is_accepted(name: str, value: Any):
 def test_only_near_names_are_suggested():
     assert did_you_mean("trian", ["train", "plan"]) == " (did you mean 'train'?)"
     assert did_you_mean("xyzzy", ["train", "plan"]) == ""
+
+
+def test_adapters_have_a_positive_rank_and_belong_to_the_task_lm():
+    assert Config.of(task="lm", model="a", lora=8, lora_targets=("q_proj",)).model.lora_targets == ("q_proj",)
+    for settings, message in (
+        ({"lora": 0}, "lora is 0"),
+        ({"lora": 8, "lora_alpha": 0.0}, "lora_alpha is 0"),
+        ({"lora_alpha": 8.0}, "lora_alpha is given without lora"),
+        ({"lora_targets": ("experts",)}, "lora_targets is given without lora"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Config.of(task="lm", model="a", **settings)
+    with pytest.raises(UserError, match="lora belong to the task lm"):
+        Config.of(task="digits", lora=8)

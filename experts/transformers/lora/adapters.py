@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from experts.balance import moe_layers
 from experts.bank import MATRICES, ExpertBank
@@ -60,16 +61,27 @@ def add_lora(model: Model, options: LoraOptions) -> Model:
     model.requires_grad_(False)
     if targets.linears:
         config = peft_config(options, short_names(targets.linears, model))
-        import_peft().inject_adapter_in_model(config, model, NAME)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            # Steps of an optimizer are often too small for the digits of a shorter type.
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        # PEFT moves adapters in a way that fake tensors do not allow: they get memory afterwards.
+        with unset_fake_temporarily():
+            import_peft().inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
+        _allocate_adapters(model)
     if targets.matrices:
         for bank in banks:
             bank.adapt(Adapters(options.rank, options.scale, targets.matrices))
     initialise_lora(model, seed=0)
     return model
+
+
+def _allocate_adapters(model: nn.Module) -> None:
+    """Give the adapters of linear layers memory, in fp32 beside weights of a shorter type.
+
+    Steps of an optimizer are often too small for the digits of a shorter one."""
+    for _, _, layer in _adapted_layers(model):
+        frozen = layer.base_layer.weight
+        dtype = torch.promote_types(frozen.dtype, torch.float32)
+        for linear in (layer.lora_A[NAME], layer.lora_B[NAME]):
+            zeros = torch.zeros(linear.weight.shape, dtype=dtype, device=frozen.device)
+            linear.weight = nn.Parameter(zeros)
 
 
 def peft_config(options: LoraOptions, modules: Sequence[str], parameters: Sequence[str] | None = None) -> Any:

@@ -20,6 +20,7 @@ from orchestrator.config.settings import Config
 from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
+from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
 from orchestrator.tasks.lm.balance import StepBalance
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.model_folder import check_installed, load_config, load_tokenizer, model_folder
@@ -51,27 +52,36 @@ class LanguageModel(Task):
         self.model_config = load_config(self.folder)
         self.units_per_sample = _sequence_length(config.model.sequence_length, self.model_config)
         self.metrics = {"perplexity": Perplexity()}
+        self._lora = lora_options(config.model)
         self._balance = StepBalance.of(config.moe.balance_loss, self.model_config)
 
     # --- the model
 
     def build_model(self) -> nn.Module:
-        return build_causal_lm(self.model_config)
+        model = build_causal_lm(self.model_config)
+        if self._lora is not None:
+            add_adapters(model, self._lora)
+        return model
 
     def initialise(self, model: nn.Module) -> None:
         """Read the weights that this host holds, or draw them."""
         from experts.transformers.files.initial import initialise_weights
         from experts.transformers.files.reading import read_weights
+        from experts.transformers.lora.adapters import initialise_lora, without_adapters
 
         if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
             return  # a model that is traced has no memory
         try:
-            if self.config.model.from_scratch:
-                initialise_weights(model, self.config.run.seed)
-            else:
-                read_weights(model, self.folder, _ReadingNotes(self.folder))
+            with without_adapters(model):
+                if self.config.model.from_scratch:
+                    initialise_weights(model, self.config.run.seed)
+                else:
+                    read_weights(model, self.folder, _ReadingNotes(self.folder))
+            if self._lora is not None and not self.config.model.from_scratch:
+                leave_to_files(model, self.folder)
         except ValueError as error:
             raise UserError(str(error)) from None
+        initialise_lora(model, self.config.run.seed)
 
     # --- the data
 

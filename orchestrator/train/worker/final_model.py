@@ -22,7 +22,6 @@ from orchestrator.train.checkpoint.files import Contents, load, step_name
 from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import check_experts, restore_model
 from orchestrator.train.checkpoint.saved_experts import OtherExperts
-from orchestrator.train.checkpoint.state import frozen_base
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.worker.placed_experts import build_experts
@@ -76,7 +75,7 @@ def _built_model(task: Task) -> nn.Module:
     """Build a task's model. Frozen weights that no checkpoint holds are read from their files."""
     model = build_checked_model(task)
     initialise: Callable[[nn.Module], None] | None = getattr(task, "initialise", None)
-    if frozen_base(model) is not None and initialise is not None:
+    if initialise is not None and not all(parameter.requires_grad for parameter in model.parameters()):
         initialise(model)
     return model
 

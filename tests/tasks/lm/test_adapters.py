@@ -1,0 +1,86 @@
+"""The task lm with adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from experts.transformers.files.fingerprint import fingerprint
+from experts.transformers.lora.adapters import LoraOptions
+from orchestrator.config.model import ModelSettings
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.tasks.lm.adapters import lora_options
+from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.train.checkpoint.state import model_tensors
+from tests.support.language_models import lm_config
+from tests.support.steppers import make_stepper, mean_loss, run_steps
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return lm_config(tmp_path_factory.mktemp("lm"), lora=4)
+
+
+class Filled(LanguageModel):
+    """The task, with the weights read as soon as the model is built."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        self.initialise(model)
+        return model
+
+
+def test_adapters_alone_are_trained_and_saved(config: Config) -> None:
+    task = Filled(config)
+    stepper, feed = make_stepper(task, 2, 4)
+    model: Any = stepper.strategy.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = [mean_loss(totals) for totals in run_steps(stepper, feed, 2)]
+    assert losses[1] < losses[0]
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert model.frozen_base == fingerprint(task.folder)
+    saved = model_tensors(model).keys() & dict(model.named_parameters()).keys()
+    assert saved == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_model_with_new_adapters_computes_what_its_files_do(config: Config) -> None:
+    from transformers import AutoModelForCausalLM
+
+    task = Filled(config)
+    batch = task.train_data().gather(torch.arange(2))
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    expected: Any = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)
+    with torch.no_grad():
+        ours = task.build_model()(**inputs).logits
+        torch.testing.assert_close(ours, expected(**inputs).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_plan_knows_that_few_weights_are_trained(config: Config) -> None:
+    facts = model_facts(LanguageModel(config), "cpu", "bf16")
+    model = LanguageModel(config).build_model()
+    assert facts.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert facts.trainable < facts.parameters / 2
+    assert facts.method.startswith("traced")
+    assert facts.weight_bytes < 4.0
+
+
+def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:
+    settings = ModelSettings(model="a", lora=4)
+    assert lora_options(settings) == LoraOptions(4, 8.0)
+    given = replace(settings, lora_alpha=2.0, lora_targets=("experts",))
+    assert lora_options(given) == LoraOptions(4, 2.0, ("experts",))
+    assert lora_options(ModelSettings()) is None
+
+
+def test_unknown_targets_are_named_with_the_known_ones(tmp_path: Any) -> None:
+    config = lm_config(tmp_path, lora=4, lora_targets=("c_attn",))
+    with pytest.raises(UserError, match=r"--lora 4: .*'c_attn'; it has experts"):
+        LanguageModel(config).build_model()
