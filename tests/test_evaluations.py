@@ -200,6 +200,13 @@ def test_a_remote_run_is_evaluated_and_its_result_uploaded(remote: str, tmp_path
     assert named.loss == result.loss
 
 
+def test_errors_of_the_evaluation_of_a_remote_run_name_its_address(remote: str) -> None:
+    with pytest.raises(UserError, match="has another model") as raised:
+        evaluating(Splits(width=5)).evaluate(remote)
+    assert remote in str(raised.value)
+    assert ".downloaded-" not in str(raised.value)
+
+
 def test_a_remote_result_is_no_checkpoint(remote: str, tmp_path: Path) -> None:
     """The run resumes after an evaluation, and keeps its result."""
     evaluating().evaluate(remote)

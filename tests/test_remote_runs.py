@@ -15,7 +15,7 @@ from torch import nn
 
 from orchestrator import Config, Result, Trainer, read_run
 from orchestrator.config.reader import read_file as read_config
-from orchestrator.errors import TrainingFailed, UserError
+from orchestrator.errors import OrchestratorError, TrainingFailed, UserError
 from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder
@@ -206,6 +206,17 @@ def test_a_run_begins_with_the_weights_or_the_state_of_a_remote_checkpoint(url: 
     assert as_url(written) == checkpoint
     assert ".downloaded-" not in (result.run_dir / "plan.json").read_text()
     assert not list(tmp_path.rglob(".downloaded-*"))
+
+
+def test_errors_of_a_start_from_a_remote_run_name_its_address(url: str, tmp_path: Path) -> None:
+    fit(url, max_steps=4)
+    for start in (url, f"{url}/checkpoints/step_00000004"):
+        for flag in ("resume", "init_from"):
+            config = settings(tmp_path / "other", max_steps=6, **{flag: start})
+            with pytest.raises(OrchestratorError) as raised:
+                Trainer(nn.Linear(4, 5), data=blobs(320), loss=cross_entropy, config=config, quiet=True).fit()
+            assert flag == "init_from" or url in str(raised.value)
+            assert ".downloaded-" not in str(raised.value)
 
 
 # Places that cannot be written, and uploads that fail

@@ -1,6 +1,6 @@
 """The evaluation of a checkpoint on workers under Ray Train, data parallel or expert parallel.
 
-It loses nothing when it fails, so there is no recovery: it is started again."""
+It has no state that could be lost, so there is no recovery: if a worker is lost, it begins again, once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ from orchestrator.runtime.failures import final_error
 from orchestrator.runtime.ray_internals import train_context
 from orchestrator.runtime.recovery import GiveUp
 from orchestrator.train.worker.prepared_run import PreparedRun
+from orchestrator.types import counted
 
 _POLL_SECONDS = 0.1
 _PROGRESS_FILE = "progress"
+_ATTEMPTS = 2
+_RETRIED = ("worker", "communication")
+"""Failures that need not happen again."""
 
 
 def evaluate_on_workers(
@@ -45,19 +49,26 @@ def evaluate_on_workers(
     (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     workers = prepared.plan.workers.value
     gpu = uses_gpus(config, cluster)
-    if cluster.autoscaling:
-        wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
-    screen.note(f"starting {workers} worker{'s' if workers > 1 else ''} ...")
-    groups_before = placement_groups()
     work = partial(evaluate_worker, split=split)
-    with closing(WorkerGroup(work, make_assignment(prepared, folder), workers, gpu)) as group:
-        while not group.wait(_POLL_SECONDS):
-            _show_progress(folder / _PROGRESS_FILE, screen)
-    if group.failure is None:
-        return group.value
-    remove_groups_since(groups_before)
-    reason = f"{group.failure.message}; the checkpoint is as it was: start the evaluation again"
-    raise final_error(group.failure, group.error, GiveUp(reason))
+    assignment = make_assignment(prepared, folder)
+    attempts_left = _ATTEMPTS
+    while True:
+        if cluster.autoscaling:
+            wait_for_slots(workers, gpu, config.parallel.resource_timeout, screen.note)
+        screen.note(f"starting {counted(workers, 'worker')} ...")
+        groups_before = placement_groups()
+        with closing(WorkerGroup(work, assignment, workers, gpu)) as group:
+            while not group.wait(_POLL_SECONDS):
+                _show_progress(folder / _PROGRESS_FILE, screen)
+        failure = group.failure
+        if failure is None:
+            return group.value
+        remove_groups_since(groups_before)
+        attempts_left -= 1
+        if failure.kind not in _RETRIED or not attempts_left:
+            reason = f"{failure.message}; the checkpoint is as it was: start the evaluation again"
+            raise final_error(failure, group.error, GiveUp(reason))
+        screen.note(f"{failure.message}: the evaluation begins again")
 
 
 def evaluate_worker(config: dict[str, Any], split: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator.data.adapt import as_source
 from orchestrator.data.source import SavedPlace, Source
+from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, TensorData
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
@@ -46,6 +47,8 @@ class StepBatch:
     """Samples of the whole global batch."""
     all_have_samples: bool
     """Whether every worker has samples in each micro-batch. In a short last batch some may have none."""
+    next_samples: int | None = None
+    """Samples of the next global batch, 0 at the end of the data. None if workers cannot disagree on it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,12 @@ class Feed(ABC):
         """Return two samples if there are two: batch norm needs more than one."""
 
     def _step_batch(
-        self, begin: int, end: int, shares: list[Share], fetches: list[Callable[[], Any]]
+        self,
+        begin: int,
+        end: int,
+        shares: list[Share],
+        fetches: list[Callable[[], Any]],
+        next_samples: int | None = None,
     ) -> StepBatch:
         micro_batches = [
             MicroBatch(
@@ -156,7 +164,7 @@ class Feed(ABC):
             part for start, stop in (bounds[0], bounds[-1]) for part in self.world.split_batch(stop - start)
         ]
         all_have_samples = all(part.start < part.stop for part in parts)
-        return StepBatch(micro_batches, end - begin, all_have_samples)
+        return StepBatch(micro_batches, end - begin, all_have_samples, next_samples)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,14 @@ class MoveToDevice:
 
     def __call__(self) -> Any:
         return to_device(self.batch, self.device, pin=False)  # the loader has pinned it
+
+
+def different_ends(rank: int, found: str) -> UserError:
+    """Return the error of a worker that finds another length of the data than others."""
+    return UserError(
+        f"the data has different lengths on the workers: {found} on worker {rank}, unlike on others; "
+        "every worker must read all of it, so do not divide it by rank"
+    )
 
 
 def as_dataset(data: Any) -> Any:

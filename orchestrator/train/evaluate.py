@@ -17,7 +17,7 @@ from orchestrator.tasks.task import Loss
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss
 from orchestrator.train.batches import check_batch_device, slice_batch
-from orchestrator.train.data import Feed, MicroBatch
+from orchestrator.train.data import Feed, MicroBatch, different_ends
 from orchestrator.train.metric_states import MetricStates
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
@@ -66,7 +66,10 @@ class Evaluation:
         finally:
             model.train(was_training)
         if world.size > 1:
-            totals = self._reduce_totals(totals, samples)
+            totals = self._reduce_totals(totals, samples, votes=[float(samples)])
+            assert totals.votes is not None
+            if float(to_host(totals.votes)) != samples * world.size:
+                raise different_ends(world.rank, f"an evaluation has {samples} samples")
         assert totals is not None
         loss = float(to_host(totals.loss))
         count = max(1.0, float(totals.count))

@@ -23,7 +23,7 @@ from orchestrator.record.log import Emit
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.validate import as_loss, check_trainable
 from orchestrator.train.batches import check_batch_device
-from orchestrator.train.data import MicroBatch, StepBatch
+from orchestrator.train.data import MicroBatch, StepBatch, different_ends
 from orchestrator.train.heartbeat import Heartbeat
 from orchestrator.train.parts.clock import PhaseClock
 from orchestrator.train.parts.compiling import Compiled
@@ -223,13 +223,29 @@ class Stepper:
         global_totals = self._reduce_totals(
             totals,
             batch.global_samples,
-            votes,
+            (*votes, float(batch.next_samples or 0)),
             self.strategy.expert_grad_squares(),
             self.strategy.exchange_stats(),
         )
+        assert global_totals.votes is not None
+        self._check_next(batch, global_totals.votes[-1])
+        global_totals.votes = global_totals.votes[:-1]
         global_totals.nominal_count = self._nominal_count(batch) * factor
         self.clock.mark("communication")
         return global_totals
+
+    def _check_next(self, batch: StepBatch, total: Tensor) -> None:
+        """Refuse data that ends on some workers only. ``total`` sums the samples of all next batches.
+
+        Workers whose data goes on would wait for the others in the next step."""
+        samples = batch.next_samples
+        if samples is None:
+            return
+        # On a GPU reading the sum waits for the device: only a worker near its end does.
+        may_end = samples < batch.global_samples
+        if (may_end or self.world.device.type == "cpu") and float(total) != samples * self.world.size:
+            found = f"the next step has {samples} samples" if samples else "the epoch ends"
+            raise different_ends(self.world.rank, found)
 
     def _update(self, totals: Totals, step: int) -> None:
         """Update weights and balance. It cannot be repeated: part of it may have happened when it fails."""

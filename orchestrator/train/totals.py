@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orchestrator.tasks.task import Loss
 from orchestrator.train.parts.world import World
-from orchestrator.train.requests import NO_VOTES, Votes
+from orchestrator.train.requests import NO_VOTES
 
 
 @dataclass
@@ -31,7 +31,8 @@ class Totals:
     norm: Tensor | None = None
     finite: Tensor | None = None
     votes: Tensor | None = None
-    """Number of workers with each kind of request; None in one process."""
+    """Sums of what the workers gave along, such as the number of those with each kind of request; None in one
+    process."""
     expert_grad_squares: Tensor | None = None
     """Squared norms of gradients that live on one worker each, of all workers."""
     exchange_stats: Tensor | None = None
@@ -87,7 +88,7 @@ class TotalsReducer:
         self,
         totals: Totals | None,
         samples: int,
-        votes: Votes = NO_VOTES,
+        votes: Sequence[float] = NO_VOTES,
         expert_grad_squares: Tensor | None = None,
         exchange_stats: Sequence[float] = (0.0, 0.0, 0.0),
     ) -> Totals:

@@ -48,3 +48,26 @@ def _damage(run_dir: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
+
+def test_an_evaluation_that_loses_a_worker_begins_again_once(
+    shared_cluster: RayCluster, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    kills = tmp_path / "kills"
+    kills.mkdir()
+    task = ["--task", "tests.support.killed_evaluation:KilledDigits", "--data-dir", str(kills)]
+    complete_run(None, run_dir, *task, "--max-steps", "2")
+    (expected,) = of_kind(read_events(run_dir / "events.jsonl"), "evaluate")
+    result_file = run_dir / "checkpoints" / "step_00000002.validation.json"
+    evaluate = ["evaluate", "run", "--workers", "2"]
+    (kills / "once").touch()
+    output = complete(shared_cluster, tmp_path, evaluate)
+    assert "was lost: the evaluation begins again" in output
+    assert json.loads(result_file.read_text())["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    result_file.unlink()
+    (kills / "always").touch()
+    output = complete(shared_cluster, tmp_path, evaluate, code=4)
+    assert "the checkpoint is as it was: start the evaluation again" in output
+    assert not result_file.exists()
+    assert living_actors(shared_cluster) == []

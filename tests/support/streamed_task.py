@@ -6,6 +6,7 @@ It is named on the command line as ``tests.support.streamed_task:StreamedDigits`
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.tasks.digits import Digits
+from orchestrator.train.feeds.opening import open_feed
+from orchestrator.train.loading import LoaderOptions
+from orchestrator.train.parts.world import World
 from tests.support.faulty_task import FaultyDigits
 
 
@@ -29,6 +33,20 @@ def write_digits(file: Path, count: int) -> None:
 
 def as_sample(row: dict[str, Any]) -> tuple[torch.Tensor, int, int]:
     return torch.tensor(row["image"]), row["label"], row["id"]
+
+
+def streamed_steps(file: Path, global_batch: int, epochs: int, buffer: int) -> list[list[int]]:
+    """The numbers of the samples of each step, of one process."""
+    feed = open_feed(
+        JsonLines(file, transform=as_sample),
+        World.single_process(),
+        global_batch=global_batch,
+        micro_batch=global_batch,
+        seed=0,
+        loader=LoaderOptions(shuffle_buffer=buffer),
+    )
+    steps = chain.from_iterable(feed.steps(epoch) for epoch in range(epochs))
+    return [step.micro_batches[0].fetch()[2].tolist() for step in steps]
 
 
 class StreamedDigits(FaultyDigits):

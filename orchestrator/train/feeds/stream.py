@@ -21,7 +21,7 @@ from orchestrator.data.cursor import CursorHooks, open_cursor
 from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.data import Feed, MoveToDevice, Share, StepBatch
+from orchestrator.train.data import Feed, MoveToDevice, Share, StepBatch, different_ends
 from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions, RandomState
 from orchestrator.train.parts.world import World
 
@@ -37,6 +37,7 @@ class _RequestedStep:
     begin: int
     end: int
     shares: list[Share]
+    next_samples: int
 
 
 class StreamFeed(Feed):
@@ -76,7 +77,7 @@ class StreamFeed(Feed):
             with user_code("reading a batch of the data"):
                 loaded = [first, *(next(batches) for _ in step.shares[1:])]
             fetches = [MoveToDevice(batch, self.world.device) for batch in loaded]
-            yield self._step_batch(step.begin, step.end, step.shares, fetches)
+            yield self._step_batch(step.begin, step.end, step.shares, fetches, step.next_samples)
 
     @property
     def num_samples(self) -> int | None:
@@ -110,15 +111,20 @@ class StreamFeed(Feed):
         self._loader.close()
 
     def _requests(self, epoch: int, position: int, saved: SavedPlace | None) -> Iterator[BatchRequest]:
-        for begin, items in self._global_batches(epoch, position, saved):
+        batches = self._global_batches(epoch, position, saved)
+        begin, items = next(batches, (position, []))
+        self._check_first(position, len(items))
+        while items:
+            next_begin, next_items = next(batches, (position, []))
             end = begin + len(items)
             shares = self._shares(begin, end)
-            self._requested.append(_RequestedStep(begin, end, shares))
+            self._requested.append(_RequestedStep(begin, end, shares, len(next_items)))
             for share in shares:
                 # Beyond the end of a step, its first samples serve as dummy samples.
                 indices = range(share.samples.start - begin, share.samples.stop - begin)
                 keys = tuple(items[index % len(items)] for index in indices)
                 yield BatchRequest(mix(self.seed, "sample", epoch, share.samples.start), keys)
+            begin, items = next_begin, next_items
 
     def _dummy_samples(self, start: int) -> slice:
         return slice(start, start + 2)
@@ -128,9 +134,8 @@ class StreamFeed(Feed):
     ) -> Iterator[tuple[int, list[Any]]]:
         """Yield the items of each step, with the position of the first one."""
         blocks = self._blocks(epoch, position, saved)
-        rest: list[Any] = next(blocks, [])
-        self._check_first(position)
-        for block in chain([[]], blocks):
+        rest: list[Any] = []
+        for block in blocks:
             rest += block
             while len(rest) >= self.global_batch:
                 yield position, rest[: self.global_batch]
@@ -165,19 +170,22 @@ class StreamFeed(Feed):
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch, place.position))
         return [items[index] for index in torch.randperm(len(items), generator=generator).tolist()]
 
-    def _check_first(self, position: int) -> None:
-        """Refuse a source without samples, and one that differs by worker."""
+    def _check_first(self, position: int, num_samples: int) -> None:
+        """Refuse a source without samples, and one whose first step differs by worker."""
         if not self._places and position == 0:
             raise UserError("the data is empty; at least one sample is needed")
         if self.world.size == 1:
             return
         found = float(int(self._places[0].digest[:_COMPARED_DIGITS], 16)) if self._places else -1.0
-        largest, negated_smallest = self.world.all_reduce_max([found, -found])
-        if largest != -negated_smallest:
+        values = [found, float(num_samples)]
+        largest, most, *negated = self.world.all_reduce_max(values + [-value for value in values])
+        if largest != -negated[0]:
             raise UserError(
                 "the workers read different samples at the same position; the data must have one order "
                 "on all workers: sort what is listed, seed what is shuffled, and do not divide it by rank"
             )
+        if most != -negated[1]:
+            raise different_ends(self.world.rank, f"its first step has {num_samples} samples")
 
 
 class _DecodedItems:

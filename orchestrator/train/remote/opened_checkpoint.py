@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from orchestrator.errors import CheckpointDamaged, UserError
@@ -19,8 +18,13 @@ from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.checkpoint.files import MANIFEST, step_of
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
-from orchestrator.train.worker.run_dir import DOWNLOADED
+from orchestrator.train.remote.checkpoints import (
+    CHECKPOINTS,
+    RemoteCheckpoint,
+    RemoteCheckpoints,
+    named_checkpoint,
+)
+from orchestrator.train.remote.local_copy import local_copy
 
 _ADVICE = "give the folder of a run with checkpoints, or one of its checkpoints"
 
@@ -71,15 +75,16 @@ class OpenedCheckpoint:
 def opened_checkpoint(location: str | Path, results: Path) -> Iterator[OpenedCheckpoint]:
     """Yield a checkpoint, or the best one of a run, else its newest.
 
-    The copy of a remote one is below ``results``, where the workers of other nodes see it too, and
-    removed at the end. Raises ``UserError`` if there is none."""
+    The copy of a remote one is below ``results``, and removed at the end. Raises ``UserError`` if there is
+    none."""
     if as_url(location) is None:
         yield _local_checkpoint(Path(location))
         return
     folder = open_folder("the checkpoint", location)
-    results.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as copy:
-        yield _download(folder, Path(copy))
+    checkpoint = named_checkpoint(folder.name)
+    run = folder if checkpoint is None else open_folder("the checkpoint", folder.url.rsplit("/", 2)[0])
+    with local_copy(results, run.url) as copy:
+        yield _download(run, checkpoint, copy)
 
 
 def _local_checkpoint(path: Path) -> OpenedCheckpoint:
@@ -94,24 +99,20 @@ def _local_checkpoint(path: Path) -> OpenedCheckpoint:
     return OpenedCheckpoint(saved[step].absolute(), str(saved[step]), choice)
 
 
-def _download(folder: RemoteFolder, local: Path) -> OpenedCheckpoint:
-    """Download the checkpoint that a remote folder is or has, and the record of its run."""
-    checkpoint = named_checkpoint(folder.name)
-    run = folder
+def _download(run: RemoteFolder, checkpoint: RemoteCheckpoint | None, local: Path) -> OpenedCheckpoint:
+    """Download a checkpoint of a remote run and the record of the run: the best one, if none is given."""
     choice = ""
-    if checkpoint is not None:
-        run = open_folder("the checkpoint", folder.url.rsplit("/", 2)[0])
     download_record(run, local)
     remote = run / CHECKPOINTS
     checkpoints = RemoteCheckpoints(remote)
     published = checkpoints.newest_first()
     if checkpoint is None:
         if not published:
-            raise UserError(f"{folder.url} holds no checkpoint; {_ADVICE}")
+            raise UserError(f"{run.url} holds no checkpoint; {_ADVICE}")
         step, choice = _choose_step([other.step for other in published], local)
         checkpoint = next(other for other in published if other.step == step)
     elif checkpoint not in published:
-        raise UserError(f"{folder.url}: there is no such checkpoint; {_ADVICE}")
+        raise UserError(f"{remote.url}/{checkpoint.name}: there is no such checkpoint; {_ADVICE}")
     try:
         path = checkpoints.download(checkpoint, local / CHECKPOINTS)
     except CheckpointDamaged as error:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
@@ -18,9 +17,10 @@ from orchestrator.record.log import Log
 from orchestrator.record.remote_record import download_record, holds_record
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
 from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step, named_checkpoint
+from orchestrator.train.remote.local_copy import local_copy
 from orchestrator.train.remote.mirror import Mirror
 from orchestrator.train.worker.run import record_failure
-from orchestrator.train.worker.run_dir import DOWNLOADED, new_folder, resume_command, write_remote
+from orchestrator.train.worker.run_dir import new_folder, resume_command, write_remote
 
 
 @dataclass
@@ -151,14 +151,12 @@ def downloaded_start(
 ) -> Iterator[Path]:
     """Yield a local copy of what ``--resume`` or ``--init-from`` names: a checkpoint, or a run folder.
 
-    It is below ``results``, where the workers of other nodes see it too, and removed at the end."""
+    It is removed at the end."""
     folder = open_folder(flag, location)
-    results.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=DOWNLOADED, dir=results) as copy:
-        local = Path(copy)
+    checkpoint = named_checkpoint(folder.name)
+    run = folder if checkpoint is None else open_folder(flag, folder.url.rsplit("/", 2)[0])
+    with local_copy(results, run.url) as local:
         write_remote(local, folder.url)
-        checkpoint = named_checkpoint(folder.name)
-        run = folder if checkpoint is None else open_folder(flag, folder.url.rsplit("/", 2)[0])
         download_record(run, local)
         if checkpoint is not None:
             yield RemoteCheckpoints(run / CHECKPOINTS).download(checkpoint, local / CHECKPOINTS)

@@ -5,16 +5,11 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from orchestrator.data.json_lines import JsonLines
 from orchestrator.record.events import by_step, of_kind, read_events
-from orchestrator.train.feeds.opening import open_feed
-from orchestrator.train.loading import LoaderOptions
-from orchestrator.train.parts.world import World
 from tests.support.chaos_runs import SETTINGS, Job, run_with_faults
 from tests.support.cli_runs import complete, read_summary
 from tests.support.cluster import RayCluster
@@ -25,7 +20,7 @@ from tests.support.run_checks import (
     check_steps,
     samples_by_step,
 )
-from tests.support.streamed_task import as_sample, write_digits
+from tests.support.streamed_task import streamed_steps, write_digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 SAMPLES = 500
@@ -33,20 +28,6 @@ GLOBAL_BATCH = 96
 EPOCHS = 4
 STEPS = 24
 """Of which every sixth is short: 20 samples."""
-
-
-def expected_steps(file: Path, buffer: int) -> list[list[int]]:
-    """The samples of each step, of one process."""
-    feed = open_feed(
-        JsonLines(file, transform=as_sample),
-        World.single_process(),
-        global_batch=GLOBAL_BATCH,
-        micro_batch=GLOBAL_BATCH,
-        seed=0,
-        loader=LoaderOptions(shuffle_buffer=buffer),
-    )
-    steps = chain.from_iterable(feed.steps(epoch) for epoch in range(EPOCHS))
-    return [step.micro_batches[0].fetch()[2].tolist() for step in steps]
 
 
 @pytest.mark.parametrize("buffer", [128, pytest.param(0, marks=pytest.mark.slow)])
@@ -81,7 +62,7 @@ def test_one_three_and_two_hosts_with_kills_see_what_one_process_sees(
     assert check_sample_counts(events, SAMPLES) == []
     folder = FaultFolder.of_run(run_dir)
     assert check_samples(events, folder, SAMPLES) == []
-    expected = expected_steps(file, buffer)
+    expected = streamed_steps(file, GLOBAL_BATCH, EPOCHS, buffer)
     seen = samples_by_step(events, folder)
     assert {step: sorted(ids) for step, ids in seen.items()} == {
         number: sorted(ids) for number, ids in enumerate(expected, 1)
