@@ -30,7 +30,8 @@ class DataSettings:
     text_column: str = "text"
     """Column of --data with the text of a document."""
     skip_bad: bool = False
-    """Leave out rows of the data that cannot be read. They are counted, and the first are named."""
+    """Leave out rows of the data that cannot be read or transformed. They are counted, and the
+    first are named."""
     samples: int | None = None
     """Training samples of the synthetic task."""
     shuffle_buffer: int = 0

@@ -74,6 +74,12 @@ class ParquetRows:
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the rows of {file}: {error}") from None
 
+    def name_of(self, index: int) -> str:
+        """Return the name of a row, for messages; the first of a file has number 1."""
+        file, _ = self._groups[bisect_right(self._ends, index)]
+        first = next(number for number, (name, _) in enumerate(self._groups) if name == file)
+        return f"{file}, row {index + 1 - (self._ends[first - 1] if first else 0)}"
+
     def __getstate__(self) -> dict[str, Any]:
         # Row groups in memory are not sent to workers and loader processes.
         return {**self.__dict__, "_cache": OrderedDict()}

@@ -95,6 +95,7 @@ _POSITION = "worker_bytes"
 """Field of the driver's events: the bytes of the workers' file that they follow. Readers drop it."""
 _STEP_KINDS = {
     "step",
+    "bad_samples",
     "evaluate",
     "epoch",
     "phases",

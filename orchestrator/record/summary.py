@@ -54,6 +54,7 @@ def summarise(recorded: Sequence[Event]) -> dict[str, Any]:
         "mean_step_seconds": speed.mean_step_s if speed else None,
         "warm_up_steps": speed.num_warm_up if speed else 0,
         "train_loss": steps[-1]["loss"] if steps else None,
+        "bad_samples": sum(event["count"] for event in of_kind(events, "bad_samples")),
         **_validation(events, final),
         "peak_memory_bytes": _peak_memory(events),
         "uploaded_step": _uploaded_step(recorded),

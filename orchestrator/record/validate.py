@@ -54,6 +54,7 @@ def _is_mapping(value: Any) -> bool:
 
 _STEP: Mapping[str, Check] = {"step": _is_integer}
 _REQUIRED: Mapping[str, Mapping[str, Check]] = {
+    "bad_samples": {"step": _is_integer, "count": _is_integer},
     "step": {
         "step": _is_integer,
         "seconds": _is_finite,

@@ -7,7 +7,7 @@ resume at any step of any epoch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, TensorData
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
+from orchestrator.train.loading import LoadedBatch
 from orchestrator.train.parts.world import World
 
 
@@ -49,6 +50,8 @@ class StepBatch:
     """Whether every worker has samples in each micro-batch. In a short last batch some may have none."""
     next_samples: int | None = None
     """Samples of the next global batch, 0 at the end of the data. None if workers cannot disagree on it."""
+    faults: Sequence[str] = ()
+    """Of each sample of this worker that could not be loaded and was left out: its name and the error."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Feed(ABC):
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.seed = seed
+        self.skips_bad = False
+        self._last_good: LoadedBatch | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -137,17 +142,39 @@ class Feed(ABC):
             shares.append(Share(part.stop - part.start, samples))
         return shares
 
+    def _without_bad_samples(
+        self, shares: list[Share], loaded: Sequence[LoadedBatch]
+    ) -> tuple[list[Share], list[Callable[[], Any]], list[str]]:
+        """Return the shares and batches of a step without the samples that could not be loaded, and these.
+
+        The positions of all samples stay, so that a run resumes at the same one. A worker without a good
+        sample computes earlier ones as dummy samples."""
+        kept: list[Share] = []
+        fetches: list[Callable[[], Any]] = []
+        faults: list[str] = []
+        for share, found in zip(shares, loaded, strict=True):
+            start = share.samples.start
+            if share.num_samples:
+                faults += found.faults
+            if found.num_samples and self.skips_bad:
+                self._last_good = found
+            usable = found if found.num_samples else self._last_good
+            if usable is None:
+                raise UserError(
+                    f"none of the first {len(found.faults)} samples can be used, the first of them: "
+                    f"{found.faults[0]}"
+                )
+            num_samples = found.num_samples if share.num_samples else 0
+            kept.append(Share(num_samples, slice(start, start + usable.num_samples)))
+            fetches.append(MoveToDevice(usable.batch, self.world.device))
+        return kept, fetches, faults
+
     @abstractmethod
     def _dummy_samples(self, start: int) -> slice:
         """Return two samples if there are two: batch norm needs more than one."""
 
     def _step_batch(
-        self,
-        begin: int,
-        end: int,
-        shares: list[Share],
-        fetches: list[Callable[[], Any]],
-        next_samples: int | None = None,
+        self, begin: int, end: int, shares: list[Share], fetches: list[Callable[[], Any]]
     ) -> StepBatch:
         micro_batches = [
             MicroBatch(
@@ -164,7 +191,7 @@ class Feed(ABC):
             part for start, stop in (bounds[0], bounds[-1]) for part in self.world.split_batch(stop - start)
         ]
         all_have_samples = all(part.start < part.stop for part in parts)
-        return StepBatch(micro_batches, end - begin, all_have_samples, next_samples)
+        return StepBatch(micro_batches, end - begin, all_have_samples)
 
 
 @dataclass(frozen=True)

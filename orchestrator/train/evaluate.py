@@ -62,13 +62,14 @@ class Evaluation:
         model.eval()
         try:
             states = MetricStates(declared_metrics(self.strategy.task), world.device)
-            totals, samples = self._local_totals(world.device, states)
+            totals, samples, num_bad = self._local_totals(world.device, states)
         finally:
             model.train(was_training)
         if world.size > 1:
-            totals = self._reduce_totals(totals, samples, votes=[float(samples)])
+            totals = self._reduce_totals(totals, samples, votes=[float(samples), float(num_bad)])
             assert totals.votes is not None
-            if float(to_host(totals.votes)) != samples * world.size:
+            sum_of_samples, num_bad = to_host(totals.votes).tolist()
+            if sum_of_samples != samples * world.size:
                 raise different_ends(world.rank, f"an evaluation has {samples} samples")
         assert totals is not None
         loss = float(to_host(totals.loss))
@@ -77,19 +78,24 @@ class Evaluation:
         return {
             "loss": loss / count,
             "metrics": means | states.compute(world),
-            "samples": samples,
+            **({"bad_samples": int(num_bad)} if num_bad else {}),
+            "samples": samples - int(num_bad),
             "seconds": perf_counter() - start,
         }
 
-    def _local_totals(self, device: torch.device, states: MetricStates) -> tuple[Totals | None, int]:
-        """Return this worker's sums, and the number of samples of all workers. Update the metrics."""
+    def _local_totals(self, device: torch.device, states: MetricStates) -> tuple[Totals | None, int, int]:
+        """Return this worker's sums, the samples of all workers, and those that this one has left out.
+
+        Update the metrics."""
         totals: Totals | None = None
         samples = 0
+        num_bad = 0
         limit = NO_LIMIT if self.strategy.lockstep else self.feed.largest_micro_batch
         for number, batch in enumerate(self.feed.steps(0)):
             if self.max_batches is not None and number >= self.max_batches:
                 break
             samples += batch.global_samples
+            num_bad += len(batch.faults)
             for micro_batch in batch.micro_batches:
                 if micro_batch.num_samples or self.strategy.lockstep:
                     more, limit = self._evaluate(micro_batch, states, limit)
@@ -97,7 +103,7 @@ class Evaluation:
                 self.on_progress()
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
                 free_cached(device)
-        return totals, samples
+        return totals, samples, num_bad
 
     def _evaluate(
         self, micro_batch: MicroBatch, states: MetricStates, limit: int

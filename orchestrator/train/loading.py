@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from orchestrator.errors import UserError
+from orchestrator.types import first_line
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class LoaderOptions:
     """Whether the whole data set lies on the device."""
     shuffle_buffer: int = 0
     """Samples of a source that are shuffled together; 0 keeps the order of the source."""
+    skip_bad: bool = False
+    """Whether samples that cannot be loaded are left out."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,16 @@ class BatchRequest:
     """Indices of samples, or raw items of a source."""
 
 
+class LoadedBatch(NamedTuple):
+    """A batch, without the samples that could not be loaded."""
+
+    batch: Any
+    """None if no sample is left."""
+    num_samples: int
+    faults: Sequence[str]
+    """Of each sample that could not be loaded: its name and the error."""
+
+
 class BatchLoader:
     """A data loader that lives for all epochs, with its processes; each epoch sets its own requests."""
 
@@ -42,7 +57,7 @@ class BatchLoader:
         workers = options.loader_workers
         self._sampler = _RequestSampler()
         self._loader: Any = DataLoader(
-            _RequestedBatches(data),
+            _RequestedBatches(data, options.skip_bad),
             batch_size=None,
             sampler=self._sampler,  # pyright: ignore[reportArgumentType]
             num_workers=workers,
@@ -54,7 +69,7 @@ class BatchLoader:
             generator=torch.Generator(),
         )
 
-    def load(self, requests: Callable[[], Iterator[BatchRequest]]) -> Iterator[Any]:
+    def load(self, requests: Callable[[], Iterator[BatchRequest]]) -> Iterator[LoadedBatch]:
         """Yield the requested batches, in order."""
         self._sampler.requests = requests
         return iter(self._loader)
@@ -85,20 +100,37 @@ class _RequestedBatches(Dataset[Any]):
     that loads the batch nor on the batches before it.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, skip_bad: bool) -> None:
         self.data = data
+        self._skip_bad = skip_bad
 
-    def __getitem__(self, request: BatchRequest) -> Any:
+    def __getitem__(self, request: BatchRequest) -> LoadedBatch:
         if get_worker_info() is not None:
             return self._load(request)
         # In the training process, the model's own random state must survive.
         with RandomState(request.seed).in_use():
             return self._load(request)
 
-    def _load(self, request: BatchRequest) -> Any:
+    def _load(self, request: BatchRequest) -> LoadedBatch:
         seed_all(request.seed)
         collate = getattr(self.data, "collate", default_collate)
-        return collate([self.data[key] for key in request.keys])
+        samples: list[Any] = []
+        faults: list[str] = []
+        for key in request.keys:
+            try:
+                samples.append(self.data[key])
+            except Exception as error:
+                if not self._skip_bad:
+                    raise
+                faults.append(self._fault_text(key, error))
+        return LoadedBatch(collate(samples) if samples else None, len(samples), faults)
+
+    def _fault_text(self, key: Any, error: Exception) -> str:
+        text = first_line(error)
+        if isinstance(error, UserError):
+            return text  # it names the sample
+        name = self.data.name_of(key) if hasattr(self.data, "name_of") else f"sample {key}"
+        return f"{name}: {type(error).__name__}: {text}"
 
 
 class RandomState:

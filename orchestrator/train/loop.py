@@ -24,6 +24,7 @@ from orchestrator.train.training import LoopHooks, Training
 from orchestrator.train.validation import Validation
 from orchestrator.types import counted
 
+_NAMED_FAULTS = 5  # of samples that were left out
 _STEPS_AT_ONCE = 1_000_000  # of a run that is not divided into segments
 
 
@@ -57,6 +58,7 @@ class Loop:
         self._monitor = hooks.monitor
         self._heartbeat = training.heartbeat
         self._first_step = training.progress.step
+        self._faults: list[str] = []
         self._last_saved = self._saved_content()
         self._steps_in_progress: Generator[None, None, Outcome] | None = None
 
@@ -195,6 +197,7 @@ class Loop:
         progress.position += totals.samples
         progress.samples += totals.samples
         progress.place = self._feed.place(progress.position)
+        self._faults += batch.faults
         self._recorder.add(PendingStep(progress.step, progress.epoch, lr, seconds, totals))
         if _is_due(self._cadence.monitor_every, progress.step):
             self.record_monitor()
@@ -301,9 +304,28 @@ class Loop:
         self._recorder.flush()
         if self._last_saved != self._saved_content():
             self._flush_statistics()
+            self._report_bad_samples()
             self._checkpoints.save(self.progress)
             self._last_saved = self._saved_content()
         self._recorder.restart_window()
+
+    def _report_bad_samples(self) -> None:
+        """Record the samples that all workers have left out since the last checkpoint.
+
+        So a run that resumes there counts each of them once."""
+        if not self._feed.skips_bad:
+            return
+        own = self._faults
+        by_worker = self.stepper.world.gather_values([len(own), own[:_NAMED_FAULTS]])
+        self._faults = []
+        count = sum(number for number, _ in by_worker)
+        if not count:
+            return
+        first = [fault for _, faults in by_worker for fault in faults]
+        step = self.progress.step
+        self._log.write("bad_samples", step=step, epoch=self.progress.epoch, count=count)
+        message = f"{counted(count, 'sample')} left out by --skip-bad up to step {step}: "
+        self._log.write("warning", kind="data", message=message + "; ".join(first[:_NAMED_FAULTS]))
 
     def _saved_content(self) -> tuple[int, bool]:
         """Return the current step, and whether a checkpoint of it has a result that it needs."""

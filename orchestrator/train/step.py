@@ -128,7 +128,8 @@ class Stepper:
         nominal_count = self._nominal_count(batch)
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
-            if micro_batch.num_samples or self.strategy.lockstep:
+            # A worker whose samples were all left out takes part where all others do.
+            if micro_batch.num_samples or self.strategy.lockstep or batch.all_have_samples:
                 is_last = number == len(batch.micro_batches)
                 totals = self._run_micro_batch(micro_batch, totals, is_last, noise_seed, nominal_count)
         return totals

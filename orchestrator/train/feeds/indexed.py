@@ -6,7 +6,7 @@ Shapes: B samples of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
-from orchestrator.train.data import Feed, MoveToDevice, StepBatch
+from orchestrator.train.data import Feed, StepBatch
 from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions
 from orchestrator.train.parts.world import World
 
@@ -42,6 +42,7 @@ class IndexedFeed(Feed):
         if self._num_samples == 0:
             raise UserError("the data set is empty; at least one sample is needed")
         super().__init__(world, min(global_batch, self._num_samples), micro_batch, seed)
+        self.skips_bad = loader.skip_bad
         self._loader: BatchLoader | None = None
         if not isinstance(self.data, Gatherable):
             self._loader = BatchLoader(self.data, loader, world.device)
@@ -105,8 +106,8 @@ class IndexedFeed(Feed):
             shares = self._shares(begin, end)
             with user_code("reading a batch of the data set"):
                 loaded = [next(batches) for _ in shares]
-            fetches = [MoveToDevice(batch, self.world.device) for batch in loaded]
-            yield self._step_batch(begin, end, shares, fetches)
+            shares, fetches, faults = self._without_bad_samples(shares, loaded)
+            yield replace(self._step_batch(begin, end, shares, fetches), faults=faults)
 
     def _requests(self, order: Tensor, epoch: int, position: int) -> Iterator[BatchRequest]:
         for begin, end in self._step_bounds(position):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -21,11 +21,10 @@ from orchestrator.data.cursor import CursorHooks, open_cursor
 from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
-from orchestrator.train.data import Feed, MoveToDevice, Share, StepBatch, different_ends
+from orchestrator.train.data import Feed, Share, StepBatch, different_ends
 from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions, RandomState
 from orchestrator.train.parts.world import World
 
-_END = object()
 _MAX_READ_AGAIN = 100_000  # items that are read once more to name a bad sample
 _COMPARED_DIGITS = 12  # of a digest: as many as a float holds exactly
 
@@ -55,6 +54,7 @@ class StreamFeed(Feed):
     ) -> None:
         super().__init__(world, global_batch, micro_batch, seed)
         self.hooks = CursorHooks()
+        self.skips_bad = loader.skip_bad
         self._source = source
         self._loader = BatchLoader(_DecodedItems(source), loader, world.device)
         # Evaluation, which has no seed, keeps the order of the source.
@@ -70,14 +70,15 @@ class StreamFeed(Feed):
         batches = self._loader.load(lambda: self._requests(epoch, position, saved))
         while True:
             with user_code("reading a batch of the data"):
-                first = next(batches, _END)
-            if first is _END:
+                first = next(batches, None)
+            if first is None:
                 return
             step = self._requested.popleft()
             with user_code("reading a batch of the data"):
                 loaded = [first, *(next(batches) for _ in step.shares[1:])]
-            fetches = [MoveToDevice(batch, self.world.device) for batch in loaded]
-            yield self._step_batch(step.begin, step.end, step.shares, fetches, step.next_samples)
+            shares, fetches, faults = self._without_bad_samples(step.shares, loaded)
+            batch = self._step_batch(step.begin, step.end, shares, fetches)
+            yield replace(batch, next_samples=step.next_samples, faults=faults)
 
     @property
     def num_samples(self) -> int | None:
@@ -199,3 +200,6 @@ class _DecodedItems:
 
     def __getitem__(self, item: Any) -> Any:
         return self._source.decode(item)
+
+    def name_of(self, item: Any) -> str:
+        return self._source.name_of(item, 0).rstrip(",")

@@ -149,7 +149,7 @@ def build_feed(config: Config, plan: Plan, task: Task, world: World) -> Feed:
         global_batch=plan.global_batch_size.value,
         micro_batch=plan.batch_size.value,
         seed=config.run.seed,
-        loader=replace(_loader_options(plan), shuffle_buffer=config.data.shuffle_buffer),
+        loader=replace(_loader_options(config, plan), shuffle_buffer=config.data.shuffle_buffer),
     )
 
 
@@ -173,7 +173,7 @@ def build_evaluation(
         global_batch=size * world.data_ranks,
         micro_batch=size,
         seed=None,
-        loader=_loader_options(plan),
+        loader=_loader_options(config, plan),
     )
     max_batches = _DEBUG_EVALUATION_BATCHES if config.run.debug else None
     evaluation = Evaluation(parts.strategy, feed, parts.precision, max_batches)
@@ -195,8 +195,13 @@ def check_has_metric(evaluation: Evaluation, metric: str, flag: str) -> None:
         )
 
 
-def _loader_options(plan: Plan) -> LoaderOptions:
-    return LoaderOptions(plan.loader_workers.value, plan.prefetch.value, plan.data_on_device.value)
+def _loader_options(config: Config, plan: Plan) -> LoaderOptions:
+    return LoaderOptions(
+        plan.loader_workers.value,
+        plan.prefetch.value,
+        plan.data_on_device.value,
+        skip_bad=config.data.skip_bad,
+    )
 
 
 def watched_metric(config: Config, task: Task) -> Criterion:
