@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from experts.kernels.adapters import Adapters, adapted_matrix
+from experts.kernels.autocast import without_autocast
 from experts.kernels.choice import choose_kernel
 from experts.kernels.compiling import uncompiled
 from experts.kernels.general import Activation, experts_general
@@ -218,7 +219,7 @@ class ExpertBank(nn.Module):
         """Return the experts' outputs for rows that are sorted by slot, each times its weight."""
         # Cast explicitly, with autocast off, so that all kernels compute in the same type.
         rows_RD = rows_RD.to(computing_dtype(rows_RD))
-        with torch.autocast(rows_RD.device.type, enabled=False):
+        with without_autocast(rows_RD):
             if not self.classes:
                 return rows_RD
             if len(self.classes) == 1:

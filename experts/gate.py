@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experts.kernels import fused, fused_gate
+from experts.kernels.autocast import without_autocast
 from experts.types import Routing, Scores
 
 Replay = Callable[[Callable[[], Tensor]], Tensor]
@@ -78,7 +79,7 @@ class Gate(nn.Module):
         a plain sum over tokens. The gate's input is multiplied by ``noise_TD``. ``replay`` makes a
         recomputed pass repeat the choice of the first."""
         # Logits rounded to bf16 would tie or swap experts: autocast does not apply to the gate.
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD):
             logits_TE = self.logits(x_TD, noise_TD)
             share_E = scaled_share(previous_E, logits_TE.dtype, self.num_choosable)
             if self._can_fuse(logits_TE) and replay is None:
@@ -123,9 +124,8 @@ class Gate(nn.Module):
         return F.linear(input_TD, self.weight_ED.to(dtype))
 
     def probabilities(self, x_TD: Tensor) -> Tensor:
-        """Return the probability of each expert, without noise."""
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return self._scores(self.logits(x_TD))[1]
+        """Return the probability of each expert, without noise. The caller turns autocast off."""
+        return self._scores(self.logits(x_TD))[1]
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of experts, and their probabilities for the balance loss."""

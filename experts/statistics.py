@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.gate import Gate, mix_bits
+from experts.kernels.autocast import without_autocast
 from experts.types import Routing
 
 NUM_SAMPLES = 32
@@ -18,6 +19,8 @@ NUM_SAMPLES = 32
 _MAX_PAIRS = 256  # experts; beyond, a table of pairs would outgrow the other statistics
 _GRID = 2**20
 """Steps of the grid per unit: fp64 adds up to 2**33 units exactly."""
+_ROUNDER = 1.5 * 2**52 / _GRID
+"""A number whose neighbours in fp64 are one step of the grid apart: adding it rounds."""
 _NO_PRIORITY = torch.iinfo(torch.int64).max
 
 
@@ -46,21 +49,28 @@ class ExpertStatistics(nn.Module):
     @torch.no_grad()
     def observe(self, x_TD: Tensor, routing: Routing, gate: Gate, position_T: Tensor) -> None:
         """Count the routing of one pass, and keep some of its tokens."""
-        probabilities_TE = gate.probabilities(x_TD)
-        entropy = torch.special.entr(probabilities_TE).sum()
-        use_E = routing.counts_E.to(torch.float64)
-        if gate.chooses_all:
-            weights_R = routing.weights_TK.detach().double().flatten()
-            use_E = torch.zeros_like(use_E).scatter_add_(0, routing.experts_TK.flatten(), weights_R)
-        parts = [entropy.new_tensor([float(len(x_TD))]).double(), entropy.double().reshape(1), use_E]
-        if self.num_experts <= _MAX_PAIRS:
-            chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, routing.experts_TK, 1.0)
-            # Autocast would round the counts.
-            with torch.autocast(x_TD.device.type, enabled=False):
-                parts.append((chosen_TE.t() @ chosen_TE).double().reshape(-1))
-        self.local_sums += _rounded(torch.cat(parts))
+        # Autocast would round the probabilities and the counts.
+        with without_autocast(x_TD):
+            self._count(x_TD, routing, gate)
         if self._samples:
             self._sample(x_TD, position_T)
+
+    def _count(self, x_TD: Tensor, routing: Routing, gate: Gate) -> None:
+        """Add the sums of one pass. In few operations: in small models each of them counts."""
+        probabilities_TE = gate.probabilities(x_TD)
+        use_E = routing.counts_E
+        if gate.chooses_all:
+            weights_R = routing.weights_TK.detach().double().flatten()
+            use_E = self.local_sums.new_zeros(len(use_E))
+            use_E.scatter_add_(0, routing.experts_TK.flatten(), weights_R)
+        tokens = self.local_sums.new_full((1,), len(x_TD))
+        entropy = torch.special.entr(probabilities_TE).sum().view(1)
+        parts = [tokens, entropy, use_E]
+        if self.num_experts <= _MAX_PAIRS:
+            chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, routing.experts_TK, 1.0)
+            parts.append((chosen_TE.t() @ chosen_TE).view(-1))
+        # The concatenation is in fp64, as the number of tokens is.
+        self.local_sums.add_(_round(torch.cat(parts)))
 
     def _sample(self, x_TD: Tensor, position_T: Tensor) -> None:
         """Keep the tokens of the step with the lowest hashes of their positions, on any host."""
@@ -121,11 +131,11 @@ class ExpertStatistics(nn.Module):
         return pairs.view(self.num_experts, self.num_experts)
 
 
-def _rounded(sums: Tensor) -> Tensor:
-    """Round sums to a grid on which additions are exact.
+def _round(sums: Tensor) -> Tensor:
+    """Round sums in place, to a grid on which additions are exact.
 
     In any order they then give the same bits: a snapshot adds up the hosts earlier than others would."""
-    return (sums * _GRID).round() / _GRID
+    return sums.add_(_ROUNDER).sub_(_ROUNDER)
 
 
 def reduce_statistics(statistics: list[ExpertStatistics], all_reduce: Callable[[Tensor], Tensor]) -> None:

@@ -51,6 +51,8 @@ class Evolution:
         """The step at which the next twin ends its time as one."""
         self._last_ramp_step = 0
         """The step at which all experts have their whole share."""
+        self._idle_until = 0
+        """The step after which there is something to do again. The steps before it cost nothing."""
         self._find_warmups()
 
     def _find_warmups(self) -> None:
@@ -69,19 +71,23 @@ class Evolution:
         self._find_warmups()
         self._set_priors(progress.step)
         self._observe_next(progress)
+        self._idle_until = self._next_busy_step(progress)
 
     def is_due(self, progress: Progress) -> bool:
         """Whether the experts may change after this step."""
-        return bool(self._due(progress))
+        return progress.step >= self._idle_until and bool(self._due(progress))
 
     def after_step(self, progress: Progress) -> None:
         """Change experts if that is due. The figures of the steps so far are in ``progress``."""
+        if progress.step < self._idle_until:
+            return
         # First: what is measured and saved now is what the next step trains.
         self._set_priors(progress.step)
         due = self._due(progress)
         if due:
             self._run(progress, due)
         self._observe_next(progress)
+        self._idle_until = self._next_busy_step(progress)
 
     def flush(self) -> None:
         """Add up the statistics of all workers, so that a checkpoint or snapshot has them."""
@@ -131,10 +137,29 @@ class Evolution:
     def _is_measured(self, progress: Progress) -> bool:
         """Whether the layers are measured after the next step, for a decision or a graph."""
         following = progress.step + 1
-        # With none left, the next step is the first of an epoch.
-        left = self._plan.steps_left(progress) or self._plan.steps_left(Progress())
         every = self._plan.sleep_every
-        return left == 1 or bool(every and following % every == 0)
+        return self._steps_left(progress) == 1 or bool(every and following % every == 0)
+
+    def _steps_left(self, progress: Progress) -> int | None:
+        """Return the steps of the epoch from the next one on; None if the data does not tell."""
+        # With none left, the next step is the first of an epoch.
+        return self._plan.steps_left(progress) or self._plan.steps_left(Progress())
+
+    def _next_busy_step(self, progress: Progress) -> int:
+        """Return the next step after which experts may change, or the step after it is observed."""
+        step = progress.step
+        if step < self._last_ramp_step or self._stepper.strategy.context.observing:
+            return step + 1
+        busy = [] if self._next_warmed_step is None else [self._next_warmed_step]
+        if self._plan.moves:
+            busy.append(self._state.balance_step)
+        if self._plan.policy is not None:
+            left = self._steps_left(progress)
+            if left is None:
+                return step + 1
+            intervals = [_OBSERVE_EVERY, self._plan.sleep_every or _OBSERVE_EVERY]
+            busy += [step + left - 1, *(_before_multiple(step, every) for every in intervals)]
+        return max(step + 1, min(busy, default=step + 1))
 
     # --- what
 
@@ -210,3 +235,8 @@ class Evolution:
         self._state.balance_interval = agreed["interval"]
         self._state.balance_step = step + agreed["interval"]
         return [Change.from_json(entry) for entry in agreed["changes"]]
+
+
+def _before_multiple(step: int, every: int) -> int:
+    """Return the first step after ``step`` that comes just before a multiple of ``every``."""
+    return (step + 1) // every * every + every - 1
