@@ -18,9 +18,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, Backend, PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp
-from torch.distributed.distributed_c10d import AllreduceOptions, AllToAllOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from experts.device_waits import DeviceWaits
 from experts.membership import GroupLeft, GroupMembership
@@ -123,6 +128,15 @@ class Group:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
         return self._interruptible(self._backend.allreduce([tensor], options))
+
+    def all_gather(self, gathered: Tensor, shard: Tensor) -> AsyncWork:
+        """Collect a shard of each host, in the order of their ranks. Shards must be equally long."""
+        return self._interruptible(self._backend._allgather_base(gathered, shard, AllgatherOptions()))
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> AsyncWork:
+        """Sum over all hosts, and leave each host its shard of the sum."""
+        options = ReduceScatterOptions()
+        return self._interruptible(self._backend._reduce_scatter_base(shard, whole, options))
 
     def broadcast(self, tensor: Tensor) -> AsyncWork:
         """Copy the tensor of rank 0 to all hosts, in place."""

@@ -127,10 +127,14 @@ def check_strategy(
 def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tuple[str, str] | None:
     """Return a requested setting that works only if every worker has the whole model, and why;
     None without one."""
-    only_experts = "experts are divided there, and nothing else"
+    only_experts = "experts are divided there"
     without_ddp = "gradients are summed without DDP there"
     candidates = (
-        (f"sharding {parallel.sharding}", parallel.sharding in ("zero2", "zero3"), only_experts),
+        (
+            f"sharding {parallel.sharding}",
+            _shards_whole_model(parallel),
+            "it shards the dense part alone there",
+        ),
         ("cpu_offload", parallel.cpu_offload, only_experts),
         ("sync_batchnorm", parallel.sync_batchnorm, "its hosts keep their own statistics"),
         ("static_graph", parallel.static_graph, without_ddp),
@@ -139,6 +143,11 @@ def needs_data_parallel(parallel: ParallelSettings, batch: BatchSettings) -> tup
         ("batch_size auto", batch.batch_size == "auto", "whole models are measured, and it divides them"),
     )
     return next(((setting, reason) for setting, requested, reason in candidates if requested), None)
+
+
+def _shards_whole_model(parallel: ParallelSettings) -> bool:
+    """Return whether sharding of the whole model is requested: that of the dense part needs the strategy."""
+    return parallel.sharding in ("zero2", "zero3") and parallel.parallel_strategy != "expert_parallel"
 
 
 def _needs_expert_parallel(parallel: ParallelSettings, evolution: EvolutionSettings) -> str | None:

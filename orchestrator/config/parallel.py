@@ -38,7 +38,8 @@ class ParallelSettings:
     """Library for the collectives between workers; auto takes nccl on GPUs and gloo on CPUs."""
     sharding: Sharding = "auto"
     """State that is divided among the workers: none, gradients and optimizer (zero2), parameters
-    too (zero3); auto decides by the memory."""
+    too (zero3); auto decides by the memory. With expert_parallel it is that of the dense part, and
+    experts stay whole on their hosts."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer state in host memory: less GPU memory, slower steps.
     Needs zero2 or zero3."""

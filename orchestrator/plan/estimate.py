@@ -64,6 +64,8 @@ class ModelFacts:
     """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
     weight_bytes: float = 4.0
     """Bytes of a parameter, on average. Frozen weights may have two, others have four."""
+    outer_parameters: int = 0
+    """Parameters outside the repeated blocks, those of embeddings and of the output."""
     moments: float = 2.0
     """Tensors of the optimizer's state for each trained parameter: AdamW has two."""
     data: str = ""
@@ -110,9 +112,9 @@ class ModelSharding:
     """How the workers' devices divide a model's state.
 
     ``none``: a whole copy on each. ``zero2``: gradients and moments are sharded. ``zero3``:
-    parameters too. ``experts``: each device has its own experts and a copy of the rest.
-    ``offload`` keeps the shards in host memory. ``primary`` gives the whole batch to the first
-    worker. ``expert_replicas`` groups of workers each hold every expert.
+    parameters too. ``experts``: each device has its own experts and a copy of the rest, the dense
+    part, or a shard of it (``dense``). ``offload`` keeps the shards in host memory. ``primary`` gives
+    the whole batch to the first worker. ``expert_replicas`` groups of workers each hold every expert.
     """
 
     workers: int = 1
@@ -120,6 +122,7 @@ class ModelSharding:
     offload: bool = False
     primary: bool = False
     expert_replicas: int = 1
+    dense: ShardingForm = "none"
 
     @property
     def data_ranks(self) -> int:
@@ -149,26 +152,37 @@ def estimate_memory(
     if sharding.form == "experts" and sharding.workers > 1:
         per_sample += _EXCHANGE_FACTOR * facts.largest_bytes
         # Low-precision copies of weights, for the most part: those of remote experts are elsewhere.
-        base *= _local_parameters(facts, sharding, facts.parameters, 0)[0] / max(1, facts.parameters)
+        base *= _local_parameters(facts, sharding, facts.parameters, 0)[0].of(1.0) / max(1, facts.parameters)
     gate_trainable = min(facts.trainable, facts.gate_parameters)
-    shares = _StateShares.of(sharding, facts.blocks)
+    dense = _StateShares.of(sharding, facts)
     parameters, trainable = _local_parameters(
         facts, sharding, facts.parameters - facts.gate_parameters, facts.trainable - gate_trainable
     )
-    gate_state = gate_trainable * (shares.gradients + facts.moments * shares.moments)
+    gate_state = gate_trainable * (dense.gradients + facts.moments * dense.moments)
     return MemoryEstimate(
-        parameters=parameters * facts.weight_bytes * shares.parameters,
-        gradients=trainable * _FP32_BYTES * shares.gradients,
-        optimizer=trainable * _FP32_BYTES * facts.moments * shares.moments,
+        parameters=parameters.of(dense.parameters) * facts.weight_bytes,
+        gradients=trainable.of(dense.gradients) * _FP32_BYTES,
+        optimizer=trainable.of(dense.moments) * _FP32_BYTES * facts.moments,
         activations=base + per_sample * micro_batch,
-        gate=facts.gate_parameters * facts.weight_bytes * shares.parameters + gate_state * _FP32_BYTES,
+        gate=facts.gate_parameters * facts.weight_bytes * dense.parameters + gate_state * _FP32_BYTES,
         limit=limit_bytes,
     )
 
 
+@dataclass(frozen=True)
+class _LocalParameters:
+    """The parameters that a device holds: those of which it may have a share, and whole experts."""
+
+    dense: float
+    experts: float
+
+    def of(self, dense_share: float) -> float:
+        return self.dense * dense_share + self.experts
+
+
 def _local_parameters(
     facts: ModelFacts, sharding: ModelSharding, parameters: int, trainable: int
-) -> tuple[float, float]:
+) -> tuple[_LocalParameters, _LocalParameters]:
     """Return the parameters, and the trainable ones, that a device holds a part of: all but remote
     experts.
 
@@ -176,14 +190,17 @@ def _local_parameters(
     parameters, which is the higher estimate: the trainable ones then count as replicated first.
     """
     if sharding.form != "experts" or not facts.experts:
-        return parameters, trainable
+        return _LocalParameters(parameters, 0.0), _LocalParameters(trainable, 0.0)
     expert_parameters = min(facts.expert_parameters, parameters)
     dense_parameters = parameters - expert_parameters
     hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
     share = -(-facts.experts // hosts_of_group) / facts.experts
     trainable_dense = min(trainable, dense_parameters)
     trainable_experts = max(0, trainable - dense_parameters)
-    return dense_parameters + expert_parameters * share, trainable_dense + trainable_experts * share
+    return (
+        _LocalParameters(dense_parameters, expert_parameters * share),
+        _LocalParameters(trainable_dense, trainable_experts * share),
+    )
 
 
 @dataclass(frozen=True)
@@ -195,19 +212,23 @@ class _StateShares:
     moments: float
 
     @classmethod
-    def of(cls, sharding: ModelSharding, blocks: int) -> _StateShares:
-        """Return the shares under a sharding of a model of so many blocks.
+    def of(cls, sharding: ModelSharding, facts: ModelFacts) -> _StateShares:
+        """Return the shares of the model, or of its dense part, under a sharding.
 
         A sharded worker gathers the parameters it computes with in addition to its own shard: all
-        of them until the backward pass is over (zero2), or a block at a time (zero3). A block's
-        gradients are whole until they are reduced and scattered.
+        of them until the backward pass is over (zero2), or a block at a time and those outside the
+        blocks (zero3). The gradients of both are whole until they are reduced and scattered.
         """
-        if sharding.form in ("none", "experts"):
+        on_hosts = sharding.form == "experts"
+        form = sharding.dense if on_hosts else sharding.form
+        if form in ("none", "experts"):
             return cls(1.0, 1.0, 1.0)
         shard = 0.0 if sharding.offload else 1 / sharding.workers
-        block = 1 / max(1, blocks)
-        gathered = 1.0 if sharding.form == "zero2" else block
-        return cls(shard + gathered, shard + block, shard)
+        divided = facts.parameters - (facts.expert_parameters if on_hosts else 0)
+        outer = min(1.0, facts.outer_parameters / max(1, divided))
+        whole = outer + (1 - outer) / max(1, facts.blocks)
+        gathered = 1.0 if form == "zero2" else whole
+        return cls(shard + gathered, shard + whole, shard)
 
 
 def flops_per_step(facts: ModelFacts, global_batch: int, recompute: bool) -> float:

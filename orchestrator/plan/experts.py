@@ -48,7 +48,7 @@ def settle_strategy(
     if why_not:
         return replace(strategy, rejected=(*strategy.rejected, Rejected("expert_parallel", why_not)))
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
-    divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
+    divided = one_sample_memory(config, facts, limit_bytes, _on_hosts(config, facts, workers, may_shard))
     reason = (
         f"{strategy.reason}; with divided experts one sample needs {bytes_text(divided.total)} "
         f"of the usable {bytes_text(limit_bytes)}"
@@ -98,8 +98,9 @@ def _why_not_expert_parallel(
             f"a copy on every worker fits, without a token exchange: one sample needs {total} "
             f"of the usable {usable}"
         )
-    divided = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "experts"))
-    # The plan may shard instead, unless --sharding forbids it.
+    on_hosts = _on_hosts(config, facts, workers, may_shard)
+    divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
+    # The plan may shard the whole model instead, unless --sharding forbids it.
     alternative = replica
     if may_shard and config.parallel.sharding == "auto":
         alternative = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers, "zero3"))
@@ -107,6 +108,12 @@ def _why_not_expert_parallel(
         total = bytes_text(divided.total)
         return f"one sample would need {total} of the usable {usable}, most of it outside the experts"
     return None
+
+
+def _on_hosts(config: Config, facts: ModelFacts, workers: int, may_shard: bool) -> ModelSharding:
+    """Return the finest division of a model on expert hosts: the dense part is sharded too, if it may be."""
+    sharded = may_shard and config.parallel.sharding == "auto" and not facts.own_optimizer
+    return ModelSharding(workers, "experts", dense="zero3" if sharded else "none")
 
 
 def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:

@@ -65,6 +65,7 @@ from orchestrator.plan.snapshots import NodeMemory, checkpoint_memory, choose_sn
 from orchestrator.plan.workers import (
     check_data_tasks,
     choose_backend,
+    choose_dense_sharding,
     choose_sharding,
     choose_strategy,
     choose_workers,
@@ -254,11 +255,11 @@ def _worker_group(
     strategy = settle_strategy(config, facts, strategy, count, limit_bytes, on_gpu and not evolves)
     backend = choose_backend(config, on_gpu, count)
     if strategy.value == "expert_parallel":
-        reason = "the experts are divided among the hosts; the rest is whole on each"
-        sharding: Choice[ShardingForm] = Choice("none", reason)
         primary = config.parallel.gate == "primary"
         replicas = choose_replicas(config, None, count).value
-        model_sharding = ModelSharding(count, "experts", primary=primary, expert_replicas=replicas)
+        on_hosts = ModelSharding(count, "experts", primary=primary, expert_replicas=replicas)
+        sharding = choose_dense_sharding(config, facts, on_hosts, limit_bytes, on_gpu, evolves)
+        model_sharding = replace(on_hosts, dense=sharding.value)
     else:
         sharding = choose_sharding(config, facts, count, limit_bytes, on_gpu, evolves)
         model_sharding = ModelSharding(count, sharding.value, config.parallel.cpu_offload)
@@ -354,4 +355,4 @@ def _plan_snapshots(
         training_bytes += hosts_on_node * one_sample.total
     node = NodeMemory(inventory.ram_free, training_bytes, setup.object_store_bytes)
     needed = snapshot_memory(facts, hosts, hosts_on_node)
-    return choose_snapshots(config, unused, needed, node)
+    return choose_snapshots(config, unused, needed, node, setup.sharding.value != "none")

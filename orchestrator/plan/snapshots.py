@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.config.settings import Config
-from orchestrator.errors import ResourceError
+from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import ModelFacts
 from orchestrator.types import Choice, Rejected, bytes_text
 
@@ -77,11 +77,12 @@ def _state_bytes(facts: ModelFacts, hosts: int, hosts_on_node: int, dense_share:
 
 
 def choose_snapshots(
-    config: Config, unused: str | None, needed: SnapshotMemory, node: NodeMemory
+    config: Config, unused: str | None, needed: SnapshotMemory, node: NodeMemory, sharded: bool = False
 ) -> Choice[str]:
     """Choose ``on``, ``without backups`` or ``off``.
 
-    If memory is short, backups on other nodes go first, then the snapshots. An interval that the user
+    A sharded dense part has none. If memory is short, backups on other nodes go first, then the
+    snapshots. An interval that the user
     set is refused instead of ignored."""
     every = config.checkpoint.snapshot_every
     if unused:
@@ -90,6 +91,14 @@ def choose_snapshots(
         return Choice("off", f"set by --snapshot-every 0: {_NO_SNAPSHOTS}")
     if every == "auto" and config.parallel.max_failures == 0:
         return Choice("off", "--max-failures 0 allows no recovery that would need them")
+    if sharded and every != "auto":
+        raise UserError(
+            f"--snapshot-every {every}: a snapshot holds the whole dense part, which this run shards. Use "
+            "--snapshot-every 0 to recover from checkpoints, or --sharding none"
+        )
+    if sharded:
+        whole = Rejected("on", "a snapshot holds the whole dense part, and the hosts have shards of it")
+        return Choice("off", _NO_SNAPSHOTS, (whole,))
     shortage = _shortage(needed, node, backups=False)
     if shortage and every != "auto":
         raise ResourceError(

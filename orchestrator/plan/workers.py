@@ -3,6 +3,8 @@ the model. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.config.settings import Config
 from orchestrator.errors import ResourceError, UserError
 from orchestrator.plan.estimate import (
@@ -226,6 +228,42 @@ def choose_sharding(
     if not config.run.auto and not offload:
         return Choice("none", NO_AUTO)
     return _least_sharding(config, facts, workers, limit_bytes)
+
+
+def choose_dense_sharding(
+    config: Config,
+    facts: ModelFacts,
+    on_hosts: ModelSharding,
+    limit_bytes: float,
+    on_gpu: bool,
+    evolves: bool,
+) -> Choice[ShardingForm]:
+    """Choose how expert hosts shard the dense part: the least that lets one sample fit.
+
+    ``on_hosts`` is the division of the experts."""
+    form = config.parallel.sharding
+    if form != "auto":
+        return Choice(form, f"set by --sharding {form}: the dense part is sharded, experts are whole")
+    whole = "the experts are divided among the hosts; the rest is whole on each"
+    if on_hosts.workers == 1 or not on_gpu or not config.run.auto or evolves or facts.own_optimizer:
+        return Choice("none", whole)
+    needed = {
+        each: one_sample_memory(config, facts, limit_bytes, replace(on_hosts, dense=each))
+        for each in _SHARDING_FORMS
+    }
+    usable = bytes_text(limit_bytes)
+    if needed["none"].fits:
+        return Choice("none", whole, (Rejected("zero2", "costs speed, and memory is not short"),))
+    fitting: list[ShardingForm] = [each for each in _SHARDING_FORMS if needed[each].fits]
+    chosen: ShardingForm = fitting[0] if fitting else "zero3"
+    rejected = tuple(
+        Rejected(each, _why_not(each, chosen, needed[each])) for each in _SHARDING_FORMS if each != chosen
+    )
+    total = bytes_text(needed[chosen].total)
+    reason = f"a whole dense part on every host does not fit; one sample needs {total} of the usable {usable}"
+    if not needed[chosen].fits:
+        reason = f"the finest sharding of the dense part: one sample needs {total}, usable are {usable}"
+    return Choice(chosen, reason, rejected)
 
 
 def check_cpu(config: Config, on_gpu: bool) -> None:

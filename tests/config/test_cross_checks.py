@@ -63,14 +63,6 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             ("experts is 0, a dense model", "expert_parallel", "raise --experts", "data_parallel"),
         ),
         (
-            {**EXPERT_PARALLEL, "sharding": "zero2"},
-            ("sharding zero2", "works with data_parallel", "expert_parallel"),
-        ),
-        (
-            {**EXPERT_PARALLEL, "sharding": "zero3"},
-            ("sharding zero3", "works with data_parallel", "expert_parallel"),
-        ),
-        (
             {**EXPERT_PARALLEL, "cpu_offload": True},
             ("cpu_offload", "works with data_parallel", "expert_parallel"),
         ),

@@ -117,9 +117,12 @@ def test_a_dense_model_and_one_worker_divide_nothing():
 
 
 def test_sharding_is_chosen_if_the_dense_part_does_not_fit():
-    heavy = model(parameters=10**9, trainable=10**9, expert_parameters=10**8)
+    """Experts are divided and the dense part is sharded; a task's own optimizer may refuse such a mixture."""
+    sizes: dict[str, Any] = {"parameters": 10**9, "trainable": 10**9, "expert_parameters": 10**8}
+    heavy = model(**sizes, own_optimizer=True)
     limit_bytes = needed_bytes("zero3", heavy)
     assert needed_bytes("experts", heavy) > limit_bytes
+    assert settled(limit_bytes, model(**sizes)).value == "expert_parallel"
     chosen = settled(limit_bytes, heavy)
     assert chosen.value == "data_parallel"
     assert "outside the experts" in chosen.rejected[-1].why

@@ -39,7 +39,13 @@ BIG = model(parameters=10**9, trainable=10**9, blocks=10)  # 16 GB of state
 
 def sharding_of(chosen: Plan, offload: bool = False) -> ModelSharding:
     if chosen.strategy.value == "expert_parallel":
-        return ModelSharding(chosen.workers.value, "experts", primary=chosen.gate.value == "primary")
+        return ModelSharding(
+            chosen.workers.value,
+            "experts",
+            primary=chosen.gate.value == "primary",
+            expert_replicas=chosen.expert_replicas.value,
+            dense=chosen.sharding.value,
+        )
     return ModelSharding(chosen.workers.value, chosen.sharding.value, offload)
 
 

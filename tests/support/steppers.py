@@ -30,6 +30,7 @@ from orchestrator.train.strategies.base import Strategy
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, full_tensor, shard_model
+from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
 from orchestrator.train.totals import Totals
 from orchestrator.types import PrecisionName
 
@@ -93,18 +94,22 @@ def make_stepper(
         restructure([layer for _, layer in moe_layers(model)], experts)
         model.to(task.dtype)
     model.train()
-    if sharding == "none":
+    on_hosts = world.size > 1 and (host_of is not None or experts is not None)
+    if sharding == "none" or on_hosts:
         model.to(world.device)
     strategy = Strategy(model, task)
-    if sharding != "none":
+    if sharding != "none" and not on_hosts:
         shard_model(model, world, keep_parameters=sharding == "zero2", offload=offload)
         strategy = FSDPStrategy(model, task, world)
-    elif world.size > 1 and (host_of is not None or experts is not None):
+    elif on_hosts:
         if experts is not None:
             place_structure(model, experts, world.rank, world.size)
         elif host_of is not None:
             place(model, host_of, world.rank)
-        strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
+        if sharding == "none":
+            strategy = ExpertParallelStrategy(model, task, world, chunks, bucket_mb)
+        else:
+            strategy = ShardedDenseStrategy(model, task, world, chunks, keep_parameters=sharding == "zero2")
     elif world.size > 1:
         strategy = DDPStrategy(
             model, task, world, options or DDPOptions(), lambda message: emit("warning", message=message)

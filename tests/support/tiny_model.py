@@ -106,6 +106,7 @@ class HostCase:
     shares: tuple[float, ...] = ()
     chunks: int = 1
     recompute: bool = False
+    sharding: str = "none"
     bucket_mb: int = 1
 
     @property

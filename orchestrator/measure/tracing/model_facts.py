@@ -274,12 +274,19 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
+        outer_parameters=_outer_parameters(model),
         weight_bytes=sum(p.nbytes for p in parameters) / max(1, sum(p.numel() for p in parameters)),
         data=_data_hash(data) if isinstance(data, Gatherable) else "",
         loader_batch=loader.batch_size if loader is not None else None,
         loader_processes=loader.num_workers if loader is not None else None,
         has_data_tasks=isinstance(data, RayRows) and not data.is_materialized,
     )
+
+
+def _outer_parameters(model: nn.Module) -> int:
+    blocks = [block for alike in block_lists(model) for block in alike]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return sum(p.numel() for p in model.parameters() if id(p) not in inside)
 
 
 def _structure_hash(model: nn.Module) -> str:

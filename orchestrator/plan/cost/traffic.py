@@ -36,8 +36,8 @@ def traffic_seconds(
     bucket_s = all_reduce_seconds(ops.gradient_bytes / buckets, machine, devices)
     small_s = _SMALL_ALL_REDUCES * all_reduce_seconds(_SMALL_BYTES, machine, devices)
     gathers = _GATHERS[parallelism.sharding] * parallelism.micro_batches
-    if gathers:  # gradients are reduced and scattered, which is half of an all-reduce
-        bucket_s /= 2
+    if gathers:  # each micro-batch reduces and scatters gradients, which is half of an all-reduce
+        bucket_s *= parallelism.micro_batches / 2
     gradients = buckets * bucket_s + small_s
     gather_s = gathers * all_reduce_seconds(ops.replicated_bytes, machine, devices) / 2
     exchange = parallelism.micro_batches * sum(

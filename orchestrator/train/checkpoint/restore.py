@@ -171,8 +171,16 @@ def _restore_optimizer(contents: Contents, state: TrainState) -> None:
         state.optimizer.state[parameters[name]][slot] = value
     _check_slots(state.optimizer, parameters)
     # Only the learning rates: other settings are those of this start, which may have changed them.
-    for group, settings in zip(state.optimizer.param_groups, saved["groups"], strict=True):
-        group |= {key: value for key, value in settings.items() if key in ("lr", "initial_lr")}
+    groups = [group for group in state.optimizer.param_groups if "same_as" not in group]
+    for group, settings in zip(groups, saved["groups"], strict=True):
+        group |= _learning_rates(settings)
+    for group in state.optimizer.param_groups:
+        if "same_as" in group:
+            group |= _learning_rates(groups[group["same_as"]])
+
+
+def _learning_rates(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in ("lr", "initial_lr")}
 
 
 def _slot_tensors(

@@ -90,7 +90,7 @@ def optimizer_state(state: TrainState, stacked: Mapping[str, list[str]]) -> Opti
     return OptimizerState(
         tensors,
         values,
-        [_group_settings(group) for group in state.optimizer.param_groups],
+        [_group_settings(group) for group in state.optimizer.param_groups if "same_as" not in group],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def build_named_optimizer(
     # Decay keeps the weights of products small; a norm's scale or a bias should not tend to zero.
     other_decay = decay if settings.decay_biases else 0.0
     other_group = {"params": others, "weight_decay": other_decay}
-    groups = [{"params": matrices, "weight_decay": decay}, other_group]
+    groups = _apart([{"params": matrices, "weight_decay": decay}, other_group])
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused)
     if settings.optimizer == "adamw":
@@ -43,6 +44,24 @@ def build_named_optimizer(
     adamw_groups = [{"params": tables, "weight_decay": decay}, other_group]
     adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
     return Muon(matrices, adamw, lr, momentum=settings.momentum_used, weight_decay=decay)
+
+
+def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with sharded parameters in groups of their own, where only some are sharded.
+
+    Torch updates the parameters of a group together, and refuses shards next to whole ones. ``same_as``
+    is the number of the group with the same settings: checkpoints know that one alone."""
+    sharded = [[p for p in group["params"] if hasattr(p, "to_local")] for group in groups]
+    num_sharded = sum(len(parameters) for parameters in sharded)
+    if num_sharded in (0, sum(len(group["params"]) for group in groups)):
+        return groups
+    whole = [[p for p in group["params"] if not hasattr(p, "to_local")] for group in groups]
+    first = [group | {"params": parameters} for group, parameters in zip(groups, whole, strict=True)]
+    second = [
+        group | {"params": parameters, "same_as": number}
+        for number, (group, parameters) in enumerate(zip(groups, sharded, strict=True))
+    ]
+    return [*first, *second]
 
 
 def _matrix_dims(model: nn.Module) -> dict[int, int]:

@@ -68,10 +68,16 @@ class ExpertParallelStrategy(Strategy):
         self._dense = [p for p in self._all_dense if p.requires_grad]
         self._trained_ids = {id(p) for p in self.model.parameters()}
         self._all_reduce.close()
-        self._all_reduce = GradientAllReduce(self._dense, self._gradient_group, self._bucket_mb)
+        self._all_reduce = GradientAllReduce(
+            self._reduced_parameters(), self._gradient_group, self._bucket_mb
+        )
         self._copied = CopiedGradients([layer for _, layer in moe_layers(self.model)], self._exchange)
         self.num_expert_grads = sum(len(bank.form.roles) * len(bank.sizes) for bank in self._banks)
         self._positions = list(self._stack_positions())
+
+    def _reduced_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are all-reduced."""
+        return self._dense
 
     def experts_changed(self) -> None:
         self._find_parameters()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from experts.bank import ExpertBank
+from experts.group import Group
 from orchestrator.tasks.task import Task
 from orchestrator.train.parts.optim import norm_of_gradients
 from orchestrator.train.parts.recompute import block_lists
@@ -16,18 +18,15 @@ from orchestrator.train.strategies.base import Strategy
 
 
 class FSDPStrategy(Strategy):
-    """Gradients and optimizer state, or parameters too, in shards on the workers."""
+    """Gradients and optimizer state, or parameters too, in shards on the workers.
+
+    Gradients are reduced and scattered in every micro-batch: whole ones are never kept."""
 
     lockstep = True
 
     def __init__(self, model: nn.Module, task: Task, world: World) -> None:
         super().__init__(model, task)
         self.world = world
-
-    def loss(self, batch: Any, last: bool) -> Any:
-        root: Any = self.model
-        root.set_requires_gradient_sync(last)
-        return super().loss(batch, last)
 
     def local_parts(self, gradients: list[Tensor]) -> list[Tensor]:
         return [local_part(gradient) for gradient in gradients]
@@ -57,6 +56,31 @@ def shard_model(model: nn.Module, world: World, keep_parameters: bool, offload: 
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+
+
+def shard_dense_part(model: nn.Module, group: Group, device: torch.device, keep_parameters: bool) -> None:
+    """Shard the dense part of a model over expert hosts, block by block; the experts stay whole.
+
+    ``keep_parameters`` as in ``shard_model``. A module whose parameters are all of experts has no shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    from orchestrator.train.strategies.host_mesh import GatherOverHosts, HostMesh, ScatterOverHosts
+
+    mesh = HostMesh(group, device)
+    banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
+    experts = {parameter for bank in banks for parameter in bank.parameters()}
+    blocks = [block for alike in block_lists(model) for block in alike]
+    for module in [*blocks, model]:
+        sharded: Any = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=not keep_parameters and module is not model,
+            ignored_params=experts,
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_custom_all_gather(GatherOverHosts(group))
+        sharded.set_custom_reduce_scatter(ScatterOverHosts(group))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -89,9 +113,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
     rows = -(-tensor.shape[0] // size)  # of every shard but the last ones, which may be shorter
     padded = local.new_zeros((rows, *tensor.shape[1:]))
     padded[: len(local)] = local
-    shards = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(shards, padded)
-    return torch.cat(shards)[: tensor.shape[0]]
+    gathered = padded.new_empty((size * rows, *tensor.shape[1:]))
+    host_group: Group | None = getattr(sharded.device_mesh, "host_group", None)
+    if host_group is not None:
+        host_group.all_gather(gathered, padded).wait()
+    else:
+        dist.all_gather(list(gathered.split(rows)), padded)
+    return gathered[: tensor.shape[0]]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -109,13 +137,18 @@ def shard_like(source: Tensor, parameter: Tensor) -> Tensor:
     """Return a full tensor sharded as a parameter is, on the parameter's device."""
     if not hasattr(parameter, "to_local") or source.shape != parameter.shape:
         return source
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     sharded: Any = parameter
     mesh = sharded.device_mesh
     placements = sharded.placements
-    # Every worker has the full tensor, so no rank needs to send its data (src_data_rank=None).
-    shard = distribute_tensor(source.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+    shard = source
+    if placements[0].is_shard(0):
+        # Every worker has the full tensor, and takes its rows.
+        rows = -(-source.shape[0] // mesh.size())
+        (rank,) = mesh.get_coordinate()
+        begin = rank * rows
+        shard = source[begin : begin + rows]
     local = shard.to(sharded.to_local().device, copy=True)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

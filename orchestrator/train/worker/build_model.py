@@ -48,6 +48,7 @@ from orchestrator.train.strategies.buffers import (
 from orchestrator.train.strategies.ddp import DDPOptions, DDPStrategy
 from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 from orchestrator.train.strategies.fsdp import FSDPStrategy, shard_model
+from orchestrator.train.strategies.sharded_dense import ShardedDenseStrategy
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,12 @@ def _build_expert_parallel(
     config: Config, plan: Plan, task: Task, world: World, model: nn.Module
 ) -> Strategy:
     _move_to_device(model, world.device)
-    return ExpertParallelStrategy(
-        model,
-        task,
-        world,
-        plan.exchange_chunks.value,
-        config.parallel.bucket_cap_mb,
-        _broadcast_buffers(config),
-    )
+    chunks = plan.exchange_chunks.value
+    buffers = _broadcast_buffers(config)
+    if plan.sharding.value != "none":
+        keep_parameters = plan.sharding.value == "zero2"
+        return ShardedDenseStrategy(model, task, world, chunks, keep_parameters, buffers)
+    return ExpertParallelStrategy(model, task, world, chunks, config.parallel.bucket_cap_mb, buffers)
 
 
 def _build_fsdp(config: Config, plan: Plan, task: Task, world: World, model: nn.Module) -> Strategy:

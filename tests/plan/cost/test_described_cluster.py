@@ -78,13 +78,30 @@ def test_the_state_of_a_host_is_the_dense_part_and_its_experts() -> None:
 
 
 def test_a_dense_model_is_sharded() -> None:
-    """Eight shards of 16 bytes a parameter, and one of 32 blocks that is whole, weights and gradients."""
+    """Eight shards of 16 bytes a parameter; weights, and gradients of one of 32 blocks and of the
+    embeddings, are whole."""
     chosen = planned("Llama-3-8B", "8xA100")
     assert (chosen.strategy.value, chosen.sharding.value) == ("data_parallel", "zero2")
     shard = PARAMETERS["Llama-3-8B"] / 8
     whole = PARAMETERS["Llama-3-8B"]
+    outer = 2 * 128_256 * 4096 + 4096
     state = chosen.memory.parameters + chosen.memory.gradients + chosen.memory.optimizer
-    assert state == pytest.approx(4 * (shard + whole) + 4 * (shard + whole / 32) + 8 * shard)
+    assert state == pytest.approx(
+        4 * (shard + whole) + 4 * (shard + outer + (whole - outer) / 32) + 8 * shard
+    )
+
+
+def test_the_dense_part_is_sharded_where_it_does_not_fit() -> None:
+    """Eight hosts of 80 GB: 16 experts each, and of the dense part a shard next to its gathered weights."""
+    chosen = planned(QWEN, "8xH100")
+    assert (chosen.strategy.value, chosen.sharding.value) == ("expert_parallel", "zero2")
+    assert "does not fit" in chosen.sharding.reason
+    experts = QWEN_EXPERTS / 8
+    assert chosen.memory.parameters == pytest.approx(4 * (experts + QWEN_DENSE / 8 + QWEN_DENSE))
+    assert chosen.memory.optimizer == pytest.approx(8 * (experts + QWEN_DENSE / 8))
+    assert chosen.memory.fits
+    assert chosen.snapshots.value == "off"
+    assert "shards" in chosen.snapshots.rejected[0].why
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

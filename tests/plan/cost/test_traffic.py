@@ -107,7 +107,7 @@ def test_each_micro_batch_gathers_sharded_parameters(form: ShardingForm, gathers
     half = all_reduce_seconds(100 * MIB, PAIR, 2) / 2
     assert seconds["gathering"] == pytest.approx(3 * gathers * half)
     whole = traffic_seconds(ops, PAIR, Parallelism(2, "data_parallel"), 0.0)
-    share = 0.5 if gathers else 1.0  # reduced and scattered, or all-reduced
+    share = 3 * 0.5 if gathers else 1.0  # reduced and scattered by micro-batch, or all-reduced once
     assert seconds["gradients"] == pytest.approx(share * whole["gradients"], rel=1e-2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from experts.tokens.transfer import Transfer
 from orchestrator.config.settings import Config
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
+from orchestrator.train.strategies.fsdp import full_tensor
 from orchestrator.train.totals import Totals
 from orchestrator.train.worker.build_model import build_model
 from orchestrator.types import Choice
@@ -36,11 +38,12 @@ SIZES = (3, 9, 3, 5, 9, 2, 4)
 
 
 def gradients_by_expert(model: nn.Module) -> dict[str, Tensor]:
-    return by_expert(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return by_expert(model, {name: full_tensor(gradient) for name, gradient in gradients.items()})
 
 
 def weights_by_expert(model: nn.Module) -> dict[str, Tensor]:
-    return by_expert(model, dict(model.named_parameters()))
+    return by_expert(model, {name: full_tensor(p.detach()) for name, p in model.named_parameters()})
 
 
 def norms_of(totals: Sequence[Totals]) -> list[float]:
@@ -69,6 +72,7 @@ def train(case: HostCase, world: World, steps: int) -> dict[str, Any]:
         chunks=case.chunks,
         bucket_mb=case.bucket_mb,
         recompute=case.recompute and world.size > 1,
+        sharding=case.sharding if world.size > 1 else "none",
     )
     model = stepper.strategy.model
     totals: list[Totals] = []
@@ -141,6 +145,14 @@ def assert_cases_equal_one_process(cases: Sequence[HostCase]) -> None:
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 def test_random_cases_equal_one_process(hosts: int, dtype: torch.dtype) -> None:
     assert_cases_equal_one_process([random_case(seed, hosts, dtype) for seed in range(5)])
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_sharded_dense_part_equals_one_process(hosts: int, sharding: str) -> None:
+    """Uneven experts, shares, accumulation and recomputation, in fp64; the norm clips every step."""
+    cases = [random_case(seed, hosts, torch.float64) for seed in range(5)]
+    assert_cases_equal_one_process([replace(case, sharding=sharding) for case in cases])
 
 
 @pytest.mark.slow

@@ -21,6 +21,10 @@ PLAIN: dict[str, Any] = {
     "seed": 1,
 }
 EXPERT_PARALLEL: dict[str, Any] = PLAIN | {"parallel_strategy": "expert_parallel"}
+ZERO2: dict[str, Any] = EXPERT_PARALLEL | {"sharding": "zero2"}
+ZERO3: dict[str, Any] = EXPERT_PARALLEL | {"sharding": "zero3"}
+WHOLE: dict[str, Any] = EXPERT_PARALLEL | {"sharding": "none"}
+ONE_PROCESS: dict[str, Any] = PLAIN | {"sharding": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "the gate on the first host": (3, {"gate": "primary"}),
     "round robin, in chunks": (2, {"placement": "round_robin", "exchange_chunks": 2}),
     "recomputed": (2, {"activation_checkpointing": "on"}),
+    "a sharded dense part": (3, {"sharding": "zero3", "batch_size": 6}),
 }
 
 
@@ -60,6 +65,31 @@ def test_a_run_on_hosts_equals_one_process(
     exchange = of_kind(events, "exchange")
     assert sum(event["steps"] for event in exchange) == 24
     assert all(event["bytes"] > event["rows"] > 0 for event in exchange)
+
+
+def test_a_checkpoint_of_a_sharded_dense_part_resumes_with_any_sharding(
+    tmp_path: Path, reference: tuple[Path, list[Event]]
+) -> None:
+    """Three hosts with shards, two with other shards, two without, one process: the losses continue.
+
+    The checkpoint has the names, tensors and parameter groups of one process.
+    """
+    reference_dir, expected = reference
+    run_dir = tmp_path / "run"
+    train(run_dir, 3, max_steps=8, **ZERO3)
+    saved = load(run_dir / "checkpoints" / "step_00000008")
+    expected_saved = load(reference_dir / "checkpoints" / "step_00000008")
+    for file in ("model", "optimizer"):
+        assert saved.tensors[file].keys() == expected_saved.tensors[file].keys()
+        for name, tensor in expected_saved.tensors[file].items():
+            torch.testing.assert_close(saved.tensors[file][name], tensor, rtol=1e-3, atol=1e-5)
+    assert saved.state["optimizer"]["groups"] == expected_saved.state["optimizer"]["groups"]
+    train(run_dir, 2, max_steps=12, resume="auto", **ZERO2)
+    train(run_dir, 2, max_steps=16, resume="auto", **WHOLE)
+    train(run_dir, 3, max_steps=20, resume="auto", **ZERO3)
+    events = train(run_dir, 1, max_steps=24, resume="auto", **ONE_PROCESS)
+    assert losses(events) == pytest.approx(losses(expected), rel=1e-5)
+    assert [event["step"] for event in of_kind(events, "resume")] == [8, 12, 16, 20]
 
 
 def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
