@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.cross_checks import check_has_documents
 from orchestrator.config.metric import check_metrics
 from orchestrator.config.reader import Resolved
 from orchestrator.config.settings import Config
@@ -209,6 +210,7 @@ class Trainer:
     def _fit(self) -> Result:
         self._take_run_settings()
         config = self.resolved.config
+        check_has_documents(config.task, config.data)
         check_trackers(config.watch.trackers)
         callbacks = load_callbacks(config, self._given_callbacks)
         self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")

@@ -8,6 +8,7 @@ from orchestrator.config.evolution import EvolutionSettings
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.config.optim import OptimSettings
 from orchestrator.config.parallel import ParallelSettings
+from orchestrator.errors import UserError
 
 
 def check_devices(gpu_mode: str, parallel: ParallelSettings) -> None:
@@ -63,6 +64,12 @@ def check_language_model(task: str, model: ModelSettings, data: DataSettings) ->
             f"{listed(sizes)} are given, but for task lm the configuration of --model has the sizes; "
             "leave them out"
         )
+
+
+def check_has_documents(task: str, data: DataSettings) -> None:
+    """Raise UserError if the task lm is to be trained without data."""
+    if task == "lm" and not data.data:
+        raise UserError("the task lm needs --data: JSONL, Parquet, text or token files, or a data set's id")
 
 
 def check_batch_product(gpu_mode: str, parallel: ParallelSettings, batch: BatchSettings) -> None:

@@ -23,6 +23,7 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
 from orchestrator.tasks.lm.balance import StepBalance
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
+from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
 from orchestrator.tasks.lm.model_folder import check_installed, load_config, load_tokenizer, model_folder
 from orchestrator.tasks.metrics import Perplexity
 from orchestrator.tasks.task import Loss, StepPreview, Task
@@ -85,10 +86,10 @@ class LanguageModel(Task):
 
     # --- the data
 
-    def train_data(self) -> PackedDocuments:
+    def train_data(self) -> PackedDocuments | ExampleTokens:
         return self._documents[0]
 
-    def validation_data(self) -> PackedDocuments:
+    def validation_data(self) -> PackedDocuments | ExampleTokens:
         return self._documents[1]
 
     @cached_property
@@ -96,12 +97,14 @@ class LanguageModel(Task):
         return load_tokenizer(self.folder)
 
     @cached_property
-    def _documents(self) -> tuple[PackedDocuments, PackedDocuments]:
+    def _documents(self) -> tuple[PackedDocuments | ExampleTokens, PackedDocuments | ExampleTokens]:
         data = self.config.data
         if not data.data:
-            raise UserError(
-                "the task lm needs --data: JSONL, Parquet, text or token files, or a data set's id"
-            )
+            # A plan needs none; a training without data is refused before the task is loaded.
+            _note(f"no --data: planned for {EXAMPLE_SAMPLES:,} samples of random tokens")
+            vocabulary = self.model_config.get_text_config().vocab_size
+            example = ExampleTokens(self.units_per_sample, vocabulary)
+            return example, example
         options = self._document_options()
         documents = open_documents(data.data, self.tokenizer, options, _note)
         if data.validation_data:

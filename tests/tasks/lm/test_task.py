@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
 from orchestrator.tasks.lm.task import LanguageModel
-from tests.support.language_models import lm_config
+from orchestrator.trainer import Trainer
+from tests.support.language_models import EXPERTS, lm_config
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 GLOBAL_BATCH = 8
@@ -94,3 +96,11 @@ def test_loss_and_gradients_are_those_of_transformers_for_the_whole_batch(
         torch.testing.assert_close(
             found[name], gradient, rtol=1e-5, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_plan_needs_no_data_and_a_training_does(config: Config) -> None:
+    without = config.but(data=[])
+    prepared = Trainer(config=without).prepare()
+    assert prepared.facts.experts == EXPERTS
+    with pytest.raises(UserError, match="the task lm needs --data"):
+        Trainer(config=without).fit()
