@@ -95,8 +95,8 @@ def check_base(contents: Contents, model: nn.Module) -> None:
         return
     if own is None:
         raise UserError(
-            "the checkpoint holds adapters alone, without the weights of their model; give --lora as in its "
-            "run, or write the merged model first: orchestrator export FOLDER DIR --merge"
+            "the checkpoint holds adapters alone, without the weights of their model; give --model and "
+            "--lora as in its run"
         )
     raise UserError(
         "the checkpoint holds adapters of another model than --model: the names, sizes or contents of its "

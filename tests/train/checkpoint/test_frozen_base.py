@@ -119,5 +119,5 @@ def test_adapters_of_another_model_are_refused() -> None:
 
 def test_adapters_alone_are_refused_without_their_model() -> None:
     state, _, _ = make()
-    with pytest.raises(UserError, match=r"adapters alone.*export FOLDER DIR --merge"):
+    with pytest.raises(UserError, match=r"adapters alone.*give --model and --lora"):
         restore_model(captured(state), LoraTask(NAME).build_model())
