@@ -25,7 +25,7 @@ from orchestrator.config.settings import Config, section_types
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "settings.md"
-VERBS = ("train", "resume", "evaluate", "plan", "bench", "sweep", "check", "report", "init")
+VERBS = ("train", "resume", "evaluate", "export", "plan", "bench", "sweep", "check", "report", "init")
 POSITIONAL = ("path", "folder", "checkpoint")  # of init, report and resume, and evaluate
 
 INTRODUCTION = """# Settings

@@ -22,6 +22,7 @@ VERBS = {
     "train": "train a task and write a report",
     "resume": "continue the run of a folder with its own settings",
     "evaluate": "write the metrics of a checkpoint beside it, on any number of workers",
+    "export": "write a checkpoint as a folder that transformers loads",
     "plan": "show every choice with its reason, and the memory estimate, before anything runs",
     "check": "inspect the machine and test what training needs",
     "bench": "measure forward and backward time of a task",

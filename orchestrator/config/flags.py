@@ -57,11 +57,11 @@ def read_flags(
 
 
 def read_options(
-    options: type[Options], argv: Sequence[str], prog: str, positional: str | None = None
+    options: type[Options], argv: Sequence[str], prog: str, positional: str | Sequence[str] | None = None
 ) -> Options:
     """Read the options of a verb that takes no settings.
 
-    ``positional`` names the option that may be given first and without its flag.
+    ``positional`` names the options that may be given first and without their flags.
     """
     import tyro
 
@@ -76,10 +76,15 @@ def read_options(
         return tyro.cli(options, args=arguments, prog=prog)
 
 
-def _with_positional(argv: Sequence[str], positional: str | None) -> list[str]:
-    """Return the arguments with the flag of the option that was given first and without it."""
-    is_given = positional and argv and not argv[0].startswith("-")
-    return [f"--{positional}", *argv] if is_given else list(argv)
+def _with_positional(argv: Sequence[str], positional: str | Sequence[str] | None) -> list[str]:
+    """Return the arguments with flags before those that come first without one."""
+    names = (positional,) if isinstance(positional, str) else positional or ()
+    flags: list[str] = []
+    rest = list(argv)
+    for name in names:
+        if rest and not rest[0].startswith("-"):
+            flags += [f"--{name}", rest.pop(0)]
+    return [*flags, *rest]
 
 
 def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:

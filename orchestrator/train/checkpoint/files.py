@@ -140,10 +140,10 @@ def load(
 
     Tensors of parameters named in ``without`` and of other ``kinds``, which the reader does not
     need, are neither read nor verified. Raises ``CheckpointDamaged`` with the first defect."""
-    files = _listed_files(path)
+    files = listed_files(path)
     tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     try:
-        for name, kind in _tensor_files(files):
+        for name, kind in tensor_files(files):
             if kind not in kinds:
                 continue
             loaded = read_tensors(path / name, files[name], _is_needed(kind, without), on_piece)
@@ -160,12 +160,12 @@ def load(
 
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint. Raises ``CheckpointDamaged`` with the first defect."""
-    for name, hashes in _listed_files(path).items():
+    for name, hashes in listed_files(path).items():
         with HashedReader(path / name, hashes) as reader:
             reader.verify()
 
 
-def _tensor_files(files: Mapping[str, Hashes]) -> Iterator[tuple[str, str]]:
+def tensor_files(files: Mapping[str, Hashes]) -> Iterator[tuple[str, str]]:
     """Yield the name and the kind of each file of tensors, in the order of ranks."""
     for name in sorted(files):
         match = _FILE_NAME.fullmatch(name)
@@ -198,7 +198,7 @@ def _read_json(path: Path, hashes: Hashes) -> dict[str, Any]:
     return content
 
 
-def _listed_files(path: Path) -> dict[str, Hashes]:
+def listed_files(path: Path) -> dict[str, Hashes]:
     """Return the files of a checkpoint and their hashes. They are exactly those in the folder."""
     if not path.is_dir():
         raise UserError(f"there is no checkpoint at {path}")

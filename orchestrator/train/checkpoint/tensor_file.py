@@ -97,7 +97,7 @@ def read_tensors(
     Raises ``CheckpointDamaged`` for a wrong hash, and ``ValueError`` for a header that no run
     writes. The memory that this takes is bounded by the size of the file."""
     with HashedReader(path, hashes, on_piece) as reader:
-        entries, data_begin = _read_header(reader, hashes.num_bytes)
+        entries, data_begin = read_header(reader, hashes.num_bytes)
         tensors: dict[str, Tensor] = {}
         for entry in entries:
             if is_needed(entry.name):
@@ -107,7 +107,7 @@ def read_tensors(
         return tensors
 
 
-def _read_header(reader: HashedReader, file_bytes: int) -> tuple[list[Entry], int]:
+def read_header(reader: HashedReader, file_bytes: int) -> tuple[list[Entry], int]:
     """Return the entries of a file in the order of their data, and where the data begins."""
     length = header_length(reader.read_bytes(0, min(LENGTH_BYTES, file_bytes)), file_bytes)
     data_begin = LENGTH_BYTES + length

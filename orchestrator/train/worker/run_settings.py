@@ -46,7 +46,7 @@ def resume_settings(resolved: Resolved, results: Path) -> ResumedSettings | None
     check_links(folder)
     if not (folder / CONFIG).is_file():
         return None
-    earlier = _read_earlier(folder)
+    earlier = read_run_settings(folder)
     before = flat_values(earlier)
     given = {name for name, origin in resolved.origins.items() if origin != "default"}
     _check_masked(before, given, folder)
@@ -81,7 +81,8 @@ def _earlier_folder(config: Config, results: Path) -> Path | None:
     return path
 
 
-def _read_earlier(folder: Path) -> Config:
+def read_run_settings(folder: Path) -> Config:
+    """Return the settings of the run in a folder."""
     try:
         return read_file(folder / CONFIG).config
     except UserError as error:

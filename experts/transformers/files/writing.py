@@ -1,0 +1,215 @@
+"""Writes a checkpoint's tensors as the safetensors files of a ``transformers`` model.
+
+The sizes of all files are known before the first byte is read. Several threads read, convert and write
+one expert, or some rows of a dense tensor, at a time: reading, hashing, copying and writing leave the
+interpreter to the others. Memory is bounded by one such piece per thread, whatever the model's size."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from experts.tensor_format import bytes_of, pack_header
+from experts.transformers.files.original import OriginalNames, Output, Shape, Stored, Unit, WritingPlan
+from experts.transformers.files.shards import INDEX, SINGLE_FILE
+
+_PIECE_BYTES = 2**25
+
+Rows = tuple[int, int]
+
+
+class TensorSource(Protocol):
+    """A checkpoint, which several threads read."""
+
+    stored: Mapping[str, Stored]
+
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        """Return a tensor, or a range of its rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The place of a tensor in the files."""
+
+    file: int
+    begin: int
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Piece:
+    unit: Unit
+    rows: Rows | None
+    num_bytes: int
+
+
+def write_weights(
+    original: OriginalNames,
+    plan: WritingPlan,
+    source: TensorSource,
+    folder: Path,
+    shard_bytes: int,
+    on_progress: Callable[[int, int], None],
+) -> int:
+    """Write the planned files and their index, and return the bytes of their tensors.
+
+    ``folder`` is empty. ``on_progress`` is called with the bytes done and all bytes."""
+    shards = _divide(plan.shapes, shard_bytes)
+    with _opened(folder, shards, plan.shapes) as (files, spans):
+        writer = _Writer(original, source, files, spans)
+        pieces = list(_pieces(plan, source))
+        _run_all(pieces, writer.write, on_progress)
+        for file in files:
+            os.fsync(file)
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in plan.shapes.values())
+    if len(shards) > 1:
+        _write_index(folder, shards, total)
+    return total
+
+
+def _divide(shapes: Mapping[str, tuple[torch.dtype, Shape]], shard_bytes: int) -> list[list[str]]:
+    """Divide tensors among files of at most ``shard_bytes``; a larger tensor has a file of its own."""
+    from transformers.core_model_loading import dot_natural_key
+
+    shards: list[list[str]] = []
+    filled = 0
+    for name in sorted(shapes, key=dot_natural_key):
+        dtype, shape = shapes[name]
+        num_bytes = prod(shape) * dtype.itemsize
+        if not shards or filled + num_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += num_bytes
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+@contextmanager
+def _opened(
+    folder: Path, shards: Sequence[Sequence[str]], shapes: Mapping[str, tuple[torch.dtype, Shape]]
+) -> Iterator[tuple[list[int], dict[str, _Span]]]:
+    """Create the files with their headers, and yield them with the place of each tensor."""
+    spans: dict[str, _Span] = {}
+    files: list[int] = []
+    with ExitStack() as stack:
+        for number, names in enumerate(shards):
+            # Tensors with large elements first: readers of the format need aligned ones.
+            names = sorted(names, key=lambda name: -shapes[name][0].itemsize)
+            header = pack_header({name: shapes[name] for name in names})
+            path = folder / _file_name(number, len(shards))
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            stack.callback(os.close, file)
+            files.append(file)
+            _write_at(file, 0, memoryview(header))
+            begin = len(header)
+            for name in names:
+                dtype, shape = shapes[name]
+                spans[name] = _Span(number, begin, dtype, shape)
+                begin += prod(shape) * dtype.itemsize
+            os.ftruncate(file, begin)
+        yield files, spans
+
+
+def _write_at(file: int, offset: int, data: memoryview) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data = data[count:]
+        offset += count
+
+
+def _pieces(plan: WritingPlan, source: TensorSource) -> Iterator[_Piece]:
+    for unit in plan.units:
+        stored = [source.stored[name] for names in unit.inputs.values() for name in names]
+        num_bytes = sum(prod(each.shape) * each.dtype.itemsize for each in stored)
+        if not unit.is_plain or num_bytes <= _PIECE_BYTES or not stored[0].shape:
+            yield _Piece(unit, None, num_bytes)
+            continue
+        num_rows = stored[0].shape[0]
+        step = max(1, _PIECE_BYTES * num_rows // num_bytes)
+        for begin in range(0, num_rows, step):
+            end = min(begin + step, num_rows)
+            yield _Piece(unit, (begin, end), (end - begin) * (num_bytes // num_rows))
+
+
+def _run_all(
+    pieces: Sequence[_Piece], write: Callable[[_Piece], None], on_progress: Callable[[int, int], None]
+) -> None:
+    total = sum(piece.num_bytes for piece in pieces)
+    done = 0
+    on_progress(done, total)
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "export")
+    try:
+        writes = {pool.submit(write, piece): piece for piece in pieces}
+        for finished in as_completed(writes):
+            finished.result()
+            done += writes[finished].num_bytes
+            on_progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Writer:
+    """Brings pieces of a checkpoint to their places in the files. Several threads share it."""
+
+    def __init__(
+        self,
+        original: OriginalNames,
+        source: TensorSource,
+        files: Sequence[int],
+        spans: Mapping[str, _Span],
+    ) -> None:
+        self._original = original
+        self._source = source
+        self._files = files
+        self._spans = spans
+
+    @torch.no_grad()
+    def write(self, piece: _Piece) -> None:
+        unit = piece.unit
+        if unit.is_plain:
+            ((name,),) = unit.inputs.values()
+            begin_row = piece.rows[0] if piece.rows else 0
+            self._put(unit.outputs[0], self._source.read(name, piece.rows), begin_row)
+            return
+        tensors = {name: self._read(name, names) for name, names in unit.inputs.items()}
+        written = self._original.revert(tensors)
+        # The conversion of one expert by itself names it expert 0: the order tells, not the names.
+        for output, tensor in zip(unit.outputs, written.values(), strict=True):
+            self._put(output, tensor, output.row or 0)
+
+    def _read(self, name: str, stored_names: Sequence[str]) -> Tensor:
+        tensors = [self._source.read(stored_name) for stored_name in stored_names]
+        return tensors[0] if stored_names[0] == name else self._original.stack(name, tensors)
+
+    def _put(self, output: Output, tensor: Tensor, begin_row: int) -> None:
+        span = self._spans[output.name]
+        data = bytes_of(tensor.to(span.dtype))
+        _write_at(self._files[span.file], span.begin + begin_row * span.row_bytes, data)
+
+
+def _write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int) -> None:
+    weight_map = {
+        name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names
+    }
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
