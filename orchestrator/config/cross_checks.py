@@ -54,14 +54,14 @@ def check_language_model(task: str, model: ModelSettings, data: DataSettings) ->
         names = [name for name, value in given.items() if value]
         if names:
             raise ValueError(
-                f"{listed(names)} belong to the task lm, but task is {task}; give --task lm as well"
+                f"{', '.join(names)} belong to the task lm, but task is {task}; give --task lm as well"
             )
     if task != "lm":
         return
     sizes = [name for name in ("width", "layers", "vocabulary") if getattr(model, name) is not None]
     if sizes:
         raise ValueError(
-            f"{listed(sizes)} are given, but for task lm the configuration of --model has the sizes; "
+            f"{', '.join(sizes)} are given, but for task lm the configuration of --model has the sizes; "
             "leave them out"
         )
 
