@@ -17,6 +17,9 @@ from tests.support.object_server import ObjectServer, object_server
 # on two busy cores, threads that wait for each other cost ten times what they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Workers and commands that tests start load tasks of tests.support.
+_ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # A busy machine takes any time for an example.
 settings.register_profile("without deadlines", deadline=None)

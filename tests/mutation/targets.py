@@ -74,6 +74,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "orchestrator/train/strategies/ddp.py": (_SILENT_GRADIENTS,),
     "orchestrator/train/strategies/expert_parallel.py": (_SILENT_GRADIENTS,),
     "orchestrator/train/strategies/fsdp.py": (_STEP_FP16,),
+    "orchestrator/train/strategies/host_mesh.py": ("strategies/test_expert_parallel.py",),
+    "orchestrator/train/strategies/sharded_dense.py": ("strategies/test_expert_parallel.py",),
     "orchestrator/train/strategies/placement_file.py": ("strategies/test_placement.py",),
     "orchestrator/train/checkpoint/state.py": ("checkpoint/test_snapshots.py", "test_snapshot_resume.py"),
     "orchestrator/train/checkpoint/capture.py": ("test_capture.py", "test_snapshot_resume.py"),
