@@ -25,7 +25,7 @@ def gated_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
 
 @torch.no_grad()
 def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
-    """Store the counts of an optimizer step for the next balance loss, and move the gates' biases.
+    """Store the counts of an optimizer step for the next balance loss, and move the routers' biases.
 
     ``loads`` are the tokens per expert of each MoE layer, summed over the step. A bias moves up for
     experts that had fewer tokens than the mean, and down for those that had more."""
@@ -36,9 +36,4 @@ def update_balance(model: nn.Module, loads: Sequence[Tensor]) -> None:
         )
     for (_, layer), counts_E in zip(layers, loads, strict=True):
         layer.load_E.copy_(counts_E)
-        if isinstance(layer, MoELayer) and layer.gate.bias_rate:
-            gate = layer.gate
-            chosen_E = layer.gate_counts(counts_E)
-            # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
-            direction_E = torch.sign(chosen_E.sum() - chosen_E * gate.num_choosable)
-            gate.bias_E += gate.bias_rate * direction_E.to(gate.bias_E.dtype)
+        layer.move_bias(counts_E)

@@ -33,6 +33,9 @@ class StepContext:
     dummy: bool = False
     """The pass only keeps this host in step with the others. Its tokens are sent to no host and
     count nowhere."""
+    counted_T: Tensor | None = None
+    """For each token of the pass 1, or 0 for padding, which the counts of experts leave out. None: all
+    tokens count."""
 
 
 @dataclass

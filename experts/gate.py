@@ -177,6 +177,14 @@ def scaled_share(previous_E: Tensor, dtype: torch.dtype, num_experts: int | Tens
     return torch.where(total > 0, share_E, even_E)
 
 
+@torch.no_grad()
+def shift_bias(bias_E: Tensor, chosen_E: Tensor, num_choosable: int | Tensor, rate: float) -> None:
+    """Move a bias up for experts that were chosen less than the mean, down for the others, in place."""
+    # In whole numbers: sum - count * E has the sign of mean - count, without rounding.
+    direction_E = torch.sign(chosen_E.sum() - chosen_E * num_choosable)
+    bias_E += rate * direction_E.to(bias_E.dtype)
+
+
 def noise(
     seed: int,
     position_T: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.bank import ExpertBank, computing_dtype
-from experts.gate import Gate, coin, noise
+from experts.gate import Gate, coin, noise, shift_bias
 from experts.kernels.compiling import uncompiled
 from experts.routed import RoutedExperts
 from experts.shared_expert import SharedExpert
@@ -115,6 +115,11 @@ class MoELayer(RoutedExperts):
         if self.chosen_row_E is None:
             return counts_E
         return torch.zeros_like(counts_E).scatter_add_(0, self.chosen_row_E, counts_E)
+
+    def move_bias(self, counts_E: Tensor) -> None:
+        gate = self.gate
+        if gate.bias_rate:
+            shift_bias(gate.bias_E, self.gate_counts(counts_E), gate.num_choosable, gate.bias_rate)
 
     def _route(self, x_TD: Tensor, first_dimension: int) -> Routing:
         context = self.context

@@ -89,6 +89,9 @@ class RoutedExperts(nn.Module):
         """The parameters that have a row for each expert; none of a router that is not ours."""
         return []
 
+    def move_bias(self, counts_E: Tensor) -> None:
+        """Move the bias of the router's choices by the counts of an optimizer step, if it has one."""
+
     @property
     def dense_dtype(self) -> torch.dtype:
         """The type of the layer's dense part."""

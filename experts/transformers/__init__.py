@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from experts.transformers.lora.adapters import LoraOptions, add_lora, initialise_lora, merge_lora
     from experts.transformers.lora.peft_files import save_lora
     from experts.transformers.registration import expert_loads, restore, use
+    from experts.transformers.router_bias import use_balance_bias
 
 __all__ = [
     "LoraOptions",
@@ -26,6 +27,7 @@ __all__ = [
     "save_lora",
     "step_counts",
     "use",
+    "use_balance_bias",
 ]
 _MODULES = {
     "LoraOptions": "lora.adapters",
@@ -40,6 +42,7 @@ _MODULES = {
     "save_lora": "lora.peft_files",
     "step_counts": "balance",
     "use": "registration",
+    "use_balance_bias": "router_bias",
 }
 
 

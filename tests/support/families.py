@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from experts.transformers.registration import expert_loads, use
+from experts.transformers.router_bias import use_balance_bias
 from orchestrator.tasks.task import Loss, Task, TensorData
 
 VOCABULARY = 31
@@ -113,6 +114,10 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+BIASED_FAMILIES = ("DeepSeek-V3", "GLM-4 MoE", "MiniMax-M2")
+"""Families whose routers have a bias for the choice of experts."""
+
+
 def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
     """Return the eager model of a family, with decided routers and biases that are not zero."""
     import transformers
@@ -177,9 +182,13 @@ class FamilyTask(Task):
 
     name: str
     samples: int = 14
+    bias_rate: float = 0.0
 
     def build_model(self) -> nn.Module:
-        return use(build(self.name))
+        model = use(build(self.name))
+        if self.bias_rate:
+            use_balance_bias(model, self.bias_rate)
+        return model
 
     def train_data(self) -> TensorData:
         return TensorData(tokens(self.samples))

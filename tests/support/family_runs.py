@@ -196,14 +196,7 @@ def train_on_hosts(
 def train_eager(name: str) -> FamilyRun:
     """Train the model as it comes from ``transformers``, in a plain loop of torch."""
     model = build(name)
-    settings = Config.of(learning_rate=1e-3).optim
-    biases = [p for key, p in model.named_parameters() if is_vector(key, p)]
-    matrices = [p for key, p in model.named_parameters() if not is_vector(key, p)]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": biases, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=settings.betas, eps=settings.eps)
+    optimizer = eager_optimizer(model)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for ids in global_batches(name):
@@ -217,6 +210,18 @@ def train_eager(name: str) -> FamilyRun:
     weights = {key: p.detach().clone() for key, p in model.named_parameters()}
     aux_loss, aux_gradients = eager_aux(name) if name in AUX_FAMILIES else (0.0, None)
     return FamilyRun(losses, norm, first, weights, aux_loss, aux_gradients)
+
+
+def eager_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with the settings of a run by our experts."""
+    settings = Config.of(learning_rate=1e-3).optim
+    biases = [p for key, p in model.named_parameters() if is_vector(key, p)]
+    matrices = [p for key, p in model.named_parameters() if not is_vector(key, p)]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": biases, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=settings.betas, eps=settings.eps)
 
 
 def is_vector(name: str, parameter: Tensor) -> bool:

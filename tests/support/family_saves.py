@@ -12,12 +12,13 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.writer import CheckpointWriter
 from orchestrator.train.parts.stores import file_store
 from orchestrator.train.parts.world import World, process_group_world
-from tests.support.families import FamilyTask
+from tests.support.families import BIASED_FAMILIES, FamilyTask
 from tests.support.family_runs import CPU, GLOBAL_BATCH, placement
 from tests.support.planted_faults import step_batches
 from tests.support.steppers import make_stepper
 
 STEPS = 2
+BIAS_RATE = 0.01
 
 
 def save_families(rank: int, size: int, store: str, names: Sequence[str], folder: str) -> None:
@@ -31,7 +32,8 @@ def save_families(rank: int, size: int, store: str, names: Sequence[str], folder
 def save_trained(name: str, world: World, folder: Path) -> None:
     """Train a family on the hosts of a world, and write a checkpoint."""
     host_of = placement(name, world.size)
-    stepper, feed = make_stepper(FamilyTask(name), 2, GLOBAL_BATCH, 1e-2, world=world, host_of=host_of)
+    task = FamilyTask(name, bias_rate=BIAS_RATE if name in BIASED_FAMILIES else 0.0)
+    stepper, feed = make_stepper(task, 2, GLOBAL_BATCH, 1e-2, world=world, host_of=host_of)
     for step, batch in enumerate(step_batches(feed, STEPS)):
         stepper.run(batch, step)
     state = TrainState(stepper.strategy.model, stepper.optimizer.inner, stepper.precision)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from orchestrator.config.settings import Config
+from tests.support.families import SIGMOID_ROUTER
 from tests.support.tokenizers import chat_tokenizer, save_tokenizer
 
 EXPERTS = 7
@@ -18,8 +20,24 @@ def save_tiny_model(folder: Path, **settings: Any) -> Path:
     """Write a tiny Qwen3-MoE with random weights. Without experts: ``num_experts=0``, a dense Qwen3."""
     import transformers
 
+    sizes = common_sizes()
+    experts: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    is_dense = settings.get("num_experts") == 0
+    config_class: Any = transformers.Qwen3Config if is_dense else transformers.Qwen3MoeConfig
+    return save_random(folder, config_class(**(sizes if is_dense else sizes | experts | settings)))
+
+
+def save_tiny_glm(folder: Path) -> Path:
+    """Write a tiny GLM-4 MoE with random weights, whose routers have a bias."""
+    import transformers
+
+    experts = {**SIGMOID_ROUTER, "num_experts_per_tok": 2}
+    return save_random(folder, transformers.Glm4MoeConfig(**{**common_sizes(), **experts}))
+
+
+def common_sizes() -> dict[str, Any]:
     tokenizer = chat_tokenizer()
-    sizes: dict[str, Any] = {
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -30,10 +48,12 @@ def save_tiny_model(folder: Path, **settings: Any) -> Path:
         "max_position_embeddings": 256,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    experts: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-    is_dense = settings.get("num_experts") == 0
-    config_class: Any = transformers.Qwen3Config if is_dense else transformers.Qwen3MoeConfig
-    config = config_class(**(sizes if is_dense else sizes | experts | settings))
+
+
+def save_random(folder: Path, config: Any) -> Path:
+    """Write a model of a configuration with random weights, and a tokenizer."""
+    import transformers
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -53,9 +73,9 @@ def save_sums(file: Path, count: int = 60) -> Path:
     return file
 
 
-def lm_config(folder: Path, **settings: Any) -> Config:
+def lm_config(folder: Path, save_model: Callable[[Path], Path] = save_tiny_model, **settings: Any) -> Config:
     """Return settings for a tiny model and conversations, which are written below a folder."""
-    model = save_tiny_model(folder / "model")
+    model = save_model(folder / "model")
     data = save_sums(folder / "sums.jsonl")
     defaults: dict[str, Any] = {"sequence_length": 96, "learning_rate": 1e-2}
     return Config.of(task="lm", model=str(model), data=[str(data)], **(defaults | settings))

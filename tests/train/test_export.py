@@ -23,9 +23,10 @@ from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.weight_source import CheckpointWeights
 from orchestrator.train.export import ExportForm, export_checkpoint
 from orchestrator.train.parts.world import World
+from tests.support.bias_runs import biases_of
 from tests.support.checkpoints import save_checkpoint
-from tests.support.families import FAMILIES, build, in_their_names, tokens
-from tests.support.family_saves import checkpoint_of, save_families, save_trained
+from tests.support.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
+from tests.support.family_saves import BIAS_RATE, checkpoint_of, save_families, save_trained
 from tests.support.model_files import tensor_names
 from tests.support.ranks import run_ranks
 
@@ -87,6 +88,18 @@ def test_an_export_has_the_trained_weights(
     assert not all(torch.equal(tensor, build(name).state_dict()[key]) for key, tensor in expected.items())
     assert tensor_names(target) == tensor_names(tmp_path / "source")
     assert len(list(target.glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("name", BIASED_FAMILIES)
+def test_an_export_has_the_routing_biases_that_balanced_the_experts(
+    name: str, three_hosts: Path, tmp_path: Path
+) -> None:
+    target = exported(checkpoint_of(three_hosts, name), tmp_path, name)
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).state_dict()
+    initial = biases_of(build(name))
+    moves = torch.stack([(loaded[key].double() - bias_E) / BIAS_RATE for key, bias_E in initial.items()])
+    assert torch.allclose(moves, moves.round(), atol=1e-4)
+    assert float(moves.abs().max().round()) == 2
 
 
 def test_the_logits_are_those_of_the_trained_model(one_process: Path, tmp_path: Path) -> None:

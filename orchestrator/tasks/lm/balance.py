@@ -1,11 +1,14 @@
-"""The auxiliary loss of a step: that of ``transformers`` for the whole batch, from counts of all workers.
+"""Balance of a language model's experts: by an auxiliary loss, or by the routers' biases.
 
-Its gradient needs the choices of all passes of a step, and its scale the labels of all: both are counted
+The auxiliary loss is that of ``transformers`` for the whole batch, from counts of all workers. Its
+gradient needs the choices of all passes of a step, and its scale the labels of all: both are counted
 before the step's first pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 
 from experts.balance import moe_layers
 from experts.transformers.balance import BalanceCounts, RouterOutputs, balance_loss, pass_counts
+from experts.transformers.router_bias import use_balance_bias
+from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import StepPreview
 
@@ -58,6 +63,36 @@ class StepBalance:
         """Return this pass's share, in fp64, as a part of a sum over the labels."""
         share = balance_loss(model, router_logits, mask_BS, self._counts)
         return share * self._weight * self._labels.to(share)
+
+
+def balance_by_bias(model: nn.Module, config: Config) -> None:
+    """Let the routers' biases move after each step, if ``--balance-bias`` asks for it."""
+    rate = config.moe.balance_bias
+    if not rate:
+        return
+    if config.model.lora is not None:
+        raise UserError(
+            f"--balance-bias is {rate}, and --lora leaves the model's weights as they are, routing biases "
+            "included; leave one of them out"
+        )
+    try:
+        use_balance_bias(model, rate)
+    except ValueError as error:
+        raise UserError(
+            f"--balance-bias is {rate}, but {error}: leave it out, or use --balance-loss"
+        ) from None
+
+
+@contextmanager
+def counting(model: nn.Module, mask_BS: Tensor) -> Iterator[None]:
+    """Leave padding out of the counts of experts in a forward pass."""
+    layers = moe_layers(model)
+    if not layers:
+        yield
+        return
+    context = layers[0][1].context
+    with context.use_step(replace(context.step, counted_T=mask_BS)):
+        yield
 
 
 def _no_counts(model: nn.Module) -> BalanceCounts:

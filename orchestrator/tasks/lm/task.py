@@ -21,7 +21,7 @@ from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
-from orchestrator.tasks.lm.balance import StepBalance
+from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
 from orchestrator.tasks.lm.model_folder import check_installed, load_config, load_tokenizer, model_folder
@@ -60,6 +60,7 @@ class LanguageModel(Task):
 
     def build_model(self) -> nn.Module:
         model = build_causal_lm(self.model_config)
+        balance_by_bias(model, self.config)
         if self._lora is not None:
             add_adapters(model, self._lora)
         return model
@@ -156,9 +157,10 @@ class LanguageModel(Task):
     def _call(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
         options = {"output_router_logits": True} if self._balance is not None and model.training else {}
         # No attention mask: from positions that begin anew, transformers keeps documents apart itself.
-        return model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
-        )
+        with counting(model, batch["mask"]):
+            return model(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
+            )
 
 
 def _expert_loads(model: nn.Module) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
-from tests.support.language_models import EXPERTS, lm_config
+from tests.support.bias_runs import biases_of, move_each, recorded_choices
+from tests.support.language_models import EXPERTS, lm_config, save_tiny_glm
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 GLOBAL_BATCH = 8
@@ -104,3 +106,39 @@ def test_a_plan_needs_no_data_and_a_training_does(config: Config) -> None:
     assert prepared.facts.experts == EXPERTS
     with pytest.raises(UserError, match="the task lm needs --data"):
         Trainer(config=without).fit()
+
+
+def test_a_family_without_a_routing_bias_refuses_balance_bias(config: Config) -> None:
+    with pytest.raises(
+        UserError, match=r"--balance-bias is 0.001, but Qwen3MoeForCausalLM has no routing bias"
+    ):
+        LanguageModel(config.but(balance_bias=0.001)).build_model()
+
+
+def test_adapters_refuse_balance_bias(config: Config) -> None:
+    with pytest.raises(UserError, match="--lora leaves the model's weights as they are"):
+        LanguageModel(config.but(balance_bias=0.001, lora=4)).build_model()
+
+
+@pytest.mark.parametrize("micro_batch", [8, 3])
+def test_biases_balance_the_tokens_of_documents_alone(tmp_path: Path, micro_batch: int) -> None:
+    config = lm_config(tmp_path, save_tiny_glm, balance_bias=0.25, packing=False)
+    task = DoubleLanguageModel(config)
+    stepper, feed = make_stepper(task, micro_batch, GLOBAL_BATCH)
+    model = stepper.strategy.model
+    start = biases_of(model)
+    batch = first_batch(task)
+    model.train()
+    with recorded_choices(model) as choices:
+        task.loss(model, batch)
+    totals = run_steps(stepper, feed, 1)[0]
+    counted = batch["mask"].flatten().bool()
+    assert not counted.all()
+    for (name, chosen), load_E in zip(choices.items(), totals.loads, strict=True):
+        chosen_TK = torch.tensor(chosen).reshape(len(counted), -1)
+        of_documents = chosen_TK[counted].flatten().tolist()
+        assert load_E.tolist() == [of_documents.count(expert) for expert in range(len(load_E))]
+        bias_name = name.removesuffix("experts") + "gate.e_score_correction_bias"
+        expected_E = start[bias_name].clone()
+        move_each(expected_E, of_documents, 0.25)
+        torch.testing.assert_close(biases_of(model)[bias_name], expected_E, rtol=0, atol=0)
