@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := -$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages
 
-.PHONY: train test check slow gpu soak mutants docs-settings clean
+.PHONY: train test check slow gpu soak mutants docs docs-settings clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -30,6 +30,10 @@ soak: $(VENV)/.installed-dev
 # mutation testing of the numeric core; make mutants ARGS='--count 100 --seed 0 experts/gate.py'
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.mutation.run $(ARGS)
+
+# the documentation site, in site/; a link that leads nowhere fails
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # docs/settings.md, from the settings of the code
 docs-settings: $(VENV)/.installed-dev
@@ -55,4 +59,4 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/development.md": 1,
     "docs/evaluation.md": 1,
     "docs/expert-parallelism.md": 1,
+    "docs/index.md": 2,
     "docs/language-models.md": 4,
     "docs/recovery.md": 1,
     "docs/security.md": 1,
