@@ -40,6 +40,7 @@ _RAY_FILES = (
     "tests/runtime/expert_parallel/test_stuck_hosts.py",
     "tests/runtime/sweep/test_run.py",
     "tests/runtime/test_evaluation.py",
+    "tests/runtime/test_namespaces.py",
 )
 
 

@@ -174,7 +174,8 @@ class Screen:
             self._warning(f"skipped checkpoint {name}: {skipped.get('reason')}")
         if event.get("weights_only"):
             self._line(f"started from the weights of {event.get('path')}")
-        elif not self._is_recovering:  # the recovery event says more
+        # The recovery event says more; a group that grows has one without a failure before it.
+        elif not self._is_recovering and event.get("source") != "memory":
             self._warning(f"resumed at step {event.get('step')} from {event.get('path')}")
 
     def _placement(self, event: Event) -> None:

@@ -21,7 +21,7 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.plan.workers import uses_gpus
 from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import DriverLog, Event, EventLog, Listener, last_events
+from orchestrator.record.events import DriverLog, Event, EventLog, Listener
 from orchestrator.record.log_copy import copy_masked
 from orchestrator.record.screen import Screen
 from orchestrator.record.tail import Follower
@@ -48,6 +48,10 @@ from orchestrator.train.worker.run_dir import resume_command
 
 _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
+_CLOCK_TOLERANCE_SECONDS = 2.0
+"""How far the time of a new event may be from the driver's: events are read ten times a second."""
+_SIGNS_OF_LIFE = ("start", "step", "evaluate", "epoch", "checkpoint")
+"""Events that only workers write."""
 _NODE_RETURN_SECONDS = 5.0
 """How long a lost node may take to come back before the run goes on without it."""
 
@@ -132,6 +136,8 @@ class _RunRecord:
     def __init__(self, run_dir: Path, readers: Sequence[Listener]) -> None:
         self._path = run_dir / "events.jsonl"
         self._restarted = False
+        self._last_sign_of_life: float | None = None
+        """When the workers last wrote an event, by the driver's clock."""
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
         self._follower = Follower(self._path, [*readers, self._observe], only_new=True)
@@ -149,9 +155,7 @@ class _RunRecord:
 
     def add_restart(self, failure: Failure, decision: Restart, workers: int, detected_at: float) -> None:
         """Record a failure of ``workers`` workers, which are restarted now."""
-        events = last_events(self._path)
-        # The last event is the last sign of life of the workers.
-        failed_at = events[-1]["time"] if events else detected_at
+        failed_at = detected_at if self._last_sign_of_life is None else self._last_sign_of_life
         times = FailureTimes(failed_at, detected_at)
         self.recovery_log.failed(failure, decision.reason, workers, 0, times)
         self._restarted = True
@@ -160,9 +164,12 @@ class _RunRecord:
     def _observe(self, event: Event) -> None:
         if event["event"] == "resume":
             self.recovery_log.resumed(event.get("source", "disk"))
+        written_at = _driver_time(event["time"])
+        if event["event"] in _SIGNS_OF_LIFE:
+            self._last_sign_of_life = written_at
         # Expert hosts recover without a restart, and ``ExpertParallelRun`` measures that itself.
         if self._restarted:
-            self.recovery_log.observe(event)
+            self.recovery_log.observe({**event, "time": written_at})
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +186,14 @@ class _RunRecord:
             self.log.close()
         finally:
             self._follower.close()
+
+
+def _driver_time(written_at: float) -> float:
+    """Return the time of an event that was read just now, by the driver's clock.
+
+    The clock of the worker's node may be wrong: if it is, the time of reading counts."""
+    now = time.time()
+    return written_at if abs(now - written_at) < _CLOCK_TOLERANCE_SECONDS else now
 
 
 @dataclass

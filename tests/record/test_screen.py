@@ -285,6 +285,17 @@ def test_a_recovery_takes_two_lines_and_the_steps_continue() -> None:
     ]
 
 
+def test_a_group_that_grows_shows_its_recovery_alone() -> None:
+    """No failure came before it, and the state comes from memory: there is no checkpoint to name."""
+    screen, out = piped()
+    screen(step(28))
+    screen({"event": "resume", "step": 28, "path": None, "source": "memory", "skipped": []})
+    grown = {"total_seconds": 2.5, "workers_before": 2, "workers": 3, "step": 28, "lost_steps": 0}
+    screen({"event": "recovery", **grown})
+    assert "resumed" not in out.getvalue()
+    assert "recovered in 2.5 s on 3 workers instead of 2 at step 28" in out.getvalue()
+
+
 @pytest.mark.parametrize("open_screen", [piped, terminal])
 def test_text_from_outside_is_neither_markup_nor_control(open_screen: Any) -> None:
     screen, out = open_screen(width=120)

@@ -67,6 +67,8 @@ class FakeCluster:
     assignments: list[Assignment] = field(default_factory=list)
     started_workers: list[int] = field(default_factory=list)
     attempts: list[FakeAttempt] = field(default_factory=list)
+    clock_offset_s: float = 0.0
+    """How far the clock of the workers' node is ahead."""
 
     def start(
         self,
@@ -85,11 +87,14 @@ class FakeCluster:
     def write_events(self, workers: int, steps: range) -> None:
         log = EventLog(self.run_dir / "events.jsonl")
         if steps:
-            log.write("start", workers=workers, step=steps[0] - 1, build_seconds=0.001)
+            log.write("start", workers=workers, step=steps[0] - 1, build_seconds=0.001, **self._time())
         for step in steps:
             time.sleep(0.002)
-            log.write("step", step=step)
+            log.write("step", step=step, **self._time())
         log.close()
+
+    def _time(self) -> dict[str, float]:
+        return {"time": time.time() + self.clock_offset_s}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return of_kind(read_events(self.run_dir / "events.jsonl"), kind)
@@ -227,6 +232,18 @@ def test_a_restart_is_recorded_by_the_driver_from_the_workers_events(fake_cluste
     assert recovery["total_seconds"] == pytest.approx(steps[0]["time"] - last_sign_of_life, abs=1e-4)
     assert screen.shown.count("recovery") == 1
     assert cluster.assignments[1].resume is not None
+
+
+@pytest.mark.parametrize("offset_s", [3600.0, -3600.0])
+def test_a_wrong_clock_of_a_node_does_not_falsify_the_times_of_a_recovery(
+    fake_cluster: FakeClusters, offset_s: float
+) -> None:
+    cluster = fake_cluster((FAILED, range(1, 9)), (COMPLETED, range(6, 12)))
+    cluster.clock_offset_s = offset_s
+    drive_run(cluster)
+    (recovery,) = cluster.events("recovery")
+    seconds = {name: value for name, value in recovery.items() if name.endswith("_seconds")}
+    assert all(0 <= value < 60 for value in seconds.values()), seconds
 
 
 def test_the_source_of_a_recovery_is_the_one_that_the_workers_record(tmp_path: Path) -> None:

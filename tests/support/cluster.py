@@ -32,7 +32,7 @@ class RayCluster:
         self.environment = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self._write_token()),
+            "RAY_AUTH_TOKEN_PATH": str(write_token(self.folder)),
         }
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.dashboard = _free_port() if dashboard else None
@@ -48,13 +48,6 @@ class RayCluster:
             options.append(f"--dashboard-port={self.dashboard}")
         self._start(*options)
         self.address = self._wait_for_address()
-
-    def _write_token(self) -> Path:
-        path = self.folder / "token"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write("a-token-of-the-tests-" + "0" * 32)
-        return path
 
     def add_node(self, cpus: int, gpus: int = 0) -> int:
         """Add a node. Return its number."""
@@ -111,6 +104,15 @@ class RayCluster:
         while not condition():
             assert time.monotonic() < deadline, f"{message}:\n{self._output(len(self.nodes) - 1)}"
             time.sleep(0.1)
+
+
+def write_token(folder: Path) -> Path:
+    """Write the token by which the nodes of a cluster know each other. Return its file."""
+    path = folder / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write("a-token-of-the-tests-" + "0" * 32)
+    return path
 
 
 def _processes_of_session(leader: int) -> list[int]:

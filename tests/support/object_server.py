@@ -13,6 +13,7 @@ from typing import Any
 
 _START_SECONDS = 60
 BUCKET = "runs"
+PROGRAM = [sys.executable, "-m", "moto.server"]
 ACCESS_KEY = "canary-access-key-AKIA7XQ"
 SECRET_KEY = "canary-secret-key-91xZ/w+T"
 
@@ -58,7 +59,7 @@ def object_server() -> Iterator[ObjectServer]:
     """Start a server, and end it afterwards."""
     port = _free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        [*PROGRAM, "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

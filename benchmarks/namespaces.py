@@ -1,0 +1,194 @@
+"""Three nodes in network namespaces of this machine: runs that are disturbed from outside, and the scaling
+of two nodes over a slow link against the cost model's prediction.
+
+Needs root, ``ip`` and ``tc``. Each node has an address, process ids, shared memory and a monotonic clock of
+its own, and a raylet; ``orchestrator train`` joins their cluster.
+
+    python -m benchmarks.namespaces [--only NAME ...] [--out FILE]
+    python -m benchmarks.namespaces --scaling [--mbit 1000] [--delay-ms 10] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.costmodel import TracedCase, quiet_calibration
+from benchmarks.costmodel_cases import Case, vectors
+from benchmarks.support import benchmark_parser, header, markdown_table, publish
+from orchestrator.plan.cost.calibration import Calibration
+from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
+from orchestrator.plan.cost.model import StepPrediction, predict
+from orchestrator.record.events import by_step, read_events
+from tests.support.namespace_cluster import NamespaceCluster, namespace_cluster
+from tests.support.namespace_runs import CASES, STEPS, STRATEGIES, Outcome, failed, run_case, undisturbed
+from tests.support.namespace_runs import Case as DisturbedCase
+from tests.support.namespaces import LinkSpec, reason_not_allowed
+
+MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
+BATCH = 1024
+TIMED_STEPS = 40
+SCALED = (
+    Case(MODEL, BATCH),
+    Case(MODEL, BATCH // 2, 2, "expert_parallel"),
+    Case(MODEL, BATCH // 2, 2, "data_parallel"),
+)
+
+
+# Disturbances
+
+
+def disturbances(only: list[str]) -> str:
+    """Run every case, and return their table."""
+    cases = [case for case in CASES if not only or case.name in only]
+    rows: list[list[str]] = []
+    with namespace_cluster(3) as cluster:
+        for strategy in STRATEGIES:
+            chosen = [case for case in cases if case.strategy == strategy]
+            if chosen:
+                calm = run_case(cluster, undisturbed(strategy))
+                rows.append(_row(calm))
+                rows += [_row(_outcome(cluster, case, calm)) for case in chosen]
+    columns = ("strategy", "disturbance", "expected", "seen", "largest difference of a loss", "as expected")
+    return markdown_table(columns, rows)
+
+
+def _outcome(cluster: NamespaceCluster, case: DisturbedCase, calm: Outcome) -> Outcome:
+    """Run a case. One that fails is a row of the table too."""
+    try:
+        return run_case(cluster, case, calm)
+    except Exception as error:
+        return failed(case, error)
+
+
+def _row(outcome: Outcome) -> list[str]:
+    case = outcome.case
+    verdict = "; ".join(outcome.problems) or "yes"
+    difference = "–" if case.disturbance == "none" else f"{outcome.largest_difference:.1e}"
+    row = [case.strategy, case.disturbance, case.expected, outcome.seen, difference, verdict]
+    print(" | ".join(row), flush=True)
+    return row
+
+
+# Scaling
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A configuration on one or two nodes: its step as measured and as predicted."""
+
+    case: Case
+    measured_s: float
+    predicted: StepPrediction
+
+
+def scaling(link: LinkSpec) -> str:
+    """Measure steps on one and on two nodes, and return the table beside the predictions."""
+    calibration = quiet_calibration(on_gpu=False)
+    with namespace_cluster(2, link) as cluster:
+        rows = [_scaled(cluster, case, calibration, link) for case in SCALED]
+    alone = rows[0]
+    columns = ("", "measured step", "predicted step", "error", "measured speed-up", "predicted speed-up")
+    table = markdown_table(columns, [_scaling_row(row, alone) for row in rows])
+    parts = {row.case.strategy: _parts_text(row.predicted) for row in rows[1:]}
+    lines = "\n".join(f"- {strategy}: {text}" for strategy, text in parts.items())
+    disturbed = f"Other programs used {calibration.others:.0%} of the processors during the calibration."
+    return f"{table}\nPredicted parts of a step:\n\n{lines}\n\n{disturbed}\n"
+
+
+def _scaled(cluster: NamespaceCluster, case: Case, calibration: Calibration, link: LinkSpec) -> Scaled:
+    measured_s = _measure(cluster, case)
+    scaled = Scaled(case, measured_s, _predict(case, calibration, link))
+    print(case.where, scaled.measured_s, scaled.predicted.step_seconds, scaled.predicted.parts, flush=True)
+    return scaled
+
+
+def _measure(cluster: NamespaceCluster, case: Case) -> float:
+    """Return the median time of the steps after the warm-up."""
+    settings = {"parallel_strategy": case.strategy, "workers": case.workers} if case.workers > 1 else {}
+    settings |= {**case.settings, "batch_size": case.batch, "max_steps": TIMED_STEPS, "log_every": 1}
+    flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    name = f"scaling-{case.strategy}".replace("_", "-")
+    cluster.finish_run(cluster.start_run(name, *flags, "--trackers", "--no-monitor-gpu"), name)
+    steps = by_step(read_events(cluster.folder / "shared" / name / "events.jsonl"))
+    return statistics.median(step["seconds"] for step in steps if not step.get("warm_up"))
+
+
+def _predict(case: Case, calibration: Calibration, link: LinkSpec) -> StepPrediction:
+    """Predict a step on nodes with one worker each, over the link."""
+    traced = TracedCase.of(case, on_gpu=False)
+    machine, _ = calibration.machine_for(case.workers)
+    parallelism = Parallelism(
+        case.workers,
+        traced.plan.strategy.value,
+        traced.plan.accumulation_steps.value,
+        chunks=traced.plan.exchange_chunks.value,
+    )
+    return predict(traced.work, _over_network(machine, link), parallelism)
+
+
+def _over_network(machine: Machine, link: LinkSpec) -> Machine:
+    """Return the workers of a machine as nodes of their own.
+
+    A message takes its time on this machine, and the time of the link."""
+
+    def slower(local: Link) -> Link:
+        seconds_per_byte = 1 / local.bytes_per_s + 8 / (link.mbit_s * 1e6)
+        return Link("network", local.latency_s + link.delay_s, 1 / seconds_per_byte)
+
+    network = Interconnect(slower(machine.inner.sums), slower(machine.inner.exchange))
+    return replace(machine, nodes=machine.per_node, per_node=1, outer=network)
+
+
+def _scaling_row(row: Scaled, alone: Scaled) -> list[str]:
+    predicted_s = row.predicted.step_seconds
+    return [
+        row.case.where,
+        f"{1000 * row.measured_s:.0f} ms",
+        f"{1000 * predicted_s:.0f} ms",
+        f"{predicted_s / row.measured_s - 1:+.0%}",
+        f"{alone.measured_s / row.measured_s:.2f}",
+        f"{alone.predicted.step_seconds / predicted_s:.2f}",
+    ]
+
+
+def _parts_text(predicted: StepPrediction) -> str:
+    parts = {name: f"{1000 * seconds:.0f} ms" for name, seconds in predicted.parts.items() if seconds > 1e-3}
+    return ", ".join(f"{name} {text}" for name, text in parts.items())
+
+
+def _commit() -> str:
+    root = Path(__file__).parents[1]
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=None, help="names of cases")
+    parser.add_argument("--scaling", action="store_true", help="measure two nodes over a slow link")
+    parser.add_argument("--mbit", type=int, default=1000, help="bandwidth of the link")
+    parser.add_argument("--delay-ms", type=float, default=10.0, help="delay from node to node")
+    arguments = parser.parse_args()
+    reason = reason_not_allowed()
+    if reason is not None:
+        parser.error(reason)
+    publish(_result(arguments), arguments.out)
+
+
+def _result(arguments: argparse.Namespace) -> str:
+    commit = f"Commit: {_commit()}.\n\n"
+    if arguments.scaling:
+        link = LinkSpec(arguments.mbit, arguments.delay_ms / 1000)
+        title = f"Two nodes over {link.mbit_s} Mbit/s with {arguments.delay_ms:g} ms delay"
+        return header(title, arguments) + commit + scaling(link)
+    title = "Three nodes in network namespaces, disturbed"
+    text = f"{STEPS} steps of the digits on three workers, one on each node; 7 experts, fp32.\n\n"
+    return header(title, arguments) + commit + text + disturbances(arguments.only or [])
+
+
+if __name__ == "__main__":
+    main()
