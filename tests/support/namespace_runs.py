@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.record.events import Event, by_step, of_kind, read_events
 from tests.support.cli_runs import read_summary
 from tests.support.namespace_cluster import NamespaceCluster, wait_until
-from tests.support.namespaces import Node
+from tests.support.namespaces import Node, end
 from tests.support.object_server import BUCKET
 
 STEPS = 36
@@ -279,9 +279,9 @@ def run_case(cluster: NamespaceCluster, case: Case, calm: Outcome | None = None)
         case.disturb(run)
         output = cluster.finish_run(run.process, case.run_dir, timeout_s=900)
     finally:
-        run.process.kill()
-    if case.loses_node:
-        cluster.add_node()
+        end(run.process)
+        if case.loses_node:
+            cluster.add_node()
     events = run.events()
     losses = [event["loss"] for event in by_step(events)]
     problems = case.check(run)

@@ -243,6 +243,13 @@ def _port(number: int) -> str:
     return f"port{number}"
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program of a node, if it still runs: it is the child of the process that entered the node."""
+    if process.poll() is None:
+        os.kill(_only_child(process), signal.SIGKILL)
+        process.wait()
+
+
 def _only_child(process: subprocess.Popen[bytes]) -> int:
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(child)
