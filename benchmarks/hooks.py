@@ -128,7 +128,7 @@ VARIANTS = (
 def prepare(variant: Variant, sizes: Sizes, on_gpu: bool, run_dir: Path, rounds: int) -> PreparedRun:
     config = Config.of(
         run_dir=run_dir,
-        gpu_mode="single" if on_gpu else "cpu",
+        gpu_mode="single_gpu" if on_gpu else "cpu",
         max_steps=(rounds + 2) * sizes.steps,
         batch_size=sizes.batch,
         evaluate_every=sizes.steps,

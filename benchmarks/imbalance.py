@@ -5,7 +5,7 @@ times are predicted: the slowest host's experts, the sum of the copies' gradient
 Nothing runs on the hosts, unless ``--real`` asks for steps on processes of this machine.
 
     python -m benchmarks.imbalance [--hosts 2 4 8 32] [--experts 8 32 128] [--steps 120] [--out FILE]
-    python -m benchmarks.imbalance --real --hosts 2 --experts 8 --steps 80
+    python -m benchmarks.imbalance --real --hosts 2 --experts 8 --steps 80 [--tokens 4096]
 """
 
 from __future__ import annotations
@@ -320,15 +320,16 @@ def real_tables(arguments: argparse.Namespace) -> str:
 
     (hosts,) = arguments.hosts
     (experts,) = arguments.experts
+    tokens: int = arguments.tokens
     cases: list[list[np.ndarray]] = []
     for distribution in DISTRIBUTIONS.values():
         random = np.random.default_rng(arguments.seed)
         cases.append(list(itertools.islice(distribution(experts, random), arguments.steps)))
-    found = real.run_on_hosts(real.alternating_variants, hosts, cases)
+    found = real.run_on_hosts(real.alternating_variants, hosts, tokens, cases)
     rows = [real.row(name, case) for name, case in zip(DISTRIBUTIONS, found, strict=True)]
-    (groups,) = real.run_on_hosts(real.replica_variants, 4, [cases[1][:3]])
+    (groups,) = real.run_on_hosts(real.replica_variants, 4, tokens, [cases[1][:3]])
     note = real.NOTE.format(
-        tokens=real.TOKENS, experts=experts, hidden=real.HIDDEN, width=real.WIDTH, block=real.BLOCK
+        tokens=tokens, experts=experts, hidden=real.HIDDEN, width=real.WIDTH, block=real.BLOCK
     )
     columns = ["MB per step, 1 replica", "MB per step, 2 replicas", "ratio"]
     groups_note = (
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=1024, help="per host and real step")
     parser.add_argument("--bandwidth", type=float, default=400e9, help="bytes per second of a host's link")
     arguments = parser.parse_args()
     if arguments.real and (len(arguments.hosts) > 1 or len(arguments.experts) > 1):

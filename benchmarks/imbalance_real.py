@@ -50,9 +50,8 @@ from orchestrator.train.strategies.expert_parallel import ExpertParallelStrategy
 
 WIDTH = 256
 HIDDEN = 384
-TOKENS = 1024  # per host and step
 TOP_K = 1
-SPEED = 2e10  # FLOPs per second of a core, for the balancer
+SPEED = 6e10  # FLOPs per second of a core, for the balancer
 BANDWIDTH = 1e9
 BLOCK = 5
 """Steps of one variant before the next one: noise of the machine hits all alike."""
@@ -84,9 +83,9 @@ class ForcedLayer(Task):
 
     units_per_sample = WIDTH
 
-    def __init__(self, num_experts: int, hosts: int) -> None:
+    def __init__(self, num_experts: int, tokens: int) -> None:
         self.num_experts = num_experts
-        self.hosts = hosts
+        self.tokens = tokens
 
     def build_model(self) -> nn.Module:
         layer = MoELayer(WIDTH, [HIDDEN] * self.num_experts, TOP_K)
@@ -97,7 +96,7 @@ class ForcedLayer(Task):
 
     def train_data(self) -> TensorData:
         generator = torch.Generator().manual_seed(1)
-        return TensorData(*torch.randn(2, TOKENS * self.hosts, WIDTH, generator=generator))
+        return TensorData(*torch.randn(2, self.tokens, WIDTH, generator=generator))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         x_TD, target_TD = batch
@@ -125,9 +124,9 @@ class Figures:
 class Variant:
     """One way to place the experts: it trains a model of its own."""
 
-    def __init__(self, world: World, loads: Loads, balances: bool, replicas: int = 1) -> None:
+    def __init__(self, world: World, tokens: int, loads: Loads, balances: bool, replicas: int = 1) -> None:
         num_experts = len(loads[0])
-        task = ForcedLayer(num_experts, world.size)
+        task = ForcedLayer(num_experts, tokens * world.size)
         self.world = world
         self.loads = loads
         self.figures = Figures()
@@ -145,8 +144,8 @@ class Variant:
         self.feed = open_feed(
             task.train_data(),
             world,
-            global_batch=TOKENS * world.size,
-            micro_batch=TOKENS,
+            global_batch=tokens * world.size,
+            micro_batch=tokens,
             seed=0,
             loader=LoaderOptions(),
         )
@@ -156,7 +155,7 @@ class Variant:
             strategy=ExpertParallelStrategy(model, task, world, 1, None),
             optimizer=ScheduledOptimizer(adamw, warmup_schedule("constant", 0, 10_000)),
             precision=Precision("fp32", world.device),
-            micro_batch=TOKENS,
+            micro_batch=tokens,
             seed=0,
             clip_norm=1.0,
             clock=PhaseClock(),
@@ -212,33 +211,36 @@ class Variant:
 
 # --- processes
 
-Job = Callable[[World, Any], list[Figures]]
+Job = Callable[[World, int, Any], list[Figures]]
 
 
-def alternating_variants(world: World, loads: Loads) -> list[Figures]:
+def alternating_variants(world: World, tokens: int, loads: Loads) -> list[Figures]:
     """Run the variants of a case in blocks of steps: experts that stay, balanced experts, even loads."""
     even = [np.full_like(loads[0], 1 / len(loads[0]))] * len(loads)
-    variants = [Variant(world, loads, False), Variant(world, loads, True), Variant(world, even, False)]
+    stay, balanced = (Variant(world, tokens, loads, balances) for balances in (False, True))
+    variants = [stay, balanced, Variant(world, tokens, even, False)]
     for begin in range(0, len(loads), BLOCK):
         for variant in variants:
             variant.run(min(BLOCK, len(loads) - begin))
     return [variant.figures for variant in variants]
 
 
-def replica_variants(world: World, loads: Loads) -> list[Figures]:
+def replica_variants(world: World, tokens: int, loads: Loads) -> list[Figures]:
     """Run a few steps with one and with two expert groups."""
-    variants = [Variant(world, loads, False, replicas) for replicas in (1, 2)]
+    variants = [Variant(world, tokens, loads, False, replicas) for replicas in (1, 2)]
     for variant in variants:
         variant.run(len(loads))
     return [variant.figures for variant in variants]
 
 
-def run_on_hosts(job: Job, hosts: int, cases: Sequence[Loads]) -> list[list[list[Figures]]]:
-    """Run cases on new processes. Return the figures by case, variant and host."""
+def run_on_hosts(job: Job, hosts: int, tokens: int, cases: Sequence[Loads]) -> list[list[list[Figures]]]:
+    """Run cases on new processes, with so many tokens a step on each.
+
+    Return the figures by case, variant and host."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
-        arguments = (hosts, folder, job, list(cases), queue)
+        arguments = (hosts, folder, job, tokens, list(cases), queue)
         processes = [context.Process(target=_host_main, args=(rank, *arguments)) for rank in range(hosts)]
         for process in processes:
             process.start()
@@ -248,14 +250,22 @@ def run_on_hosts(job: Job, hosts: int, cases: Sequence[Loads]) -> list[list[list
     return [[[Figures(**host) for host in variant] for variant in case] for case in found]
 
 
-def _host_main(rank: int, hosts: int, folder: str, job: Job, cases: list[Loads], queue: Any) -> None:
+def _host_main(
+    rank: int,
+    hosts: int,
+    folder: str,
+    job: Job,
+    tokens: int,
+    cases: list[Loads],
+    queue: Any,
+) -> None:
     torch.set_num_threads(1)
     found: list[Any] = []
     for number, loads in enumerate(cases):
         store = file_store(str(Path(folder) / f"case-{number}"), hosts)
         # A group for each case: the names of decisions are used once in a group.
         with process_group_world(store, rank, hosts, torch.device("cpu"), "gloo", 120) as world:
-            by_host = world.gather_values([asdict(figures) for figures in job(world, loads)])
+            by_host = world.gather_values([asdict(figures) for figures in job(world, tokens, loads)])
             found.append([list(variant) for variant in zip(*by_host, strict=True)])
     if rank == 0:
         queue.put(found)
