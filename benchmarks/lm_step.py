@@ -25,20 +25,9 @@ import torch
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
 from orchestrator.config.settings import Config
 from orchestrator.trainer import Trainer
+from tests.support.large_models import CONFIGS
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
+MODEL = CONFIGS["Qwen3-30B-A3B"]
 WARM_UP = 3
 
 
@@ -80,12 +69,12 @@ def _arguments() -> argparse.Namespace:
 def _write_model(folder: Path, arguments: argparse.Namespace) -> Path:
     from transformers import Qwen3MoeConfig
 
-    sizes = dict(QWEN3_30B_A3B)
+    sizes = {**MODEL, "max_position_embeddings": 40960, "num_hidden_layers": arguments.layers}
     if arguments.small:
         sizes |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}
     folder.mkdir()
-    Qwen3MoeConfig(**sizes, num_hidden_layers=arguments.layers).save_pretrained(folder)
+    Qwen3MoeConfig(**sizes).save_pretrained(folder)
     _write_tokenizer(folder)
     return folder
 
@@ -102,7 +91,7 @@ def _write_tokenizer(folder: Path) -> None:
 def _write_tokens(file: Path, arguments: argparse.Namespace) -> Path:
     """Write random tokens without an end of sequence: a sample is one document."""
     count = (arguments.samples * 24 + 1) * arguments.sequence_length
-    vocabulary = 512 if arguments.small else QWEN3_30B_A3B["vocab_size"]
+    vocabulary = 512 if arguments.small else MODEL["vocab_size"]
     np.save(file, np.random.default_rng(0).integers(1, vocabulary, count, dtype=np.uint32))
     return file
 

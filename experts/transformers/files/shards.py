@@ -202,7 +202,7 @@ def check_not_quantised(folder: Path) -> None:
     try:
         config: Any = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return  # whoever builds the model reads it, and says what is wrong
+        return  # the code that builds the model reads it, and names the fault
     method = (config.get("quantization_config") or {}) if isinstance(config, dict) else {}
     if method:
         name = method.get("quant_method", "unknown") if isinstance(method, dict) else method

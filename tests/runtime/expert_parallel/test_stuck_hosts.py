@@ -1,6 +1,6 @@
 """Slow hosts are waited for, and hung ones are replaced: over gloo, with real processes.
 
-``tests/gpu/test_stuck_hosts.py`` runs the same cases over NCCL."""
+``tests/gpu/test_recovery.py`` runs the same cases over NCCL."""
 
 from __future__ import annotations
 

@@ -67,6 +67,16 @@ def test_a_run_on_hosts_equals_one_process(
     assert all(event["bytes"] > event["rows"] > 0 for event in exchange)
 
 
+def assert_checkpoints_equal(run_dir: Path, reference_dir: Path) -> None:
+    """The names, tensors and parameter groups of two checkpoints at step 8."""
+    saved, expected = (load(folder / "checkpoints" / "step_00000008") for folder in (run_dir, reference_dir))
+    for file in ("model", "optimizer"):
+        assert saved.tensors[file].keys() == expected.tensors[file].keys()
+        for name, tensor in expected.tensors[file].items():
+            torch.testing.assert_close(saved.tensors[file][name], tensor, rtol=1e-3, atol=1e-5)
+    assert saved.state["optimizer"]["groups"] == expected.state["optimizer"]["groups"]
+
+
 def test_a_checkpoint_of_a_sharded_dense_part_resumes_with_any_sharding(
     tmp_path: Path, reference: tuple[Path, list[Event]]
 ) -> None:
@@ -77,13 +87,7 @@ def test_a_checkpoint_of_a_sharded_dense_part_resumes_with_any_sharding(
     reference_dir, expected = reference
     run_dir = tmp_path / "run"
     train(run_dir, 3, max_steps=8, **ZERO3)
-    saved = load(run_dir / "checkpoints" / "step_00000008")
-    expected_saved = load(reference_dir / "checkpoints" / "step_00000008")
-    for file in ("model", "optimizer"):
-        assert saved.tensors[file].keys() == expected_saved.tensors[file].keys()
-        for name, tensor in expected_saved.tensors[file].items():
-            torch.testing.assert_close(saved.tensors[file][name], tensor, rtol=1e-3, atol=1e-5)
-    assert saved.state["optimizer"]["groups"] == expected_saved.state["optimizer"]["groups"]
+    assert_checkpoints_equal(run_dir, reference_dir)
     train(run_dir, 2, max_steps=12, resume="auto", **ZERO2)
     train(run_dir, 2, max_steps=16, resume="auto", **WHOLE)
     train(run_dir, 3, max_steps=20, resume="auto", **ZERO3)
@@ -102,12 +106,7 @@ def test_a_checkpoint_of_hosts_resumes_on_other_hosts_placements_and_strategies(
     reference_dir, expected = reference
     run_dir = tmp_path / "run"
     train(run_dir, 4, max_steps=8, **EXPERT_PARALLEL)
-    saved = load(run_dir / "checkpoints" / "step_00000008")
-    expected_saved = load(reference_dir / "checkpoints" / "step_00000008")
-    for file in ("model", "optimizer"):
-        assert saved.tensors[file].keys() == expected_saved.tensors[file].keys()
-        for name, tensor in expected_saved.tensors[file].items():
-            torch.testing.assert_close(saved.tensors[file][name], tensor, rtol=1e-3, atol=1e-5)
+    assert_checkpoints_equal(run_dir, reference_dir)
     train(run_dir, 3, max_steps=12, resume="auto", **EXPERT_PARALLEL)
     placement_file = tmp_path / "placement.json"
     placement_file.write_text(json.dumps({"layers": [[1, 1, 0, 1, 1], [0, 0, 0, 0, 0]]}))
