@@ -5,6 +5,7 @@ and the result file.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -25,7 +26,7 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def header(title: str, arguments: argparse.Namespace) -> str:
-    """Return the head of a result: title, date, device, versions and command."""
+    """Return the head of a result: title, date, device, versions, commit and command."""
     hardware = inventory()
     device = hardware.gpus[0].name if hardware.gpus else f"{hardware.cpu_name}, {hardware.cores} cores"
     versions = ", ".join(
@@ -38,7 +39,16 @@ def header(title: str, arguments: argparse.Namespace) -> str:
         if value not in (None, False) and name != "out"
     )
     command = f"python -m benchmarks.{module} {flags}"
-    return f"# {title}\n\n{date.today()}, {device}, {versions}.\nCommand: `{command}`\n\n"
+    return f"# {title}\n\n{date.today()}, {device}, {versions}.\n{_commit()}\nCommand: `{command}`\n\n"
+
+
+def _commit() -> str:
+    """Return a sentence with the commit that the code is of; a tree that was changed since says so."""
+    command = ["git", "describe", "--always", "--dirty=, with changes", "--abbrev=7", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return (
+        f"Commit {found.stdout.strip()}." if found.returncode == 0 else "Commit unknown: no git repository."
+    )
 
 
 def _flag(name: str, value: object) -> str:
