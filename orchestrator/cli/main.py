@@ -27,6 +27,7 @@ VERBS = {
     "check": "inspect the machine and test what training needs",
     "bench": "measure forward and backward time of a task",
     "sweep": "compare settings in short trials on the cluster, and write scaling tables",
+    "watch": "show a running or finished run in the terminal: progress, hosts, experts, events",
     "report": "draw plots and report.html again from the folder of a run or a sweep",
     "init": "write a commented config for this machine",
 }

@@ -17,7 +17,7 @@ from orchestrator.record.display import Display
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.scalars import to_float
-from orchestrator.record.text import change_line, failure_text, recovery_text
+from orchestrator.record.text import change_line, failure_text, oom_text, recovery_text
 from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
 
@@ -98,7 +98,7 @@ class Screen:
             "failure": self._failure,
             "recovery": self._recovery,
             "compile": self._compile,
-            "oom": lambda event: self._warning(_oom_text(event)),
+            "oom": lambda event: self._warning(oom_text(event)),
             "end": self._end,
         }
 
@@ -268,12 +268,3 @@ def _make_bar(console: Console, state: _BarState) -> Progress:
 def _from_one(epoch: object) -> object:
     """Return an epoch as people count it: events count from 0, people from 1."""
     return epoch + 1 if isinstance(epoch, int) else epoch
-
-
-def _oom_text(event: Event) -> str:
-    smaller = event.get("next_micro_batch")
-    consequence = f"continuing with {smaller}" if smaller else "no smaller one is left to try"
-    return (
-        f"out of memory at step {event.get('step')} ({event.get('where')}) "
-        f"with a micro-batch of {event.get('micro_batch')}; {consequence}"
-    )

@@ -6,60 +6,18 @@ line waits for its rest, or for the writer that cuts it off (see ``EventLog``).
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.record.events import (
-    Event,
-    Listener,
-    PositionedEvent,
-    driver_path,
-    driver_position,
-    merge_events,
-    parse_lines,
-    whole_line_bytes,
-)
+from orchestrator.record.events import Event, Listener, driver_path, driver_position, merge_events
+from orchestrator.record.growing import GrowingFile, LocalFile, RemoteFile, new_events
+from orchestrator.storage.folder import RemoteFolder
+
+MAX_BYTES = 2**23
+"""Bytes that are read at once: all events of a long run would fill the memory."""
 
 _logger = logging.getLogger("orchestrator")
-
-
-class _GrowingFile:
-    """Reads the new events of one file. ``offset`` is the number of bytes read so far."""
-
-    def __init__(self, path: Path, offset: int) -> None:
-        self._path = path
-        self._file_id: tuple[int, int] | None = None
-        self.offset = offset
-
-    def new_events(self) -> list[PositionedEvent]:
-        # Opened anew each time: on a network drive only an open shows the writes of another
-        # machine.
-        try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return []
-        try:
-            size = self._synchronize(file)
-            data = os.pread(file, size - self.offset, self.offset) if size > self.offset else b""
-        finally:
-            os.close(file)
-        begin = self.offset
-        whole_bytes = data.rfind(b"\n") + 1
-        self.offset += whole_bytes
-        return parse_lines(io.BytesIO(data[:whole_bytes]), begin)
-
-    def _synchronize(self, file: int) -> int:
-        """Return the size of the file, and correct the offset if the file was replaced or cut."""
-        status = os.fstat(file)
-        file_id = (status.st_dev, status.st_ino)
-        if status.st_size < self.offset:
-            is_new = status.st_size == 0 or file_id != self._file_id
-            self.offset = 0 if is_new else whole_line_bytes(self._path, status.st_size)
-        self._file_id = file_id
-        return status.st_size
 
 
 class Follower:
@@ -69,34 +27,50 @@ class Follower:
     and then, and ``close`` at the end.
     """
 
-    def __init__(self, path: Path, listeners: Iterable[Listener], only_new: bool = False) -> None:
-        """``only_new``: without the events that are there already, as when a run is resumed."""
+    def __init__(
+        self,
+        path: Path,
+        listeners: Iterable[Listener],
+        only_new: bool = False,
+        *,
+        remote: RemoteFolder | None = None,
+    ) -> None:
+        """``only_new``: without the events that are there already, as when a run is resumed.
+
+        ``remote`` is the folder of the log, and ``path`` its name there, if it lies in a remote folder."""
         self._listeners = tuple(listeners)
-        self._workers = _GrowingFile(path, whole_line_bytes(path) if only_new else 0)
-        own_path = driver_path(path)
-        self._driver = _GrowingFile(own_path, whole_line_bytes(own_path) if only_new else 0)
+        self._workers = _growing_file(path, only_new, remote)
+        self._driver = _growing_file(driver_path(path), only_new, remote)
         self._waiting: list[Event] = []
         """Events of the driver that follow lines of the workers which are not visible yet."""
         self._failed: set[int] = set()
+        self._is_behind = False
+        """Whether the last read left events of the workers in their file."""
         self._is_closed = False
         self.finished = False
         """Whether the last ``start`` event was followed by an ``end`` event."""
 
     def poll(self) -> int:
         """Pass on the new events and return their number; a missing file has none yet."""
-        return self._poll(is_last=False)
+        if self._is_closed:
+            return 0
+        num_events = self._poll(is_last=False)
+        while self._is_behind:
+            num_events += self._poll(is_last=False)
+        return num_events
 
     def close(self) -> None:
         """Pass on the remaining events. The owners of the listeners close them."""
-        self._poll(is_last=True)
+        self.poll()
+        if not self._is_closed:
+            self._poll(is_last=True)
         self._is_closed = True
 
     def _poll(self, is_last: bool) -> int:
-        if self._is_closed:
-            return 0
         # The driver's file first: the lines that its events follow are then in the other one.
-        self._waiting += [event for _, event in self._driver.new_events()]
-        worker_events = self._workers.new_events()
+        driver_events, _ = new_events(self._driver)
+        worker_events, self._is_behind = new_events(self._workers, MAX_BYTES)
+        self._waiting += [event for _, event in driver_events]
         due: list[Event] = []
         while self._waiting and (is_last or driver_position(self._waiting[0]) <= self._workers.offset):
             due.append(self._waiting.pop(0))
@@ -123,3 +97,7 @@ class Follower:
                         type(error).__name__,
                         error,
                     )
+
+
+def _growing_file(path: Path, only_new: bool, remote: RemoteFolder | None) -> GrowingFile:
+    return LocalFile(path, only_new) if remote is None else RemoteFile(remote, path.name)

@@ -42,6 +42,16 @@ def recovery_text(event: Event) -> str:
     return " ".join(part for part in parts if part) + source + repeated
 
 
+def oom_text(event: Event) -> str:
+    """Return an out-of-memory error and its consequence as text."""
+    smaller = event.get("next_micro_batch")
+    consequence = f"continuing with {smaller}" if smaller else "no smaller one is left to try"
+    return (
+        f"out of memory at step {event.get('step')} ({event.get('where')}) "
+        f"with a micro-batch of {event.get('micro_batch')}; {consequence}"
+    )
+
+
 def change_text(change: ExpertChange) -> str:
     """Return what changed: 'expert 4 born from 1', 'expert 2 moved to host 1'."""
     experts = f"{'expert' if len(change.ids) == 1 else 'experts'} {_numbers(change.ids)}"

@@ -105,6 +105,18 @@ class RemoteFolder:
                     return bytes(file.read(max_bytes))
         return None
 
+    def size(self, name: str) -> int | None:
+        """Return the number of bytes of an object; None if there is none."""
+        path = self._path(name)
+        with self._errors(f"read {name} of"), suppress(FileNotFoundError):
+            return int(self._files.info(path)["size"])
+        return None
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes of an object from ``begin`` to ``end``; fewer if it has become shorter."""
+        with self._errors(f"read {name} of"):
+            return bytes(self._files.cat_file(self._path(name), start=begin, end=end))
+
     def open(self, name: str) -> Any:
         """Open an object for reading bytes in pieces; reads may raise the errors of the storage's library."""
         with self._errors(f"read {name} of"):

@@ -1,0 +1,46 @@
+"""``orchestrator watch``: a view of a running or finished run in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config.flags import read_options
+from orchestrator.errors import UserError
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Show progress, speed, hosts, experts and events of a run, until it ends."""
+
+    folder: Path
+    """The folder of a run, or its address (s3://bucket/run1)."""
+    once: bool = False
+    """Show one frame and end."""
+    interval: float = 1.0
+    """Seconds between looks at the folder."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options = read_options(WatchOptions, argv, "orchestrator watch", positional="folder")
+    if not 0.1 <= options.interval <= 3600:
+        raise UserError(f"--interval is {options.interval:g}; a number from 0.1 to 3600 was needed")
+    return show_run(options)
+
+
+def show_run(options: WatchOptions) -> int:
+    from rich.console import Console
+
+    from orchestrator.report.watch.watching import Watch, show_once, show_until_end
+
+    console = Console(highlight=False)
+    watch = Watch(options.folder, console)
+    if options.once:
+        show_once(watch, console)
+        return 0
+    # The interrupt is the usual way to leave: the run goes on.
+    with suppress(KeyboardInterrupt):
+        show_until_end(watch, console, options.interval)
+    return 0

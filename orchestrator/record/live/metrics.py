@@ -1,0 +1,237 @@
+"""Metrics of a run: the figures of its state under the names that Prometheus stores.
+
+Quantities are in base units (seconds, bytes, watts, ratios), and their names end with the unit. The same
+families go to the endpoint of a run (``endpoint``) and to Ray's metrics (``runtime/cluster/ray_metrics``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchestrator.record.live.state import RunState
+from orchestrator.record.placements import measurement
+from orchestrator.record.scalars import to_float
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[Labels, float]
+Kind = Literal["gauge", "counter"]
+
+PHASES = ("data", "forward", "backward", "communication", "optimizer")
+"""Parts of a step, in their order."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: its name and meaning, and the function that reads its samples from a run's state."""
+
+    name: str
+    help: str
+    read: Callable[[RunState], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+    kind: Kind = "gauge"
+
+
+def _one(read: Callable[[RunState], float | None]) -> Callable[[RunState], Iterator[Sample]]:
+    """Return a reader of a metric with one sample, or none where the value is unknown."""
+
+    def samples(state: RunState) -> Iterator[Sample]:
+        value = read(state)
+        if value is not None:
+            yield (), float(value)
+
+    return samples
+
+
+def _count(name: str) -> Callable[[RunState], Iterator[Sample]]:
+    return _one(lambda state: state.counts[name])
+
+
+def _field(event: str, name: str) -> Callable[[RunState], Iterator[Sample]]:
+    """Return a reader of a field of the newest event of a kind."""
+    return _one(lambda state: to_float((getattr(state, event) or {}).get(name)))
+
+
+def _last_step(name: str) -> Callable[[RunState], Iterator[Sample]]:
+    return _one(lambda state: to_float(state.steps[-1].get(name)) if state.steps else None)
+
+
+def _speed(name: str) -> Callable[[RunState], Iterator[Sample]]:
+    def read(state: RunState) -> float | None:
+        speed = state.speed()
+        return None if speed is None else getattr(speed, name)
+
+    return _one(read)
+
+
+def _info(state: RunState) -> Iterator[Sample]:
+    if state.start is not None:
+        yield tuple((name, str(state.start.get(name) or "")) for name in _INFO), 1.0
+
+
+_INFO = ("version", "task", "strategy", "device", "precision")
+
+
+def _phases(state: RunState) -> Iterator[Sample]:
+    for phase in PHASES:
+        seconds = measurement((state.phases or {}).get(phase))
+        if seconds is not None:
+            yield (("phase", phase),), seconds
+
+
+def _host_times(state: RunState) -> Iterator[Sample]:
+    placement = state.experts.placement
+    times = state.experts.host_times()
+    if placement is not None and times is not None:
+        for host, time in zip(placement.hosts, times, strict=True):
+            yield (("host", str(host.rank)),), time
+
+
+def _experts(state: RunState) -> Iterator[Sample]:
+    for layer, use in enumerate(state.experts.layers()):
+        yield (("layer", str(layer)),), float(len(use))
+
+
+def _expert_peaks(state: RunState) -> Iterator[Sample]:
+    for layer, use in enumerate(state.experts.layers()):
+        if use:
+            yield (("layer", str(layer)),), max(use.values())
+
+
+def _expert_changes(state: RunState) -> Iterator[Sample]:
+    for name, count in state.counts.items():
+        kind = name.removeprefix("expert ")
+        if kind != name:
+            yield (("change", kind),), float(count)
+
+
+def _node(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample]]:
+    """Return a reader of a figure of the main worker's node."""
+
+    def read(state: RunState) -> float | None:
+        host = (state.monitor or {}).get("host")
+        value = measurement(host.get(name)) if isinstance(host, Mapping) else None
+        return None if value is None else value * scale
+
+    return _one(read)
+
+
+def _gpus(name: str, scale: float = 1.0) -> Callable[[RunState], Iterator[Sample]]:
+    """Return a reader of a figure of each GPU of the main worker's node."""
+
+    def samples(state: RunState) -> Iterator[Sample]:
+        devices = (state.monitor or {}).get("devices")
+        for device in devices if isinstance(devices, list) else []:
+            value = measurement(device.get(name)) if isinstance(device, Mapping) else None
+            if value is not None:
+                yield _gpu_labels(device), value * scale
+
+    return samples
+
+
+def _gpu_labels(device: Mapping[str, Any]) -> Labels:
+    return ("gpu", str(device.get("index"))), ("name", str(device.get("name") or ""))
+
+
+_GPU = ("gpu", "name")
+_PERCENT = 0.01
+
+METRICS = (
+    Metric("orchestrator_run_info", "Constants of the run, in the labels; always 1.", _info, _INFO),
+    Metric(
+        "orchestrator_running",
+        "1 while the run trains, 0 before it starts and after it ended.",
+        _one(lambda state: state.status == "running"),
+    ),
+    Metric("orchestrator_step", "The last step that was trained.", _one(lambda state: state.step)),
+    Metric("orchestrator_planned_steps", "Steps of the whole run.", _one(lambda state: state.total_steps)),
+    Metric("orchestrator_epoch", "The epoch of the last step, from 1.", _one(lambda state: state.epoch)),
+    Metric("orchestrator_workers", "Workers that train.", _one(lambda state: state.workers)),
+    Metric(
+        "orchestrator_remaining_seconds",
+        "Time of the steps to come at the recent speed.",
+        _one(lambda state: state.seconds_left()),
+    ),
+    Metric("orchestrator_loss", "Training loss of the last step.", _one(lambda state: state.loss)),
+    Metric("orchestrator_validation_loss", "Loss of the last evaluation.", _field("evaluation", "loss")),
+    Metric("orchestrator_gradient_norm", "Gradient norm of the last step.", _last_step("grad_norm")),
+    Metric("orchestrator_learning_rate", "Learning rate of the last step.", _last_step("lr")),
+    Metric(
+        "orchestrator_samples_per_second", "Samples per second over the last 50 steps.", _speed("samples")
+    ),
+    Metric(
+        "orchestrator_units_per_second",
+        "Units of the task, such as tokens, per second over the last 50 steps.",
+        _speed("units"),
+    ),
+    Metric("orchestrator_step_seconds", "Mean time of the last 50 steps.", _speed("mean_step_s")),
+    Metric("orchestrator_phase_seconds", "Time of each phase per step.", _phases, ("phase",)),
+    Metric(
+        "orchestrator_exchange_seconds",
+        "Waiting time of the token exchange per step, mean over hosts.",
+        _field("exchange", "seconds"),
+    ),
+    Metric(
+        "orchestrator_exchange_bytes",
+        "Bytes sent to other hosts per step, summed over hosts.",
+        _field("exchange", "bytes"),
+    ),
+    Metric(
+        "orchestrator_imbalance_ratio",
+        "Time of the slowest host over the mean; 1 is balanced.",
+        _one(lambda state: state.experts.imbalance()),
+    ),
+    Metric(
+        "orchestrator_host_time_ratio",
+        "Time of each host's experts over the mean of all hosts.",
+        _host_times,
+        ("host",),
+    ),
+    Metric("orchestrator_experts", "Experts of each layer.", _experts, ("layer",)),
+    Metric(
+        "orchestrator_busiest_expert_ratio",
+        "Tokens of the busiest expert of each layer over the even share.",
+        _expert_peaks,
+        ("layer",),
+    ),
+    Metric(
+        "orchestrator_expert_changes_total", "Changes of experts.", _expert_changes, ("change",), "counter"
+    ),
+    Metric(
+        "orchestrator_failures_total",
+        "Failures of workers and of the run.",
+        _count("failures"),
+        (),
+        "counter",
+    ),
+    Metric("orchestrator_recoveries_total", "Recoveries from failures.", _count("recoveries"), (), "counter"),
+    Metric(
+        "orchestrator_lost_steps_total",
+        "Steps that were repeated after failures.",
+        _count("lost_steps"),
+        (),
+        "counter",
+    ),
+    Metric("orchestrator_checkpoints_total", "Checkpoints written.", _count("checkpoints"), (), "counter"),
+    Metric(
+        "orchestrator_node_cpu_ratio", "CPU use of the main worker's node.", _node("cpu_percent", _PERCENT)
+    ),
+    Metric(
+        "orchestrator_node_memory_used_bytes", "Used memory of the main worker's node.", _node("memory_used")
+    ),
+    Metric(
+        "orchestrator_process_memory_bytes", "Resident memory of the main worker.", _node("process_memory")
+    ),
+    Metric(
+        "orchestrator_gpu_memory_used_bytes",
+        "Used memory of the GPUs of the main worker's node.",
+        _gpus("memory_used"),
+        _GPU,
+    ),
+    Metric("orchestrator_gpu_memory_size_bytes", "Memory of these GPUs.", _gpus("memory_total"), _GPU),
+    Metric("orchestrator_gpu_utilization_ratio", "Use of these GPUs.", _gpus("utilization", _PERCENT), _GPU),
+    Metric("orchestrator_gpu_power_watts", "Power of these GPUs.", _gpus("power"), _GPU),
+    Metric("orchestrator_gpu_temperature_celsius", "Temperature of these GPUs.", _gpus("temperature"), _GPU),
+)
+"""All metrics. Each also has the label ``run``, the name of the run folder."""

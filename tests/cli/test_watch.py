@@ -1,0 +1,40 @@
+"""Tests of ``orchestrator watch`` as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.helpers import Call, check_answer
+from tests.support.fake_events import FakeRun
+from tests.support.fake_run import write_run
+
+
+def test_one_frame_of_a_finished_run(call: Call, tmp_path: Path) -> None:
+    write_run(tmp_path / "run1", FakeRun(experts=8, workers=2, hosted=True))
+    answer = call("watch", "run1", "--once")
+    assert answer.code == 0
+    assert answer.lines[0].split() == ["run1", "completed"]
+    assert max(map(len, answer.lines)) <= 120
+    assert "\x1b" not in answer.out
+
+
+def test_the_view_of_a_finished_run_ends_by_itself(call: Call, tmp_path: Path) -> None:
+    write_run(tmp_path / "run1")
+    answer = call("watch", "run1", "--interval", "0.1")
+    assert answer.code == 0
+    assert answer.out.count("progress ") == 1
+
+
+def test_a_remote_folder_is_shown(call: Call, tmp_path: Path) -> None:
+    write_run(tmp_path / "run1", FakeRun(ends="killed"))
+    answer = call("watch", f"file://{tmp_path}/run1", "--once")
+    assert answer.code == 0
+    assert "no event for" in answer.lines[0]
+
+
+def test_mistakes_are_answered_in_a_line(call: Call, tmp_path: Path) -> None:
+    check_answer(call("watch", "none"), "there is no folder none")
+    check_answer(call("watch", "."), "there is no run in .")
+    check_answer(call("watch", "ftp://host/run"), "ftp:// is not known")
+    write_run(tmp_path / "run1")
+    check_answer(call("watch", "run1", "--interval", "0"), "--interval is 0")
