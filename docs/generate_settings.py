@@ -25,8 +25,20 @@ from orchestrator.config.settings import Config, section_types
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "settings.md"
-VERBS = ("train", "resume", "evaluate", "export", "plan", "bench", "sweep", "check", "report", "init")
-POSITIONAL = ("path", "folder", "checkpoint")  # of init, report and resume, and evaluate
+VERBS = (
+    "train",
+    "resume",
+    "evaluate",
+    "export",
+    "plan",
+    "bench",
+    "sweep",
+    "check",
+    "watch",
+    "report",
+    "init",
+)
+POSITIONAL = ("path", "folder", "checkpoint")  # of init, report, watch and resume, and evaluate
 
 INTRODUCTION = """# Settings
 

@@ -39,7 +39,8 @@ from orchestrator.plan.workers import (
 )
 from orchestrator.preparation import prepare_run
 from orchestrator.record.callbacks import CallbackRunner, load_callbacks
-from orchestrator.record.events import DriverLog
+from orchestrator.record.events import DriverLog, Listener
+from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 from orchestrator.result import Result
@@ -96,6 +97,7 @@ class Trainer:
         self._resumed: ResumedSettings | None = None
         self._remote: RemoteRun | None = None
         self._screen = Screen(quiet=True)
+        self._metrics: RunMetrics | None = None
         self._quiet = quiet
         self._given_callbacks = list(callbacks)
         self._callbacks = CallbackRunner([])
@@ -214,6 +216,12 @@ class Trainer:
         check_trackers(config.watch.trackers)
         callbacks = load_callbacks(config, self._given_callbacks)
         self._callbacks = CallbackRunner(callbacks, config.watch.callback_errors == "raise")
+        watch = config.watch
+        with metrics_endpoint(watch.metrics_address, watch.metrics_port, self._screen.note) as self._metrics:
+            return self._fit_watched()
+
+    def _fit_watched(self) -> Result:
+        config = self.resolved.config
         if not workers_flag(config):
             hardware = self._take_inventory()
             if choose_strategy(config, hardware, in_cluster()).value == "single":
@@ -337,7 +345,7 @@ class Trainer:
         world = World.single_process(prepared.plan.device.value)
         with (
             preserved_random_state(),
-            open_event_log(config, run_dir, self._screen, self._callbacks) as log,
+            open_event_log(config, run_dir, self._screen, self._callbacks, self._listeners(run_dir)) as log,
             stop_on_signal() as stop_requested,
             mirroring(self._remote, log, config.checkpoint.keep),
         ):
@@ -379,11 +387,18 @@ class Trainer:
             placement_file(config, prepared.facts, num_workers)
         run_dir = open_run_dir(config, config.run.name, results_folder())
         self._show_banner(prepared, banner_rows(prepared, run_dir, remote_of(run_dir)))
-        observers = Observers(self._screen, self._callbacks, self._remote)
+        observers = Observers(self._screen, self._callbacks, self._remote, self._listeners(run_dir))
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
         with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
             model = final_model(prepared, run_dir, log)
         return self._finish(status, run_dir, model)
+
+    def _listeners(self, run_dir: Path) -> list[Listener]:
+        """Return the readers of the events that the run's settings ask for."""
+        if self._metrics is None:
+            return []
+        self._metrics.run_name = run_dir.name
+        return [self._metrics]
 
     def _show_banner(self, prepared: PreparedRun, rows: list[tuple[str, str]]) -> None:
         from orchestrator.train.worker.run_settings import resume_lines

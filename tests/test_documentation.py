@@ -36,6 +36,7 @@ NOT_RUN = {
     "docs/expert-parallelism.md": 1,
     "docs/index.md": 2,
     "docs/language-models.md": 4,
+    "docs/live-view.md": 2,
     "docs/recovery.md": 1,
     "docs/security.md": 1,
     "docs/settings.md": 1,
@@ -185,7 +186,13 @@ def test_commands_parse(command: str) -> None:
 
 
 def _positional(verb: str) -> Any:
-    names = {"report": "folder", "resume": "folder", "init": "path", "evaluate": "checkpoint"}
+    names = {
+        "report": "folder",
+        "watch": "folder",
+        "resume": "folder",
+        "init": "path",
+        "evaluate": "checkpoint",
+    }
     return ("checkpoint", "folder") if verb == "export" else names.get(verb)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from orchestrator.config.checks import at_least
+from orchestrator.config.checks import at_least, within
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 CallbackErrors = Literal["warn", "raise"]
@@ -67,6 +67,11 @@ class WatchSettings:
     checkpoints, failures and end of the run."""
     callback_errors: CallbackErrors = "warn"
     """An exception in a callback: warn shows it and goes on, raise ends the run."""
+    metrics_port: int | None = None
+    """Serve figures for Prometheus at http://METRICS_ADDRESS:PORT/metrics while the run lasts; 0 takes a
+    free port, which the screen shows."""
+    metrics_address: str = "127.0.0.1"
+    """Address of this machine that --metrics-port listens on; 0.0.0.0 lets other machines read them."""
     profile: bool = False
     """Trace a few steps: trace.json and the table of the most expensive operations."""
 
@@ -74,3 +79,6 @@ class WatchSettings:
         at_least("log_every", self.log_every, 1)
         at_least("evaluate_every", self.evaluate_every, 0)
         at_least("gpu_log_interval", self.gpu_log_interval, 0)
+        within("metrics_port", self.metrics_port or 0, 0, 65535)
+        if not self.metrics_address.strip():
+            raise ValueError("metrics_address is empty; an address of this machine was needed, as 127.0.0.1")

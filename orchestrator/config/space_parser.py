@@ -22,7 +22,7 @@ _RANGE = re.compile(r"(?P<low>[^.]*(?:\.\d[^.]*)?)\.\.(?P<high>[^:]+)(?::(?P<how
 _FORM = "values as 16,64,256, a range with steps as 16..256:x2 or 1..9:2, or a range as 1e-4..1e-2:log"
 _NOT_SWEPT = {
     "task", "name", "run_dir", "resume", "init_from", "ray_address", "trackers", "debug", "auto", "profile",
-    "devices", "gpu_mode",
+    "devices", "gpu_mode", "metrics_port", "metrics_address",
 }  # fmt: skip
 
 

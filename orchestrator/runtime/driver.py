@@ -28,6 +28,7 @@ from orchestrator.record.tail import Follower
 from orchestrator.record.trackers import TrackerThread
 from orchestrator.redaction import Secrets, mask_tree
 from orchestrator.runtime.bootstrap import NONCE_FILE, REQUESTS_FILE, Assignment, DriverRequests
+from orchestrator.runtime.cluster.ray_metrics import RayMetrics
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
@@ -86,12 +87,14 @@ Start = Callable[[Assignment, int, bool, EventLog, RecoveryLog], Attempt]
 
 @dataclass(frozen=True)
 class Observers:
-    """What follows a run beside its workers: the screen, the user's callbacks, and the uploads."""
+    """What follows a run beside its workers: the screen, the user's callbacks, metrics, and the uploads."""
 
     screen: Screen
     callbacks: CallbackRunner = field(default_factory=lambda: CallbackRunner([]))
     remote: RemoteRun | None = None
     """The remote folder that the run folder is copied to, if there is one."""
+    listeners: Sequence[Listener] = ()
+    """Further readers of the events."""
 
 
 def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, observers: Observers) -> str:
@@ -113,9 +116,10 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             config.watch.trackers, run_dir, run_dir.name, settings, on_warning=screen.note
         )
         stack.callback(trackers.close)
+        gauges = RayMetrics(run_dir.name)
         try:
             with (
-                _RunRecord(run_dir, [screen, trackers, callbacks]) as record,
+                _RunRecord(run_dir, [screen, trackers, callbacks, gauges, *observers.listeners]) as record,
                 stop_on_signal() as stop_requested,
                 mirroring(observers.remote, record.log, config.checkpoint.keep),
             ):

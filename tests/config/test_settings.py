@@ -200,6 +200,9 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("log_every", 0),
     ("evaluate_every", -1),
     ("gpu_log_interval", -1),
+    ("metrics_port", -1),
+    ("metrics_port", 65536),
+    ("metrics_address", " "),
 ]
 
 

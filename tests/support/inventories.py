@@ -285,6 +285,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "trackers": st.lists(st.sampled_from(["tensorboard", "wandb", "mlflow"]), max_size=3).map(tuple),
     "callbacks": st.lists(st.sampled_from(["mine:Watch", "a.b:C"]), max_size=2).map(tuple),
     "callback_errors": st.sampled_from(["warn", "raise"]),
+    "metrics_port": _maybe(st.integers(0, 65535)),
+    "metrics_address": st.sampled_from(["127.0.0.1", "0.0.0.0", "::1"]),
     "profile": st.booleans(),
 }
 

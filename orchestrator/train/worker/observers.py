@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config
 from orchestrator.config.writer import to_json
 from orchestrator.plan.inventory.hardware import inventory, secret_values
 from orchestrator.record.callbacks import CallbackRunner
-from orchestrator.record.events import EventLog
+from orchestrator.record.events import EventLog, Listener
 from orchestrator.record.log import Log
 from orchestrator.record.monitor import Monitor
 from orchestrator.record.screen import Screen
@@ -28,9 +28,13 @@ from orchestrator.train.worker.prepared_run import PreparedRun
 
 @contextmanager
 def open_event_log(
-    config: Config, run_dir: Path, screen: Screen, callbacks: CallbackRunner
+    config: Config,
+    run_dir: Path,
+    screen: Screen,
+    callbacks: CallbackRunner,
+    listeners: Iterable[Listener] = (),
 ) -> Iterator[EventLog]:
-    """Yield the event log of a run, with the screen, the trackers and the callbacks as its listeners."""
+    """Yield the event log of a run. Its listeners are screen, trackers, callbacks and ``listeners``."""
 
     def warn(message: str) -> None:
         log.write("warning", kind="tracker", message=message)
@@ -44,7 +48,7 @@ def open_event_log(
         settings,
         on_warning=warn,
     )
-    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks], secrets=secrets)
+    log = EventLog(run_dir / "events.jsonl", [screen, trackers, callbacks, *listeners], secrets=secrets)
     callbacks.bind(run_dir, config, log.write)
     try:
         yield log

@@ -1,0 +1,127 @@
+"""Tests of the endpoint that Prometheus scrapes: it answers while a run lasts, and ends with it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+
+import pytest
+
+from orchestrator.errors import UserError
+from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
+from orchestrator.record.live.exposition import CONTENT_TYPE
+from tests.support.fake_events import FakeRun, run_events
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def served(notes: list[str]) -> Iterator[RunMetrics]:
+    with metrics_endpoint("127.0.0.1", 0, notes.append) as metrics:
+        assert metrics is not None
+        metrics.run_name = "run-1"
+        yield metrics
+
+
+def port_of(notes: list[str]) -> int:
+    (note,) = notes
+    return int(note.removeprefix("metrics: http://127.0.0.1:").removesuffix("/metrics"))
+
+
+def ask(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_a_scrape_sees_the_newest_events(served: RunMetrics, notes: list[str]) -> None:
+    events = run_events(FakeRun())
+    for event in events[:40]:
+        served(event)
+    status, content_type, before = ask(port_of(notes))
+    assert (status, content_type) == (200, CONTENT_TYPE)
+    for event in events[40:]:
+        served(event)
+    after = ask(port_of(notes))[2]
+    assert before != after
+    assert 'orchestrator_step{run="run-1"} 120\n' in after
+    assert after == served.text()
+
+
+def test_other_paths_and_methods_are_answered_plainly(served: RunMetrics, notes: list[str]) -> None:
+    port = port_of(notes)
+    assert ask(port, "/")[0] == 404
+    assert "/metrics" in ask(port, "/")[2]
+    assert ask(port, "/metrics?name[]=x")[0] == 200
+    assert ask(port, method="HEAD") == (200, CONTENT_TYPE, "")
+    assert ask(port, method="POST")[0] == 501
+
+
+def test_scrapers_and_events_may_come_at_once(served: RunMetrics, notes: list[str]) -> None:
+    """A reader of a deque that grows meanwhile would fail."""
+    events = run_events(FakeRun(experts=8, workers=2, hosted=True, steps=400))
+    answers: list[str] = []
+    done = threading.Event()
+
+    def scrape() -> None:
+        while not done.is_set():
+            answers.append(ask(port_of(notes))[2])
+
+    threads = [threading.Thread(target=scrape) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for event in events:
+        served(event)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert all(text.startswith("# HELP ") for text in answers)
+    assert 'orchestrator_step{run="run-1"} 400' in ask(port_of(notes))[2]
+
+
+def test_the_endpoint_ends_with_the_run_although_a_scraper_stays(notes: list[str]) -> None:
+    with metrics_endpoint("127.0.0.1", 0, notes.append):
+        port = port_of(notes)
+        silent = socket.create_connection(("127.0.0.1", port))
+    with pytest.raises(OSError):
+        ask(port)
+    silent.close()
+    assert not any(thread.name == "metrics" for thread in threading.enumerate())
+
+
+def test_without_a_port_nothing_listens(notes: list[str]) -> None:
+    with metrics_endpoint("127.0.0.1", None, notes.append) as metrics:
+        assert metrics is None
+    assert notes == []
+
+
+def test_a_used_port_and_a_foreign_address_are_refused(served: RunMetrics, notes: list[str]) -> None:
+    port = port_of(notes)
+    with (
+        pytest.raises(UserError, match=rf"--metrics-port {port}: cannot listen on .*0 for a free one"),
+        metrics_endpoint("127.0.0.1", port, notes.append),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match="--metrics-address"),
+        metrics_endpoint("192.0.2.1", 0, notes.append),
+    ):
+        pass
+
+
+def test_an_address_of_version_6_is_served(notes: list[str]) -> None:
+    try:
+        socket.socket(socket.AF_INET6).bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with metrics_endpoint("::1", 0, notes.append):
+        assert notes[0].startswith("metrics: http://[::1]:")
