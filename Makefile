@@ -35,9 +35,10 @@ mutants: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# docs/settings.md, from the settings of the code
+# docs/settings.md and docs/coming-from.md, from the settings of the code
 docs-settings: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_settings.py
+	$(BIN)/python docs/generate_coming_from.py
 
 gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -1,0 +1,56 @@
+"""The pages of the site say what the code and the results say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import orchestrator
+from tests.support.documents import ROOT
+
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+_RESULT = re.compile(r"\]\(\.\./(benchmarks/results/[\w.-]+\.md)\)")
+_FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_the_words_of_other_trainers_are_answered_as_the_code_does() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_coming_from.py"))
+    assert page("coming-from.md") == generator["generate"](), "run 'make docs-settings'"
+
+
+def test_tests_that_prove_a_claim_exist() -> None:
+    named = _TEST.findall(page("expert-mathematics.md"))
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
+def test_measured_figures_are_those_of_their_files() -> None:
+    """Each row of performance.md has its result in the second cell and its file in the last."""
+    rows = [
+        line.strip("|").split("|") for line in page("performance.md").splitlines() if _RESULT.search(line)
+    ]
+    tables = [cells for cells in rows if len(cells) == 4]
+    assert len(tables) > 15
+    for _, result, _, link in tables:
+        (file,) = _RESULT.findall(link)
+        text = (ROOT / file).read_text(encoding="utf-8")
+        missing = [figure for figure in _FIGURE.findall(result) if not _has(text, figure)]
+        assert missing == [], file
+
+
+def _has(text: str, figure: str) -> bool:
+    """Return whether a text has a figure, also as the rounded form of a longer one."""
+    digits = len(figure.partition(".")[2])
+    found = _FIGURE.findall(text)
+    return figure in found or any(f"{float(other.replace(',', '')):.{digits}f}" == figure for other in found)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = page("api.md")
+    described = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
+    assert set(orchestrator.__all__) <= described
