@@ -38,7 +38,7 @@ VERBS = (
     "report",
     "init",
 )
-POSITIONAL = ("path", "folder", "checkpoint")  # of init, report, watch and resume, and evaluate
+POSITIONAL = ("path", "folder", "folders", "checkpoint")  # of init, watch and resume, report, and evaluate
 
 INTRODUCTION = """# Settings
 

@@ -1,25 +1,39 @@
-"""``orchestrator report``: draw the report of a run or a sweep again, from its folder alone."""
+"""``orchestrator report``: draw the report of a run or a sweep again, or compare runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.config.flags import read_options
+from orchestrator.errors import UserError
+
+COMPARISON = Path("results/comparison")
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Draw plots, performance_summary.txt and report.html again from a run folder."""
+    """Draw plots, performance_summary.txt and report.html again from a run folder, or compare runs."""
 
-    folder: Path
-    """The folder of a run or of a sweep, or the address of a run (s3://bucket/run1)."""
+    folders: tuple[Path, ...]
+    """The folder of a run or of a sweep, or the address of a run (s3://bucket/run1). Several runs are
+    compared: results, settings that differ, curves on common axes."""
+    out: Path | None = None
+    """The local folder for comparison.html and comparison.json; by default results/comparison."""
 
 
 def run(argv: Sequence[str]) -> int:
-    options = read_options(ReportOptions, argv, "orchestrator report", positional="folder")
-    return show_report(options.folder)
+    options = read_options(ReportOptions, argv, "orchestrator report", positional="folders")
+    if not options.folders:
+        raise UserError("--folders is empty; give the folder of a run, or of several runs to compare")
+    first, *others = options.folders
+    if others:
+        return show_comparison(options.folders, options.out or COMPARISON)
+    if options.out is not None:
+        raise UserError("--out is the folder of a comparison; a single report is written into its own folder")
+    return show_report(first)
 
 
 def show_report(folder: Path) -> int:
@@ -42,4 +56,28 @@ def show_report(folder: Path) -> int:
                 open_folder("the run folder", folder).upload(path, path.name)
                 shown = f"{location_text(folder)}/{path.name}"
             Console().print(Text(f"wrote {shown}"), soft_wrap=True)
+    return 0
+
+
+def show_comparison(folders: Sequence[Path], out: Path) -> int:
+    """Compare runs: print the summary, and write page and data."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from orchestrator.cli.comparison_tables import print_comparison
+    from orchestrator.record.remote_record import local_record
+    from orchestrator.report.comparison.compare import compare
+    from orchestrator.report.comparison.page import write_comparison
+    from orchestrator.report.comparison.runs import read_runs
+    from orchestrator.storage.address import as_url
+
+    if as_url(out):
+        raise UserError(f"--out {as_url(out)} is an address; a comparison is written into a local folder")
+    console = Console()
+    with ExitStack() as stack:
+        opened = [(folder, stack.enter_context(local_record(folder))) for folder in folders]
+        comparison = compare(read_runs(opened))
+        print_comparison(console, comparison)
+        for path in write_comparison(comparison, out):
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

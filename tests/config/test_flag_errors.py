@@ -52,8 +52,8 @@ def test_a_contradiction_between_flag_and_file_is_found(config_file: Path):
 
 
 def test_verbs_without_settings_answer_alike():
-    with pytest.raises(UserError, match=r"^--folder is missing; see orchestrator report --help$"):
-        read_options(ReportOptions, [], "orchestrator report", positional="folder")
+    with pytest.raises(UserError, match=r"^--folders is missing; see orchestrator report --help$"):
+        read_options(ReportOptions, [], "orchestrator report", positional="folders")
     with pytest.raises(UserError, match=r"^unexpected 'now'; see orchestrator check --help$"):
         read_options(CheckOptions, ["now"], "orchestrator check")
 

@@ -184,6 +184,6 @@ def test_options_of_verbs_without_settings(tmp_path: Path):
     assert read_options(InitOptions, ["a.yaml", "--force"], "x", positional="path") == InitOptions(
         Path("a.yaml"), True
     )
-    assert read_options(ReportOptions, ["--folder", "a"], "x", positional="folder") == ReportOptions(
-        Path("a")
+    assert read_options(ReportOptions, ["a", "b"], "x", positional="folders") == ReportOptions(
+        (Path("a"), Path("b"))
     )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator.record.events import Event
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.page import page
 from orchestrator.report.run.read import read_run_record
-from orchestrator.report.run.svg import esc
 from orchestrator.report.sweep.page import sweep_page
 from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_evolution import EVOLVING_HOSTS, evolving_events

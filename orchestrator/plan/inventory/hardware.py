@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.plan.inventory.commit import git_commit
 from orchestrator.plan.inventory.cpu import cpu_facts, system_text, usable_cores, usable_memory
 from orchestrator.plan.inventory.gpus import Gpu, find_gpus, import_torch
 from orchestrator.plan.inventory.nvml import NvmlView, nvml_view
@@ -41,7 +42,8 @@ class Inventory:
     """The CPU has bf16 units; without them bf16 is emulated, far slower than fp32."""
     driver: str | None
     versions: Mapping[str, str]
-    """Versions of python, platform, torch, cuda, cudnn, nccl and ray; a missing one has no key."""
+    """Versions of python, platform, torch, cuda, cudnn, nccl and ray, and the commit of the
+    current folder; a missing one has no key."""
     gpu_error: str | None
     """Why present GPUs cannot be used: a line that says what is wrong, and a line that says what
     to do."""
@@ -109,6 +111,9 @@ def _versions(torch: Any) -> dict[str, str]:
     versions: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
     with suppress(importlib.metadata.PackageNotFoundError):
         versions["ray"] = importlib.metadata.version("ray")
+    commit = git_commit(Path.cwd())
+    if commit is not None:
+        versions["commit"] = commit
     if torch is None:
         return versions
     versions["torch"] = str(torch.__version__)

@@ -75,6 +75,12 @@ def step_axis(values: Iterable[float], bars: bool = False, max_labels: int = 7) 
     return Axis(low, high, False, marks) if high > low else Axis(low - 1, high + 1, False, (low,))
 
 
+def time_axis(values: Iterable[float]) -> Axis:
+    """Return the x axis of times since the start. The name of the axis stands in place of its zero."""
+    high = max(values, default=0.0) or 1.0
+    return Axis(0.0, high, False, ticks(0.0, high, 7)[1:])
+
+
 def ticks(low: float, high: float, max_count: int) -> tuple[float, ...]:
     """Return round numbers within the bounds, at most ``max_count``."""
     if not high - low > 1e-200:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 CSS = """
 :root { color-scheme: light dark;
-  --bg: #f6f7f9; --card: #fff; --ink: #1b2129; --soft: #414b57; --muted: #67717e; --line: #e3e6ea; --fill: #eef0f3;
-  --c0: #3b5bdb; --c1: #e8590c; --c2: #0c8599; --c3: #9c36b5; --c4: #2f9e44; --c5: #5c6f82;
-  --good: #2b8a3e; --bad: #c92a2a; --warn: #b35900; --cold: #2b6cb0; --warm: #d9480f;
+  --bg: #f6f7f9; --card: #fff; --ink: #1b2129; --soft: #414b57; --muted: #5d6773; --line: #e3e6ea; --fill: #eef0f3;
+  --c0: #3b5bdb; --c1: #e8590c; --c2: #0c8599; --c3: #9c36b5; --c4: #2f9e44; --c5: #54677a;
+  --good: #1d6b30; --bad: #c92a2a; --warn: #a34f00; --cold: #2b6cb0; --warm: #d9480f;
   --shadow: 0 1px 2px rgb(20 30 50 / 5%), 0 4px 14px rgb(20 30 50 / 4%); }
 @media (prefers-color-scheme: dark) { :root {
   --bg: #12151a; --card: #1a1f26; --ink: #e8ebef; --soft: #c3cad3; --muted: #8f9aa8; --line: #2b323c; --fill: #252b34;
@@ -31,6 +31,7 @@ code { padding: 1px 5px; border-radius: 4px; background: var(--fill); }
 .head { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; }
 .badge { padding: 3px 11px 3px 9px; border-radius: 99px; font-size: 13px; font-weight: 600; color: var(--tone);
   background: color-mix(in srgb, var(--tone) 13%, transparent); }
+.badge { white-space: nowrap; }
 .badge::before { content: ""; display: inline-block; width: 7px; height: 7px; margin: 0 7px 1px 0; border-radius: 50%;
   background: var(--tone); }
 .facts { display: flex; flex-wrap: wrap; gap: 4px 22px; margin-top: 10px; color: var(--soft); font-size: 14px; }
@@ -59,6 +60,8 @@ figcaption { display: flex; flex-wrap: wrap; gap: 0 14px; align-items: baseline;
 figcaption .unit, figcaption .key { font-size: 12.5px; font-weight: 400; color: var(--muted); }
 figcaption .unit { margin-left: -8px; }
 .key::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 3px; background: var(--c); }
+.key.dash1::before { background: repeating-linear-gradient(90deg, var(--c) 0 4px, transparent 4px 6px); }
+.key.dash2::before { background: repeating-linear-gradient(90deg, var(--c) 0 2px, transparent 2px 4px); }
 .keys { margin-left: auto; display: flex; flex-wrap: wrap; gap: 0 12px; }
 .plot { position: relative; height: 190px; margin: 10px 4px 24px 44px; touch-action: pan-y; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
@@ -72,6 +75,7 @@ svg .gridline { stroke: var(--line); stroke-width: 1; stroke-linecap: butt; }
 svg .line { stroke: var(--c); stroke-width: 2; }
 svg .raw { stroke: var(--c); stroke-width: 1; opacity: .28; }
 svg .thin { stroke: var(--c); stroke-width: 1.4; }
+svg .dash1 { stroke-dasharray: 8 5; stroke-linecap: butt; } svg .dash2 { stroke-dasharray: 2 4; stroke-linecap: butt; }
 svg .dots { stroke: var(--c); stroke-width: 6.5; }
 svg .bars { fill: var(--c); }
 svg .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 3 4; }
@@ -98,7 +102,6 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .segments { display: flex; gap: 1px; height: 24px; }
 .segments i { min-width: 0; overflow: hidden; border-radius: 3px; font-size: 11.5px; font-style: normal; line-height: 24px;
   text-align: center; background: color-mix(in srgb, var(--to, var(--fill)) var(--much, 0%), var(--fill)); }
-.segments i.strong { color: var(--card); }
 .segments em { color: var(--muted); font-size: 12px; font-style: normal; line-height: 24px; }
 .segments img { display: block; width: 100%; border-radius: 4px; background: var(--fill); image-rendering: pixelated; }
 .load { position: relative; height: 24px; padding-top: 2px; }
@@ -109,16 +112,22 @@ svg .broken { stroke: var(--bad); stroke-width: 1.5; stroke-linecap: butt; }
 .remark { margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale { display: flex; align-items: center; gap: 10px; margin-top: 12px; color: var(--muted); font-size: 12.5px; }
 .scale i { width: 180px; height: 9px; border-radius: 5px; background: linear-gradient(90deg, var(--cold), var(--fill), var(--warm)); }
+.scale.half i { background: linear-gradient(90deg, color-mix(in srgb, var(--cold) 50%, var(--fill)), var(--fill),
+  color-mix(in srgb, var(--warm) 50%, var(--fill))); }
 details.card { margin-top: 14px; padding: 0; }
 summary { padding: 15px 20px; cursor: pointer; font-weight: 600; list-style-position: inside; }
 summary small { margin-left: 6px; color: var(--muted); font-size: 13px; font-weight: 400; }
 .scroll { overflow-x: auto; border-top: 1px solid var(--line); }
+.runs th:first-child { width: 26%; } .runs td { min-width: 90px; }
+.framed { padding: 0; overflow: hidden; } .framed .scroll { border-top: 0; }
+tbody th { padding: 9px 20px; border-top: 1px solid var(--line); color: var(--ink); font-size: inherit; vertical-align: top; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; }
 th { padding: 9px 20px; color: var(--muted); font-size: 12.5px; font-weight: 500; text-align: left; white-space: nowrap; }
 td { padding: 9px 20px; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; }
 td:nth-child(2) { min-width: 104px; }
 td.figure { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.framed table:not(.runs) td:last-child { min-width: 260px; } .chart .scroll { border-top: 0; }
 td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
 tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
 tr.plain td { color: var(--muted); }
@@ -140,7 +149,7 @@ th[aria-sort=descending] button::after { content: " ▼"; }
 .cells tbody th { text-align: right; }
 .cells td, .cells td:nth-child(2) { min-width: 0; padding: 11px 4px; border: 2px solid var(--card); border-radius: 5px; text-align: center;
   white-space: nowrap; font-variant-numeric: tabular-nums; background: color-mix(in srgb, var(--c0) var(--much), var(--fill)); }
-.cells td.strong { color: var(--card); } .cells td.best { box-shadow: inset 0 0 0 2.5px var(--c1); }
+.cells td.best { box-shadow: inset 0 0 0 2.5px var(--c1); }
 .cells td.none { color: var(--muted); font-size: 12.5px;
   background: repeating-linear-gradient(45deg, var(--fill) 0 5px, var(--card) 5px 9px); }
 .cells td.empty { background: var(--fill); }
@@ -203,7 +212,7 @@ JS = """
 document.documentElement.classList.add('live');
 const short = v => v && Math.abs(v) < 1e-3 ? v.toExponential(2) : v.toLocaleString('en', {maximumSignificantDigits: 4});
 for (const plot of document.querySelectorAll('.plot')) {
-  const {x0, x1, y0, y1, log, axis} = plot.dataset, span = x1 - x0;
+  const {x0, x1, y0, y1, log, axis, counts} = plot.dataset, span = x1 - x0;
   const value = y => log ? y0 * Math.pow(y1 / y0, y) : +y0 + y * (y1 - y0);
   const lines = [...plot.querySelectorAll('[data-label]')].map(line => ({label: line.dataset.label,
     points: line.dataset.at.split(' ').map(pair => pair.split(',').map(Number))}));
@@ -216,7 +225,8 @@ for (const plot of document.querySelectorAll('.plot')) {
     const near = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a));
     const x = near.reduce((a, b) => Math.abs(b[0] - here) < Math.abs(a[0] - here) ? b : a)[0];
     cursor.hidden = tip.hidden = false; cursor.style.left = x / 10 + '%';
-    const step = at => Math.round(+x0 + at / 1000 * span), apart = i => Math.abs(near[i][0] - x) > 15;
+    const place = at => +x0 + at / 1000 * span, apart = i => Math.abs(near[i][0] - x) > 15;
+    const step = at => counts ? Math.round(place(at)) : short(place(at));
     tip.textContent = [axis + ' ' + step(x), ...lines.map((line, i) => line.label + '  ' + short(value(1 - near[i][1] / 1000)) +
       (apart(i) ? '  (at ' + step(near[i][0]) + ')' : ''))].join('\\n');
     const right = x > 400; tip.style.left = right ? 'auto' : 'calc(' + x / 10 + '% + 10px)';

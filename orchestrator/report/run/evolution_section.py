@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from orchestrator.record.expert_changes import ExpertChange, change_counts
 from orchestrator.record.text import change_text, effect_text
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.graph.view import (
     Edge,
     Ghost,
@@ -18,7 +19,7 @@ from orchestrator.report.graph.view import (
 )
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import heading
-from orchestrator.report.run.svg import NUM_COLORS, esc
+from orchestrator.report.run.svg import NUM_COLORS
 from orchestrator.types import seconds_text
 
 MAX_FRAMES = 60
@@ -188,8 +189,8 @@ def _key(views: list[GraphView]) -> str:
         keys.append(f"<span>and {len(hosts) - MAX_HOSTS_LISTED} more hosts</span>")
     kinds = {edge.kind for view in views for layer in view.layers if layer for edge in layer.edges}
     keys += [
-        f'<span><svg class="experts line" viewBox="0 0 28 8"><path class="{kind}" stroke-width="1.6" '
-        f'd="M1 4H27"/></svg>{text}</span>'
+        f'<span><svg class="experts line" aria-hidden="true" viewBox="0 0 28 8">'
+        f'<path class="{kind}" stroke-width="1.6" d="M1 4H27"/></svg>{text}</span>'
         for kind, text in EDGE_KEYS.items()
         if kind in kinds
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.report.draw.markup import esc, header_cells, table
 from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
 from orchestrator.report.run.host_load import (
     HOST_MAX_LOG2,
@@ -20,11 +21,10 @@ from orchestrator.report.run.host_load import (
     steps_text,
     unplaced_text,
 )
-from orchestrator.report.run.plan_section import table
 from orchestrator.report.run.read import RunRecord
 from orchestrator.report.run.sections import Tile, heading, tile_row, with_unit
 from orchestrator.report.run.stats import flops_text, plural
-from orchestrator.report.run.svg import esc, heat_image
+from orchestrator.report.run.svg import heat_image
 from orchestrator.types import bytes_text, seconds_text
 
 SEGMENTS_PX = 480
@@ -35,7 +35,8 @@ ROW_PX = 24
 MIN_FLOPS = 1e6
 """Smaller speeds are relative ones: every device has more FLOP/s."""
 MANY_HOSTS = 16
-LIGHT_TEXT_STRENGTH = 0.6
+MAX_PERCENT = 50
+"""Share of the colour of a segment at its strongest: the text on it stays readable, light and dark."""
 """From this strength on a colour is so dark that it needs light text."""
 
 
@@ -114,14 +115,13 @@ def _segment(layer: HostedLayer, expert: int, width: float) -> str:
     strength = clipped_log2(use) / MAX_LOG2 if use is not None else 0.0
     color = ""
     if strength:
-        color = f";--to:var(--{'warm' if strength > 0 else 'cold'});--much:{100 * abs(strength):.0f}%"
+        color = f";--to:var(--{'warm' if strength > 0 else 'cold'});--much:{MAX_PERCENT * abs(strength):.0f}%"
     title = f"expert {expert}: {layer.shares[expert]:.1%} of the layer"
     if use is not None:
         title += f", {use:.2f}× its even share of rows"
-    light_text = ' class="strong"' if abs(strength) > LIGHT_TEXT_STRENGTH else ""
     fits = width * SEGMENTS_PX > DIGIT_PX * (len(str(expert)) + 0.6)
     label = str(expert) if fits else ""
-    return f'<i{light_text} style="width:{100 * width:.2f}%{color}" title="{title}">{label}</i>'
+    return f'<i style="width:{100 * width:.2f}%{color}" title="{title}">{label}</i>'
 
 
 def _map_card(load: HostLoad) -> str:
@@ -176,7 +176,7 @@ def _experts_key(load: HostLoad) -> str:
     scale = ""
     if load.steps:
         scale = (
-            '<div class="scale">an expert\'s rows: a quarter of the even share or less'
+            '<div class="scale half">an expert\'s rows: a quarter of the even share or less'
             "<i></i>four times or more</div>"
         )
     widths = "Experts by number, as wide as their share of the layer's size."
@@ -204,10 +204,10 @@ def _times_key(load: HostLoad) -> str:
 
 def _hosts_table(load: HostLoad) -> str:
     body = "".join(_table_row(load, host) for host in range(len(load.hosts)))
-    names = ("host", "device", "speed", "experts", "share of the work", "time / mean", "predicted")
+    head = header_cells("host", "device", "speed", "experts", "share of the work", "time / mean", "predicted")
     state = " open" if len(load.hosts) <= MANY_HOSTS else ""
     summary = f"<summary>Hosts <small>{len(load.hosts)}</small></summary>"
-    return f'<details class="card"{state}>{summary}{table(names, body)}</details>'
+    return f'<details class="card"{state}>{summary}{table("Hosts", head, body)}</details>'
 
 
 def _table_row(load: HostLoad, index: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
@@ -21,7 +22,6 @@ from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.plan_section import choices_table, settings_table
 from orchestrator.report.run.plots import draw_all
 from orchestrator.report.run.read import RunRecord, finite, read_run_record, section
-from orchestrator.report.run.svg import esc
 from orchestrator.report.run.text import performance_summary
 from orchestrator.report.run.timeline import timeline_list
 from orchestrator.types import bytes_text

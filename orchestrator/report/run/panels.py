@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from orchestrator.report.draw.axes import Axis, step_axis, value_axis
+from orchestrator.report.draw.axes import Axis, step_axis, time_axis, value_axis
 from orchestrator.report.run.read import RunRecord, cached_on_record, entries, finite, number, section
 from orchestrator.report.run.stats import metric_names, score, unit_name
 from orchestrator.types import GIB
@@ -50,10 +50,11 @@ class Panel:
     curves: tuple[PanelCurve, ...]
     unit: str = ""
     x_label: str = "step"
+    """step, epoch, or a time with its unit."""
     from_zero: bool = False
     top: float | None = None
     span: tuple[float, ...] = ()
-    """Steps that the x axis must include, so that all charts of a run have the same axis."""
+    """Steps or times that the x axis must include, so that all charts of a page have the same axis."""
     marks: tuple[tuple[float, str], ...] = ()
     non_finite_steps: tuple[float, ...] = ()
     """Steps whose value was nan or infinite."""
@@ -65,12 +66,19 @@ class Panel:
         return has_colors or any(curve.look == "dots" for curve in self.curves)
 
     @property
+    def counts(self) -> bool:
+        """Whether x is a whole number."""
+        return not self.x_label.startswith("time")
+
+    @property
     def has_bars(self) -> bool:
         return any(curve.look == "bars" for curve in self.curves)
 
     @property
     def x_axis(self) -> Axis:
         xs = [x for curve in self.curves for x, _ in curve.points]
+        if not self.counts:
+            return time_axis([*xs, *self.span])
         return step_axis([*xs, *self.non_finite_steps, *self.span], bars=self.has_bars)
 
     @property
@@ -161,7 +169,7 @@ def _has_number(curve: PanelCurve) -> bool:
     return any(not math.isnan(y) for _, y in curve.points)
 
 
-def _points(pairs: Iterable[tuple[int, Any]]) -> Points:
+def numbered_points(pairs: Iterable[tuple[float, Any]]) -> Points:
     """Return the pairs that have a number; one that no axis can show becomes a gap."""
     known = [(float(x), y) for x, value in pairs if (y := number(value)) is not None]
     return [(x, y if abs(y) < MAX_VALUE else math.nan) for x, y in known]
@@ -179,8 +187,8 @@ def _smoothed_curves(label: str, points: Points, color: int = 0) -> tuple[PanelC
 
 def _score_panel(record: RunRecord, name: str) -> Panel:
     """Return the loss or a metric, in training and in evaluation."""
-    train = _points((event["step"], score(event, name)) for event in record.steps)
-    validation = _points((event["step"], score(event, name)) for event in record.evaluations)
+    train = numbered_points((event["step"], score(event, name)) for event in record.steps)
+    validation = numbered_points((event["step"], score(event, name)) for event in record.evaluations)
     curves = (
         *_smoothed_curves("train", train),
         PanelCurve("validation", decimate(validation, MAX_DOTS), "dots", 1),
@@ -210,20 +218,20 @@ def _non_finite_steps(record: RunRecord, name: str) -> tuple[float, ...]:
 
 
 def _epoch_time_panel(record: RunRecord) -> Panel:
-    points = _points((event["epoch"] + 1, event.get("seconds")) for event in record.epochs)
+    points = numbered_points((event["epoch"] + 1, event.get("seconds")) for event in record.epochs)
     look: Look = "bars" if len(points) <= MAX_BARS else "line"
     curve = PanelCurve("epoch time", decimate(points), look, 2)
     return Panel("Epoch time", (curve,), "s", x_label="epoch", from_zero=True)
 
 
 def _gradient_norm_panel(record: RunRecord) -> Panel:
-    points = _points((event["step"], event.get("grad_norm")) for event in record.steps)
+    points = numbered_points((event["step"], event.get("grad_norm")) for event in record.steps)
     curves = _smoothed_curves("gradient norm", points, 3)
     return Panel("Gradient norm", curves, non_finite_steps=_non_finite_steps(record, "grad_norm"))
 
 
 def _learning_rate_panel(record: RunRecord) -> Panel:
-    points = _points((event["step"], event.get("lr")) for event in record.steps)
+    points = numbered_points((event["step"], event.get("lr")) for event in record.steps)
     return Panel("Learning rate", (PanelCurve("learning rate", decimate(points), "line", 4),), from_zero=True)
 
 
@@ -232,12 +240,14 @@ def _throughput_panel(record: RunRecord) -> Panel:
     timed = [event for event in record.steps if (finite(event.get("seconds")) or 0.0) > 0]
     has_units = any(event.get("units") not in (None, event.get("samples")) for event in timed)
     field, unit = ("units", f"{unit_name(record)}/s") if has_units else ("samples", "samples/s")
-    points = _points((event["step"], (finite(event.get(field)) or 0.0) / event["seconds"]) for event in timed)
+    points = numbered_points(
+        (event["step"], (finite(event.get(field)) or 0.0) / event["seconds"]) for event in timed
+    )
     return Panel("Throughput", _smoothed_curves("throughput", points, 5), unit, from_zero=True)
 
 
 def _host_curves(record: RunRecord, label: str, name: str, unit: float) -> tuple[PanelCurve, ...]:
-    points = _points((event["step"], section(event, "host").get(name)) for event in record.monitors)
+    points = numbered_points((event["step"], section(event, "host").get(name)) for event in record.monitors)
     return _smoothed_curves(label, [(x, y / unit) for x, y in points], color=HOST_COLOR)
 
 

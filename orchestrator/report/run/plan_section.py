@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from orchestrator.report.draw.markup import esc, header_cells, table
 from orchestrator.report.run.read import RunRecord, entries, section
-from orchestrator.report.run.svg import esc
 
 
 def choices_table(record: RunRecord) -> str:
@@ -21,7 +21,7 @@ def choices_table(record: RunRecord) -> str:
             rows += f'<tr><td class="mono">{esc(name)}</td>{value}{reason}</tr>'
     if not rows:
         return ""
-    shown = table(("setting", "chosen", "reason"), rows)
+    shown = table("Choices of the plan", header_cells("setting", "chosen", "reason"), rows)
     return f'<details class="card" open><summary>Choices of the plan</summary>{shown}</details>'
 
 
@@ -51,7 +51,7 @@ def settings_table(record: RunRecord) -> str:
     search_box = (
         '<input class="filter" type="search" placeholder="Filter settings" aria-label="Filter settings">'
     )
-    shown = table(("setting", "value", "from"), rows)
+    shown = table("Settings", header_cells("setting", "value", "from"), rows)
     return f'<details class="card">{summary}{search_box}{shown}</details>'
 
 
@@ -59,9 +59,3 @@ def _value(value: Any) -> str:
     if value is None:
         return "–"
     return esc(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
-
-
-def table(names: tuple[str, ...], rows: str) -> str:
-    """Return a table of rows that are HTML already."""
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from statistics import fmean
 
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.expert_load import LayerLoad, layer_loads
 from orchestrator.report.run.finding import Finding
 from orchestrator.report.run.outcome import compile_text, repeated_text, score_text, status_text
@@ -32,7 +33,7 @@ from orchestrator.report.run.stats import (
     watched_metric,
     workers_text,
 )
-from orchestrator.report.run.svg import chart, esc, heat_image, labelled_bar, stacked_bar
+from orchestrator.report.run.svg import chart, heat_image, labelled_bar, stacked_bar
 from orchestrator.report.run.verdict import verdict
 from orchestrator.types import bytes_text, count_text, seconds_text
 
@@ -203,16 +204,17 @@ def _with_code(text: str) -> str:
 
 
 def training_section(record: RunRecord) -> str:
-    return _charts("Training", training_panels(record))
+    return charts("Training", training_panels(record))
 
 
 def device_section(record: RunRecord) -> str:
     figures = [figure for figure in monitored_figures(record) if figure.unit == "%"]
     means = [f"{figure.name} {figure.mean:.0f}% mean, {figure.peak:.0f}% at most" for figure in figures]
-    return _charts("Device use", device_panels(record), "; ".join(means[:3]))
+    return charts("Device use", device_panels(record), "; ".join(means[:3]))
 
 
-def _charts(title: str, panels: list[Panel], subtitle: str = "") -> str:
+def charts(title: str, panels: list[Panel], subtitle: str = "") -> str:
+    """Return panels side by side under a heading; empty without panels."""
     if not panels:
         return ""
     width = {1: " one", 3: " three"}.get(len(panels), "")

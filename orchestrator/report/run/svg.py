@@ -1,4 +1,4 @@
-"""Charts as HTML and inline SVG. All text from a record is escaped here.
+"""Charts as HTML and inline SVG.
 
 The drawing is stretched to its box, and the labels are HTML text next to it: they stay sharp and
 readable at any width.
@@ -7,14 +7,13 @@ readable at any width.
 from __future__ import annotations
 
 import base64
-import html
 import math
-import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.report.draw.axes import Axis, tick_text
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.expert_load import MAX_LOG2, clipped_log2
 from orchestrator.report.run.panels import Panel, PanelCurve, Points
 from orchestrator.report.run.stats import shares
@@ -42,16 +41,6 @@ _OPAQUE = bytes((0, 0, 0, 255))
 
 Cells = Sequence[Sequence[float | None]]
 
-# Control characters, and invisible ones that change the direction or the look of what follows.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
-)
-
-
-def esc(text: object) -> str:
-    """Return any text as HTML: neither markup, nor control characters, nor changes of direction."""
-    return html.escape(_UNSAFE.sub("\ufffd", str(text)), quote=True)
-
 
 def chart(panel: Panel) -> str:
     """Return a panel as a card: title, legend, curves, and values under the pointer."""
@@ -61,7 +50,9 @@ def chart(panel: Panel) -> str:
     drawing = "".join([_grid(x, y), _marks(panel, x), *curves])
     description = f"{panel.title} by {panel.x_label}, from {tick_text(y.low)} to {tick_text(y.high)}"
     bounds = f'data-x0="{x.low}" data-x1="{x.high}" data-y0="{y.low}" data-y1="{y.high}"'
-    scale = f'{bounds} data-log="{"1" if y.log else ""}" data-axis="{esc(panel.x_label)}"'
+    counts = "1" if panel.counts else ""
+    axis = f'data-axis="{esc(panel.x_label)}" data-counts="{counts}"'
+    scale = f'{bounds} data-log="{"1" if y.log else ""}" {axis}'
     return (
         f'<figure class="card chart">{_caption(panel)}<div class="plot" {scale}>'
         f'<svg viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" role="img" '
@@ -74,12 +65,15 @@ def stacked_bar(parts: Mapping[str, float], text: Mapping[str, str]) -> str:
     """Return a bar divided into its parts, with a legend below it."""
     cells = []
     keys = []
+    names = []
     for name, share in shares(dict(parts)).items():
         color = PART_COLORS.get(name, OTHER_COLOR)
         cells.append(f'<i style="--c:var(--c{color});flex:{share:.5f}" title="{esc(name)}"></i>')
         label = f"{esc(name)} <b>{esc(text[name])}</b> {_percent(share)}"
         keys.append(f'<span class="key" style="--c:var(--c{color})">{label}</span>')
-    return f'<div class="stack">{"".join(cells)}</div><div class="parts">{"".join(keys)}</div>'
+        names.append(f"{name} {text[name]}")
+    bar = f'<div class="stack" role="img" aria-label="{esc(", ".join(names))}">{"".join(cells)}</div>'
+    return f'{bar}<div class="parts">{"".join(keys)}</div>'
 
 
 def labelled_bar(label: str, parts: Iterable[tuple[str, float, int]], total: float, text: str) -> str:
@@ -117,14 +111,17 @@ def _caption(panel: Panel) -> str:
     keys = []
     if panel.needs_legend:
         named = [curve for curve in panel.curves if curve.look != "raw"]
-        keys += [
-            f'<span class="key" style="--c:var(--c{curve.color})">{esc(curve.label)}</span>'
-            for curve in named
-        ]
+        keys += [curve_key(curve.label, curve.color) for curve in named]
     if panel.non_finite_steps:
         keys.append('<span class="key" style="--c:var(--bad)">nan or infinite</span>')
     unit = f'<span class="unit">{esc(panel.unit)}</span>' if panel.unit else ""
     return f'<figcaption>{esc(panel.title)} {unit}<span class="keys">{"".join(keys)}</span></figcaption>'
+
+
+def curve_key(label: str, color: int) -> str:
+    """Return a sample of a curve's colour and dashes with its label."""
+    style = f"--c:var(--c{color % NUM_COLORS})"
+    return f'<span class="key{_dash(color)}" style="{style}">{esc(label)}</span>'
 
 
 def _grid(x: Axis, y: Axis) -> str:
@@ -164,9 +161,15 @@ def _curve(curve: PanelCurve, x: Axis, y: Axis) -> str:
         return f'<path class="bars" {color} {hover} d="{_bars(curve.points, x, y)}"/>'
     has_dots = curve.look == "dots" and len(curve.points) <= MAX_DOTS
     dots = _dots(curve.points, x, y) if has_dots or len(curve.points) == 1 else ""
-    style = "thin" if curve.look == "dots" else "line"
+    style = ("thin" if curve.look == "dots" else "line") + _dash(curve.color)
     line = f'<path class="{style}" {color} {hover} d="{_path(curve.points, x, y)}"/>'
     return f'{line}<path class="dots" {color} d="{dots}"/>'
+
+
+def _dash(color: int) -> str:
+    """Return the class of the dashes that tell curves of one colour apart."""
+    turn = color // NUM_COLORS
+    return f" dash{turn}" if turn else ""
 
 
 def _path(points: Points, x: Axis, y: Axis) -> str:

@@ -9,8 +9,8 @@ from itertools import groupby
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.text import change_line, failure_text, recovery_text, settings_text
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.read import RunRecord, entries, finite
-from orchestrator.report.run.svg import esc
 from orchestrator.types import bytes_text, seconds_text
 
 MAX_ROWS = 60

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 from orchestrator.record.ledger import SweepRecord
 from orchestrator.report.draw.axes import Axis
+from orchestrator.report.draw.markup import esc, table
 from orchestrator.report.run.panels import Panel, PanelCurve, Points
 from orchestrator.report.run.sections import heading
-from orchestrator.report.run.svg import SPAN, chart, esc
+from orchestrator.report.run.svg import SPAN, chart
 from orchestrator.report.sweep.facts import (
     name_text,
     objective_name,
@@ -29,7 +30,8 @@ MIN_MARK_DISTANCE = 0.06
 """Marks closer than this part of an axis would touch each other."""
 LEFT_MARGIN = 0.08
 """Part of the axis before the first mark: the name of the axis is written below it."""
-LIGHT_TEXT_STRENGTH = 0.62
+MAX_PERCENT = 46
+"""Share of the colour in the best cell: the text on it stays readable, light and dark."""
 """From this strength on a cell is so dark that it needs light text."""
 _IDEAL_COLOR = 5
 _KINDS: tuple[tuple[Kind, str, str], ...] = (
@@ -118,11 +120,10 @@ def heat_card(record: SweepRecord) -> str:
     corner = [f"{name_text(shown.y)} ↓"] if shown.y else []
     corner.append(f"{name_text(shown.x)} →")
     body = "".join(_heat_row(shown, place) for place in range(len(shown.rows)))
-    table = (
-        f'<table class="cells"><thead><tr><th>{"<br>".join(map(esc, corner))}</th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table>"
-    )
-    return f'<figure class="card chart">{caption}<div class="scroll" style="border:0">{table}</div></figure>'
+    first = f'<th scope="col">{"<br>".join(map(esc, corner))}</th>'
+    name = f"{objective_name(record)} by {settings}"
+    cells = table(name, first + head, body, "cells")
+    return f'<figure class="card chart">{caption}{cells}</figure>'
 
 
 def _heat_row(shown: HeatMap, place: int) -> str:
@@ -133,14 +134,9 @@ def _heat_row(shown: HeatMap, place: int) -> str:
 def _heat_cell(cell: Cell) -> str:
     if cell.value is None:
         return f'<td class="{"none" if cell.text else "empty"}">{esc(cell.text)}</td>'
-    classes = []
-    if cell.strength > LIGHT_TEXT_STRENGTH:
-        classes.append("strong")
-    if cell.strength == 1:
-        classes.append("best")
-    class_text = f' class="{" ".join(classes)}"' if classes else ""
-    percent = 8 + 92 * cell.strength
-    return f'<td{class_text} style="--much:{percent:.0f}%" title="trial {cell.trial}">{esc(cell.text)}</td>'
+    best = ' class="best"' if cell.strength == 1 else ""
+    percent = 4 + MAX_PERCENT * cell.strength
+    return f'<td{best} style="--much:{percent:.0f}%" title="trial {cell.trial}">{esc(cell.text)}</td>'
 
 
 def parallel_card(record: SweepRecord) -> str:

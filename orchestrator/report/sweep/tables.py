@@ -9,9 +9,10 @@ from typing import Any
 
 from orchestrator.config.objective import THROUGHPUT, VALIDATION_LOSS
 from orchestrator.record.ledger import STATUSES, SweepRecord, TrialRow
+from orchestrator.report.draw.markup import esc, header_cell, table
 from orchestrator.report.run.frames import Frame
 from orchestrator.report.run.read import finite
-from orchestrator.report.run.svg import PART_COLORS, esc
+from orchestrator.report.run.svg import PART_COLORS
 from orchestrator.report.sweep.facts import (
     STATUS_WORDS,
     hours_text,
@@ -75,9 +76,7 @@ def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
     numbers = points["series"].unique()
     shown = points[points["series"].isin(numbers[:MAX_SERIES])]
     texts = scaling_texts(record, shown)
-    head = "".join(
-        f'<th scope="col"{_class(name not in _TEXT_COLUMNS)}>{esc(_short(name))}</th>' for name in texts
-    )
+    head = "".join(header_cell(_short(name), name not in _TEXT_COLUMNS) for name in texts)
     body = []
     # Series are numbered from the fastest on, and stay in that order.
     for _, series in shown.groupby("series", sort=False):
@@ -89,19 +88,16 @@ def _scaling_table(record: SweepRecord, kind: str, points: Frame) -> str:
     cut = f", the {MAX_SERIES} fastest of {len(numbers)} series" if len(numbers) > MAX_SERIES else ""
     summary = f"{_TITLES[kind]} <small>against {esc(against_text(points))}{cut}</small>"
     keys = _phase_keys([rows[trial] for trial in points["trial"]])
-    return _card(summary, _table("dense", head, body) + keys, is_open=len(points) <= MAX_OPEN_ROWS)
+    return _card(
+        summary,
+        table(_TITLES[kind], head, "".join(body), "dense") + keys,
+        is_open=len(points) <= MAX_OPEN_ROWS,
+    )
 
 
 def _card(summary: str, content: str, is_open: bool) -> str:
     state = " open" if is_open else ""
     return f'<details class="card"{state}><summary>{summary}</summary>{content}</details>'
-
-
-def _table(classes: str, head: str, rows: Sequence[str]) -> str:
-    return (
-        f'<div class="scroll"><table class="{classes}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
 
 
 def _short(name: str) -> str:
@@ -190,8 +186,8 @@ def trials_table(record: SweepRecord) -> str:
         '<input class="filter" type="search" placeholder="Filter by words of a row; click a column to sort" '
         'aria-label="Filter trials">'
     )
-    table = _table("dense sortable", head, body)
-    return _card(f"Trials <small>{len(rows)}{cut}</small>", search_box + table, is_open=True)
+    shown = table("Trials", head, "".join(body), "dense sortable")
+    return _card(f"Trials <small>{len(rows)}{cut}</small>", search_box + shown, is_open=True)
 
 
 def _columns(record: SweepRecord) -> list[_Column]:

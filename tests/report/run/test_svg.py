@@ -6,8 +6,9 @@ import re
 import struct
 import zlib
 
+from orchestrator.report.draw.markup import esc
 from orchestrator.report.run.panels import Panel, PanelCurve
-from orchestrator.report.run.svg import chart, esc, heat_image, labelled_bar, stacked_bar
+from orchestrator.report.run.svg import chart, heat_image, labelled_bar, stacked_bar
 
 
 def test_a_chart_has_curves_labels_and_scale():

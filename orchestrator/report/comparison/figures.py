@@ -1,0 +1,141 @@
+"""The results of runs as figures: name, direction, and the value of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.config.metric import Mode, known_mode
+from orchestrator.record.events import Event
+from orchestrator.report.comparison.runs import ComparedRun
+from orchestrator.report.run.outcome import score_text
+from orchestrator.report.run.read import RunRecord, finite
+from orchestrator.report.run.stats import (
+    final_evaluation,
+    memory,
+    metric_names,
+    score_number,
+    speed,
+    unit_name,
+    values,
+    watched_criterion,
+)
+from orchestrator.types import bytes_text, seconds_text, speed_text
+
+MAX_METRICS = 8
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A result of each run, in the order of the runs."""
+
+    name: str
+    values: tuple[float | None, ...]
+    mode: Mode | None
+    """Which values are better; None if unknown, or if neither is."""
+    text_of: Callable[[float], str]
+    is_quality: bool = False
+    """Whether it measures what was learnt. Repeats with one seed say nothing about its noise."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple("–" if value is None else self.text_of(value) for value in self.values)
+
+    @property
+    def best(self) -> float | None:
+        known = [value for value in self.values if value is not None]
+        if self.mode is None or len(known) < 2 or len(set(known)) == 1:
+            return None
+        return min(known) if self.mode == "min" else max(known)
+
+
+def figures(runs: Sequence[ComparedRun]) -> list[Figure]:
+    """Return the results that at least one run has."""
+    found = [*_quality_figures(runs), *_speed_figures(runs), *_course_figures(runs)]
+    return [figure for figure in found if any(value is not None for value in figure.values)]
+
+
+def common_evaluation_step(runs: Sequence[ComparedRun]) -> int | None:
+    """Return the last step that every run has evaluated; None if there is none."""
+    steps = [{event["step"] for event in run.record.evaluations} for run in runs]
+    return max(set.intersection(*steps), default=None)
+
+
+def evaluations_compared(runs: Sequence[ComparedRun]) -> tuple[str, list[Event | None]]:
+    """Return the evaluation of each run by which the runs are judged, and what it is of.
+
+    Of complete runs it is that of their final weights. If a run goes on or was stopped, all are
+    judged at the last step that every run has evaluated.
+    """
+    step = common_evaluation_step(runs)
+    if step is None or all(run.is_complete for run in runs):
+        return "final weights", [final_evaluation(run.record) for run in runs]
+    chosen = [
+        next((event for event in run.record.evaluations if event["step"] == step), None) for run in runs
+    ]
+    return f"step {step}", list(chosen)
+
+
+def _quality_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
+    _, evaluations = evaluations_compared(runs)
+    names = dict.fromkeys(name for run in runs for name in metric_names(run.record)[:MAX_METRICS])
+    found = []
+    for name in ("loss", *names):
+        scores = tuple(score_number(event, name) if event else None for event in evaluations)
+        mode = _mode(runs, name)
+        found.append(Figure(f"validation {name.replace('_', ' ')}", scores, mode, score_text, True))
+    last = tuple(finite(run.record.steps[-1].get("loss")) if run.record.steps else None for run in runs)
+    return [*found, Figure("train loss, last step", last, None, score_text, True)]
+
+
+def _mode(runs: Sequence[ComparedRun], name: str) -> Mode | None:
+    """Return the direction of a metric: the one that the runs were judged by, else that of its name."""
+    for run in runs:
+        criterion = watched_criterion(run.record)
+        if criterion.name == name:
+            return criterion.mode
+    return known_mode(name)
+
+
+def _speed_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
+    speeds = [speed(run.record) for run in runs]
+    samples = tuple(measured.samples if measured else None for measured in speeds)
+    units = tuple(measured.units if measured else None for measured in speeds)
+    medians = tuple(measured.median_step_s if measured else None for measured in speeds)
+    peaks = [memory(run.record) for run in runs]
+    allocated = tuple(peak.allocated if peak else None for peak in peaks)
+    found = [Figure("samples/s", samples, "max", speed_text)]
+    if units != samples:
+        found.append(Figure(f"{unit_name(runs[0].record)}/s", units, "max", speed_text))
+    return [
+        *found,
+        Figure("median step", medians, None, seconds_text),
+        Figure("peak memory", allocated, "min", bytes_text),
+    ]
+
+
+def _course_figures(runs: Sequence[ComparedRun]) -> list[Figure]:
+    def of_each(value: Callable[[RunRecord], float | None]) -> tuple[float | None, ...]:
+        return tuple(value(run.record) for run in runs)
+
+    steps = tuple(float(run.last_step) for run in runs)
+    return [
+        Figure("steps", steps, None, _whole_text),
+        Figure("time", of_each(lambda record: record.seconds), None, seconds_text),
+        Figure("resumes", of_each(lambda record: float(len(record.resumes))), None, _whole_text),
+        Figure("recoveries", of_each(lambda record: float(len(record.recoveries))), None, _whole_text),
+        Figure("steps repeated", of_each(_repeated_steps), None, _whole_text),
+        Figure("goodput", of_each(lambda record: finite(record.summary.get("goodput"))), None, _percent_text),
+    ]
+
+
+def _repeated_steps(record: RunRecord) -> float:
+    return float(max(record.replayed_steps, round(sum(values(record.recoveries, "lost_steps")))))
+
+
+def _whole_text(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _percent_text(value: float) -> str:
+    return f"{value:.1%}"
