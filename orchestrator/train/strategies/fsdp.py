@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,45 +43,40 @@ def shard_model(model: nn.Module, world: World, keep_parameters: bool, offload: 
     """
     # FSDP2's modules take a second to import, so runs without sharding do not import them.
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    blocks = [block for alike in block_lists(model) for block in alike]
-    for module in [*blocks, model]:
-        sharded: Any = fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=not keep_parameters and module is not model,
-            offload_policy=policy,
-        )
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    _shard_blocks(model, keep_parameters, mesh=mesh, offload_policy=policy)
 
 
 def shard_dense_part(model: nn.Module, group: Group, device: torch.device, keep_parameters: bool) -> None:
     """Shard the dense part of a model over expert hosts, block by block; the experts stay whole.
 
     ``keep_parameters`` as in ``shard_model``. A module whose parameters are all of experts has no shards."""
-    from torch.distributed.fsdp import fully_shard
-
     from orchestrator.train.strategies.host_mesh import GatherOverHosts, HostMesh, ScatterOverHosts
 
-    mesh = HostMesh(group, device)
     banks = [module for module in model.modules() if isinstance(module, ExpertBank)]
     experts = {parameter for bank in banks for parameter in bank.parameters()}
-    blocks = [block for alike in block_lists(model) for block in alike]
-    for module in [*blocks, model]:
-        sharded: Any = fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=not keep_parameters and module is not model,
-            ignored_params=experts,
-        )
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    mesh = HostMesh(group, device)
+    for sharded in _shard_blocks(model, keep_parameters, mesh=mesh, ignored_params=experts):
         sharded.set_custom_all_gather(GatherOverHosts(group))
         sharded.set_custom_reduce_scatter(ScatterOverHosts(group))
+
+
+def _shard_blocks(model: nn.Module, keep_parameters: bool, **options: Any) -> list[Any]:
+    """Shard the blocks of a model, and the rest of it. Return the sharded modules.
+
+    ``options`` are those of ``fully_shard``; with gathered parameters kept, or freed after each block."""
+    from torch.distributed.fsdp import fully_shard
+
+    modules: list[Any] = [*chain.from_iterable(block_lists(model)), model]
+    for module in modules:
+        reshard = not keep_parameters and module is not model
+        fully_shard(module, reshard_after_forward=reshard, **options)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return modules
 
 
 def is_sharded(model: nn.Module) -> bool:
