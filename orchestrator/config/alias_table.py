@@ -30,6 +30,10 @@ _PRECISION = _yes_no("auto", "fp32") | {
 _DEVICE = {"cuda": "single_gpu", "cuda:0": "single_gpu", "gpu": "single_gpu"}
 _ACCELERATOR = {"cuda": "auto", "gpu": "auto"}
 _WORKERS = {"gpu": "auto", "all": "auto", "-1": "auto"}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
+    "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit", "paged_adamw_8bit": "adamw8bit",
+}  # fmt: skip
 _ZERO_STAGE = {"0": "none", "1": "zero2", "2": "zero2", "3": "zero3", "stage2": "zero2", "stage3": "zero3"}
 _FSDP = _yes_no("zero3", "none") | {
     "full_shard": "zero3", "full_shard auto_wrap": "zero3", "full_shard offload": "zero3",
@@ -243,7 +247,7 @@ ALIASES: Mapping[str, Alias] = {
     # optimizer
     "lr": Alias("learning_rate"),
     "wd": Alias("weight_decay"),
-    **_each("optim opt optimizer_type optimizer_name", Alias("optimizer")),
+    **_each("optim opt optimizer_type optimizer_name", Alias("optimizer", _OPTIMIZERS)),
     **_each("beta1 beta2 adam_beta1 adam_beta2", Alias("betas", note=BOTH_BETAS)),
     **_each("adam_epsilon adam_eps epsilon", Alias("eps")),
     **_each("ema use_ema model_ema swa", Alias("ema_decay", dict.fromkeys(_YES, "0.999"))),

@@ -231,7 +231,7 @@ def check_optimizer(optim: OptimSettings, parallel: ParallelSettings) -> None:
     """Raise ValueError for settings of the optimizer that need whole weights, where they are sharded."""
     if parallel.sharding not in ("zero2", "zero3"):
         return
-    if optim.optimizer == "muon":
-        raise ValueError("muon needs whole matrices, and sharding divides them; leave one out")
+    if optim.needs_whole_weights:
+        raise ValueError(f"{optim.optimizer} needs whole weights, and sharding divides them; leave one out")
     if optim.evaluate_ema:
         raise ValueError("evaluate_ema needs whole weights, and sharding divides them; leave one out")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from orchestrator.config.checks import at_least, positive
 
-Optimizer = Literal["adamw", "sgd", "muon"]
+Optimizer = Literal["adamw", "adamw8bit", "sgd", "muon"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
@@ -16,8 +16,8 @@ class OptimSettings:
     """The optimizer and its schedule."""
 
     optimizer: Optimizer = "adamw"
-    """adamw; sgd with momentum; or muon: matrices by orthogonal updates of AdamW's size, everything
-    else and embeddings by AdamW."""
+    """adamw; adamw8bit, with a quarter of its state; sgd with momentum; or muon: matrices by orthogonal
+    updates of AdamW's size, everything else and embeddings by AdamW."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
@@ -51,8 +51,13 @@ class OptimSettings:
         for name, value in (*fractions, ("ema_decay", self.ema_decay)):
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 0 and less than 1")
-        if self.optimizer == "adamw" and self.momentum is not None:
-            raise ValueError("momentum is a setting of sgd and muon; adamw has --betas")
+        if self.optimizer.startswith("adamw") and self.momentum is not None:
+            raise ValueError(f"momentum is a setting of sgd and muon; {self.optimizer} has --betas")
+
+    @property
+    def needs_whole_weights(self) -> bool:
+        """Whether the optimizer cannot train shards of weights."""
+        return self.optimizer in ("muon", "adamw8bit")
 
     @property
     def momentum_used(self) -> float:

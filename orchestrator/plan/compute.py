@@ -24,6 +24,7 @@ _OLDER_FLOPS_PER_S = 6e13
 _SHORTEST_STEP_S = 0.004  # the host launches some hundred kernels, however small the step is
 # On an H200, compiling took 20 s of a transformer's run and made its steps an eighth shorter.
 _COMPILE_PAYS_FROM_S = 300.0
+_BYTE_MOMENT = (1 + 4 / 256) / 4  # of an fp32 number: a byte, and a part of the scale of 256 of them
 
 
 def choose_precision(config: Config, inventory: Inventory, device: str) -> Choice[PrecisionName]:
@@ -119,6 +120,8 @@ def choose_compile(
 def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
     """Return the tensors that the optimizer keeps for each trained parameter."""
     moments = 2.0
+    if not facts.own_optimizer and settings.optimizer == "adamw8bit":
+        moments = 2 * _BYTE_MOMENT
     if not facts.own_optimizer and settings.optimizer == "sgd":
         moments = float(settings.momentum_used > 0)
     if not facts.own_optimizer and settings.optimizer == "muon":
@@ -130,6 +133,8 @@ def optimizer_moments(settings: OptimSettings, facts: ModelFacts) -> float:
 def choose_fused_optimizer(config: Config, facts: ModelFacts) -> Choice[bool]:
     if facts.own_optimizer:
         return Choice(False, "the task has its own optimizer")
+    if config.optim.optimizer == "adamw8bit":
+        return Choice(False, "adamw8bit decodes and encodes one parameter at a time")
     if not config.run.auto:
         return Choice(False, NO_AUTO)
     unfused = Rejected("for-loop", "one kernel per parameter and operation")

@@ -39,6 +39,9 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
     if config.evolution.expert_replicas > 1:
         in_one_group = Rejected(preset, "a newborn expert would be in one group alone")
         return Choice("off", "--expert-replicas keeps every expert in each group", (in_one_group,))
+    if config.optim.optimizer == "adamw8bit":
+        coded = Rejected(preset, "their averages add up in full precision only")
+        return Choice("off", "adamw8bit keeps the averages of experts in codes", (coded,))
     divided = divides_experts(config.parallel)
     if divided is not None:
         return Choice(

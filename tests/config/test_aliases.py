@@ -410,6 +410,7 @@ def test_the_switch_of_a_tracker_is_answered_with_trackers(value: str | None):
 
 def test_peers_words_for_optimizers_are_answered_with_ours():
     assert foreign_name_advice("opt", "sgd", "flag") == "write --optimizer sgd"
+    assert foreign_name_advice("optim", "adamw_bnb_8bit", "flag") == "write --optimizer adamw8bit"
     assert foreign_name_advice("ema", "true", "flag") == "write --ema-decay 0.999"
     assert foreign_name_advice("adam_epsilon", "1e-6", "flag") == "write --eps 1e-6"
     assert "--betas 0.9 0.95" in (foreign_name_advice("adam_beta2", "0.95", "flag") or "")

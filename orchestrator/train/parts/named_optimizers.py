@@ -10,6 +10,7 @@ from torch import nn
 
 from experts.bank import ExpertBank
 from orchestrator.config.optim import OptimSettings
+from orchestrator.train.parts.adamw8bit import AdamW8bit
 from orchestrator.train.parts.muon import Muon
 
 
@@ -37,6 +38,8 @@ def build_named_optimizer(
         return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum_used, fused=fused)
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    if settings.optimizer == "adamw8bit":
+        return AdamW8bit(groups, lr=lr, betas=settings.betas, eps=settings.eps)
     # Rows of an embedding are looked up, not multiplied: AdamW trains them.
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables = [p for p in matrices if id(p) in embedded]

@@ -255,9 +255,10 @@ def build_optimizer(config: Config, plan: Plan, task: Task, model: nn.Module) ->
         if schedule is not None:
             float(schedule(0))  # a schedule that fails should fail here, as the task's error
     if optimizer is None:
-        if config.optim.optimizer == "muon" and plan.sharding.value != "none":
+        if config.optim.needs_whole_weights and plan.sharding.value != "none":
             raise UserError(
-                "--optimizer muon needs whole matrices, and the plan shards them to save memory; choose adamw"
+                f"--optimizer {config.optim.optimizer} needs whole weights, and the plan shards them to save "
+                "memory; choose adamw"
             )
         optimizer = build_named_optimizer(model, config.optim, plan.fused_optimizer.value, trained)
     average = None

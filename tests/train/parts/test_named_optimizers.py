@@ -121,7 +121,7 @@ def test_an_orthogonalized_matrix_has_singular_values_near_one() -> None:
 def test_only_what_requires_a_gradient_is_trained_in_the_same_groups_on_every_host() -> None:
     net = nn.Linear(3, 2)
     net.weight.requires_grad_(False)
-    for name, num_groups in (("adamw", 2), ("sgd", 2), ("muon", 3)):
+    for name, num_groups in (("adamw", 2), ("adamw8bit", 2), ("sgd", 2), ("muon", 3)):
         settings = Config.of(optimizer=name, learning_rate=0.5, weight_decay=0.25).optim
         optimizer = build_named_optimizer(net, settings, fused=False)
         assert [len(group["params"]) for group in optimizer.param_groups] == [0] * (num_groups - 1) + [1]
@@ -130,7 +130,7 @@ def test_only_what_requires_a_gradient_is_trained_in_the_same_groups_on_every_ho
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "muon"])
 def test_the_average_follows_its_recurrence(name: str) -> None:
     net = make_net()
     settings = Config.of(optimizer=name, momentum=0.0 if name == "sgd" else None).optim
