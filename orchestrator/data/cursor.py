@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.data.source import Reader, SavedPlace, Source, digest
+from orchestrator.data.source import Reader, SavedPlace, Source
 from orchestrator.errors import UserError
 
 _OTHER_DATA = "resume with the data that the run was started with, or start a new run"
@@ -24,8 +24,9 @@ class CursorHooks:
 class Cursor:
     """A reader that counts its items and can look at the next one."""
 
-    def __init__(self, reader: Reader, position: int, hooks: CursorHooks) -> None:
+    def __init__(self, source: Source, reader: Reader, position: int, hooks: CursorHooks) -> None:
         self.position = position
+        self._source = source
         self._reader = reader
         self._hooks = hooks
         self._next: list[Any] = []
@@ -36,7 +37,9 @@ class Cursor:
         if not self._next:
             state = self._reader.state()
             self._next = self._reader.take(1)
-            self._place = SavedPlace(self.position, state, digest(self._next[0])) if self._next else None
+            self._place = None
+            if self._next:
+                self._place = SavedPlace(self.position, state, self._source.digest(self._next[0]))
         return self._place
 
     def take(self, count: int) -> list[Any]:
@@ -67,7 +70,7 @@ def open_cursor(
     another item there.
     """
     if saved is None or saved.position > position:
-        cursor = Cursor(source.read(epoch), 0, hooks)
+        cursor = Cursor(source, source.read(epoch), 0, hooks)
     else:
         cursor = _restored(source, epoch, saved, hooks) or _read_up_to(source, epoch, saved, hooks)
     cursor.skip_to(position)
@@ -78,7 +81,7 @@ def _restored(source: Source, epoch: int, saved: SavedPlace, hooks: CursorHooks)
     """Return a cursor at a saved place; None if its state does not lead there."""
     if saved.state is None:
         return None
-    cursor = Cursor(source.read(epoch, saved.state), saved.position, hooks)
+    cursor = Cursor(source, source.read(epoch, saved.state), saved.position, hooks)
     if _is_at(cursor, saved):
         return cursor
     hooks.on_warning(
@@ -89,7 +92,7 @@ def _restored(source: Source, epoch: int, saved: SavedPlace, hooks: CursorHooks)
 
 
 def _read_up_to(source: Source, epoch: int, saved: SavedPlace, hooks: CursorHooks) -> Cursor:
-    cursor = Cursor(source.read(epoch), 0, hooks)
+    cursor = Cursor(source, source.read(epoch), 0, hooks)
     cursor.skip_to(saved.position)
     if not _is_at(cursor, saved):
         raise UserError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from orchestrator.data.files import Files, find_data_files, open_data_file
-from orchestrator.data.source import Reader, Source, State
+from orchestrator.data.source import Reader, Source, State, digest
 from orchestrator.errors import UserError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
@@ -51,6 +51,10 @@ class JsonLines(Source):
     def name_of(self, item: Line, position: int) -> str:
         del position
         return f"{item.file}, line {item.number},"
+
+    def digest(self, item: Line) -> str:
+        # Not the file's name: a run may resume after its data was moved.
+        return digest(item.text)
 
     def decode(self, item: Line) -> Any:
         try:

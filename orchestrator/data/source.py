@@ -88,6 +88,10 @@ class Source(ABC):
         del item
         return str(position)
 
+    def digest(self, item: Any) -> str:
+        """Return a hash of an item's content, the same wherever the data lies."""
+        return digest(item)
+
     def decode(self, item: Any) -> Any:
         """Return the sample of a raw item. It may run in another process than the reader."""
         return item

@@ -20,10 +20,10 @@ from orchestrator.data.adapt import as_source
 from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable, TensorData
-from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
 from orchestrator.train.loading import LoadedBatch
 from orchestrator.train.parts.world import World
+from orchestrator.types import counted
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Feed(ABC):
         """Return the shares and batches of a step without the samples that could not be loaded, and these.
 
         The positions of all samples stay, so that a run resumes at the same one. A worker without a good
-        sample computes earlier ones as dummy samples."""
+        sample computes other ones as dummy samples."""
         kept: list[Share] = []
         fetches: list[Callable[[], Any]] = []
         faults: list[str] = []
@@ -158,16 +158,27 @@ class Feed(ABC):
                 faults += found.faults
             if found.num_samples and self.skips_bad:
                 self._last_good = found
-            usable = found if found.num_samples else self._last_good
-            if usable is None:
-                raise UserError(
-                    f"none of the first {len(found.faults)} samples can be used, the first of them: "
-                    f"{found.faults[0]}"
-                )
+            usable = found if found.num_samples else self._good_samples(found.faults[0])
             num_samples = found.num_samples if share.num_samples else 0
             kept.append(Share(num_samples, slice(start, start + usable.num_samples)))
             fetches.append(MoveToDevice(usable.batch, self.world.device))
         return kept, fetches, faults
+
+    def _good_samples(self, fault: str) -> LoadedBatch:
+        """Return samples that can be loaded: those of the last batch or, before there is one, the first.
+
+        ``fault`` is that of a sample that cannot."""
+        if self._last_good is None:
+            first = self._first_good()
+            if not first.num_samples:
+                tried = counted(len(first.faults), "sample")
+                raise UserError(f"none of the first {tried} can be used, for instance: {fault}")
+            self._last_good = first
+        return self._last_good
+
+    @abstractmethod
+    def _first_good(self) -> LoadedBatch:
+        """Return the first samples of the data that can be loaded."""
 
     @abstractmethod
     def _dummy_samples(self, start: int) -> slice:
@@ -233,25 +244,3 @@ def as_dataset(data: Any) -> Any:
 def num_samples(data: Any) -> int | None:
     """Return the length of data in one of the three forms; None if only reading it all would tell."""
     return data.num_samples if isinstance(data, Source) else len(data)
-
-
-def with_random_access(data: Any, count: int) -> Any:
-    """Return data in one of the three forms, a source as a list of its first samples."""
-    return FirstSamples(data, count) if isinstance(data, Source) else data
-
-
-class FirstSamples:
-    """The first samples of a source, for measuring: with ``__len__`` and ``__getitem__``."""
-
-    def __init__(self, source: Source, count: int) -> None:
-        self._source = source
-        with user_code("reading the first samples"):
-            self._items = source.read(epoch=0).take(count)
-        if hasattr(source, "collate"):
-            self.collate = source.collate  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._source.decode(self._items[index])

@@ -12,12 +12,12 @@ import torch
 from experts.context import StepContext
 from experts.host_copy import to_host
 from orchestrator.config.metric import declared_metrics
-from orchestrator.errors import OrchestratorError, ResourceError
+from orchestrator.errors import OrchestratorError, ResourceError, UserError
 from orchestrator.tasks.task import Loss
 from orchestrator.tasks.user_code import raised_in_user_code, user_code
 from orchestrator.tasks.validate import as_loss
 from orchestrator.train.batches import check_batch_device, slice_batch
-from orchestrator.train.data import Feed, MicroBatch, different_ends
+from orchestrator.train.data import Feed, MicroBatch, StepBatch, different_ends
 from orchestrator.train.metric_states import MetricStates
 from orchestrator.train.parts.comm_errors import is_communication_error
 from orchestrator.train.parts.memory import free_cached, is_out_of_memory
@@ -71,7 +71,8 @@ class Evaluation:
             sum_of_samples, num_bad = to_host(totals.votes).tolist()
             if sum_of_samples != samples * world.size:
                 raise different_ends(world.rank, f"an evaluation has {samples} samples")
-        assert totals is not None
+        if totals is None:
+            raise UserError(f"none of the {samples} samples of an evaluation can be used: {num_bad} are bad")
         loss = float(to_host(totals.loss))
         count = max(1.0, float(totals.count))
         means = {name: float(value) / count for name, value in totals.metrics.items()}
@@ -103,7 +104,19 @@ class Evaluation:
                 self.on_progress()
             if (number + 1) % _FREE_EVERY == 0 and device.type == "cuda":
                 free_cached(device)
+            self._check_next(batch)
         return totals, samples, num_bad
+
+    def _check_next(self, batch: StepBatch) -> None:
+        """Refuse data that ends on some workers only, where the others would wait for them in a pass."""
+        world = self.feed.world
+        found = batch.next_samples
+        if found is None or world.size == 1 or not self.strategy.lockstep:
+            return
+        most, negated_fewest = world.all_reduce_max([float(found), -float(found)])
+        if most != -negated_fewest:
+            next_batch = f"the next batch of an evaluation has {found} samples"
+            raise different_ends(world.rank, next_batch if found else "an evaluation ends")
 
     def _evaluate(
         self, micro_batch: MicroBatch, states: MetricStates, limit: int

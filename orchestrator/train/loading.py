@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from orchestrator.errors import UserError
 from orchestrator.types import first_line
+
+MAX_TRIED = 10_000
+"""Samples that are tried in search of one that can be loaded."""
+_NUM_DUMMIES = 2  # batch norm needs more than one
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,9 @@ class BatchLoader:
     def __init__(self, data: Any, options: LoaderOptions, device: torch.device) -> None:
         workers = options.loader_workers
         self._sampler = _RequestSampler()
+        self._batches = _RequestedBatches(data, options.skip_bad)
         self._loader: Any = DataLoader(
-            _RequestedBatches(data, options.skip_bad),
+            self._batches,
             batch_size=None,
             sampler=self._sampler,  # pyright: ignore[reportArgumentType]
             num_workers=workers,
@@ -73,6 +79,19 @@ class BatchLoader:
         """Yield the requested batches, in order."""
         self._sampler.requests = requests
         return iter(self._loader)
+
+    def first_good(self, keys: Iterable[Any]) -> LoadedBatch:
+        """Load the first samples that can be loaded, in this process; the faults are of those before."""
+        good: list[Any] = []
+        faults: list[str] = []
+        for key in islice(keys, MAX_TRIED):
+            found = self._batches[BatchRequest(0, (key,))]
+            good += [key] * found.num_samples
+            faults += found.faults
+            if len(good) == _NUM_DUMMIES:
+                break
+        batch, num_samples, _ = self._batches[BatchRequest(0, tuple(good))]
+        return LoadedBatch(batch, num_samples, faults)
 
     def close(self) -> None:
         """End the loader processes now, not when the garbage collector finds them."""

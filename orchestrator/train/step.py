@@ -128,9 +128,11 @@ class Stepper:
         nominal_count = self._nominal_count(batch)
         totals: Totals | None = None
         for number, micro_batch in enumerate(batch.micro_batches, 1):
-            # A worker whose samples were all left out takes part where all others do.
-            if micro_batch.num_samples or self.strategy.lockstep or batch.all_have_samples:
-                is_last = number == len(batch.micro_batches)
+            is_last = number == len(batch.micro_batches)
+            # A worker whose samples were all left out takes part where all others do. It also has totals: of
+            # a step without a good sample on any worker, the zeros have their names.
+            left_out = batch.all_have_samples or (is_last and totals is None and batch.faults)
+            if micro_batch.num_samples or self.strategy.lockstep or left_out:
                 totals = self._run_micro_batch(micro_batch, totals, is_last, noise_seed, nominal_count)
         return totals
 
@@ -170,9 +172,10 @@ class Stepper:
                     factor = 0.0 if dummy else weight / nominal_count
                     loss.sum.backward(self._gradient_seed(loss.sum, factor))
                     self.clock.mark("backward")
-                if not dummy:
-                    more = Totals.from_loss(loss, weight, each.size, copy=self.compiled is not None)
-                    totals = more if totals is None else totals.plus(more)
+                more = Totals.from_loss(loss, weight, each.size, copy=self.compiled is not None)
+                # Zeros, so that a step without a single good sample has totals too.
+                more = more.zeroed() if dummy else more
+                totals = more if totals is None else totals.plus(more)
         return totals
 
     def _forward(self, batch: Any, samples: int, last: bool) -> tuple[Loss, float]:
@@ -209,7 +212,8 @@ class Stepper:
             assert totals is not None
             totals.samples = batch.global_samples
             totals.nominal_count = self._nominal_count(batch)
-            if isinstance(totals.count, int) and totals.count < 1:
+            has_samples = any(micro_batch.num_samples for micro_batch in batch.micro_batches)
+            if isinstance(totals.count, int) and totals.count < 1 and has_samples:
                 raise UserError(f"the task's loss counts {totals.count} in a step; a mean needs at least 1")
             return totals
         try:
@@ -266,7 +270,8 @@ class Stepper:
         """Divide gradients by the count of the global batch, clip them, and update the weights."""
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
         gradients = self.strategy.local_parts(gradients)
-        count = totals.count.double().clamp(min=1) if isinstance(totals.count, Tensor) else totals.count
+        count = totals.count
+        count = count.double().clamp(min=1) if isinstance(count, Tensor) else max(1, count)
         factor: float | Tensor = totals.nominal_count / count
         if self.precision.scale is not None:
             factor = factor / self.precision.scale.double()

@@ -50,6 +50,16 @@ class Totals:
             samples=samples,
         )
 
+    def zeroed(self) -> Totals:
+        """Return zeros with the same metrics and experts: the totals of dummy samples."""
+        return Totals(
+            loss=torch.zeros_like(self.loss),
+            count=torch.zeros_like(self.count) if isinstance(self.count, Tensor) else 0,
+            metrics={name: torch.zeros_like(value) for name, value in self.metrics.items()},
+            loads=tuple(torch.zeros_like(load) for load in self.loads),
+            samples=0,
+        )
+
     def plus(self, other: Totals) -> Totals:
         """Add the sums of another micro-batch."""
         return Totals(

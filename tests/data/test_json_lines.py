@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.data.cursor import CursorHooks, open_cursor
 from orchestrator.data.json_lines import JsonLines
 from orchestrator.errors import UserError
 
@@ -115,3 +116,19 @@ def test_a_transform_makes_the_samples(tmp_path: Path) -> None:
     source = JsonLines(file, transform=lambda row: row["number"] * 2, collate=sum)
     assert [source.decode(item) for item in source.read(0).take(5)] == [0, 2, 4]
     assert source.collate([1, 2]) == 3
+
+
+def test_moved_data_is_found_again_at_its_saved_place(tmp_path: Path) -> None:
+    """The file has another name and another folder; a changed line is still refused."""
+    old = write(tmp_path / "a.jsonl", numbers(0, 9))
+    source = JsonLines(old)
+    cursor = open_cursor(source, 0, 5, None, CursorHooks())
+    place = cursor.place()
+    (tmp_path / "elsewhere").mkdir()
+    new = old.rename(tmp_path / "elsewhere" / "b.jsonl")
+    moved = JsonLines(new)
+    items = open_cursor(moved, 0, 5, place, CursorHooks()).take(100)
+    assert [moved.decode(item)["number"] for item in items] == [5, 6, 7, 8]
+    write(new, numbers(1, 9))
+    with pytest.raises(UserError, match="sample 5 of the epoch is another one"):
+        open_cursor(moved, 0, 5, place, CursorHooks())

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Gatherable
 from orchestrator.train.batches import to_device
-from orchestrator.train.data import with_random_access
 from orchestrator.train.feeds.opening import open_feed
+from orchestrator.train.first_samples import with_random_access
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.world import World
 
@@ -33,9 +33,6 @@ def fake_tensor_mode() -> Iterator[FakeTensorMode]:
         logger.disabled = before
 
 
-_MAX_BAD_SAMPLES = 16
-
-
 def first_samples(data: Any, count: int) -> Any:
     """Return the first samples as a batch; short data is repeated."""
     data = with_random_access(data, count)
@@ -44,7 +41,7 @@ def first_samples(data: Any, count: int) -> Any:
     if isinstance(data, Gatherable):
         return data.gather(torch.arange(count) % len(data))
     feed = open_feed(
-        _GoodSamples(data),
+        data,
         World.single_process(),
         global_batch=count,
         micro_batch=count,
@@ -52,28 +49,6 @@ def first_samples(data: Any, count: int) -> Any:
         loader=LoaderOptions(),
     )
     return next(feed.steps(0)).micro_batches[0].fetch()
-
-
-class _GoodSamples:
-    """Data whose bad samples are replaced by the next good ones: only the training decides on them."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        if hasattr(data, "collate"):
-            self.collate = data.collate
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Any:
-        first_error: Exception | None = None
-        for number in range(min(len(self), _MAX_BAD_SAMPLES)):
-            try:
-                return self._data[(index + number) % len(self)]
-            except Exception as error:
-                first_error = first_error or error
-        assert first_error is not None
-        raise first_error
 
 
 def to_fake(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:

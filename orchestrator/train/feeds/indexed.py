@@ -20,7 +20,7 @@ from orchestrator.tasks.task import Gatherable
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.batches import to_device
 from orchestrator.train.data import Feed, StepBatch
-from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions
+from orchestrator.train.loading import BatchLoader, BatchRequest, LoadedBatch, LoaderOptions
 from orchestrator.train.parts.world import World
 
 
@@ -83,6 +83,10 @@ class IndexedFeed(Feed):
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
+
+    def _first_good(self) -> LoadedBatch:
+        assert self._loader is not None
+        return self._loader.first_good(range(self._num_samples))
 
     def _dummy_samples(self, start: int) -> slice:
         begin = max(0, min(start, self._num_samples - 2))

@@ -22,7 +22,13 @@ from orchestrator.data.source import SavedPlace, Source
 from orchestrator.errors import UserError
 from orchestrator.tasks.user_code import user_code
 from orchestrator.train.data import Feed, Share, StepBatch, different_ends
-from orchestrator.train.loading import BatchLoader, BatchRequest, LoaderOptions, RandomState
+from orchestrator.train.loading import (
+    BatchLoader,
+    BatchRequest,
+    LoadedBatch,
+    LoaderOptions,
+    RandomState,
+)
 from orchestrator.train.parts.world import World
 
 _MAX_READ_AGAIN = 100_000  # items that are read once more to name a bad sample
@@ -126,6 +132,11 @@ class StreamFeed(Feed):
                 keys = tuple(items[index % len(items)] for index in indices)
                 yield BatchRequest(mix(self.seed, "sample", epoch, share.samples.start), keys)
             begin, items = next_begin, next_items
+
+    def _first_good(self) -> LoadedBatch:
+        reader = self._source.read(epoch=0)
+        items = chain.from_iterable(iter(lambda: reader.take(self.global_batch), []))
+        return self._loader.first_good(items)
 
     def _dummy_samples(self, start: int) -> slice:
         return slice(start, start + 2)

@@ -108,7 +108,10 @@ class ExpertParallelStrategy(Strategy):
         statistics = [(buffer, buffer.clone()) for buffer in running_statistics(self.model)]
         yield
         for parameter, gradient in zip(self._dense, gradients, strict=True):
-            parameter.grad = gradient
+            # Zeros, not None: without a good sample on any host, the step is one of zero gradients, as in one
+            # process.
+            is_new = gradient is None and parameter.grad is not None
+            parameter.grad = torch.zeros_like(parameter) if is_new else gradient
         for buffer, before in statistics:
             buffer.copy_(before)
 

@@ -15,8 +15,9 @@ from orchestrator.plan.planning import Plan, plan
 from orchestrator.record.log import Log
 from orchestrator.tasks.task import Gatherable, Task
 from orchestrator.train.batches import to_device
-from orchestrator.train.data import MicroBatch, StepBatch, as_dataset, with_random_access
+from orchestrator.train.data import MicroBatch, StepBatch, as_dataset
 from orchestrator.train.feeds.opening import open_feed
+from orchestrator.train.first_samples import with_random_access
 from orchestrator.train.loading import LoaderOptions
 from orchestrator.train.parts.memory import (
     free_cached,

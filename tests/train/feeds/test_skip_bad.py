@@ -79,8 +79,6 @@ def test_bad_rows_are_left_out_and_keep_their_positions(tmp_path: Path, loader_w
 def test_three_workers_leave_out_what_one_leaves_out(tmp_path: Path) -> None:
     source = write_numbers(tmp_path / "a.jsonl")
     feeds = [feed_of(source, Lonely(rank, 3, CPU)) for rank in range(3)]
-    # The third worker has no good row in the first step, and repeats an earlier one that does not count.
-    feeds[2]._last_good = next(iter(feeds[0]._loader.load(lambda: feeds[0]._requests(0, 12, None))))  # pyright: ignore
     results = [read(feed) for feed in feeds]
     seen = chain.from_iterable(chain.from_iterable(steps for steps, _ in results))
     assert sorted(seen) == sorted(set(range(ROWS)) - BAD_ROWS)
@@ -94,8 +92,35 @@ def test_without_the_setting_a_bad_row_ends_the_run(tmp_path: Path) -> None:
 
 def test_data_without_a_good_sample_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{\n" * 20)
-    with pytest.raises(UserError, match=r"none of the first 4 samples can be used.*line 1 is not JSON"):
+    with pytest.raises(UserError, match=r"none of the first 20 samples can be used.*line 1 is not JSON"):
         read(feed_of(JsonLines(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_first_batch_without_a_good_sample_is_left_out(tmp_path: Path, loader_workers: int) -> None:
+    """Samples further on serve as dummy samples, and still count where they are."""
+    lines = ["{"] * 30 + [str(number) for number in range(30, ROWS)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    feed = feed_of(JsonLines(tmp_path / "a.jsonl"), loader_workers=loader_workers)
+    steps, faults = read(feed)
+    feed.close()
+    assert steps == [[], [], list(range(30, 36)), list(range(36, ROWS))]
+    assert len(faults) == 30
+
+
+def test_data_with_random_access_may_begin_with_bad_samples() -> None:
+    class Rows:
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, index: int) -> int:
+            if index != ROWS - 1:
+                raise KeyError("no label")
+            return index
+
+    steps, faults = read(feed_of(Rows()))
+    assert sorted(chain.from_iterable(steps)) == [ROWS - 1]
+    assert len(faults) == ROWS - 1
 
 
 def test_rows_of_parquet_are_named_by_file_and_row(tmp_path: Path) -> None:
@@ -153,6 +178,16 @@ def test_a_resumed_run_counts_each_bad_sample_once_and_has_the_same_losses(tmp_p
     messages = [event["message"] for event in of_kind(events, "warning")]
     assert any("2 samples left out by --skip-bad up to step 2: " in message for message in messages)
     assert any("a.jsonl, line 18 is not JSON" in message for message in messages)
+
+
+def test_a_step_without_a_good_sample_changes_no_loss_of_another_run(tmp_path: Path) -> None:
+    """It has no samples that count; the step after it is the first one that learns."""
+    source = write_blobs(tmp_path / "a.jsonl", set(range(16)))
+    result = trainer(settings(tmp_path, **OPTIONS), source, model=nn.Linear(4, 3)).fit()
+    steps = by_step(read_events(result.run_dir / "events.jsonl"))
+    assert [event["units"] for event in steps[:5]] == [0, 16, 16, 16, 6]
+    assert steps[0]["loss"] == 0.0
+    assert result.summary["bad_samples"] == 32
 
 
 def losses_on_rank(rank: int, size: int, store: str, folder: Path) -> list[float]:
