@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.plan.compute import choose_precision
+from orchestrator.plan.compute import choose_precision, optimizer_moments
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.types import GIB
 from tests.support.inventories import gpu, machine, model, planned
@@ -86,3 +86,12 @@ def test_a_long_run_on_a_gpu_is_compiled_and_a_short_one_is_not():
 def test_a_task_with_its_own_optimizer_keeps_it():
     chosen = planned(CPU, model(own_optimizer=True)).fused_optimizer
     assert (chosen.value, chosen.reason) == (False, "the task has its own optimizer")
+
+
+def test_adamw_in_8_bit_has_a_quarter_of_the_state_and_no_fused_kernel():
+    settings = Config.of(optimizer="adamw8bit").optim
+    assert optimizer_moments(settings, model()) == pytest.approx(2 / 4, rel=0.02)
+    assert optimizer_moments(settings, model(own_optimizer=True)) == 2.0
+    chosen = planned(CPU, model(), optimizer="adamw8bit")
+    assert not chosen.fused_optimizer.value
+    assert "adamw8bit" in chosen.fused_optimizer.reason

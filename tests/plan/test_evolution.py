@@ -55,6 +55,9 @@ def test_the_digits_show_evolution() -> None:
     sharded = planned(TWO, FACTS, task="digits", sharding="zero3")
     assert sharded.evolution.value == "off"
     assert sharded.evolution.reason == "sharding zero3 divides the weights of experts"
+    coded = planned(CPU, FACTS, task="digits", optimizer="adamw8bit")
+    assert coded.evolution.value == "off"
+    assert coded.evolution.reason == "adamw8bit keeps the averages of experts in codes"
     hosts = {"parallel_strategy": "expert_parallel", "workers": 2, "expert_replicas": 2}
     grouped = planned(TWO, FACTS, task="digits", **hosts)
     assert grouped.evolution.value == "off"
