@@ -44,7 +44,8 @@ BYTES: dict[str, Any] = MODEL | {"optimizer": "adamw8bit", "learning_rate": 1e-3
 
 def test_adamw_in_8_bit_learns_as_adamw_does(tmp_path: Path) -> None:
     """And a run in two parts is the same run, to the last bit: the codes are in the checkpoint."""
-    _, expected = run_loop(tmp_path / "adamw", max_steps=60, **BYTES | {"optimizer": "adamw"})
+    in_full: dict[str, Any] = BYTES | {"optimizer": "adamw"}
+    _, expected = run_loop(tmp_path / "adamw", max_steps=60, **in_full)
     _, whole = run_loop(tmp_path / "whole", max_steps=60, **BYTES)
     assert whole != expected
     assert whole == pytest.approx(expected, rel=0.05)
