@@ -53,6 +53,8 @@ class Job:
     checkpoint_every: int = 20
     collective_timeout: int = 10
     extra: tuple[str, ...] = ()
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    """The flags of the task; faults inside a step need a task that carries them out."""
     cluster: RayCluster | None = None
     pace_s: float = 0.0
     """How long a host sleeps in each step, as if a GPU worked for it and the cores were free."""
@@ -69,7 +71,7 @@ class Job:
             "--ray-address": self.cluster.address if self.cluster else "local",
         }
         arguments = [str(part) for flag in flags.items() for part in flag]
-        return [sys.executable, "-m", "orchestrator", "train", *SETTINGS, *arguments, *self.extra]
+        return [sys.executable, "-m", "orchestrator", "train", *self.settings, *arguments, *self.extra]
 
     def environment(self) -> dict[str, str]:
         environment = self.cluster.environment if self.cluster else os.environ

@@ -1,0 +1,88 @@
+"""Language models on expert hosts that are killed: losses and weights are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orchestrator.cli.main import main
+from orchestrator.record.events import of_kind
+from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.train.checkpoint.files import load
+from orchestrator.train.checkpoint.restore import restore_model
+from orchestrator.train.worker.run_settings import read_run_settings
+from tests.support.chaos_runs import FinishedRun, Job, run_with_faults
+from tests.support.cluster import RayCluster
+from tests.support.faults import FaultSchedule
+from tests.support.language_models import save_sums, save_tiny_model
+from tests.support.run_checks import check_losses, check_steps, check_weights, newest_checkpoint, recoveries
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+STEPS = 40
+SETTINGS = shlex.split("""
+    --task lm --sequence-length 96 --global-batch-size 7 --balance-loss 0.01 --learning-rate 1e-2
+    --parallel-strategy expert_parallel --deterministic --share-by-speed off --epochs 1000 --keep-last
+    --log-every 1 --evaluate-every 100 --trackers --no-monitor-gpu --max-failures 10
+""")
+TWO_KILLS = FaultSchedule().kill(1, step=12).kill(0, step=28)
+
+
+@pytest.fixture(scope="module")
+def job(shared_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("lm")
+    model = save_tiny_model(folder / "model")
+    data = save_sums(folder / "sums.jsonl")
+    settings = (*SETTINGS, "--model", str(model), "--data", str(data))
+    return Job(STEPS, snapshot_every=5, settings=settings, cluster=shared_cluster)
+
+
+def run_unharmed(job: Job, folder: Path, schedule: FaultSchedule) -> FinishedRun:
+    """Run under a schedule. All its faults happen, and the result is that of the undisturbed run."""
+    calm = run_with_faults(replace(job, spares=0), folder / "calm", FaultSchedule())
+    assert calm.exit_code == 0, calm.output
+    run = run_with_faults(job, folder / "run", schedule)
+    assert run.exit_code == 0, run.output
+    assert check_steps(run.events, job.steps) == []
+    assert check_losses(run.events, calm.events) == []
+    assert check_weights(run.run_dir, calm.run_dir) == []
+    assert run.leftovers == []
+    assert len(run.fired) == len(schedule.faults)
+    assert len(recoveries(run.events)) == len(schedule.faults)
+    assert {event["source"] for event in recoveries(run.events)} == {"memory"}
+    return run
+
+
+def trained_model(run_dir: Path) -> tuple[LanguageModel, nn.Module]:
+    """Return the task of a run, and its model with all experts in this process."""
+    task = LanguageModel(read_run_settings(run_dir))
+    model = task.build_model()
+    task.initialise(model)
+    restore_model(load(newest_checkpoint(run_dir)), model)
+    return task, model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, task: LanguageModel) -> Tensor:
+    batch = task.validation_data().gather(torch.arange(2))
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    return model(**inputs, use_cache=False).logits
+
+
+def test_a_fine_tuned_model_is_exported_after_two_kills(job: Job, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = run_unharmed(job, tmp_path, TWO_KILLS)
+    losses = [event["loss"] for event in of_kind(run.events, "step")]
+    assert losses[-1] < losses[0] / 2
+    target = tmp_path / "exported"
+    assert main(["export", str(run.run_dir), str(target)]) == 0
+    task, trained = trained_model(run.run_dir)
+    loaded = AutoModelForCausalLM.from_pretrained(target, experts_implementation="eager")
+    torch.testing.assert_close(logits_of(loaded, task), logits_of(trained, task), rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(target).get_vocab() == task.tokenizer.get_vocab()
