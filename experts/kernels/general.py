@@ -35,6 +35,18 @@ def experts_general(
     product = _grouped(counts_E, len(rows_RD)) if grouped and len(rows_RD) else partial(_loop, counts_E)
     expert_R = torch.arange(len(counts_E), device=rows_RD.device)
     expert_R = expert_R.repeat_interleave(counts_E, output_size=len(rows_RD))
+    return two_products(product, rows_RD, weights, expert_R, weights_R, activate)
+
+
+def two_products(
+    product: Product,
+    rows_RD: Tensor,
+    weights: Mapping[str, Tensor],
+    expert_R: Tensor,
+    weights_R: Tensor,
+    activate: WeightedActivation,
+) -> Tensor:
+    """Return the outputs of experts by a function that multiplies rows by the matrices of their experts."""
     hidden_RH = adapted_product(product, rows_RD, weights, "up")
     if "up_bias" in weights:
         hidden_RH = hidden_RH + weights["up_bias"][expert_R]

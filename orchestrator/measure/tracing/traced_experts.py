@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from experts.balance import moe_layers
 from experts.bank import ExpertBank, SizeClass
 from experts.context import MoEContext
-from experts.kernels.adapters import adapted_product
+from experts.kernels.general import two_products
 from experts.kernels.grouped import grouped_works
 from experts.kernels.loop import row_counts
 from experts.model import attach, place
@@ -192,8 +192,11 @@ def _record_experts(
         result: Any = _ExpertProduct.apply(rows_RK, weights_EKN, recorder)
         return result
 
-    hidden_RH = adapted_product(product, rows_RD, weights, "up")
-    return adapted_product(product, bank.form.activate(hidden_RH, weights_R), weights, "down")
+    # Biases are looked up by the expert of each row; which one it is changes nothing that is recorded.
+    expert_R = torch.empty(0, dtype=torch.int64)
+    if bank.form.bias:
+        expert_R = torch.zeros(len(rows_RD), dtype=torch.int64)
+    return two_products(product, rows_RD, weights, expert_R, weights_R, bank.form.activate)
 
 
 class _ExpertProduct(torch.autograd.Function):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from experts.balance import moe_layers
+from experts.transformers.registration import use
 from orchestrator.config.settings import Config
+from orchestrator.measure.tracing.op_recorder import OpRecorder
 from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
-from orchestrator.measure.tracing.traced_experts import even_rows
+from orchestrator.measure.tracing.traced_experts import even_rows, record_experts
 from orchestrator.plan.cost.ops import MicroBatchOps
 from orchestrator.tasks.load import load_task
+from tests.support.families import build
 
 SMALL_MOE: dict[str, Any] = {
     "task": "digits",
@@ -85,3 +90,20 @@ def test_tokens_are_sent_once_to_each_host_that_has_their_experts() -> None:
     assert in_chunks == [[5, 6, 5, 6], [5, 6, 5, 6]]
     fewer_experts_than_hosts, _ = even_rows(8, 2, 1, 3, 1)
     assert fewer_experts_than_hosts[2] == [0, 0]
+
+
+def test_biases_of_experts_are_recorded_with_their_gradients() -> None:
+    """Experts of GPT-OSS have biases, which are looked up for each row."""
+    recorder = OpRecorder()
+    model = use(build("GPT-OSS", torch.float32))
+    record_experts(model, True, recorder)
+    with recorder:
+        model(input_ids=torch.zeros(2, 5, dtype=torch.int64)).logits.sum().backward()
+    (_, layer), *_ = moe_layers(model)
+    roles = {name.rpartition("_")[0] for name, p in layer.bank.named_parameters() if p.grad is not None}
+    assert roles == {"up", "down", "up_bias", "down_bias"}
+    (bias,) = [p for name, p in layer.bank.named_parameters() if name.startswith("up_bias")]
+    rows = 2 * 5 * layer.top_k
+    looked_up = rows * bias.shape[1] * 4
+    read = bias.nbytes + rows * 8
+    assert looked_up + read in {move.bytes for move in recorder.recorded_ops().moves}
