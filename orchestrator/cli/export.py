@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ from orchestrator.types import bytes_text
 
 if TYPE_CHECKING:
     from orchestrator.config.settings import Config
-    from orchestrator.train.export import Exported, OnProgress
+    from orchestrator.train.export.weights import Exported, ExportForm, OnProgress
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT])B?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -39,10 +39,14 @@ class ExportOptions:
     """The type of the weights; by default that of the model's config.json."""
     shard_size: str = "5GB"
     """The largest size of a file: 500MB, 5GB."""
+    merge: bool = False
+    """Of a run with --lora: write the whole model with the adapters added to its weights. Without it
+    the adapters alone are written, as PeftModel.from_pretrained reads them."""
     weights: Literal["evaluated", "trained", "ema"] = "evaluated"
     """trained, their moving average (ema), or the one of them that the run evaluated (--evaluate-ema)."""
     model: str | None = None
-    """The folder or the hub id of the model with config.json and tokenizer; by default that of the run."""
+    """The folder or the hub id of the model with config.json and tokenizer, for --merge with its weights
+    too; by default that of the run."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,7 +56,8 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"{missing}? Give both: orchestrator export RUN_OR_CHECKPOINT DIR")
     shard_bytes = _parse_size(options.shard_size)
     from orchestrator.plan.inventory.hardware import results_folder
-    from orchestrator.train.export import ExportForm, check_target, export_checkpoint
+    from orchestrator.train.export.folder import check_target
+    from orchestrator.train.export.weights import ExportForm
     from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
     from orchestrator.train.worker.run_settings import read_run_settings
 
@@ -61,11 +66,72 @@ def run(argv: Sequence[str]) -> int:
         config = read_run_settings(opened.path.parent.parent)
         averaged = config.optim.evaluate_ema if options.weights == "evaluated" else options.weights == "ema"
         form = ExportForm(options.dtype, shard_bytes, averaged)
-        source = _model_folder(options.model, config)
-        result = export_checkpoint(opened.path, source, options.folder, form, on_progress)
+        job = _Job(opened.path, options.folder, form, on_progress)
+        if config.model.lora is None:
+            result = _export_weights(options, config, job)
+        else:
+            result = _export_lora(options, config, job)
         chosen = f" ({opened.choice})" if opened.choice else ""
-        _show(result, f"{opened.location}{chosen}", averaged)
+        _show(result, f"{opened.location}{chosen}", _content(options, config, averaged))
     return 0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The checkpoint that is written, the folder, and how."""
+
+    checkpoint: Path
+    folder: Path
+    form: ExportForm
+    on_progress: OnProgress
+
+
+def _export_weights(options: ExportOptions, config: Config, job: _Job) -> Exported:
+    from orchestrator.train.export.weights import export_checkpoint
+
+    if options.merge:
+        raise UserError(
+            "--merge adds adapters to weights, and the run has no --lora: its weights are whole; leave it out"
+        )
+    source = _config_folder(options.model, config, job.checkpoint)
+    return export_checkpoint(job.checkpoint, source, job.folder, job.form, job.on_progress)
+
+
+def _export_lora(options: ExportOptions, config: Config, job: _Job) -> Exported:
+    """Write adapters alone, or added to the weights of their model."""
+    from orchestrator.tasks.lm.adapters import lora_options
+    from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
+
+    lora = lora_options(config.model)
+    assert lora is not None
+    source = _config_folder(options.model, config, job.checkpoint)
+    model = AdaptedModel(lora, options.model or str(config.model.model), source)
+    if not options.merge:
+        return export_adapters(job.checkpoint, model, job.folder, job.form)
+    if not config.model.from_scratch:
+        model = replace(model, weights_folder=_weights_folder(model.name))
+    return export_merged(job.checkpoint, model, job.folder, job.form, job.on_progress)
+
+
+def _weights_folder(name: str) -> Path:
+    """Return the folder with the weights that adapters are added to."""
+    from orchestrator.tasks.lm.model_folder import model_folder
+
+    try:
+        return model_folder(name, with_weights=True)
+    except UserError as error:
+        raise UserError(
+            f"{error}. --merge adds adapters to the weights of their model, which the run's folder does not "
+            "hold: give the folder with them, as --model FOLDER, or leave --merge out"
+        ) from None
+
+
+def _content(options: ExportOptions, config: Config, averaged: bool) -> str:
+    """Return the exported tensors in words."""
+    is_lora = config.model.lora is not None
+    weights = "the adapters" if is_lora and not options.merge else "the weights"
+    text = f"the moving average of {weights}" if averaged else weights
+    return f"{text} with the adapters added" if is_lora and options.merge else text
 
 
 def _parse_size(text: str) -> int:
@@ -76,8 +142,13 @@ def _parse_size(text: str) -> int:
     return num_bytes
 
 
-def _model_folder(given: str | None, config: Config) -> Path:
-    """Return the folder with the config and the tokenizer of the exported model."""
+def _config_folder(given: str | None, config: Config, checkpoint: Path) -> Path:
+    """Return the folder with the config and the tokenizer of the exported model: the run's own, if it has."""
+    from orchestrator.tasks.lm.model_folder import kept_folder, model_folder
+
+    kept = kept_folder(checkpoint.parent.parent)
+    if given is None and kept is not None:
+        return kept
     name = given or config.model.model
     if name is None:
         raise UserError(
@@ -85,8 +156,6 @@ def _model_folder(given: str | None, config: Config) -> Path:
             "is one, give the folder with its config.json: --model FOLDER. Checkpoints of other models are "
             "safetensors files already"
         )
-    from orchestrator.tasks.lm.model_folder import model_folder
-
     return model_folder(name, with_weights=False)
 
 
@@ -112,13 +181,12 @@ def _progress() -> Iterator[OnProgress]:
         yield show
 
 
-def _show(result: Exported, checkpoint: str, averaged: bool) -> None:
+def _show(result: Exported, checkpoint: str, content: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    weights = "the moving average of the weights" if averaged else "the weights"
     lines = [
-        f"exported {weights} of {checkpoint}",
+        f"exported {content} of {checkpoint}",
         f"wrote {result.folder}: {bytes_text(result.num_bytes)} in {result.seconds:.1f} s",
     ]
     if result.left_out:

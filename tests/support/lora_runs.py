@@ -62,9 +62,9 @@ def fill_adapters(model: nn.Module) -> None:
         fill_normal(tensor, 0.3, mix(name))
 
 
-def train_lora(name: str, world: World, moves: bool = False) -> LoraRun:
+def train_lora(name: str, world: World, moves: bool = False, data_parallel: bool = False) -> LoraRun:
     """Train adapters with our experts, two samples at a time. ``moves``: experts move between two hosts."""
-    host_of = placement(name, world.size)
+    host_of = None if data_parallel else placement(name, world.size)
     stepper, feed = make_stepper(
         LoraTask(name), 2, GLOBAL_BATCH, 1e-3, clip_norm=1e9, world=world, host_of=host_of
     )
@@ -90,6 +90,11 @@ def lora_on_hosts(
         with process_group_world(file_store(path, size), rank, size, CPU, "gloo", 60) as world:
             runs[name] = train_lora(name, world, moves)
     return runs
+
+
+def lora_in_data_parallel(rank: int, size: int, store: str, name: str) -> LoraRun:
+    with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 60) as world:
+        return train_lora(name, world, data_parallel=True)
 
 
 def peft_model(name: str, options: LoraOptions = OPTIONS) -> Any:

@@ -47,16 +47,23 @@ def adapter_config(model: nn.Module, options: LoraOptions, base: str | None = No
     return config
 
 
-def write_adapters(folder: Path, names: Iterable[str], read: Callable[[str], Tensor], config: Any) -> None:
+def is_saved_adapter(name: str) -> bool:
+    """Whether a name in a checkpoint is that of an adapter."""
+    return is_adapter(name) or _EXPERT_NAME.fullmatch(name) is not None
+
+
+def write_adapters(folder: Path, names: Iterable[str], read: Callable[[str], Tensor], config: Any) -> int:
     """Write the adapters among ``names``, which ``read`` returns one by one, and the config.
 
-    The names are those of a checkpoint: experts by id, linear layers as PEFT names them in a model."""
+    Return the bytes of the adapters. The names are those of a checkpoint: experts by id, linear layers as
+    PEFT names them in a model."""
     from safetensors.torch import save_file
 
     tensors = {key: tensor.cpu().contiguous() for key, tensor in peft_tensors(names, read)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(folder)
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def peft_tensors(names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

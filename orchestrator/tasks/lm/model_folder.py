@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,15 @@ from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 from orchestrator.storage.local_copy import local_copy
 
+CONFIG = "config.json"
+KEPT = "hf"
+"""The folder below a run's with the config and the tokenizer of its model."""
 INSTALL = "pip install 'expert-orchestrator[hf]'"
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+"""The config, the tokenizer, the generation config and their like. None of them is a pickle or code."""
+_MAX_SMALL_BYTES = 2**27
+"""No tokenizer is as large; data that lies beside a model may be."""
+_INDEX = ".index.json"
 _WEIGHT_FILES = ("*.safetensors",)
 
 
@@ -21,7 +31,7 @@ def model_folder(model: str, *, with_weights: bool) -> Path:
     if as_url(model) is not None:
         return _checked(model, local_copy("--model", model))
     path = Path(model).expanduser()
-    if path.name == "config.json" and path.is_file():
+    if path.name == CONFIG and path.is_file():
         return path.parent
     if path.is_dir():
         return _checked(model, path)
@@ -33,6 +43,39 @@ def model_folder(model: str, *, with_weights: bool) -> Path:
     return _from_hub(model, with_weights)
 
 
+def copy_small_files(source: Path, target: Path, without: Collection[str] = ()) -> None:
+    """Copy the config, the tokenizer and their like from the folder of a model: no weights."""
+    for pattern in _SMALL_FILES:
+        for path in source.glob(pattern):
+            is_small = path.is_file() and path.stat().st_size <= _MAX_SMALL_BYTES
+            if is_small and not path.name.endswith(_INDEX) and path.name not in without:
+                shutil.copyfile(path, target / path.name)
+
+
+def keep_small_files(source: Path, run_dir: Path) -> None:
+    """Copy the config and the tokenizer of a model into a run folder, unless an earlier start has."""
+    kept = run_dir / KEPT
+    if kept.exists():
+        return
+    partial = kept.with_name(f".{KEPT}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    copy_small_files(source, partial)
+    # As a whole or not at all: a part of a tokenizer is another one.
+    os.rename(partial, kept)
+
+
+def kept_folder(run_dir: Path | None) -> Path | None:
+    """Return the folder with the config and the tokenizer that a run has kept; None if there is none."""
+    kept = run_dir / KEPT if run_dir is not None else None
+    return kept if kept is not None and (kept / CONFIG).is_file() else None
+
+
+def has_checkpoint(run_dir: Path | None) -> bool:
+    """Whether a run folder has a checkpoint, damaged or not."""
+    return run_dir is not None and any((run_dir / "checkpoints").glob("step_*/manifest.json"))
+
+
 def load_config(folder: Path) -> Any:
     """Return the configuration of the model in a folder."""
     from transformers import AutoConfig
@@ -41,7 +84,7 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{folder / 'config.json'} is no configuration that this version of transformers knows: "
+            f"{folder / CONFIG} is no configuration that this version of transformers knows: "
             f"{_first_line(error)}; models with code of their own are not trained (nothing from a model's "
             "folder is executed)"
         ) from None
@@ -69,7 +112,7 @@ def check_installed() -> None:
 
 
 def _checked(model: str, folder: Path) -> Path:
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG).is_file():
         return folder
     raise UserError(
         f"--model {model}: the folder has no config.json; give the folder of a transformers model"

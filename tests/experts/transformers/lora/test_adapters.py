@@ -25,6 +25,7 @@ from tests.support.lora_runs import (
     LoraRun,
     LoraTask,
     in_peft_names,
+    lora_in_data_parallel,
     lora_on_hosts,
     train_lora,
     train_peft,
@@ -68,6 +69,15 @@ def test_adapters_move_between_hosts_with_their_optimizer_state() -> None:
     assert worst(in_peft_names([run.weights for run in hosts]), expected.weights) <= 1e-9
     moved = "model.layers.0.mlp.experts.hosted.bank.0.up_lora_b"
     assert [moved in host.weights for host in hosts] == [False, True]
+
+
+def test_workers_in_data_parallel_train_the_adapters_of_one_process() -> None:
+    """Three workers share a batch of five samples. Each has all experts."""
+    workers = run_ranks(lora_in_data_parallel, 3, "Qwen3-MoE")
+    expected = peft_run("Qwen3-MoE")
+    assert workers[0].losses == pytest.approx(expected.losses, rel=1e-10)
+    for worker in workers:
+        assert worst(in_peft_names([worker.weights]), expected.weights) <= 1e-9
 
 
 def test_only_adapters_are_trained() -> None:

@@ -13,20 +13,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from experts.transformers.files import writing
 from orchestrator.errors import CheckpointDamaged, UserError
-from orchestrator.train import export
 from orchestrator.train.checkpoint.files import load
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.checkpoint.weight_source import CheckpointWeights
-from orchestrator.train.export import ExportForm, export_checkpoint
+from orchestrator.train.export import folder as export_folder
+from orchestrator.train.export.weights import ExportForm, export_checkpoint
 from orchestrator.train.parts.world import World
 from tests.support.bias_runs import biases_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.families import BIASED_FAMILIES, FAMILIES, build, in_their_names, tokens
-from tests.support.family_saves import BIAS_RATE, checkpoint_of, save_families, save_trained
+from tests.support.family_saves import (
+    BIAS_RATE,
+    balanced_task,
+    checkpoint_of,
+    save_families,
+    save_model_folder,
+    save_trained,
+)
 from tests.support.model_files import tensor_names
 from tests.support.ranks import run_ranks
 
@@ -35,7 +42,7 @@ from tests.support.ranks import run_ranks
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     for name in FAMILIES:
-        save_trained(name, World.single_process(), folder / name)
+        save_trained(balanced_task(name), World.single_process(), folder / name)
     return folder
 
 
@@ -46,19 +53,8 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def model_folder(folder: Path, name: str, dtype: torch.dtype = torch.float64) -> Path:
-    """Write a family as its users have it: with a tensor per expert, a tokenizer and a generation config."""
-    model = build(name, dtype)
-    model.config._experts_implementation = None
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text('{"a": 1}')
-    GenerationConfig(max_length=7).save_pretrained(folder)
-    return folder
-
-
 def exported(checkpoint: Path, folder: Path, name: str, **options: Any) -> Path:
-    source = model_folder(folder / "source", name)
+    source = save_model_folder(folder / "source", name)
     target = folder / "exported"
     chosen = ExportForm(**{"shard_bytes": 9000, **options})
     export_checkpoint(checkpoint, source, target, chosen, lambda done, total: None)
@@ -134,7 +130,7 @@ def test_a_small_model_is_one_file_without_an_index(one_process: Path, tmp_path:
 
 def test_the_type_is_that_of_the_config_unless_one_is_asked_for(one_process: Path, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(one_process, "DeepSeek-V3")
-    source = model_folder(tmp_path / "source", "DeepSeek-V3", torch.bfloat16)
+    source = save_model_folder(tmp_path / "source", "DeepSeek-V3", torch.bfloat16)
     for asked, expected in ((None, torch.bfloat16), ("fp32", torch.float32)):
         target = tmp_path / f"as {asked}"
         export_checkpoint(checkpoint, source, target, ExportForm(asked), lambda done, total: None)
@@ -185,7 +181,7 @@ def test_a_checkpoint_of_adapters_is_refused(one_process: Path, tmp_path: Path) 
     tensors = {**contents.tensors, "model": adapter}
     store = CheckpointStore(tmp_path / "checkpoints")
     checkpoint = save_checkpoint(store, 2, type(contents)(tensors, contents.state))
-    with pytest.raises(UserError, match=r"holds LoRA adapters \(.*up_lora_a\), which export does not merge"):
+    with pytest.raises(UserError, match=r"holds LoRA adapters \(.*up_lora_a\), and the settings of its run"):
         exported(checkpoint, tmp_path, "Mixtral")
     assert not (tmp_path / "exported").exists()
 
@@ -219,7 +215,7 @@ def test_an_export_that_was_killed_leaves_no_folder_and_is_done_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_publish", killed)
+        patch.setattr(export_folder, "_publish", killed)
         with pytest.raises(KeyboardInterrupt):
             exported(checkpoint, tmp_path, "Mixtral")
     assert not (tmp_path / "exported").exists()
@@ -230,7 +226,7 @@ def test_an_export_that_was_killed_leaves_no_folder_and_is_done_again(
 
 
 def test_progress_ends_with_all_bytes(one_process: Path, tmp_path: Path) -> None:
-    source = model_folder(tmp_path / "source", "Mixtral")
+    source = save_model_folder(tmp_path / "source", "Mixtral")
     seen: list[tuple[int, int]] = []
     checkpoint = checkpoint_of(one_process, "Mixtral")
     export_checkpoint(

@@ -1,0 +1,114 @@
+"""Adapters that three hosts trained, exported for PEFT and added to the weights of their model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from experts.transformers.lora.peft_files import ADAPTER_FILE
+from orchestrator.errors import UserError
+from orchestrator.train.checkpoint.files import load
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.export.adapters import AdaptedModel, export_adapters, export_merged
+from orchestrator.train.export.weights import ExportForm
+from tests.support.checkpoints import save_checkpoint
+from tests.support.families import FAMILIES, tokens
+from tests.support.family_saves import checkpoint_of, save_families, save_model_folder
+from tests.support.lora_runs import OPTIONS
+from tests.support.model_files import tensor_names
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all families, and checkpoints of three hosts with uneven numbers of experts."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in FAMILIES:
+        save_model_folder(folder / "models" / name, name)
+    trained = (list(FAMILIES), str(folder / "runs"), str(folder / "models"))
+    run_ranks(save_families, 3, *trained, timeout=300.0)
+    return folder
+
+
+def adapted_model(folder: Path, name: str) -> AdaptedModel:
+    model = folder / "models" / name
+    return AdaptedModel(OPTIONS, str(model), model, model)
+
+
+def merged(folder: Path, name: str, target: Path, **options: Any) -> Path:
+    form = ExportForm(**{"shard_bytes": 9000, **options})
+    checkpoint = checkpoint_of(folder / "runs", name)
+    export_merged(checkpoint, adapted_model(folder, name), target, form, lambda done, total: None)
+    return target
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model.eval()(input_ids=tokens(3)).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_merged_model_computes_what_the_adapters_do_beside_theirs(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    import peft
+
+    model = adapted_model(folder, name)
+    export_adapters(checkpoint_of(folder / "runs", name), model, tmp_path / "adapters", ExportForm())
+    base = logits(loaded(model.folder))
+    beside = logits(peft.PeftModel.from_pretrained(loaded(model.folder), tmp_path / "adapters"))
+    torch.testing.assert_close(
+        logits(loaded(merged(folder, name, tmp_path / "merged"))), beside, rtol=0, atol=1e-5
+    )
+    assert not torch.allclose(beside, base, rtol=0, atol=1e-3)
+    assert tensor_names(tmp_path / "merged") == tensor_names(model.folder)
+
+
+def test_a_folder_of_adapters_has_the_tokenizer_and_names_its_model(folder: Path, tmp_path: Path) -> None:
+    model = adapted_model(folder, "Qwen3-MoE")
+    target = tmp_path / "adapters"
+    result = export_adapters(checkpoint_of(folder / "runs", "Qwen3-MoE"), model, target, ExportForm("bf16"))
+    names = {path.name for path in target.iterdir()}
+    assert names >= {ADAPTER_FILE, "adapter_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert "config.json" not in names
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(model.folder)
+    tensors = load_file(target / ADAPTER_FILE)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert result.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_merged_model_is_written_in_the_type_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    target = merged(folder, "Mixtral", tmp_path / "merged", dtype="bf16")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert model.dtype == torch.bfloat16
+
+
+def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(folder / "runs", "Qwen3-MoE")
+    other = save_model_folder(tmp_path / "other", "Qwen3-MoE", torch.bfloat16)
+    model = AdaptedModel(OPTIONS, "other", other, other)
+    with pytest.raises(UserError, match=r"other holds other weights than those that the adapters .* trained"):
+        export_merged(checkpoint, model, tmp_path / "merged", ExportForm(), lambda done, total: None)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_adapters_of_random_weights_are_exported_merged_alone(folder: Path, tmp_path: Path) -> None:
+    contents = load(checkpoint_of(folder / "runs", "Qwen3-MoE"))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    state = {**contents.state, "frozen_base": None}
+    checkpoint = save_checkpoint(store, 2, type(contents)(contents.tensors, state))
+    model = adapted_model(folder, "Qwen3-MoE")
+    with pytest.raises(UserError, match=r"the run of .* began with random weights.*; give --merge"):
+        export_adapters(checkpoint, model, tmp_path / "adapters", ExportForm())
