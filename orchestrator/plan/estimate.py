@@ -62,6 +62,9 @@ class ModelFacts:
     """Whether a MoE layer drops rows beyond a capacity."""
     structure: str = ""
     """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
+    unsaved: int = 0
+    """Parameters that neither checkpoints nor snapshots hold: frozen weights beside adapters, which are in
+    the files of their model."""
     weight_bytes: float = 4.0
     """Bytes of a parameter, on average. Frozen weights may have two, others have four."""
     outer_parameters: int = 0

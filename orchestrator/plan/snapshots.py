@@ -67,12 +67,14 @@ def checkpoint_memory(facts: ModelFacts, hosts: int, hosts_on_node: int) -> floa
 def _state_bytes(facts: ModelFacts, hosts: int, hosts_on_node: int, dense_share: float) -> float:
     """Return the bytes of the weights and moments of a node's experts and of a share of the dense part.
 
-    The moments are Adam's: a task's own optimizer may have fewer."""
+    The moments are Adam's: a task's own optimizer may have fewer. Weights that are not saved, as the
+    frozen ones beside adapters, count as spread evenly over experts and dense part."""
     most_experts = -(-facts.experts // hosts)
     expert_parameters = hosts_on_node * facts.expert_parameters * most_experts / max(1, facts.experts)
     dense_parameters = facts.parameters - facts.expert_parameters
     trained_share = facts.trainable / max(1, facts.parameters)
-    bytes_per_parameter = _WEIGHT_BYTES + _MOMENT_BYTES * trained_share
+    saved_share = 1 - facts.unsaved / max(1, facts.parameters)
+    bytes_per_parameter = _WEIGHT_BYTES * saved_share + _MOMENT_BYTES * trained_share
     return (expert_parameters + dense_share * dense_parameters) * bytes_per_parameter
 
 

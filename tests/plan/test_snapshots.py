@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ def test_a_node_keeps_its_experts_and_the_dense_part_once() -> None:
     assert one_node.backups == 0, "there is no other node"
     frozen = model(parameters=170, trainable=0, expert_parameters=70, experts=7)
     assert snapshot_memory(frozen, 3, 2).buffers == 2 * 4 * 160, "frozen weights have no moments"
+    adapters = replace(facts, trainable=17, unsaved=153)
+    expected = 2 * one_set / 10
+    assert snapshot_memory(adapters, 3, 2).buffers == pytest.approx(expected), "a tenth is trained and saved"
 
 
 def test_the_copy_for_a_checkpoint_has_each_hosts_experts_and_its_share_of_the_dense_part() -> None:

@@ -274,6 +274,7 @@ def _facts(task: Task, traced: _TracedModel, data: Any, num_validation: int | No
         expert_weights=tuple(_expert_parameters(layer) for layer in layers),
         limits_capacity=any(layer.capacity is not None for layer in layers),
         structure=_structure_hash(model),
+        unsaved=_unsaved_parameters(model),
         outer_parameters=_outer_parameters(model),
         weight_bytes=sum(p.nbytes for p in parameters) / max(1, sum(p.numel() for p in parameters)),
         data=_data_hash(data) if isinstance(data, Gatherable) else "",
@@ -287,6 +288,11 @@ def _outer_parameters(model: nn.Module) -> int:
     blocks = [block for alike in block_lists(model) for block in alike]
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     return sum(p.numel() for p in model.parameters() if id(p) not in inside)
+
+
+def _unsaved_parameters(model: nn.Module) -> int:
+    saved = model_tensors(model)
+    return sum(p.numel() for name, p in model.named_parameters() if name not in saved)
 
 
 def _structure_hash(model: nn.Module) -> str:

@@ -29,7 +29,9 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
         raise UserError(f"--lora {options.rank}: {error}") from None
 
 
-def leave_to_files(model: nn.Module, folder: Path) -> None:
-    """Let checkpoints leave out the frozen weights, which are read from a folder at each start."""
+def leave_to_files(model: nn.Module, folder: Path | None) -> None:
+    """Let checkpoints leave out the frozen weights, which are read from a folder at each start.
+
+    A model that only is planned is without one: its files need not be here."""
     adapted: Any = model
-    adapted.frozen_base = fingerprint(folder)
+    adapted.frozen_base = "not read" if folder is None else fingerprint(folder)
