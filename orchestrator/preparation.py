@@ -45,7 +45,8 @@ def prepare_run(
     global_batch = earlier_global_batch(config, earlier_plan)
     chosen = plan(config, hardware, facts, global_batch, cluster, in_cluster())
     changes = all_changes(resumed, facts, chosen.global_batch_size.value)
-    return PreparedRun(resolved, task, hardware, facts, chosen, cluster, in_cluster(), changes)
+    earlier = resumed.folder if resumed else None
+    return PreparedRun(resolved, task, hardware, facts, chosen, cluster, in_cluster(), changes, earlier)
 
 
 def _traced_device(config: Config, hardware: Inventory, cluster: Cluster | None) -> str:

@@ -167,7 +167,8 @@ class Trainer:
         from orchestrator.tasks.load import load_task
 
         config = with_absolute_paths(self.resolved.config, Path.cwd())
-        task = task or self._own_task or load_task(config)
+        earlier = self._resumed.folder if self._resumed else None
+        task = task or self._own_task or load_task(config, earlier)
         return prepare_run(Resolved(config, self.resolved.origins), task, hardware, cluster, self._resumed)
 
     def find_batch_size(self) -> BatchSizeResult:

@@ -17,7 +17,9 @@ from orchestrator.storage.address import as_url
 from orchestrator.storage.folder import RemoteFolder, is_safe_name, open_folder
 
 EVENTS = "events.jsonl"
-_NEEDED = re.compile(r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary)\.json", re.ASCII)
+_NEEDED = re.compile(
+    r"events(\.driver)?\.jsonl|config(\.\d{3})?\.yaml|(plan|summary)\.json|hf/\w[\w.-]*", re.ASCII
+)
 _LEFT_OUT = ("checkpoints", "remote", "logs/ray_train")
 _LEFT_OUT_NAMES = re.compile(r"\..*|.*\.pid|nonce|stop|sock", re.ASCII)
 _INTERVAL_SECONDS = 10.0

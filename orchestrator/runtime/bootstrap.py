@@ -61,7 +61,7 @@ def prepare_worker(assignment: Assignment, rank: int) -> PreparedRun:
     enter_working_dir(assignment.working_dir, config.parallel.nccl_debug, prepared.hidden)
     if prepared.task is not None:
         return prepared
-    return replace(prepared, task=load_task(config))
+    return replace(prepared, task=load_task(config, prepared.earlier))
 
 
 def check_run_dir(assignment: Assignment, name: str) -> None:

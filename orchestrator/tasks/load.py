@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.nearest import did_you_mean
@@ -23,14 +24,17 @@ BUILT_IN = {
 REQUIRED_MEMBERS = ("build_model", "train_data", "loss")
 
 
-def load_task(config: Config) -> Task:
-    """Return the task that the config names, ready to build its model and data."""
+def load_task(config: Config, earlier: Path | None = None) -> Task:
+    """Return the task that the config names, ready to build its model and data.
+
+    ``earlier`` is the folder of the run that is resumed or evaluated, with the files its task has kept."""
     name = config.task
     config = _with_local_data(config)
     if name in BUILT_IN:
         module_name, _, class_name = BUILT_IN[name].partition(":")
         module = importlib.import_module(f"orchestrator.tasks.{module_name}")
-        return getattr(module, class_name)(config)
+        task_class: Any = getattr(module, class_name)
+        return task_class(config, earlier) if hasattr(task_class, "keep_files") else task_class(config)
     if ":" not in name:
         raise UserError(
             f"unknown task {name!r}{did_you_mean(name, BUILT_IN)}; built in are {', '.join(BUILT_IN)}; "

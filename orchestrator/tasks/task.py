@@ -69,6 +69,9 @@ class Task(Protocol):
     A model whose frozen weights ``initialise`` reads from files may have an attribute ``frozen_base``, a text
     that identifies these files. Checkpoints and snapshots then hold the trained weights alone.
 
+    A task with ``keep_files(run_dir) -> None`` copies files into the run folder that a later start needs, and
+    takes the folder of the earlier start as a second argument of its constructor.
+
     A task whose loss depends on the whole step has ``prepare_step(preview) -> None``, which is called on
     every worker before the step's first pass.
     """

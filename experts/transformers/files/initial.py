@@ -45,6 +45,16 @@ def initialise_weights(model: Any, seed: int) -> None:
     _check_filled(model, first_names - ours - filled)
 
 
+@torch.no_grad()
+def await_weights(model: Any) -> None:
+    """Make a model ready for the weights of a checkpoint: until they are restored, all are NaN."""
+    check_memory(model)
+    model.tie_weights()
+    restore_buffers(model)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+
+
 def _initialise_experts(name: str, experts: Any, owner: Any, seed: int) -> None:
     """Initialise each held expert as a module with this expert alone."""
     places = experts_places(name, experts)

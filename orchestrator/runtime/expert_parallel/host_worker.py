@@ -132,7 +132,7 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
     if prepared.task is None:
         # A task that fails to load raises its error when it is trained.
         with suppress(Exception):
-            task = load_task(config)
+            task = load_task(config, prepared.earlier)
             context.cache["task"] = task
             task.train_data()
 

@@ -24,7 +24,15 @@ from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_op
 from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
 from orchestrator.tasks.lm.example_tokens import EXAMPLE_SAMPLES, ExampleTokens
-from orchestrator.tasks.lm.model_folder import check_installed, load_config, load_tokenizer, model_folder
+from orchestrator.tasks.lm.model_folder import (
+    check_installed,
+    has_checkpoint,
+    keep_small_files,
+    kept_folder,
+    load_config,
+    load_tokenizer,
+    model_folder,
+)
 from orchestrator.tasks.metrics import Perplexity
 from orchestrator.tasks.task import Loss, StepPreview, Task
 
@@ -42,14 +50,16 @@ class LanguageModel(Task):
 
     unit = "tokens"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, earlier: Path | None = None) -> None:
         check_installed()
         if config.model.model is None:
             raise UserError(
                 "the task lm needs --model: the folder of a transformers model, or its id on the hub"
             )
         self.config = config
-        self.folder = model_folder(config.model.model, with_weights=not config.model.from_scratch)
+        self._earlier = earlier
+        # The model of a resumed run may have moved or changed: its config and tokenizer are the run's own.
+        self.folder = kept_folder(earlier) or self._model_folder()
         self.model_config = load_config(self.folder)
         self.units_per_sample = _sequence_length(config.model.sequence_length, self.model_config)
         self.metrics = {"perplexity": Perplexity()}
@@ -63,12 +73,20 @@ class LanguageModel(Task):
         balance_by_bias(model, self.config)
         if self._lora is not None:
             add_adapters(model, self._lora)
+        if self._leaves_weights_to_files:
+            leave_to_files(model, None)
         return model
+
+    def keep_files(self, run_dir: Path) -> None:
+        """Copy the config and the tokenizer of the model into the run folder."""
+        keep_small_files(self.folder, run_dir)
+
+    def _model_folder(self) -> Path:
+        return model_folder(str(self.config.model.model), with_weights=not self.config.model.from_scratch)
 
     def initialise(self, model: nn.Module) -> None:
         """Read the weights that this host holds, or draw them."""
         from experts.transformers.files.initial import initialise_weights
-        from experts.transformers.files.reading import read_weights
         from experts.transformers.lora.adapters import initialise_lora, without_adapters
 
         if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
@@ -78,12 +96,35 @@ class LanguageModel(Task):
                 if self.config.model.from_scratch:
                     initialise_weights(model, self.config.run.seed)
                 else:
-                    read_weights(model, self.folder, _ReadingNotes(self.folder))
-            if self._lora is not None and not self.config.model.from_scratch:
-                leave_to_files(model, self.folder)
+                    self._read_weights(model)
         except ValueError as error:
             raise UserError(str(error)) from None
         initialise_lora(model, self.config.run.seed)
+
+    def _read_weights(self, model: nn.Module) -> None:
+        """Read the weights of the model's files. A run that has checkpoints resumes without them."""
+        from experts.transformers.files.initial import await_weights
+        from experts.transformers.files.reading import read_weights
+
+        try:
+            folder = self._model_folder()
+            read_weights(model, folder, _ReadingNotes(folder))
+            if self._leaves_weights_to_files:
+                leave_to_files(model, folder)
+        except (ValueError, UserError) as error:
+            if not has_checkpoint(self._earlier):
+                raise
+            if self._leaves_weights_to_files:
+                raise UserError(
+                    f"{error}. Checkpoints of adapters (--lora) hold no weights of their model: give the "
+                    "folder with the files of the model that the run began with, as --task lm --model FOLDER"
+                ) from None
+            _note(f"the weights are those of the checkpoint alone: {error}")
+            await_weights(model)
+
+    @property
+    def _leaves_weights_to_files(self) -> bool:
+        return self._lora is not None and not self.config.model.from_scratch
 
     # --- the data
 

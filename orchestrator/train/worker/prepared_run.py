@@ -52,6 +52,8 @@ class PreparedRun:
     in_cluster: bool = False
     changes: tuple[SettingChange, ...] = ()
     """Differences from the earlier start of a resumed run."""
+    earlier: Path | None = None
+    """The run folder of that start."""
     secrets: Secrets = field(default=(), repr=False)
     """Secrets of the driver's environment, which a worker's node may not have in its own."""
 

@@ -209,6 +209,9 @@ class WorkerRun:
         if self.world.is_main:
             measured = {"device_speeds": device_speeds} | placement_fields
             write_config_and_plan(prepared, self.run_dir, measured)
+            keep_files: Callable[[Path], None] | None = getattr(prepared.task, "keep_files", None)
+            if keep_files is not None:
+                keep_files(self.run_dir)
         # After the plan is written: a later start of the run begins with whole micro-batches again.
         self.prepared = _with_halved_batch(prepared, self._resume.halvings if self._resume else 0)
         return experts

@@ -141,7 +141,7 @@ def check_links(folder: Path) -> None:
     Pipes and devices, which have no end, and folders in the place of files are refused too."""
     real_folder = os.path.realpath(folder)
     tracker_folders = [folder / name for name in get_args(Tracker)]
-    for parent in (folder, folder / "checkpoints", folder / "logs", *tracker_folders):
+    for parent in (folder, folder / "checkpoints", folder / "logs", folder / "hf", *tracker_folders):
         for path in parent.iterdir() if parent.is_dir() else ():
             target = Path(os.path.realpath(path))
             # Trackers leave links of their own, to files that may be gone by now.

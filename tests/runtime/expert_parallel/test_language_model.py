@@ -74,6 +74,28 @@ def logits_of(model: Any, task: LanguageModel) -> Tensor:
     return model(**inputs, use_cache=False).logits
 
 
+def test_adapters_are_trained_through_a_kill_and_exported(job: Job, tmp_path: Path) -> None:
+    """Snapshots hold the adapters alone: a new host reads the weights of its experts from the files."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    lora = replace(job, steps=16, extra=("--lora", "4", "--lora-targets", "experts", "q_proj"))
+    run = run_unharmed(lora, tmp_path, FaultSchedule().kill(1, step=8))
+    checkpoint = newest_checkpoint(run.run_dir)
+    saved = load(checkpoint).tensors["model"]
+    assert {"lora_" in name for name in saved if not name.endswith(".load_E")} == {True}
+    for name, flags in (("adapters", []), ("merged", ["--merge"])):
+        assert main(["export", str(checkpoint), str(tmp_path / name), *flags]) == 0
+    task, trained = trained_model(run.run_dir)
+    base = AutoModelForCausalLM.from_pretrained(str(task.config.model.model), experts_implementation="eager")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", experts_implementation="eager")
+    expected = logits_of(trained, task)
+    assert not torch.allclose(logits_of(base, task), expected, rtol=0, atol=1e-3)
+    beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    for model in (merged, beside):
+        torch.testing.assert_close(logits_of(model, task), expected, rtol=0, atol=1e-5)
+
+
 def test_a_fine_tuned_model_is_exported_after_two_kills(job: Job, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

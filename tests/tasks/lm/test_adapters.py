@@ -68,6 +68,7 @@ def test_the_plan_knows_that_few_weights_are_trained(config: Config) -> None:
     model = LanguageModel(config).build_model()
     assert facts.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert facts.trainable < facts.parameters / 2
+    assert facts.unsaved == facts.parameters - facts.trainable
     assert facts.method.startswith("traced")
     assert facts.weight_bytes < 4.0
 
