@@ -5,7 +5,7 @@ They are read and converted one by one, so that no more than one is in memory.""
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ModelWeights:
             target: group for group in grouping.groups for target in targets_of(group, self._places)
         }
         self._last = threading.local()
-        self.stored = dict(self._stored())
+        self.stored: Mapping[str, Stored] = dict(self._stored())
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Return a tensor by its name in a checkpoint, or a range of its rows."""
@@ -70,7 +70,7 @@ class ModelWeights:
     def _shapes(self, group: Group) -> dict[str, tuple[int, ...]]:
         return {key: self._shards.entries[key].shape for key in group.all_keys}
 
-    def _stored(self) -> Any:
+    def _stored(self) -> Iterator[tuple[str, Stored]]:
         numbers = {file: number for number, file in enumerate(sorted(self._files()))}
 
         def entry(target: str, shape: tuple[int, ...]) -> Stored:

@@ -27,7 +27,9 @@ class Saved:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.stored = {name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.stored: Mapping[str, Stored] = {
+            name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+        }
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         return self._tensors[name] if rows is None else self._tensors[name][slice(*rows)]
