@@ -36,9 +36,11 @@ VERBS = (
     "check",
     "watch",
     "report",
+    "launch",
     "init",
 )
-POSITIONAL = ("path", "folder", "folders", "checkpoint")  # of init, watch and resume, report, and evaluate
+# of init, watch and resume, report, evaluate, and launch
+POSITIONAL = ("path", "folder", "folders", "checkpoint", "kind")
 
 INTRODUCTION = """# Settings
 

@@ -21,6 +21,7 @@ LAYERS = (
     "data",
     "tasks",
     "plan",
+    "launch",
     "record",
     "report",
     "train",

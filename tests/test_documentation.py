@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.launch import split
+from orchestrator.cli.train import TrainOptions
 from orchestrator.config.flags import read_flags, read_options
 from orchestrator.config.settings import flat_names
 from tests.support.cli_runs import complete, enter_folder
@@ -30,6 +32,7 @@ from tests.support.ranks import run_ranks
 BLOCKS = blocks()
 NOT_RUN = {
     "README.md": 4,
+    "docs/clusters.md": 8,
     "docs/coming-from.md": 5,
     "docs/cost-model.md": 1,
     "docs/development.md": 1,
@@ -48,22 +51,33 @@ NOT_RUN = {
     "docs/transformers.md": 2,
 }
 TESTED_ELSEWHERE = ("orchestrator check",)  # tests/cli: it tries every precision and compiles
-# Flags of every program, of ray and tensorboard, and of the benchmarks and tools
+# Flags of every program, of ray, kubectl, Slurm, SkyPilot and tensorboard, and of the benchmarks and tools
 FLAGS_OF_OTHERS = frozenset(
     {
+        "--account",
         "--address",
+        "--batch",
         "--count",
         "--dashboard-port",
         "--every",
+        "--from-env-file",
+        "--from-file",
         "--generate",
+        "--gres",
         "--head",
         "--help",
         "--list",
         "--logdir",
         "--minutes",
         "--out",
+        "--partition",
+        "--requeue",
         "--runtime-env-json",
+        "--secret",
         "--seed",
+        "--signal",
+        "--time",
+        "--tmux",
         "--working-dir",
     }
 )
@@ -176,6 +190,9 @@ COMMANDS = [
 def test_commands_parse(command: str) -> None:
     """Names and values of the flags are known to the verb, whether the command runs here or not."""
     _, verb, *arguments = shlex.split(command)
+    if verb == "launch":
+        arguments, flags = split(arguments)
+        read_flags(TrainOptions, flags, "orchestrator train")
     kind = load_generator().option_types()[verb]
     if "settings" in kind.__dataclass_fields__:
         # the file may be one that an earlier command writes
@@ -194,6 +211,7 @@ def _positional(verb: str) -> Any:
         "resume": "folder",
         "init": "path",
         "evaluate": "checkpoint",
+        "launch": "kind",
     }
     return ("checkpoint", "folder") if verb == "export" else names.get(verb)
 

@@ -29,6 +29,7 @@ VERBS = {
     "sweep": "compare settings in short trials on the cluster, and write scaling tables",
     "watch": "show a running or finished run in the terminal: progress, hosts, experts, events",
     "report": "draw plots and report.html again from the folder of a run or a sweep; compare runs",
+    "launch": "write the file that starts a cluster and trains on it: KubeRay, Slurm, ssh, ray up, SkyPilot",
     "init": "write a commented config for this machine",
 }
 _VERB_LINES = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())

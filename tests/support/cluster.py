@@ -35,7 +35,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(write_token(self.folder)),
         }
         self.nodes: list[subprocess.Popen[bytes]] = []
-        self.dashboard = _free_port() if dashboard else None
+        self.dashboard = free_port() if dashboard else None
         options = [
             "--head",
             "--port=0",
@@ -64,7 +64,7 @@ class RayCluster:
         """Kill a raylet and all its workers at once."""
         with suppress(ProcessLookupError):
             os.killpg(self.nodes[number].pid, signal.SIGKILL)
-        for pid in _processes_of_session(self.nodes[number].pid):
+        for pid in processes_of_session(self.nodes[number].pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -76,7 +76,7 @@ class RayCluster:
 
     def _start(self, *arguments: str) -> None:
         # The default port of the agent can be used once per machine.
-        agent = f"--dashboard-agent-listen-port={_free_port()}"
+        agent = f"--dashboard-agent-listen-port={free_port()}"
         command = [*RAY, "start", *arguments, agent, "--block", "--disable-usage-stats"]
         with open(self.folder / f"node_{len(self.nodes)}.log", "wb") as log:
             node = subprocess.Popen(
@@ -115,7 +115,7 @@ def write_token(folder: Path) -> Path:
     return path
 
 
-def _processes_of_session(leader: int) -> list[int]:
+def processes_of_session(leader: int) -> list[int]:
     """Return the processes of a session.
 
     Those that a raylet started have process groups of their own."""
@@ -128,7 +128,7 @@ def _processes_of_session(leader: int) -> list[int]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

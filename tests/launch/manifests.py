@@ -1,0 +1,60 @@
+"""KubeRay manifests against the schema of their resource, and the parts of them that tests look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from orchestrator.launch.files import file_text
+from orchestrator.launch.launch import Launch
+from orchestrator.launch.options import LaunchOptions
+
+SCHEMA = Path(__file__).with_name("rayjob.schema.json")
+
+
+def manifest(options: LaunchOptions, *flags: str) -> dict[str, Any]:
+    """Return the manifest that is written for these options, after a check against the schema."""
+    content = yaml.safe_load(file_text(Launch(options, flags)))
+    check_manifest(content)
+    return content
+
+
+def check_manifest(content: dict[str, Any]) -> None:
+    """Raise ValidationError for a value of a wrong type, a missing field or an unknown one."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    if content["kind"] == "RayCluster":
+        spec = schema["properties"]["spec"]["properties"]["rayClusterSpec"]
+        schema["properties"]["spec"] = spec
+    jsonschema.validate(content, _without_unknown_fields(schema))
+
+
+def _without_unknown_fields(schema: Any) -> Any:
+    """Return a schema that refuses fields it does not list, as ``kubectl`` does."""
+    if isinstance(schema, list):
+        return [_without_unknown_fields(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _without_unknown_fields(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        strict["additionalProperties"] = False
+    return strict
+
+
+def cluster_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["spec"].get("rayClusterSpec", content["spec"])
+
+
+def pods(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pod specs of the head and of the groups of workers."""
+    cluster = cluster_of(content)
+    groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
+    return [group["template"]["spec"] for group in groups]
+
+
+def gpus(pod: dict[str, Any]) -> int:
+    limits = pod["containers"][0]["resources"]["limits"]
+    return int(limits.get("nvidia.com/gpu", 0))
