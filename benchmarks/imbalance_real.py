@@ -53,6 +53,7 @@ HIDDEN = 384
 TOP_K = 1
 SPEED = 6e10  # FLOPs per second of a core, for the balancer
 BANDWIDTH = 1e9
+UPDATE_BANDWIDTH = 4e9
 BLOCK = 5
 """Steps of one variant before the next one: noise of the machine hits all alike."""
 
@@ -140,7 +141,7 @@ class Variant:
         else:
             place(model, [host_of], world.rank)
         ((_, self.layer),) = moe_layers(model)
-        self.cluster = Cluster((HostFacts(SPEED),) * world.size, BANDWIDTH)
+        self.cluster = Cluster((HostFacts(SPEED),) * world.size, BANDWIDTH, UPDATE_BANDWIDTH)
         self.feed = open_feed(
             task.train_data(),
             world,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,8 @@ class Cluster:
     hosts: tuple[HostFacts, ...]
     bandwidth: float
     """Bytes per second that a host sends or receives."""
+    update_bandwidth: float = math.inf
+    """Bytes per second of weights, gradients and optimizer state that a host's optimizer updates."""
 
     def __post_init__(self) -> None:
         if not self.hosts or not self.bandwidth > 0:
@@ -54,10 +57,11 @@ def balance_problem(
 ) -> BalanceProblem:
     """Return the problem of a layer under some loads, in tokens per step of each expert."""
     experts = [costs.expert(e.size, tokens) for e, tokens in zip(layer.experts, loads, strict=True)]
+    copy_seconds = costs.gradient_bytes / cluster.bandwidth + costs.state_bytes / cluster.update_bandwidth
     return BalanceProblem(
         tuple(expert.work for expert in experts),
         tuple(expert.bytes for expert in experts),
-        tuple(expert.size * costs.gradient_bytes / cluster.bandwidth for expert in layer.experts),
+        tuple(expert.size * copy_seconds for expert in layer.experts),
         tuple(host.speed for host in cluster.hosts),
         tuple(host.memory for host in cluster.hosts),
     )

@@ -2,7 +2,7 @@
 
 ``decide`` compares what a change wins with what it costs. It wins the seconds by which the slowest host of
 a layer gets faster, in each step for as long as such loads usually last. It costs the bytes that it sends,
-once, and the sum of the copies' gradients in each step. All functions are pure."""
+once, and the sum of the copies' gradients and their update in each step. All functions are pure."""
 
 from __future__ import annotations
 

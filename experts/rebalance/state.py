@@ -26,7 +26,7 @@ class BalanceProblem:
     bytes: tuple[float, ...]
     """State of each expert."""
     sync_seconds: tuple[float, ...]
-    """Seconds in which the gradient of each expert passes a link."""
+    """Seconds in which the gradient of each expert passes a link, and a copy of it is updated."""
     speed: tuple[float, ...]
     memory: tuple[float, ...]
     """Bytes of each host that other layers leave."""
@@ -73,7 +73,7 @@ def imbalance(problem: BalanceProblem, shares: Shares) -> float:
 
 
 def sync_seconds(problem: BalanceProblem, shares: Shares) -> float:
-    """Return the seconds per step that the busiest host sums gradients of copies."""
+    """Return the seconds per step in which the busiest host sums gradients of copies and updates them."""
     busy = [0.0] * len(problem.speed)
     for seconds, copies in zip(problem.sync_seconds, shares, strict=True):
         for host, _ in copies:

@@ -29,6 +29,8 @@ _VALIDATION_BATCHES = 8
 """Batches that a change is judged on."""
 _BYTES_PER_SECOND = {"gloo": 1e9, "nccl": 2e10}
 """What a host sends to another one, roughly: it decides whether a move pays."""
+_UPDATED_BYTES_PER_SECOND = {"gloo": 4e9, "nccl": 1e12}
+"""State that AdamW updates on a CPU core and on a GPU, roughly: it decides whether a copy pays."""
 _LEAST_SPEED = 1e10
 """A deterministic run measures no speed: its hosts count as equal."""
 
@@ -93,8 +95,10 @@ def build_evolution(
 
 def _balancer(plan: Plan, layers: list[RoutedExperts], hosts: tuple[HostFacts, ...]) -> HostBalancer:
     bandwidth = _BYTES_PER_SECOND.get(plan.backend.value, 1e9)
+    update_bandwidth = _UPDATED_BYTES_PER_SECOND.get(plan.backend.value, 4e9)
     counted = tuple(replace(host, speed=max(host.speed, _LEAST_SPEED)) for host in hosts)
-    return HostBalancer([layer_costs(layer) for layer in layers], Cluster(counted, bandwidth))
+    cluster = Cluster(counted, bandwidth, update_bandwidth)
+    return HostBalancer([layer_costs(layer) for layer in layers], cluster)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -102,6 +102,14 @@ def test_a_slow_host_gets_a_smaller_share_of_a_hot_expert() -> None:
     assert placed.expert(0).split == (32, 96)
 
 
+def test_a_copy_whose_update_takes_longer_than_it_wins_is_not_made() -> None:
+    """The copy would win 50 s of 100 in each step; its update takes 40 s on fast memory, 60 on slow."""
+    layer = layer_on(0, 1)
+    for update_bandwidth, hosts in ((2.5, (0, 1)), (5 / 3, (0,))):
+        cluster = replace(cluster_of(1, 1), update_bandwidth=update_bandwidth)
+        assert balance(layer, [10_000, 0], cluster).expert(0).hosts == hosts
+
+
 def test_experts_move_to_hosts_that_have_none() -> None:
     placed = balance(layer_on(0, 0, 0), [500, 500, 500], cluster_of(1, 1, 1))
     assert sorted(expert.hosts for expert in placed.experts) == [(0,), (1,), (2,)]
