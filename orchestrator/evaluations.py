@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from orchestrator.plan.inventory.cluster import Cluster
 from orchestrator.plan.inventory.hardware import secret_values
 from orchestrator.record.evaluation_screen import EvaluationScreen
 from orchestrator.redaction import mask_tree
+from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.types import VERSION, Choice
 
 if TYPE_CHECKING:
@@ -37,14 +38,19 @@ class EvaluationResult:
     samples: int
     path: str
     """The file with the result, or its address."""
+    generations: Sequence[Mapping[str, str | None]] = ()
+    """``prompt``, ``text`` and ``reference`` (from the data) of a language model's generations."""
 
 
 class CheckpointEvaluation:
     """An evaluation of one split on a checkpoint."""
 
-    def __init__(self, checkpoint: OpenedCheckpoint, split: str, quiet: bool) -> None:
+    def __init__(
+        self, checkpoint: OpenedCheckpoint, split: str, options: GenerationOptions, quiet: bool
+    ) -> None:
         self._checkpoint = checkpoint
         self._split = split
+        self._options = options
         self.screen = EvaluationScreen(quiet, secret_values())
 
     def settings(self, given: Resolved) -> Resolved:
@@ -76,7 +82,7 @@ class CheckpointEvaluation:
         settings = torch_settings(prepared.resolved.config, prepared.plan, world.device)
         try:
             with preserved_random_state(), settings:
-                fields = evaluate_checkpoint(prepared, world, self.screen.progress)
+                fields = evaluate_checkpoint(prepared, world, self.screen.progress, self._options)
         except CheckpointDamaged as error:
             raise self._damaged(error) from None
         finally:
@@ -90,7 +96,9 @@ class CheckpointEvaluation:
         # All nodes that see the checkpoint see a folder beside it.
         with TemporaryDirectory(prefix=".evaluation-", dir=self._checkpoint.path.parent) as folder:
             try:
-                fields = evaluate_on_workers(prepared, cluster, Path(folder), self._split, self.screen)
+                fields = evaluate_on_workers(
+                    prepared, cluster, Path(folder), self._split, self._options, self.screen
+                )
             except CheckpointDamaged as error:
                 raise self._damaged(error) from None
             finally:
@@ -152,6 +160,8 @@ class CheckpointEvaluation:
             "version": VERSION,
             "time": time.time(),
         }
+        if fields["generations"]:
+            content["generations"] = fields["generations"]
         checkpoint.write_result(self._split, mask_tree(content, secret_values(), keys=False))
         path = checkpoint.result_name(self._split)
         self.screen.result(content, path)
@@ -163,6 +173,7 @@ class CheckpointEvaluation:
             content["metrics"],
             content["samples"],
             path,
+            fields["generations"],
         )
 
 

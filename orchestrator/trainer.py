@@ -44,6 +44,7 @@ from orchestrator.record.live.endpoint import RunMetrics, metrics_endpoint
 from orchestrator.record.screen import Screen
 from orchestrator.record.tracker_backends import check_trackers
 from orchestrator.result import Result
+from orchestrator.tasks.generation import MAX_NEW_TOKENS, GenerationOptions
 from orchestrator.train.remote.addresses import local_run_dir, local_start, remote_run
 
 if TYPE_CHECKING:
@@ -239,19 +240,28 @@ class Trainer:
         with session(config, self._screen.note) as joined:
             return self._run_on_workers(joined)
 
-    def evaluate(self, checkpoint: str | Path, split: str = "validation") -> EvaluationResult:
+    def evaluate(
+        self,
+        checkpoint: str | Path,
+        split: str = "validation",
+        prompts: Sequence[str] = (),
+        max_new_tokens: int = MAX_NEW_TOKENS,
+    ) -> EvaluationResult:
         """Evaluate a checkpoint, or the best one of a run, and write the result beside it.
 
         ``checkpoint`` is a folder or an address. Settings that are not given are those of its run. ``split``
-        is ``validation``, ``train``, or NAME of a task with a method NAME_data.
+        is ``validation``, ``train``, or NAME of a task with a method NAME_data. A language model continues
+        ``prompts``, texts or files with one a line, else the first prompts of the split, by at most
+        ``max_new_tokens``; 0 generates nothing.
         """
         from orchestrator.evaluations import CheckpointEvaluation
         from orchestrator.train.remote.opened_checkpoint import opened_checkpoint
 
+        options = GenerationOptions.of(prompts, max_new_tokens)
         given = self.resolved
         try:
             with opened_checkpoint(checkpoint, results_folder()) as opened:
-                evaluation = CheckpointEvaluation(opened, split, self._quiet)
+                evaluation = CheckpointEvaluation(opened, split, options, self._quiet)
                 self.resolved = evaluation.settings(given)
                 self._take_run_settings()
                 return self._evaluate(evaluation)

@@ -17,9 +17,11 @@ from orchestrator import Config, Loss, TensorData, Trainer
 from orchestrator.cli.main import main
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.events import of_kind, read_events
+from orchestrator.report.run.page import draw_report
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.remote import mirror
+from tests.support.language_models import lm_config
 from tests.test_trainer import Blobs, blobs, settings
 
 
@@ -298,3 +300,28 @@ def test_the_command_line_cannot_name_objects_of_a_program(
 ) -> None:
     assert main(["evaluate", str(run)]) == 2
     assert f"evaluate it in Python: Trainer(...).evaluate('{run}" in capsys.readouterr().err
+
+
+# --- language models
+
+
+def test_generations_of_a_language_model_are_in_the_result_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = lm_config(tmp_path, run_dir=tmp_path / "run", max_steps=4, trackers=(), monitor_gpu=False)
+    Trainer(config=config, quiet=True).fit()
+    run_dir = tmp_path / "run"
+    for step in of_kind(read_events(run_dir / "events.jsonl"), "step"):
+        # Tokens that were computed, though half of them have no loss.
+        assert step["units"] == step["samples"] * config.model.sequence_length
+    prompt = "what is the sum of <b>2</b> and 3?"
+    assert main(["evaluate", str(run_dir), "--prompts", prompt, "--max-new-tokens", "6"]) == 0
+    (path,) = (run_dir / "checkpoints").glob("*.validation.json")
+    (generation,) = json.loads(path.read_text())["generations"]
+    assert prompt in generation["prompt"]
+    assert generation["text"]
+    assert "generated  " in capsys.readouterr().out
+    draw_report(run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert "Generations" in page
+    assert "&lt;b&gt;2&lt;/b&gt; and 3?" in page

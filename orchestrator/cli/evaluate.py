@@ -26,6 +26,11 @@ class EvaluateOptions:
     (s3://bucket/run1)."""
     split: str = "validation"
     """The data to evaluate on: validation, train, or NAME of a task with a method NAME_data."""
+    prompts: tuple[str, ...] = ()
+    """Prompts that a language model continues, greedily: texts, or files with one a line. Default: the
+    first three of the data."""
+    max_new_tokens: int = 64
+    """Most tokens of a continuation; 0: none."""
     config: Path | None = None
     """YAML file with settings that win over those of the run; flags win over both."""
 
@@ -40,5 +45,7 @@ def run(argv: Sequence[str]) -> int:
     )
     from orchestrator.trainer import Trainer
 
-    Trainer(config=resolved).evaluate(options.checkpoint, options.split)
+    Trainer(config=resolved).evaluate(
+        options.checkpoint, options.split, options.prompts, options.max_new_tokens
+    )
     return 0

@@ -51,7 +51,8 @@ class StepInfo:
     lr: float
     samples: int
     units: float
-    """Samples or tokens that the loss is a mean over."""
+    """Samples, or the tokens that were computed: samples times the task's ``units_per_sample``. Of a task
+    that has no such number, what its loss is a mean over."""
     seconds: float
     metrics: Mapping[str, float]
 

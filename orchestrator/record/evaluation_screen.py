@@ -9,6 +9,8 @@ from typing import Any
 from orchestrator.record.screen import Screen
 from orchestrator.redaction import Secrets
 
+_WIDTH = 300
+"""Most letters of a prompt or generation that are shown."""
 _LINE_SECONDS = 10.0
 """Time between two lines of progress if the output is no terminal."""
 
@@ -38,4 +40,22 @@ class EvaluationScreen(Screen):
         parts = [f"step {fields['step']}", *(f"{name} {value:.4g}" for name, value in values.items())]
         parts.append(f"({fields['samples']} samples in {fields['seconds']:.1f} s)")
         self.note("  ".join(parts))
+        for generation in fields.get("generations", ()):
+            for line in _generation_lines(generation):
+                self.note(line)
         self.note(f"written: {path}")
+
+
+def _generation_lines(generation: Mapping[str, str | None]) -> list[str]:
+    """Return a prompt, its continuation and that of the data, a line each."""
+    lines = [f"prompt     {_shown(generation['prompt'])}", f"generated  {_shown(generation['text'])}"]
+    if generation.get("reference") is not None:
+        lines.append(f"reference  {_shown(generation['reference'])}")
+    return lines
+
+
+def _shown(text: str | None) -> str:
+    """Return a text on one line, without control characters; the end of a long one."""
+    line = " ".join((text or "").split())
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    return line if len(line) <= _WIDTH else f"… {line[-_WIDTH:]}"

@@ -2,6 +2,10 @@
 
 The first steps of a process compile, allocate and fill caches. Their events carry ``warm_up``, and
 every rate and mean leaves them out, unless a run has no others.
+
+A rate counts what was computed. A task with several units per sample, as the tokens of a language
+model, computes that number for each sample, padding and tokens without a loss included; other tasks
+count what their loss is a mean over. Plans and trials of a sweep count the same.
 """
 
 from __future__ import annotations

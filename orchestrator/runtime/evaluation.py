@@ -27,6 +27,7 @@ from orchestrator.runtime.driver import make_assignment, placement_groups, remov
 from orchestrator.runtime.failures import final_error
 from orchestrator.runtime.ray_internals import train_context
 from orchestrator.runtime.recovery import GiveUp
+from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.types import counted
 
@@ -38,7 +39,12 @@ _RETRIED = ("worker", "communication")
 
 
 def evaluate_on_workers(
-    prepared: PreparedRun, cluster: Cluster, folder: Path, split: str, screen: EvaluationScreen
+    prepared: PreparedRun,
+    cluster: Cluster,
+    folder: Path,
+    split: str,
+    options: GenerationOptions,
+    screen: EvaluationScreen,
 ) -> dict[str, Any]:
     """Evaluate a checkpoint; return what ``evaluate_checkpoint`` does.
 
@@ -49,7 +55,7 @@ def evaluate_on_workers(
     (logs / NONCE_FILE).write_text(uuid.uuid4().hex, encoding="utf-8")
     workers = prepared.plan.workers.value
     gpu = uses_gpus(config, cluster)
-    work = partial(evaluate_worker, split=split)
+    work = partial(evaluate_worker, split=split, options=options)
     assignment = make_assignment(prepared, folder)
     attempts_left = _ATTEMPTS
     while True:
@@ -71,25 +77,29 @@ def evaluate_on_workers(
         screen.note(f"{failure.message}: the evaluation begins again")
 
 
-def evaluate_worker(config: dict[str, Any], split: str) -> dict[str, Any]:
+def evaluate_worker(config: dict[str, Any], split: str, options: GenerationOptions) -> dict[str, Any]:
     """Evaluate as one worker. The driver receives the result of rank 0, and the exception of any rank."""
+    from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
+
     context = train_context()
     rank = context.get_world_rank()
     with masked_errors(secret_values()):
         assignment: Assignment = ray.get(config["assignment"])
     with masked_errors(assignment.prepared.hidden):
-        return _evaluate(assignment, rank, context.get_world_size(), split)
+        prepared = _prepare(assignment, rank, split)
+        on_batch = _progress_writer(assignment.run_dir, rank)
+        with form_world(prepared, rank, context.get_world_size()) as world:
+            return evaluate_checkpoint(prepared, world, on_batch, options)
 
 
-def _evaluate(assignment: Assignment, rank: int, world_size: int, split: str) -> dict[str, Any]:
+def _prepare(assignment: Assignment, rank: int, split: str) -> PreparedRun:
+    """Return the run as this worker sees it, with the split as its validation data."""
     from orchestrator.tasks.split import with_split
-    from orchestrator.train.worker.checkpoint_evaluation import evaluate_checkpoint
 
     prepared = prepare_worker(assignment, rank)
     if assignment.prepared.task is None:
         prepared = replace(prepared, task=with_split(prepared.task, split))
-    with form_world(prepared, rank, world_size) as world:
-        return evaluate_checkpoint(prepared, world, _progress_writer(assignment.run_dir, rank))
+    return prepared
 
 
 def _progress_writer(folder: Path, rank: int) -> Callable[[int, int | None], None]:

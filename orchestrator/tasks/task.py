@@ -79,7 +79,7 @@ class Task(Protocol):
     unit: str = "samples"
     """The unit of a count. Throughput is reported in samples per second and, if it differs, in this."""
     units_per_sample: int = 1
-    """Units in a sample."""
+    """Units in a sample, padding included. The throughput is counted by it where it is above 1."""
     metrics: Mapping[str, Metric | Any] = MappingProxyType({})
     """Directions of the metrics that ``loss`` returns, for names that are not known, and metrics with
     a state: ``{"churn": Metric(mode="min"), "f1": F1()}``. Those of torchmetrics are accepted."""

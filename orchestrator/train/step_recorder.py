@@ -38,6 +38,7 @@ class StepRecorder:
         self._first_step = training.progress.step
         self._pending: list[PendingStep] = []
         self._window_began_s = 0.0
+        self._units_per_sample: int = getattr(self._stepper.strategy.task, "units_per_sample", 1)
 
     def restart_window(self) -> None:
         """Start the time of the next steps now, after an evaluation, a checkpoint or a snapshot."""
@@ -99,7 +100,7 @@ class StepRecorder:
             "grad_norm": figures.norm,
             "lr": step.lr,
             "samples": step.totals.samples,
-            "units": count,
+            "units": step.totals.samples * self._units_per_sample if self._units_per_sample > 1 else count,
             "seconds": step.seconds,
             "metrics": {name: value / max(1.0, count) for name, value in figures.metrics.items()},
         }

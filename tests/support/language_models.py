@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from orchestrator.config.settings import Config
+from orchestrator.tasks.lm.task import LanguageModel
 from tests.support.families import SIGMOID_ROUTER
 from tests.support.tokenizers import chat_tokenizer, save_tokenizer
 
@@ -79,3 +81,12 @@ def lm_config(folder: Path, save_model: Callable[[Path], Path] = save_tiny_model
     data = save_sums(folder / "sums.jsonl")
     defaults: dict[str, Any] = {"sequence_length": 96, "learning_rate": 1e-2}
     return Config.of(task="lm", model=str(model), data=[str(data)], **(defaults | settings))
+
+
+class DoubleLanguageModel(LanguageModel):
+    """The task in fp64, with the weights read."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        self.initialise(model)
+        return model.double()

@@ -78,6 +78,11 @@ class PackedDocuments:
         return self._store.nbytes
 
     @property
+    def is_text(self) -> bool:
+        """Whether the documents are texts that are trained as a whole, not chats or completions."""
+        return self._store.is_text
+
+    @property
     def _store(self) -> TokenStore:
         return self._documents.store
 

@@ -17,6 +17,7 @@ from orchestrator.report.draw.theme import CSS, JS
 from orchestrator.report.draw.write import write_whole
 from orchestrator.report.run import sections
 from orchestrator.report.run.evolution_section import evolution_section
+from orchestrator.report.run.generations_section import generations_section
 from orchestrator.report.run.graph_files import write_graph_files
 from orchestrator.report.run.hosts_section import hosts_section
 from orchestrator.report.run.plan_section import choices_table, settings_table
@@ -51,6 +52,7 @@ def page(record: RunRecord) -> str:
         sections.tiles(record),
         sections.verdict_boxes(record),
         sections.training_section(record),
+        generations_section(record),
         evolution_section(record),
         sections.experts_section(record),
         hosts_section(record),

@@ -14,6 +14,8 @@ EXAMPLE_SAMPLES = 10_000
 class ExampleTokens:
     """Samples of one document each; every token but the last has a label."""
 
+    is_text = True
+
     def __init__(self, sequence_length: int, vocabulary: int) -> None:
         self._sequence_length = sequence_length
         self._vocabulary = vocabulary

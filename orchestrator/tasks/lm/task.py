@@ -6,6 +6,7 @@ Shapes: B samples of a batch, S tokens of a sample, V tokens of the vocabulary.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -20,6 +21,7 @@ from orchestrator.config.settings import Config
 from orchestrator.data.documents.opening import open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
+from orchestrator.tasks.generation import Prompt
 from orchestrator.tasks.lm.adapters import add_adapters, leave_to_files, lora_options
 from orchestrator.tasks.lm.balance import StepBalance, balance_by_bias, counting
 from orchestrator.tasks.lm.building import build_causal_lm, has_recurrence
@@ -33,6 +35,7 @@ from orchestrator.tasks.lm.model_folder import (
     load_tokenizer,
     model_folder,
 )
+from orchestrator.tasks.lm.prompts import cut_prompt, first_prompts, prompt_of
 from orchestrator.tasks.metrics import Perplexity
 from orchestrator.tasks.task import Loss, StepPreview, Task
 
@@ -191,6 +194,33 @@ class LanguageModel(Task):
         balance = self._balance.loss(model, outputs.router_logits, batch["mask"]).to(cross_entropy)
         metrics = {"cross_entropy": cross_entropy.detach(), "balance_loss": balance.detach()}
         return Loss(cross_entropy + balance, count, metrics, loads)
+
+    # --- generation
+
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end an answer or a document."""
+        of_config = self.model_config.get_text_config().eos_token_id
+        of_config = of_config if isinstance(of_config, list | tuple) else (of_config,)
+        return frozenset(token for token in (self.tokenizer.eos_token_id, *of_config) if token is not None)
+
+    def prompts(self, texts: Sequence[str], data: Any, max_new_tokens: int) -> list[Prompt]:
+        """Return the prompts of texts; without texts the first ones of the data."""
+        if texts:
+            is_chat = not data.is_text
+            prompts = [prompt_of(text, self.tokenizer, is_chat) for text in texts]
+        else:
+            prompts = first_prompts(data, self.tokenizer)
+        room = max(1, self.units_per_sample - max_new_tokens)
+        return [cut_prompt(prompt, room) for prompt in prompts if prompt.tokens]
+
+    def logits(self, model: nn.Module, input_ids_BS: Tensor) -> Tensor:
+        """Return the scores of the next token at each position. Padding may follow a prompt."""
+        positions_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
+        return model(input_ids=input_ids_BS, position_ids=positions_BS, use_cache=False).logits
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens))
 
     def _router_outputs(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
         return self._call(model, batch).router_logits, batch["mask"]

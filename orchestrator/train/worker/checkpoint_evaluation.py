@@ -10,11 +10,13 @@ from experts.expert_state import remote_expert_names
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.record.log import SilentLog
+from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.train.checkpoint.files import Contents
 from orchestrator.train.checkpoint.progress import read_progress
 from orchestrator.train.checkpoint.restore import restore_model
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.evaluate import Evaluation
+from orchestrator.train.generation import generate
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.parts.world import World
 from orchestrator.train.worker.build import build_evaluation
@@ -28,10 +30,13 @@ OnBatch = Callable[[int, int | None], None]
 """Called with the number of batches done, and of all batches."""
 
 
-def evaluate_checkpoint(prepared: PreparedRun, world: World, on_batch: OnBatch) -> dict[str, Any]:
+def evaluate_checkpoint(
+    prepared: PreparedRun, world: World, on_batch: OnBatch, options: GenerationOptions
+) -> dict[str, Any]:
     """Evaluate the checkpoint that ``--resume`` names on the task's validation data.
 
-    Return its step, and the fields of an ``evaluate`` event. All workers must call it."""
+    Return its step, the fields of an ``evaluate`` event, and the continuations of prompts where the task
+    generates text. All workers must call it."""
     config = prepared.resolved.config
     folder = Path(str(config.checkpoint.resume)).parent
     start = StartPoint(CheckpointStore(folder, repair=False), world, SilentLog())
@@ -48,7 +53,10 @@ def evaluate_checkpoint(prepared: PreparedRun, world: World, on_batch: OnBatch) 
     try:
         step = _restore(config, start, parts)
         evaluation.on_progress = _BatchCounter(evaluation, on_batch)
-        return {"step": step, **evaluation()}
+        fields = {"step": step, **evaluation()}
+        data = task.validation_data()
+        fields["generations"] = generate(parts.strategy, world, parts.precision, data, options)
+        return fields
     finally:
         evaluation.feed.close()
 

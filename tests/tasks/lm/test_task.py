@@ -15,20 +15,11 @@ from orchestrator.errors import UserError
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.trainer import Trainer
 from tests.support.bias_runs import biases_of, move_each, recorded_choices
-from tests.support.language_models import EXPERTS, lm_config, save_tiny_glm
+from tests.support.language_models import EXPERTS, DoubleLanguageModel, lm_config, save_tiny_glm
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 GLOBAL_BATCH = 8
 """Norms and routers of ``transformers`` compute in fp32 in a model of fp64: equal to about 1e-7."""
-
-
-class DoubleLanguageModel(LanguageModel):
-    """The task in fp64, with the weights read."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        self.initialise(model)
-        return model.double()
 
 
 @pytest.fixture(scope="module")

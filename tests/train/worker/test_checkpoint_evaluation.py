@@ -12,6 +12,7 @@ import torch
 from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, UserError
 from orchestrator.record.events import Event, of_kind, read_events
+from orchestrator.tasks.generation import GenerationOptions
 from orchestrator.tasks.split import with_split
 from orchestrator.train.checkpoint.files import step_name
 from orchestrator.train.parts.stores import file_store
@@ -75,7 +76,9 @@ def evaluate(
     prepared = Trainer(config=config, quiet=True).prepare()
     prepared = replace(prepared, task=with_split(prepared.task, split))
     batches: list[tuple[int, int | None]] = []
-    result = evaluate_checkpoint(prepared, world, lambda done, total: batches.append((done, total)))
+    result = evaluate_checkpoint(
+        prepared, world, lambda done, total: batches.append((done, total)), GenerationOptions()
+    )
     assert batches == [(number + 1, len(batches)) for number in range(len(batches))]
     return result
 

@@ -1,0 +1,46 @@
+"""A language model's generations, which ``orchestrator evaluate`` writes beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record.scalars import to_float
+from orchestrator.report.run.read import RunRecord, entries
+from orchestrator.report.run.sections import heading
+from orchestrator.report.run.svg import esc
+
+_RESULTS = "checkpoints/step_*.*.json"
+_MAX_LETTERS = 4000
+_PARTS = (("prompt", "Prompt"), ("text", "Generated"), ("reference", "In the data"))
+
+
+def generations_section(record: RunRecord) -> str:
+    """Return the generations of the last evaluation that has some."""
+    results = [result for path in record.folder.glob(_RESULTS) if (result := _read(path)) is not None]
+    if not results:
+        return ""
+    last = max(results, key=lambda result: to_float(result.get("time")) or 0.0)
+    cards = "".join(_card(generation) for generation in entries(last, "generations"))
+    subtitle = f"step {last.get('step')}, greedy, prompts of {last.get('split')} or your own"
+    return heading("Generations", subtitle) + cards
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a result with generations; None for others, and for a file that cannot be read."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # of no use to a page about the run
+    return result if isinstance(result, dict) and entries(result, "generations") else None
+
+
+def _card(generation: Mapping[str, Any]) -> str:
+    parts = [
+        f'<div class="label">{label}</div><code class="command">{esc(text[:_MAX_LETTERS])}</code>'
+        for name, label in _PARTS
+        if isinstance(text := generation.get(name), str)
+    ]
+    return f'<div class="card">{"".join(parts)}</div>'

@@ -1,0 +1,120 @@
+"""Generations of a language model: equal to greedy ones of ``transformers``, in one process and on hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.errors import UserError
+from orchestrator.tasks.generation import GenerationOptions
+from orchestrator.tasks.lm.task import LanguageModel
+from orchestrator.train.generation import generate
+from orchestrator.train.parts.precision import Precision
+from orchestrator.train.parts.world import World
+from orchestrator.train.strategies.base import Strategy
+from tests.support.language_models import DoubleLanguageModel, lm_config
+from tests.support.lm_runs import train_lm, train_lm_on_host
+from tests.support.ranks import run_ranks
+from tests.test_evaluations import Splits
+
+PROMPTS = ("what is the sum of 1 and 2?", "hello")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return lm_config(tmp_path_factory.mktemp("lm"), precision="fp32")
+
+
+def generated(task: LanguageModel, options: GenerationOptions) -> list[dict[str, Any]]:
+    strategy = Strategy(task.build_model(), task)
+    data = task.validation_data()
+    return generate(strategy, World.single_process(), Precision("fp32", CPU), data, options)
+
+
+def greedy(task: LanguageModel, text: str, new_tokens: int) -> str:
+    """Return the continuation of a user's message by ``transformers`` alone."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        task.folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    messages = [{"role": "user", "content": text}]
+    inputs = task.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens)
+    tokens = found[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = [number for number, token in enumerate(tokens) if token in task.stop_tokens]
+    return task.decode(tokens[: ends[0]] if ends else tokens)
+
+
+def test_prompts_are_continued_as_by_transformers(config: Config) -> None:
+    task = DoubleLanguageModel(config)
+    found = generated(task, GenerationOptions(PROMPTS, 20))
+    assert [generation["text"] for generation in found] == [greedy(task, text, 20) for text in PROMPTS]
+    assert all(generation["text"] for generation in found)
+    assert all(text in str(generation["prompt"]) for text, generation in zip(PROMPTS, found, strict=True))
+
+
+def test_the_first_prompts_of_the_data_end_where_the_answers_begin(config: Config) -> None:
+    task = DoubleLanguageModel(config)
+    found = generated(task, GenerationOptions(max_new_tokens=4))
+    assert len(found) == 3
+    for generation in found:
+        assert "what is the sum of" in str(generation["prompt"])
+        assert "it is" not in str(generation["prompt"])
+        assert str(generation["reference"]).strip().startswith("it is")
+
+
+def test_texts_are_continued_from_their_beginnings(config: Config, tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog. " * 9
+    (tmp_path / "texts.txt").write_text(text)
+    task = DoubleLanguageModel(config.but(data=[str(tmp_path / "texts.txt")], sequence_length=48))
+    (found, *_) = generated(task, GenerationOptions(max_new_tokens=4))
+    prompt = str(found["prompt"])
+    assert prompt
+    assert prompt in text
+    assert prompt + str(found["reference"]) in text
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_hosts_generate_as_one_process_does(config: Config, hosts: int) -> None:
+    expected = train_lm(config, World.single_process(), PROMPTS)
+    for run in run_ranks(train_lm_on_host, hosts, config, "gloo", PROMPTS, timeout=300.0):
+        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert run.generations == expected.generations
+
+
+def test_a_stop_token_ends_a_generation(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = DoubleLanguageModel(config)
+    monkeypatch.setattr(task, "decode", lambda tokens: " ".join(map(str, tokens)), raising=False)
+    (whole,) = generated(task, GenerationOptions(PROMPTS[:1], 20))
+    tokens = str(whole["text"]).split()
+    monkeypatch.setattr(task, "stop_tokens", frozenset({int(tokens[3])}), raising=False)
+    (ended,) = generated(task, GenerationOptions(PROMPTS[:1], 20))
+    assert str(ended["text"]).split() == tokens[: tokens.index(tokens[3])]
+
+
+def test_a_task_without_text_refuses_prompts() -> None:
+    task = Splits()
+    strategy = Strategy(task.build_model(), task)
+    world = World.single_process()
+    assert generate(strategy, world, Precision("fp32", CPU), None, GenerationOptions()) == []
+    with pytest.raises(UserError, match="--prompts: the task generates no text"):
+        generate(strategy, world, Precision("fp32", CPU), None, GenerationOptions(("a",)))
+
+
+def test_files_of_prompts_have_one_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n two \n")
+    assert GenerationOptions.of([str(path), "three"], 5) == GenerationOptions(("one", " two ", "three"), 5)
+    path.write_text("\n")
+    with pytest.raises(UserError, match="the file has no line with text"):
+        GenerationOptions.of([str(path)], 5)
+    with pytest.raises(UserError, match="--max-new-tokens is -1"):
+        GenerationOptions.of([], -1)
