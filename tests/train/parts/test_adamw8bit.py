@@ -116,6 +116,23 @@ def test_the_state_of_a_matrix_takes_a_byte_for_each_average() -> None:
     assert num_bytes == 2 * 8 * (1024 + 4 * 4)
 
 
+@pytest.mark.parametrize(("signed", "smallest", "num_large"), [(True, 0.55e-6, 65), (False, 0.325e-6, 129)])
+def test_a_byte_has_values_of_seven_decades(signed: bool, smallest: float, num_large: int) -> None:
+    """Half of them in the largest decade, in equal distances."""
+    values = Table.of(signed, CPU, torch.float64).values
+    assert len(values.unique()) == 256
+    assert (values.diff() > 0).all()
+    positive = values[values > 0]
+    assert float(positive[0]) == pytest.approx(smallest)
+    assert float(positive[-1]) == 1.0
+    large = positive[positive > 0.1]
+    assert len(large) == num_large
+    torch.testing.assert_close(
+        large[:-1].diff(), torch.full((num_large - 2,), 0.9 / (num_large - 1)).double()
+    )
+    assert signed == bool((values < 0).any())
+
+
 def test_a_small_root_is_never_rounded_to_zero() -> None:
     """The first average divided by zero would be a step of any size."""
     table = Table.of(False, CPU, torch.float32)
