@@ -16,6 +16,7 @@ from orchestrator.record.events import by_step, of_kind, read_events
 from orchestrator.tasks.load import load_task
 from orchestrator.train.checkpoint.pinned_buffers import PinnedBuffers
 from orchestrator.train.data import Feed
+from orchestrator.train.parts.adamw8bit import Table, decode, encode
 from orchestrator.train.parts.memory import peak_memory, reset_peak
 from orchestrator.train.parts.world import World
 from orchestrator.train.step import Stepper
@@ -64,9 +65,22 @@ def test_a_dense_step_does_not_synchronise(precision: str) -> None:
     assert_no_synchronisation(stepper, feed)
 
 
-def test_an_moe_step_in_bf16_does_not_synchronise() -> None:
-    stepper, feed, _ = build(**MOE, precision="bf16", batch_size=16)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_an_moe_step_in_bf16_does_not_synchronise(optimizer: str) -> None:
+    stepper, feed, _ = build(**MOE, precision="bf16", batch_size=16, optimizer=optimizer)
     assert_no_synchronisation(stepper, feed)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bit_codes_of_a_gpu_are_those_of_a_cpu(signed: bool) -> None:
+    values = torch.randn((7, 3, 200), generator=torch.Generator().manual_seed(0))
+    values = values if signed else values.abs()
+    cpu, gpu = (Table.of(signed, torch.device(name), values.dtype) for name in ("cpu", "cuda"))
+    expected = encode(values, cpu)
+    found = encode(values.cuda(), gpu)
+    assert torch.equal(found.data.cpu(), expected.data)
+    assert torch.equal(found.scale_RB.cpu(), expected.scale_RB)
+    assert torch.equal(decode(found, gpu).cpu(), decode(expected, cpu))
 
 
 def assert_no_synchronisation(stepper: Stepper, feed: Feed) -> None:

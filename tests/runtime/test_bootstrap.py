@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.errors import UserError
 from orchestrator.runtime import bootstrap
 from orchestrator.runtime.bootstrap import Assignment, DriverRequests, RequestReader
 from orchestrator.train.requests import Requests
@@ -39,6 +40,25 @@ def test_output_is_redirected_again_without_a_further_open_file(tmp_path: Path) 
     assert [(tmp_path / f"worker_{rank}.log").read_text() for rank in range(4)] == [""] * 4
     words = (tmp_path / "worker_4.log").read_text().splitlines()
     assert words == ["0 more files, open ***", "from a library", "kept"]
+
+
+@pytest.mark.parametrize("found", [None, "", "another run"])
+def test_a_worker_that_does_not_see_the_run_folder_is_refused_before_it_starts(
+    tmp_path: Path, found: str | None
+) -> None:
+    """A node without the shared drive has no such folder, or one of its own."""
+    logs = tmp_path / "logs"
+    prepared: Any = None
+    assignment = Assignment(prepared, tmp_path, tmp_path, "this run", None)
+    if found is not None:
+        logs.mkdir()
+        (logs / bootstrap.NONCE_FILE).write_text(found)
+    with pytest.raises(UserError, match=f"worker 3 on .* does not see the run folder {tmp_path}"):
+        bootstrap.check_run_dir(assignment, "worker 3")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ([] if found is None else ["logs", "nonce"])
+    logs.mkdir(exist_ok=True)
+    (logs / bootstrap.NONCE_FILE).write_text("this run")
+    bootstrap.check_run_dir(assignment, "worker 3")
 
 
 def test_a_group_that_is_formed_again_is_not_asked_for_the_same_checkpoint(
