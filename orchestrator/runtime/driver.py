@@ -116,10 +116,9 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             config.watch.trackers, run_dir, run_dir.name, settings, on_warning=screen.note
         )
         stack.callback(trackers.close)
-        gauges = RayMetrics(run_dir.name)
         try:
             with (
-                _RunRecord(run_dir, [screen, trackers, callbacks, gauges, *observers.listeners]) as record,
+                _RunRecord(run_dir, [screen, trackers, callbacks, *observers.listeners]) as record,
                 stop_on_signal() as stop_requested,
                 mirroring(observers.remote, record.log, config.checkpoint.keep),
             ):
@@ -144,13 +143,15 @@ class _RunRecord:
         """When the workers last wrote an event, by the driver's clock."""
         # Readers look for this file, also in a run whose workers never started.
         self._path.touch()
-        self._follower = Follower(self._path, [*readers, self._observe], only_new=True)
+        self._metrics = RayMetrics(run_dir.name)
+        self._follower = Follower(self._path, [*readers, self._observe, self._metrics], only_new=True)
         self.log = DriverLog(self._path, secrets=secret_values())
         self.recovery_log = RecoveryLog(self.log, run_dir)
 
     def poll(self) -> None:
         """Hand new events to the readers."""
         self._follower.poll()
+        self._metrics.publish()
 
     @property
     def last_step(self) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 WIDE = 140
 """Columns from which experts are shown beside hosts and phases."""
 MIN_EVENTS = 3
+_EVENTS_HEAD = 2  # an empty line and the title
 MAX_EVENTS = 12
 MAX_ROWS = 16
 """Hosts or layers that are shown where the height is not limited."""
@@ -45,26 +46,46 @@ def frame(state: RunState, name: str, size: Size, now: float, trouble: str = "")
         return [*lines, line(("no events yet: the run has not started its first step", "dim"))]
     figures = [progress(state, width, now), losses(state, width), speed(state), counts(state)]
     lines += [line(""), *(each for each in figures if each is not None), *machine(state, width)]
-    lines += _parts(state, size)
+    room = None if size.height is None else size.height - len(lines) - MIN_EVENTS - _EVENTS_HEAD
+    lines += _parts(state, size, room)
     return [fitted(each, width) for each in lines + _events(state, size, len(lines))]
 
 
-def _parts(state: RunState, size: Size) -> list[Text]:
-    """Return phases, hosts and experts: one below the other, or in two columns."""
+def _parts(state: RunState, size: Size, room: int | None) -> list[Text]:
+    """Return phases, hosts and experts: one below the other, or in two columns.
+
+    Where there is no room for all of them, hosts come before experts, and experts before phases."""
     is_wide = size.width >= WIDE
     column = column_width(size.width) if is_wide else size.width
-    left = [step_phases(state, column), hosts(state, column, size.rows_of_experts)]
-    right = heat_map(state, column, size.rows_of_experts)
-    if not is_wide:
-        return [each for part in (*left, right) if part for each in (line(""), *part)]
-    joined = [*left[0], *([line("")] if all(left) else []), *left[1]]
-    if not joined or not right:
-        return [line(""), *(joined or right)] if joined or right else []
-    return [line(""), *side_by_side(joined, right, size.width)]
+    parts = {
+        "phases": step_phases(state, column),
+        "hosts": hosts(state, column, size.rows_of_experts),
+        "experts": heat_map(state, column, size.rows_of_experts),
+    }
+    arrange = _in_columns if is_wide else _in_one_column
+    lines = arrange(size.width, **parts)
+    for name in ("phases", "experts", "hosts"):
+        if room is not None and len(lines) > room:
+            parts[name] = []
+            lines = arrange(size.width, **parts)
+    return lines
+
+
+def _in_one_column(_width: int, **parts: list[Text]) -> list[Text]:
+    return [each for part in parts.values() if part for each in (line(""), *part)]
+
+
+def _in_columns(width: int, phases: list[Text], hosts: list[Text], experts: list[Text]) -> list[Text]:
+    """Return the experts beside the others."""
+    gap = [line("")] if phases and hosts else []
+    left = [*phases, *gap, *hosts]
+    if not left or not experts:
+        return _in_one_column(width, only=left or experts)
+    return [line(""), *side_by_side(left, experts, width)]
 
 
 def _events(state: RunState, size: Size, num_lines: int) -> list[Text]:
     """Return the newest notable events, as many as there is room for."""
-    room = MAX_EVENTS if size.height is None else size.height - num_lines - 3
+    room = MAX_EVENTS if size.height is None else size.height - num_lines - _EVENTS_HEAD
     shown = list(state.notable)[-max(MIN_EVENTS, min(MAX_EVENTS, room)) :]
     return [line(""), line(("events", "dim")), *(line("  ", event_line(event)) for event in shown)]

@@ -1,22 +1,24 @@
 """Metrics of a run among those of Ray, whose exporter on each node Prometheus scrapes.
 
-Ray adds ``ray_`` to the names. Its own labels (node, job, session) come with each sample."""
+Ray adds ``ray_`` to the names. It exports every ten seconds, and drops a sample that was not set since the
+last time. So hosts that left vanish, and figures are set again although no event has come."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import monotonic
 
 from ray.util.metrics import Gauge
 
 from orchestrator.record.events import Event
-from orchestrator.record.live.metrics import METRICS
+from orchestrator.record.live.metrics import METRICS, Metric
 from orchestrator.record.live.state import RunState
 
-_INTERVAL_SECONDS = 2.0
+_INTERVAL_SECONDS = 5.0
 
 
 class RayMetrics:
-    """A listener of events that sets gauges of Ray every few seconds, in the driver's process."""
+    """A listener of events in the driver's process, which sets gauges of Ray when ``publish`` is called."""
 
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
@@ -26,17 +28,22 @@ class RayMetrics:
 
     def __call__(self, event: Event) -> None:
         self._state(event)
-        is_last = event["event"] == "end"
-        if is_last or monotonic() >= self._next_s:
-            self._set_all()
-            self._next_s = monotonic() + _INTERVAL_SECONDS
 
-    def _set_all(self) -> None:
-        for metric in METRICS:
-            for labels, value in metric.read(self._state):
-                gauge = self._gauges.get(metric.name)
-                if gauge is None:
-                    # A counter is a gauge here: the record of a run has its count, which Ray's cannot take.
-                    gauge = Gauge(metric.name, metric.help, ("run", *metric.labels))
-                    self._gauges[metric.name] = gauge
-                gauge.set(value, {"run": self._run_name, **dict(labels)})
+    def publish(self) -> None:
+        """Set the gauges if the last time is a few seconds ago."""
+        if monotonic() < self._next_s:
+            return
+        self._next_s = monotonic() + _INTERVAL_SECONDS
+        # An error of Ray's metrics must not end a run.
+        with suppress(Exception):
+            for metric in METRICS:
+                self._set(metric)
+
+    def _set(self, metric: Metric) -> None:
+        for labels, value in metric.read(self._state):
+            gauge = self._gauges.get(metric.name)
+            if gauge is None:
+                # Counters are gauges here: Ray's counters take increments, and a state has counts.
+                gauge = Gauge(metric.name, metric.help, ("run", *metric.labels))
+                self._gauges[metric.name] = gauge
+            gauge.set(value, {"run": self._run_name, **dict(labels)})

@@ -113,7 +113,7 @@ def test_a_used_port_and_a_foreign_address_are_refused(served: RunMetrics, notes
         pass
     with (
         pytest.raises(UserError, match="--metrics-address"),
-        metrics_endpoint("192.0.2.1", 0, notes.append),
+        metrics_endpoint("203.0.113.7", 0, notes.append),
     ):
         pass
 

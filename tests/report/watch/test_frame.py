@@ -68,6 +68,26 @@ def test_a_low_terminal_gets_fewer_rows() -> None:
     assert any("more hosts" in line for line in low)
 
 
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("height", [20, 24, 30, 40, 60])
+def test_a_frame_fits_the_terminal_and_keeps_its_events(width: int, height: int) -> None:
+    for run in (HOSTED, FakeRun(experts=64, layers=40, workers=32, hosted=True, gpu=True)):
+        lines = drawn(run_events(run), Size(width, height))
+        assert len(lines) <= height
+        assert "saved step_00000120" in lines[-1] or "completed" in lines[-1]
+
+
+def test_a_low_terminal_keeps_hosts_before_experts_and_experts_before_phases() -> None:
+    kept = {
+        height: [
+            name for name in ("hosts ", "experts ", "a step") if any(line.startswith(name) for line in lines)
+        ]
+        for height in (16, 24, 30, 40)
+        if (lines := drawn(run_events(HOSTED), Size(80, height)))
+    }
+    assert kept == {16: [], 24: ["hosts "], 30: ["hosts ", "experts "], 40: ["hosts ", "experts ", "a step"]}
+
+
 def test_the_slowest_hosts_and_the_most_uneven_layers_are_shown() -> None:
     events = run_events(FakeRun(experts=64, layers=40, workers=32, hosted=True))
     lines = drawn(events, Size(80))
