@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from benchmarks.costmodel import TracedCase, quiet_calibration
 from benchmarks.costmodel_cases import Case, vectors
@@ -160,12 +158,6 @@ def _parts_text(predicted: StepPrediction) -> str:
     return ", ".join(f"{name} {text}" for name, text in parts.items())
 
 
-def _commit() -> str:
-    root = Path(__file__).parents[1]
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=None, help="names of cases")
@@ -180,14 +172,13 @@ def main() -> None:
 
 
 def _result(arguments: argparse.Namespace) -> str:
-    commit = f"Commit: {_commit()}.\n\n"
     if arguments.scaling:
         link = LinkSpec(arguments.mbit, arguments.delay_ms / 1000)
         title = f"Two nodes over {link.mbit_s} Mbit/s with {arguments.delay_ms:g} ms delay"
-        return header(title, arguments) + commit + scaling(link)
+        return header(title, arguments) + scaling(link)
     title = "Three nodes in network namespaces, disturbed"
     text = f"{STEPS} steps of the digits on three workers, one on each node; 7 experts, fp32.\n\n"
-    return header(title, arguments) + commit + text + disturbances(arguments.only or [])
+    return header(title, arguments) + text + disturbances(arguments.only or [])
 
 
 if __name__ == "__main__":

@@ -364,7 +364,7 @@ class Trainer:
             supervision = Supervision(requests_of(stop_requested, self._callbacks))
             try:
                 outcome, model = run_worker(prepared, world, run_dir, log, supervision)
-                model = final_model(prepared, run_dir, log, model)
+                model = final_model(prepared, run_dir, log, start_s, model)
                 self._callbacks.check()
             except BaseException as error:
                 record_failure(run_dir, error, perf_counter() - start_s, starts_before, log)
@@ -382,6 +382,7 @@ class Trainer:
         from orchestrator.train.worker.resume import check_start_checkpoint
         from orchestrator.train.worker.run_dir import open_run_dir, remote_of
 
+        start_s = perf_counter()
         cluster, node = survey(self._take_inventory(), joined)
         # Insufficient resources are reported before the model is traced.
         requested = self.resolved.config
@@ -401,7 +402,7 @@ class Trainer:
         observers = Observers(self._screen, self._callbacks, self._remote, self._listeners(run_dir))
         status = drive(_worker_group_type(prepared), prepared, cluster, run_dir, observers)
         with closing(DriverLog(run_dir / "events.jsonl", secrets=secret_values())) as log:
-            model = final_model(prepared, run_dir, log)
+            model = final_model(prepared, run_dir, log, start_s)
         return self._finish(status, run_dir, model)
 
     def _listeners(self, run_dir: Path) -> list[Listener]:

@@ -56,7 +56,8 @@ reads these lines.
 |            | failure until the first step after it is done                                              |
 | log        | step, values {name: number}: what a callback asked to log                                  |
 | end        | status, reason, steps, seconds, memory {allocated, reserved}: the peak of the run          |
-| final      | step (whose weights the model has in the end), weights (best, last), reason; after ``end`` |
+| final      | step (whose weights the model has in the end), weights (best, last), reason, seconds (of   |
+|            | the whole run, by the process that the user started); after ``end``                        |
 
 Each file has one writer. ``events.jsonl`` is written by the main worker, or by the only process of a
 run; the driver of several workers writes its own events (``failure``, ``recovery``, ``final``, warnings,

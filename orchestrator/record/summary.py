@@ -160,10 +160,16 @@ def _sum(events: Sequence[Event], name: str) -> float:
 
 def _seconds(session: Sequence[Event]) -> float:
     """Return the time from the first start to the last event, which includes processes without an
-    end event."""
+    end event.
+
+    Clocks of nodes may be wrong. So it is at most the time that the process has measured which the user
+    started."""
     times = [event["time"] for event in session if isinstance(event.get("time"), int | float)]
     recorded = sum(end.get("seconds") or 0.0 for end in of_kind(session, "end"))
-    return max(recorded, max(times) - min(times) if times else 0.0)
+    finals = of_kind(session, "final")
+    measured = [event["seconds"] for event in finals if isinstance(event.get("seconds"), int | float)]
+    span = max(times) - min(times) if times else 0.0
+    return max(recorded, min([span, *measured]))
 
 
 def write_json(path: Path, content: Any) -> None:

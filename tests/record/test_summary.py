@@ -57,6 +57,15 @@ def test_a_recovery_counts_once_wherever_it_is_recorded(order: str) -> None:
     assert (summary["status"], summary["steps"], summary["workers"]) == ("completed", 45, 2)
 
 
+@pytest.mark.parametrize("offset_s", [3600, -3600])
+def test_a_wrong_clock_of_a_node_does_not_change_the_time_of_the_run(offset_s: float) -> None:
+    """The node that writes from the recovery on; the driver has measured the whole run."""
+    final = at(62, "final", step=45, weights="last", reason="", seconds=70.0)
+    shifted = [event | {"time": event["time"] + offset_s} for event in (*AFTER, END)]
+    events = [*BEGIN, recovery(50, 35), *shifted, final]
+    assert summarise(events)["seconds"] == 70
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_discarded_steps_are_gone(order: str) -> None:
     # The run ends before it has caught up.

@@ -290,6 +290,8 @@ def run_case(cluster: NamespaceCluster, case: Case, calm: Outcome | None = None)
     if len(losses) != STEPS:
         problems.append(f"{len(losses)} steps of {STEPS} are recorded")
     summary = read_summary(run.folder)
+    if summary["seconds"] >= _CLOCK_SECONDS:
+        problems.append(f"the summary says that the run took {summary['seconds']:.0f} s")
     if calm is None:
         return Outcome(case, losses, events, summary, problems)
     pairs = zip(losses, calm.losses, strict=False)

@@ -61,11 +61,6 @@ _RAY_SETTINGS = {
     "TUNE_WARN_THRESHOLD_S": "60",
 }
 _QUIET_SETTINGS = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-_DRIVER_SETTINGS = {
-    # torch's store warns of every address that has no host name.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-"""Set once the cluster runs: its workers, whose output goes to files, keep these warnings."""
 _SYSTEM_CONFIG = {
     # Ray would start a process for each CPU and wait for it. A run has other processes, which
     # import what they need as they start (``prestart``).
@@ -91,8 +86,6 @@ def session(config: Config, note: Note) -> Iterator[bool]:
     opens_session = not ray.is_initialized()
     try:
         joined = _enter(config, note) if opens_session else True
-        for name, value in _DRIVER_SETTINGS.items():
-            os.environ.setdefault(name, value)
         warn_if_open(ray.get_runtime_context().gcs_address, note)
         # The driver reports a lost worker in one line; Ray would print half a page.
         with hidden_worker_output(_DEATH_MESSAGE):
@@ -100,8 +93,7 @@ def session(config: Config, note: Note) -> Iterator[bool]:
     finally:
         if opens_session:
             ray.shutdown()
-        changed = {*settings, *_QUIET_SETTINGS, *_DRIVER_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"}
-        _restore_environment(environment, changed)
+        _restore_environment(environment, {*settings, *_QUIET_SETTINGS, AUTH_MODE, "CUDA_VISIBLE_DEVICES"})
         if opens_session:
             reload_auth_mode()
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,8 +48,24 @@ def tcp_store(address: str, port: int, size: int, is_main: bool, timeout_s: floa
 
 def open_store(address: str) -> tuple[Store, tuple[str, int]]:
     """Serve a store for other processes on a free port; return it with its address and port."""
-    store = TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    # torch warns of an address that has no host name; errors are raised.
+    with _hidden_stderr():
+        store = TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     return store, (address, store.port)
+
+
+@contextmanager
+def _hidden_stderr() -> Iterator[None]:
+    """Hide what C++ libraries write to the screen."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
 
 
 def file_store(path: str, size: int) -> Store:

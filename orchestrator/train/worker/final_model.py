@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Literal
 
 from torch import nn
@@ -39,10 +40,11 @@ class FinalWeights:
 
 
 def final_model(
-    prepared: PreparedRun, run_dir: Path, log: Log, live_model: nn.Module | None = None
+    prepared: PreparedRun, run_dir: Path, log: Log, began_s: float, live_model: nn.Module | None = None
 ) -> nn.Module:
     """Return the model that a run ends with, and record which step its weights are of.
 
+    ``began_s`` is when this process began the run, by ``perf_counter``.
     ``live_model`` was trained in this process, and has the weights of the last step. Without it the
     model is built, and all weights come from a checkpoint. With ``--evaluate-ema`` they are the
     average, which the validation results are of."""
@@ -67,7 +69,7 @@ def final_model(
         _restore_weights(model, with_average(contents) if averaged else contents)
     for _, layer in gated_layers(model):
         layer.statistics = None  # a part of the training
-    log.write("final", **asdict(chosen))
+    log.write("final", **asdict(chosen), seconds=perf_counter() - began_s)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -21,6 +22,22 @@ def test_a_value_comes_back_from_its_pieces(monkeypatch: pytest.MonkeyPatch, pie
     assert keys[0] == "report"
     assert store.check(keys)
     assert len(keys) == -(-len(json.dumps(value)) // piece)
+
+
+def test_warnings_of_torch_do_not_reach_the_screen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as that of an address without a host name. Afterwards the screen is as before."""
+
+    class WarningStore(stores.TCPStore):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            os.write(2, b"[c10d] The hostname of the client socket cannot be retrieved")
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(stores, "TCPStore", WarningStore)
+    open_store("127.0.0.1")
+    os.write(2, b"shown")
+    assert capfd.readouterr().err == "shown"
 
 
 def test_a_value_larger_than_torch_accepts_in_one_piece_keeps_the_connection() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ def finish(
 ) -> tuple[nn.Module, ListLog, dict[str, Any]]:
     """Return the final model, its events and the summary with them."""
     log = ListLog()
-    model = final_model(prepared, run_dir, log, live_model)
+    model = final_model(prepared, run_dir, log, perf_counter(), live_model)
     return model, log, summarise([*read_events(run_dir / "events.jsonl"), *log.events])
 
 
