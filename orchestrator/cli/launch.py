@@ -55,13 +55,15 @@ def _read_train_flags(launch: Launch) -> Resolved:
 def _check_plan(launch: Launch, resolved: Resolved) -> list[str]:
     """Return notes on the plan of the run on this cluster. Raises ResourceError if it does not fit."""
     _check_devices(launch, resolved)
+    gpus = launch.gpus_on_node
     if launch.options.gpu is None:
+        if not gpus:
+            return []
         return ["not checked: whether the model fits; give the model of the GPUs, such as --gpu H100"]
     from orchestrator.cli.cluster_plan import plan_on_cluster
     from orchestrator.plan.cost.scaling import machine_of, parse_cluster
     from orchestrator.tasks.load import load_task
 
-    gpus = launch.gpus_on_node
     if not gpus:
         raise UserError("--gpu names a GPU, but --gpus-per-node is 0; leave one of them out")
     spec = parse_cluster(f"nodes={launch.nodes},gpus={gpus},gpu={launch.options.gpu}")

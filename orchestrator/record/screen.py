@@ -174,8 +174,9 @@ class Screen:
             self._warning(f"skipped checkpoint {name}: {skipped.get('reason')}")
         if event.get("weights_only"):
             self._line(f"started from the weights of {event.get('path')}")
-        # The recovery event says more; a group that grows has one without a failure before it.
-        elif not self._is_recovering and event.get("source") != "memory":
+        # The recovery event says more; a group that grows has one without a failure before it. Without a
+        # path there was no checkpoint: --resume auto has begun a new run.
+        elif not self._is_recovering and event.get("source") != "memory" and event.get("path"):
             self._warning(f"resumed at step {event.get('step')} from {event.get('path')}")
 
     def _placement(self, event: Event) -> None:

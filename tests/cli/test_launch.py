@@ -18,6 +18,12 @@ def test_the_file_goes_to_the_screen_and_notes_to_stderr(call: Call) -> None:
     assert "--gpu H100" in answer.err
 
 
+def test_nodes_without_gpus_need_no_check_of_their_memory(call: Call) -> None:
+    answer = call("launch", "slurm", "--gpus-per-node", "0")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("#!/usr/bin/env bash")
+
+
 def test_the_file_goes_to_the_disk_on_request(call: Call, tmp_path: Path) -> None:
     answer = call("launch", "kuberay-cluster", "--out", "cluster.yaml")
     assert (answer.code, answer.out) == (0, "")

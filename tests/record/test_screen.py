@@ -100,6 +100,14 @@ def test_piped_lines_of_a_resumed_run_continue_from_its_step() -> None:
     ]
 
 
+def test_a_new_run_is_not_shown_as_resumed() -> None:
+    screen, out = piped()
+    screen({"event": "resume", "step": 0, "path": None, "skipped": []})
+    assert out.getvalue() == ""
+    screen({"event": "resume", "step": 40, "path": "step_00000040", "skipped": []})
+    assert out.getvalue() == "resumed at step 40 from step_00000040\n"
+
+
 def test_a_short_run_shows_every_step() -> None:
     screen, out = piped()
     screen(start(3))

@@ -44,7 +44,7 @@ def _start(event: Event) -> Line:
 def _resume(event: Event) -> Line:
     if event.get("weights_only"):
         return f"started from the weights of {event.get('path')}", ""
-    source = "memory" if event.get("source") == "memory" else event.get("path")
+    source = "memory" if event.get("source") == "memory" else event.get("path") or "no checkpoint"
     return f"resumed at step {event.get('step')} from {source}", _ATTENTION
 
 
