@@ -58,7 +58,7 @@ class MergedWeights:
         if lost:
             raise ValueError(
                 f"the adapter {lost[0]} and {len(lost) - 1} others are for weights that the model's files do "
-                "not hold: they are of another model"
+                "not hold: they are of another model, or of an output that is tied to its embedding"
             )
 
 

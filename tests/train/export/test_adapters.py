@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from experts.transformers.files.fingerprint import fingerprint
+from experts.transformers.files.shards import SINGLE_FILE
 from experts.transformers.lora.peft_files import ADAPTER_FILE
 from orchestrator.errors import UserError
 from orchestrator.train.checkpoint.files import load
@@ -21,6 +23,7 @@ from orchestrator.train.export.weights import ExportForm
 from tests.support.checkpoints import save_checkpoint
 from tests.support.families import FAMILIES, tokens
 from tests.support.family_saves import checkpoint_of, save_families, save_model_folder
+from tests.support.language_models import save_tiny_model
 from tests.support.lora_runs import OPTIONS
 from tests.support.model_files import tensor_names
 from tests.support.ranks import run_ranks
@@ -112,3 +115,26 @@ def test_adapters_of_random_weights_are_exported_merged_alone(folder: Path, tmp_
     model = adapted_model(folder, "Qwen3-MoE")
     with pytest.raises(UserError, match=r"the run of .* began with random weights.*; give --merge"):
         export_adapters(checkpoint, model, tmp_path / "adapters", ExportForm())
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_an_adapter_on_a_tied_output_is_not_lost_in_silence(
+    folder: Path, tmp_path: Path, is_stored: bool
+) -> None:
+    base = save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    weights = load_file(base / SINGLE_FILE)
+    embedding = weights["model.embed_tokens.weight"]
+    if is_stored:
+        save_file({**weights, "lm_head.weight": embedding.clone()}, base / SINGLE_FILE)
+    contents = load(checkpoint_of(folder / "runs", "Qwen3-MoE"))
+    adapters = {
+        "lm_head.lora_A.default.weight": torch.ones(3, embedding.shape[1]),
+        "lm_head.lora_B.default.weight": torch.ones(len(embedding), 3),
+    }
+    state = {**contents.state, "frozen_base": fingerprint(base)}
+    tensors = {**contents.tensors, "model": adapters}
+    checkpoint = save_checkpoint(CheckpointStore(tmp_path / "runs"), 2, type(contents)(tensors, state))
+    model = AdaptedModel(OPTIONS, str(base), base, base)
+    with pytest.raises(UserError, match=r"lm_head.* tied to"):
+        export_merged(checkpoint, model, tmp_path / "merged", ExportForm(), lambda done, total: None)
+    assert not (tmp_path / "merged").exists()
