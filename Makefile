@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILE := -$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages
 
-.PHONY: train test check slow gpu soak mutants docs docs-settings cluster-files clean
+.PHONY: train test check slow gpu soak mutants docs docs-settings docs-images cluster-files clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -39,6 +39,10 @@ docs: $(VENV)/.installed-dev
 docs-settings: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_settings.py
 	$(BIN)/python docs/generate_coming_from.py
+
+# docs/images, from small runs and their pages in Chromium
+docs-images: $(VENV)/.installed-dev
+	$(BIN)/python -m docs.take_screenshots $(ARGS)
 
 # the files of cluster/, as 'orchestrator launch' writes them
 cluster-files: $(VENV)/.installed-dev

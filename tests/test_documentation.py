@@ -137,6 +137,12 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 
 
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs").rglob("*.png"))
+    assert pictures
+    assert [path.name for path in pictures if path.stat().st_size > 300_000] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_files_and_make_targets_that_are_named_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -108,11 +108,11 @@ class Browser:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
-    def screenshot(self, height: int | None = None) -> bytes:
-        """Return the page as PNG: its top ``height`` pixels, or all of it."""
+    def screenshot(self, top: float, height: float) -> bytes:
+        """Return a part of the page as PNG: its whole width, from ``top`` on, at most to its end."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        shown = size["height"] if height is None else min(height, size["height"])
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": shown, "scale": 1}
+        shown = min(height, size["height"] - top)
+        clip = {"x": 0, "y": top, "width": size["width"], "height": shown, "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return base64.b64decode(shot["data"])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.settings import Config
+from orchestrator.config.writer import to_json
 from orchestrator.errors import UserError
 from orchestrator.record.ledger import holds_sweep
 from orchestrator.report.run.read import RunRecord, read_run_record, section
@@ -31,14 +33,11 @@ class ComparedRun:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings by name, ``optim.learning_rate``, without those that are not compared."""
-        flat: dict[str, Any] = {}
-        for name, value in self.record.config.items():
-            if isinstance(value, dict):
-                flat |= {f"{name}.{key}": item for key, item in value.items()}
-            else:
-                flat[name] = value
-        return {name: value for name, value in flat.items() if name not in NOT_COMPARED}
+        """The settings by name, ``optim.learning_rate``, without those that are not compared.
+
+        A setting that the run's version did not have yet is at its default."""
+        known = _default_settings() | _flat(self.record.config)
+        return {name: value for name, value in known.items() if name not in NOT_COMPARED}
 
     @property
     def seed(self) -> Any:
@@ -51,6 +50,21 @@ class ComparedRun:
     @property
     def last_step(self) -> int:
         return self.record.steps[-1]["step"] if self.record.steps else 0
+
+
+@cache
+def _default_settings() -> dict[str, Any]:
+    return _flat(to_json(Config()))
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def read_runs(folders: Sequence[tuple[str | Path, Path]]) -> list[ComparedRun]:

@@ -132,7 +132,7 @@ td .not { margin-top: 4px; color: var(--muted); font-size: 13px; }
 tr.changed td:first-child { box-shadow: inset 3px 0 var(--c0); }
 tr.plain td { color: var(--muted); }
 tr.best td:first-child { box-shadow: inset 3px 0 var(--c1); }
-.dense { font-size: 13px; } .dense th, .dense td { padding: 6px 8px; } .dense td:nth-child(2) { min-width: 0; }
+.dense { font-size: 13px; } .dense th, .dense td { padding: 6px; } .dense td:nth-child(2) { min-width: 0; }
 .dense th:first-child, .dense td:first-child { padding-left: 20px; } .dense td { white-space: nowrap; }
 .dense th { font-size: 12px; } .dense .figure { text-align: right; } .dense td.wrap { min-width: 260px; white-space: normal; }
 .dense .stack { width: 96px; height: 11px; margin: 4px 0; border-radius: 4px; }

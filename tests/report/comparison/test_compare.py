@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.report.comparison.compare import compare
 from orchestrator.report.comparison.differences import environment_differences, setting_differences
@@ -68,10 +69,14 @@ def test_settings_that_differ_are_listed_without_names_and_folders(tmp_path: Pat
     assert difference.texts == ("0.001", "0.01")
 
 
-def test_a_setting_that_one_run_lacks_differs(tmp_path: Path) -> None:
+def test_a_setting_that_one_run_lacks_is_at_its_default(tmp_path: Path) -> None:
+    default = Config().optim.weight_decay
     one = write_named(tmp_path / "a", FakeRun())
-    two = write_named(tmp_path / "b", FakeRun(), optim_learning_rate=0.01)
-    assert setting_differences(runs_in(one, two))[0].texts == ("–", "0.01")
+    two = write_named(tmp_path / "b", FakeRun(), optim_weight_decay=default)
+    three = write_named(tmp_path / "c", FakeRun(), optim_weight_decay=0.75)
+    assert setting_differences(runs_in(one, two)) == []
+    (difference,) = setting_differences(runs_in(one, three))
+    assert difference.values == (default, 0.75)
 
 
 def test_a_choice_of_the_plan_differs_where_the_setting_is_equal(tmp_path: Path) -> None:

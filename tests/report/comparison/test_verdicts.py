@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 
@@ -79,15 +80,19 @@ def test_seeds_of_one_setting_have_mean_and_deviation(tmp_path: Path) -> None:
 def test_two_groups_are_judged_like_students_t_test(tmp_path: Path, gap: float) -> None:
     one = [0.90, 0.91, 0.92]
     two = [value - gap for value in (0.895, 0.92, 0.91, 0.905)]
-    expected = stats.ttest_ind(one, two)[1] < 0.05
+    _, probability = tuple(stats.ttest_ind(one, two))
+    expected = float(probability) < 0.05
     assert (accuracy_verdict(runs_with(tmp_path, {0.1: one, 0.2: two})).outcome == "better") == expected
 
 
-def test_a_larger_field_needs_a_larger_difference(tmp_path: Path) -> None:
-    """The best of many settings looks good by chance: 0.2 beats 0.1 alone, not among eight."""
-    two = {0.1: [0.90, 0.91], 0.2: [0.945, 0.95]}
-    many = two | {0.3 + number: [0.90 + 0.002 * number, 0.895] for number in range(6)}
-    alone = accuracy_verdict(runs_with(tmp_path / "two", two))
-    among = accuracy_verdict(runs_with(tmp_path / "many", many))
-    assert alone.outcome == "better"
-    assert "first of 8 settings" in among.text
+@pytest.mark.parametrize("num_groups", [2, 3, 5])
+def test_the_margin_is_students_divided_among_all_pairs_of_settings(tmp_path: Path, num_groups: int) -> None:
+    """The best of many settings looks good by chance, so that a larger field needs a larger difference."""
+    values = {0.1 + number: [0.5 - 0.1 * number, 0.52 - 0.1 * number] for number in range(num_groups)}
+    verdict = accuracy_verdict(runs_with(tmp_path, values))
+    deviation = statistics.stdev([0.5, 0.52])
+    num_pairs = num_groups * (num_groups - 1) // 2
+    quantile = float(stats.t.ppf(1 - 0.05 / 2 / num_pairs, df=num_groups))
+    expected = quantile * deviation * (1 / 2 + 1 / 2) ** 0.5
+    (shown,) = re.findall(r"± ([\d.]+),", verdict.text)
+    assert float(shown) == pytest.approx(expected, rel=1e-3)
