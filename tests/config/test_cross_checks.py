@@ -38,6 +38,12 @@ DATA_PARALLEL: dict[str, Any] = {"parallel_strategy": "data_parallel"}
             ("workers auto", "32", "two of the three", "--workers N"),
         ),
         ({"gpu_mode": "cpu", "devices": (0, 2)}, ("devices 0,2", "gpu_mode is cpu")),
+        (
+            {"optimizer": "adamw8bit", "sharding": "zero2", "workers": 2},
+            ("adamw8bit needs whole weights", "sharding"),
+        ),
+        ({"optimizer": "muon", "sharding": "zero3", "workers": 2}, ("muon needs whole weights", "sharding")),
+        ({"optimizer": "adamw8bit", "momentum": 0.9}, ("momentum", "adamw8bit has --betas")),
         ({"gpu_mode": "cpu", "backend": "nccl"}, ("backend nccl", "gpu_mode is cpu", "gloo")),
         ({"gpu_mode": "single_gpu", "workers": 2}, ("single_gpu", "workers is 2", "multi_gpu")),
         ({"gpu_mode": "single_gpu", "devices": (0, 2)}, ("single_gpu", "devices names 2 (0,2)")),
