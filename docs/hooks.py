@@ -25,7 +25,8 @@ _FENCE = re.compile(r"^```(\w+) no-run$", flags=re.MULTILINE)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the results of the benchmarks, the list of changes, and the sources that pages link to."""
     results = sorted(ROOT.glob(f"{RESULTS}/*.md"))
-    pages = [*results, ROOT / "benchmarks" / "LOG.md", ROOT / "CHANGELOG.md"]
+    others = ("benchmarks/LOG.md", "examples/README.md", "CHANGELOG.md")
+    pages = [*results, *(ROOT / name for name in others)]
     for path in {*pages, *_linked_sources()}:
         uri = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, uri, abs_src_path=str(path)))
@@ -36,8 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn paths of the repository into paths of the site, and leave out the words for the tests."""
     uri = page.file.src_uri
-    if uri.startswith("benchmarks/"):
-        page.meta["search"] = {"exclude": True}  # the pages that explain a result are found instead
+    if page.file.generated_by:
+        page.meta["search"] = {"exclude": True}  # pages that explain a result or a change are found instead
     home = posixpath.dirname(uri if page.file.generated_by else f"docs/{uri}")
     markdown = _FENCE.sub(r"```\1", markdown)
     return _LINK.sub(lambda link: f"{link[1]}{_on_site(link[2], home, uri)}{link[3]}", markdown)
