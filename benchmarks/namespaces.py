@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.costmodel import TracedCase, quiet_calibration
+from benchmarks.costmodel import TracedCase
 from benchmarks.costmodel_cases import Case, vectors
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.plan.cost.calibration import Calibration
 from orchestrator.plan.cost.machine import Interconnect, Link, Machine, Parallelism
-from orchestrator.plan.cost.model import StepPrediction, predict
+from orchestrator.plan.cost.traffic import traffic_seconds
 from orchestrator.record.events import by_step, read_events
+from tests.support.cost_machines import device
 from tests.support.namespace_cluster import NamespaceCluster, namespace_cluster
 from tests.support.namespace_runs import CASES, STEPS, STRATEGIES, Outcome, failed, run_case, undisturbed
 from tests.support.namespace_runs import Case as DisturbedCase
@@ -30,7 +30,6 @@ MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024
 TIMED_STEPS = 40
 SCALED = (
-    Case(MODEL, BATCH),
     Case(MODEL, BATCH // 2, 2, "expert_parallel"),
     Case(MODEL, BATCH // 2, 2, "data_parallel"),
 )
@@ -76,86 +75,72 @@ def _row(outcome: Outcome) -> list[str]:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A configuration on one or two nodes: its step as measured and as predicted."""
+    """A configuration on two nodes: its step as measured, and its communication as predicted."""
 
     case: Case
     measured_s: float
-    predicted: StepPrediction
+    traffic_s: dict[str, float]
 
 
 def scaling(link: LinkSpec) -> str:
-    """Measure steps on one and on two nodes, and return the table beside the predictions."""
-    calibration = quiet_calibration(on_gpu=False)
+    """Measure steps on one and on two nodes, and return the table beside the predictions.
+
+    The computation is that of a worker's share of the batch, measured on one node; the cost model
+    predicts the communication."""
     with namespace_cluster(2, link) as cluster:
-        rows = [_scaled(cluster, case, calibration, link) for case in SCALED]
-    alone = rows[0]
+        whole_s = _measure(cluster, Case(MODEL, BATCH))
+        share_s = _measure(cluster, Case(MODEL, BATCH // 2))
+        rows = [Scaled(case, _measure(cluster, case), _traffic(case, link)) for case in SCALED]
     columns = ("", "measured step", "predicted step", "error", "measured speed-up", "predicted speed-up")
-    table = markdown_table(columns, [_scaling_row(row, alone) for row in rows])
-    parts = {row.case.strategy: _parts_text(row.predicted) for row in rows[1:]}
-    lines = "\n".join(f"- {strategy}: {text}" for strategy, text in parts.items())
-    disturbed = f"Other programs used {calibration.others:.0%} of the processors during the calibration."
-    return f"{table}\nPredicted parts of a step:\n\n{lines}\n\n{disturbed}\n"
-
-
-def _scaled(cluster: NamespaceCluster, case: Case, calibration: Calibration, link: LinkSpec) -> Scaled:
-    measured_s = _measure(cluster, case)
-    scaled = Scaled(case, measured_s, _predict(case, calibration, link))
-    print(case.where, scaled.measured_s, scaled.predicted.step_seconds, scaled.predicted.parts, flush=True)
-    return scaled
+    alone = ["1 node", f"{1000 * whole_s:.0f} ms", "–", "–", "1", "1"]
+    table = markdown_table(columns, [alone, *(_scaling_row(row, whole_s, share_s) for row in rows)])
+    lines = "\n".join(f"- {row.case.strategy}: {_parts_text(row.traffic_s)}" for row in rows)
+    share = f"A worker's share of the batch takes {1000 * share_s:.0f} ms on one node (measured)."
+    return f"{table}\n{share} Predicted communication of a step:\n\n{lines}\n"
 
 
 def _measure(cluster: NamespaceCluster, case: Case) -> float:
     """Return the median time of the steps after the warm-up."""
-    settings = {"parallel_strategy": case.strategy, "workers": case.workers} if case.workers > 1 else {}
-    settings |= {**case.settings, "batch_size": case.batch, "max_steps": TIMED_STEPS, "log_every": 1}
+    settings = {**case.settings, "batch_size": case.batch, "max_steps": TIMED_STEPS, "log_every": 1}
+    if case.workers > 1:
+        settings |= {"parallel_strategy": case.strategy, "workers": case.workers}
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    name = f"scaling-{case.strategy}".replace("_", "-")
+    name = f"{case.strategy}-{case.batch}".replace("_", "-")
     cluster.finish_run(cluster.start_run(name, *flags, "--trackers", "--no-monitor-gpu"), name)
     steps = by_step(read_events(cluster.folder / "shared" / name / "events.jsonl"))
-    return statistics.median(step["seconds"] for step in steps if not step.get("warm_up"))
+    seconds = statistics.median(step["seconds"] for step in steps if not step.get("warm_up"))
+    print(case.where, case.batch, seconds, flush=True)
+    return seconds
 
 
-def _predict(case: Case, calibration: Calibration, link: LinkSpec) -> StepPrediction:
-    """Predict a step on nodes with one worker each, over the link."""
+def _traffic(case: Case, link: LinkSpec) -> dict[str, float]:
+    """Return the predicted seconds of each kind of communication, between nodes with one worker each."""
     traced = TracedCase.of(case, on_gpu=False)
-    machine, _ = calibration.machine_for(case.workers)
+    network = Link("network", link.delay_s, link.mbit_s * 1e6 / 8)
+    nodes = Machine(device(asynchronous=False), case.workers, 1, outer=Interconnect(network, network))
     parallelism = Parallelism(
         case.workers,
         traced.plan.strategy.value,
         traced.plan.accumulation_steps.value,
         chunks=traced.plan.exchange_chunks.value,
     )
-    return predict(traced.work, _over_network(machine, link), parallelism)
+    return traffic_seconds(traced.work, nodes, parallelism, compute_s=0.0)
 
 
-def _over_network(machine: Machine, link: LinkSpec) -> Machine:
-    """Return the workers of a machine as nodes of their own.
-
-    A message takes its time on this machine, and the time of the link."""
-
-    def slower(local: Link) -> Link:
-        seconds_per_byte = 1 / local.bytes_per_s + 8 / (link.mbit_s * 1e6)
-        return Link("network", local.latency_s + link.delay_s, 1 / seconds_per_byte)
-
-    network = Interconnect(slower(machine.inner.sums), slower(machine.inner.exchange))
-    return replace(machine, nodes=machine.per_node, per_node=1, outer=network)
-
-
-def _scaling_row(row: Scaled, alone: Scaled) -> list[str]:
-    predicted_s = row.predicted.step_seconds
+def _scaling_row(row: Scaled, whole_s: float, share_s: float) -> list[str]:
+    predicted_s = share_s + sum(row.traffic_s.values())
     return [
         row.case.where,
         f"{1000 * row.measured_s:.0f} ms",
         f"{1000 * predicted_s:.0f} ms",
         f"{predicted_s / row.measured_s - 1:+.0%}",
-        f"{alone.measured_s / row.measured_s:.2f}",
-        f"{alone.predicted.step_seconds / predicted_s:.2f}",
+        f"{whole_s / row.measured_s:.2f}",
+        f"{whole_s / predicted_s:.2f}",
     ]
 
 
-def _parts_text(predicted: StepPrediction) -> str:
-    parts = {name: f"{1000 * seconds:.0f} ms" for name, seconds in predicted.parts.items() if seconds > 1e-3}
-    return ", ".join(f"{name} {text}" for name, text in parts.items())
+def _parts_text(traffic_s: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in traffic_s.items() if seconds)
 
 
 def main() -> None:
