@@ -11,6 +11,7 @@ its own, and a raylet; ``orchestrator train`` joins their cluster.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ from tests.support.namespaces import LinkSpec, reason_not_allowed
 
 MODEL = vectors(width=256, experts=8, expert_hidden_size=512, layers=1)
 BATCH = 1024
-TIMED_STEPS = 40
+TIMED_STEPS = 24
+QUIET = shlex.split("--evaluate-every 1000 --checkpoint-every 1000 --trackers --no-monitor-gpu")
 SCALED = (
     Case(MODEL, BATCH // 2, 2, "expert_parallel"),
     Case(MODEL, BATCH // 2, 2, "data_parallel"),
@@ -106,7 +108,7 @@ def _measure(cluster: NamespaceCluster, case: Case) -> float:
         settings |= {"parallel_strategy": case.strategy, "workers": case.workers}
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     name = f"{case.strategy}-{case.batch}".replace("_", "-")
-    cluster.finish_run(cluster.start_run(name, *flags, "--trackers", "--no-monitor-gpu"), name)
+    cluster.finish_run(cluster.start_run(name, *flags, *QUIET), name)
     steps = by_step(read_events(cluster.folder / "shared" / name / "events.jsonl"))
     seconds = statistics.median(step["seconds"] for step in steps if not step.get("warm_up"))
     print(case.where, case.batch, seconds, flush=True)

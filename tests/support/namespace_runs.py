@@ -253,7 +253,8 @@ class Outcome:
     def seen(self) -> str:
         """The failures and recoveries, as text."""
         summary = self.summary
-        counts = f"{summary['failures']} failures, {summary['lost_steps']} steps repeated"
+        failures = summary["failures"]
+        counts = f"{failures} failure{'s' * (failures != 1)}, {summary['lost_steps']} steps repeated"
         reasons = [event["reason"].split(";")[-1].strip() for event in of_kind(self.events, "recovery")]
         return "; ".join([counts, f"{summary['workers']} workers at the end", *reasons])
 
