@@ -17,6 +17,7 @@ from orchestrator.record.display import Display
 from orchestrator.record.events import Event
 from orchestrator.record.expert_changes import parse_change
 from orchestrator.record.scalars import to_float
+from orchestrator.record.speed import RECENT_STEPS, speed_of
 from orchestrator.record.text import change_line, failure_text, oom_text, recovery_text
 from orchestrator.redaction import Secrets, mask
 from orchestrator.types import bytes_text, count_text
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-SPEED_STEPS = 50  # the speed shown is a mean over these
 NUM_PLAIN_LINES = 10  # progress lines of a whole run if the output is no terminal
 MAX_METRICS = 3  # of a task, on a line of progress; an evaluation shows all
 REST_OF_BAR = 68  # columns of the bar line without the bar itself, at most
@@ -36,24 +36,20 @@ class _Speed:
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit or "tokens"
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=SPEED_STEPS)
+        self._steps: deque[Event] = deque(maxlen=RECENT_STEPS)
 
     def add(self, event: Event) -> None:
-        samples = to_float(event.get("samples"))
-        seconds = to_float(event.get("seconds"))
-        if samples and seconds and not event.get("warm_up"):
-            units = to_float(event.get("units")) or samples
-            self._steps.append((samples, units, seconds))
+        if not event.get("warm_up"):
+            self._steps.append(event)
 
     def text(self) -> str:
         # A copy: the drawing thread reads while the training thread appends.
-        steps = tuple(self._steps)
-        if not steps:
+        speed = speed_of(tuple(self._steps))
+        if speed is None or not speed.samples:
             return ""
-        samples, units, seconds = (sum(column) for column in zip(*steps, strict=True))
-        if units == samples:
-            return f"{count_text(round(samples / seconds, 1))} samples/s"
-        return f"{count_text(round(units / seconds))} {self._unit}/s"
+        if speed.units == speed.samples:
+            return f"{count_text(round(speed.samples, 1))} samples/s"
+        return f"{count_text(round(speed.units))} {self._unit}/s"
 
 
 @dataclass

@@ -17,6 +17,9 @@ from statistics import median
 from orchestrator.record.events import Event
 from orchestrator.record.scalars import to_float
 
+RECENT_STEPS = 50
+"""The speed of a run that goes on is that of its last steps."""
+
 
 @dataclass(frozen=True)
 class Speed:

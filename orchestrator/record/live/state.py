@@ -15,11 +15,9 @@ from orchestrator.record.live.expert_use import ExpertUse
 from orchestrator.record.live.loss_curve import LossCurve
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
-from orchestrator.record.speed import Speed, speed_of
+from orchestrator.record.speed import RECENT_STEPS, Speed, speed_of
 from orchestrator.record.validate import is_valid
 
-RECENT_STEPS = 50
-"""Rates and times are means over these."""
 MAX_NOTABLE = 100
 SILENT_S = 60.0
 """A run without an event for this long, and for ten steps, may have lost its process."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.record.live.metrics import PHASES
-from orchestrator.record.live.state import RECENT_STEPS, RunState
+from orchestrator.record.live.state import RunState
 from orchestrator.record.placements import measurement
 from orchestrator.record.scalars import to_float
+from orchestrator.record.speed import RECENT_STEPS
 from orchestrator.report.watch.glyphs import bar, curve
 from orchestrator.report.watch.lines import LABEL_WIDTH, label_line, line, spread
 from orchestrator.types import bytes_text, count_text, counted, seconds_text, speed_text

@@ -10,9 +10,9 @@ from orchestrator.record.events import Event, by_step, effective_events
 from orchestrator.record.host_balance import even_ratios, imbalance, token_counts
 from orchestrator.record.live.expert_use import RECENT_LOADS
 from orchestrator.record.live.loss_curve import MAX_POINTS, LossCurve
-from orchestrator.record.live.state import MAX_NOTABLE, RECENT_STEPS, SILENT_S, RunState
+from orchestrator.record.live.state import MAX_NOTABLE, SILENT_S, RunState
 from orchestrator.record.placements import placement_at, placement_spans
-from orchestrator.record.speed import speed_of
+from orchestrator.record.speed import RECENT_STEPS, speed_of
 from orchestrator.record.summary import summarise
 from tests.support.fake_events import FakeRun, run_events
 from tests.support.fake_placements import expert_event
@@ -50,8 +50,15 @@ def test_the_last_state_equals_the_summary(name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_speed_is_that_of_the_last_steps_that_count(name: str) -> None:
     events = run_events(RUNS[name])
-    steps = by_step(effective_events(events))[-RECENT_STEPS:]
-    assert state_after(events).speed() == speed_of(steps)
+    num_lost = summarise(events)["lost_steps"]
+    for count in range(0, len(events), 7):
+        state = state_after(events[:count])
+        effective = by_step(effective_events(events[:count]))
+        # Steps that a recovery discards have taken the place of older ones.
+        assert len(state.steps) >= min(len(effective), RECENT_STEPS - num_lost)
+        steps = effective[len(effective) - len(state.steps) :]
+        assert list(state.steps) == steps
+        assert state.speed() == speed_of(steps)
 
 
 def test_hosts_and_experts_equal_the_slow_sums_over_the_last_loads() -> None:
@@ -96,10 +103,10 @@ def test_a_recovery_after_the_first_new_steps_keeps_them() -> None:
     events = run_events(FakeRun(workers=2, recover_at=70, ends="killed"))
     (index,) = (number for number, event in enumerate(events) if event["event"] == "recovery")
     recovery = events.pop(index)
-    later = [event for event in events if event["event"] == "step" and event["step"] == 65][-1]
-    events.insert(events.index(later) + 1, recovery)
-    state = state_after(events)
-    assert [event["step"] for event in state.steps] == list(range(71, 121))
+    trained = [number for number, event in enumerate(events) if event["event"] == "step"]
+    repeated = [number for number in trained if events[number]["step"] == 65][-1]
+    state = state_after([*events[: repeated + 1], recovery])
+    assert [event["step"] for event in state.steps] == list(range(21, 66))
     assert state.counts["recoveries"] == 1
 
 
