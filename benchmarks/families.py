@@ -3,7 +3,8 @@
 Tiny random models of the real classes, in fp64, with 7 or 8 experts: in one process, on two hosts, and on
 three with uneven numbers of experts, one of them without any in a layer. For each, the largest relative
 difference of the loss, of a gradient, of the auxiliary loss and its gradients (a masked batch in two
-micro-batches per host), and after five steps of AdamW.
+micro-batches per host), after five steps of AdamW, and after five steps of the task lm with its auxiliary
+loss.
 
     python -m benchmarks.families --out benchmarks/results/families_cpu_DATE.md
 """
@@ -13,12 +14,18 @@ from __future__ import annotations
 import transformers
 
 from benchmarks.support import benchmark_parser, header, markdown_table, publish
-from orchestrator.train.parts.world import World
 from tests.support.families import FAMILIES
-from tests.support.family_runs import differences, train_eager, train_hosted, train_on_hosts
+from tests.support.family_runs import differences, train_eager, train_in_one_process, train_on_hosts
 from tests.support.ranks import run_ranks
 
-COLUMNS = ("loss", "gradients", "5 AdamW steps", "auxiliary loss", "its gradients")
+COLUMNS = (
+    "loss",
+    "gradients",
+    "5 AdamW steps",
+    "auxiliary loss",
+    "its gradients",
+    "5 AdamW steps with it",
+)
 PLACES = {1: "one process", 2: "2 hosts", 3: "3 hosts, uneven"}
 
 
@@ -30,7 +37,7 @@ def rows() -> list[list[str]]:
         expected = train_eager(name)
         for hosts, place in PLACES.items():
             if hosts == 1:
-                runs = [train_hosted(name, World.single_process())]
+                runs = [train_in_one_process(name)]
             else:
                 runs = [rank[name, hosts] for rank in ranks[:hosts]]
             found = differences(name, runs, expected)

@@ -29,6 +29,11 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
                 "own model"
             )
         return Choice("off", f"{NOT_USED}the model has no experts")
+    if mode in ("cautious", "bold") and config.task == "lm":
+        raise UserError(
+            f"--evolution {mode}: the routers of a language model know their number of experts; its experts "
+            "can move to other hosts (--rebalance on), but none can be born, merged or pruned: leave it out"
+        )
     if mode != "auto":
         return Choice(mode, f"set by --evolution {mode}")
     if not config.run.auto:

@@ -67,7 +67,7 @@ def train_oracle(name: str) -> BiasRun:
     optimizer = eager_optimizer(model)
     losses: list[float] = []
     biases: list[dict[str, Tensor]] = []
-    for ids in global_batches(name):
+    for (ids,) in global_batches(FamilyTask(name).train_data()):
         optimizer.zero_grad()
         with recorded_choices(model) as choices:
             total, count = next_token_loss(model, ids)

@@ -7,7 +7,7 @@ global one, and of a weight to the largest of its tensor."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from tests.support.families import (
     next_token_loss,
     tokens,
 )
+from tests.support.family_lm import FamilyLanguageModel, LmSamples, eager_loss
 from tests.support.planted_faults import by_expert, step_batches
 from tests.support.steppers import make_stepper, mean_loss
 
@@ -64,6 +65,9 @@ class FamilyRun:
     weights: dict[str, Tensor]
     aux_loss: float = 0.0
     aux_gradients: dict[str, Tensor] | None = None
+    lm_losses: list[float] = field(default_factory=list)
+    """Of steps of the task lm with its auxiliary loss."""
+    lm_weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train_hosted(name: str, world: World) -> FamilyRun:
@@ -84,8 +88,34 @@ def train_hosted(name: str, world: World) -> FamilyRun:
             norm = float(totals.norm)
             gradients = gradients_of(model)
     weights = by_expert(model, dict(model.named_parameters()))
-    aux_loss, aux_gradients = hosted_aux(name, world) if name in AUX_FAMILIES else (0.0, None)
-    return FamilyRun(losses, norm, gradients, weights, aux_loss, aux_gradients)
+    if name not in AUX_FAMILIES:
+        return FamilyRun(losses, norm, gradients, weights)
+    return FamilyRun(losses, norm, gradients, weights, *hosted_aux(name, world))
+
+
+def train_in_one_process(name: str) -> FamilyRun:
+    run = train_hosted(name, World.single_process())
+    return with_lm(run, name, World.single_process())
+
+
+def with_lm(run: FamilyRun, name: str, world: World) -> FamilyRun:
+    """Return a run with steps of the task lm, in a world of their own: it has reduced no other metrics."""
+    if name not in AUX_FAMILIES:
+        return run
+    losses, weights = train_lm(name, world)
+    return replace(run, lm_losses=losses, lm_weights=weights)
+
+
+def train_lm(name: str, world: World) -> tuple[list[float], dict[str, Tensor]]:
+    """Train by the task lm with its auxiliary loss; return losses, and weights after the last step."""
+    host_of = placement(name, world.size)
+    stepper, feed = make_stepper(
+        FamilyLanguageModel(name), 2, GLOBAL_BATCH, 1e-3, clip_norm=1e9, world=world, host_of=host_of
+    )
+    batches = step_batches(feed, STEPS)
+    losses = [mean_loss(stepper.run(batch, step)) for step, batch in enumerate(batches)]
+    model = stepper.strategy.model
+    return losses, by_expert(model, dict(model.named_parameters()))
 
 
 def train_with_moves(rank: int, size: int, store: str, name: str) -> FamilyRun:
@@ -188,7 +218,9 @@ def train_on_hosts(
         for name in names:
             path = f"{store}-{hosts}-{names.index(name)}"
             with process_group_world(file_store(path, hosts), rank, hosts, CPU, "gloo", 60) as world:
-                results[name, hosts] = train_hosted(name, world)
+                run = train_hosted(name, world)
+            with process_group_world(file_store(f"{path}-lm", hosts), rank, hosts, CPU, "gloo", 60) as world:
+                results[name, hosts] = with_lm(run, name, world)
     del size
     return results
 
@@ -199,7 +231,7 @@ def train_eager(name: str) -> FamilyRun:
     optimizer = eager_optimizer(model)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
-    for ids in global_batches(name):
+    for (ids,) in global_batches(FamilyTask(name).train_data()):
         optimizer.zero_grad()
         total, count = next_token_loss(model, ids)
         (total / count).backward()
@@ -208,8 +240,23 @@ def train_eager(name: str) -> FamilyRun:
         losses.append(float(total.detach()) / count)
     norm = float(torch.stack([gradient.norm() for gradient in first.values()]).norm())
     weights = {key: p.detach().clone() for key, p in model.named_parameters()}
-    aux_loss, aux_gradients = eager_aux(name) if name in AUX_FAMILIES else (0.0, None)
-    return FamilyRun(losses, norm, first, weights, aux_loss, aux_gradients)
+    if name not in AUX_FAMILIES:
+        return FamilyRun(losses, norm, first, weights)
+    return FamilyRun(losses, norm, first, weights, *eager_aux(name), *train_lm_eagerly(name))
+
+
+def train_lm_eagerly(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with the auxiliary loss of ``transformers`` for the whole batch."""
+    model = build(name)
+    optimizer = eager_optimizer(model)
+    losses: list[float] = []
+    for batch in global_batches(LmSamples()):
+        optimizer.zero_grad()
+        loss = eager_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
 def eager_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -229,16 +276,16 @@ def is_vector(name: str, parameter: Tensor) -> bool:
     return parameter.ndim < 2 or name.endswith("proj_bias")
 
 
-def global_batches(name: str) -> list[Tensor]:
+def global_batches(data: Any) -> list[Any]:
     feed = IndexedFeed(
-        FamilyTask(name).train_data(),
+        data,
         World.single_process(),
         global_batch=GLOBAL_BATCH,
         micro_batch=GLOBAL_BATCH,
         seed=0,
         loader=LoaderOptions(),
     )
-    return [batch.micro_batches[0].fetch()[0] for batch in step_batches(feed, STEPS)]
+    return [batch.micro_batches[0].fetch() for batch in step_batches(feed, STEPS)]
 
 
 def eager_aux(name: str) -> tuple[float, dict[str, Tensor]]:
@@ -271,6 +318,9 @@ def differences(name: str, hosts: Sequence[FamilyRun], expected: FamilyRun) -> d
         off = abs(first.aux_loss - expected.aux_loss) / expected.aux_loss
         found["auxiliary loss"] = off
         found["its gradients"] = worst_gradient(aux_gradients, expected.aux_gradients)
+        lm_losses = [abs(a - b) / abs(b) for a, b in zip(first.lm_losses, expected.lm_losses, strict=True)]
+        lm_weights = worst_weight(hosts, expected, model, "lm_weights")
+        found["5 AdamW steps with it"] = max(*lm_losses, lm_weights)
     return found
 
 
@@ -288,9 +338,12 @@ def worst_gradient(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     return float(torch.stack(off).max())
 
 
-def worst_weight(hosts: Sequence[FamilyRun], expected: FamilyRun, model: nn.Module) -> float:
-    weights = merged(hosts, "weights", expected.weights, model)
-    off = [(weights[key] - w).abs().max() / w.abs().max() for key, w in expected.weights.items()]
+def worst_weight(
+    hosts: Sequence[FamilyRun], expected: FamilyRun, model: nn.Module, part: str = "weights"
+) -> float:
+    right: dict[str, Tensor] = getattr(expected, part)
+    weights = merged(hosts, part, right, model)
+    off = [(weights[key] - w).abs().max() / w.abs().max() for key, w in right.items()]
     return float(torch.stack(off).max())
 
 

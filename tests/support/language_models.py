@@ -83,10 +83,17 @@ def lm_config(folder: Path, save_model: Callable[[Path], Path] = save_tiny_model
     return Config.of(task="lm", model=str(model), data=[str(data)], **(defaults | settings))
 
 
-class DoubleLanguageModel(LanguageModel):
-    """The task in fp64, with the weights read."""
+class FilledLanguageModel(LanguageModel):
+    """The task, with the weights read as soon as the model is built."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
         self.initialise(model)
-        return model.double()
+        return model
+
+
+class DoubleLanguageModel(FilledLanguageModel):
+    """The task in fp64."""
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().double()

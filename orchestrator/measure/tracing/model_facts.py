@@ -21,7 +21,7 @@ from experts.gate import Gate
 from experts.routed import RoutedExperts
 from orchestrator.data.ray_rows import RayRows
 from orchestrator.data.source import LoaderSettings
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import OrchestratorError, UserError
 from orchestrator.measure.tracing.fake_batches import fake_tensor_mode, first_samples, to_fake
 from orchestrator.measure.tracing.gpu_emulation import emulated_gpu
 from orchestrator.measure.tracing.op_recorder import OpRecorder
@@ -36,9 +36,11 @@ from orchestrator.train.checkpoint.state import model_tensors
 from orchestrator.train.data import as_dataset, num_samples
 from orchestrator.train.parts.precision import autocast, store_frozen
 from orchestrator.train.parts.recompute import block_lists
-from orchestrator.types import PrecisionName
+from orchestrator.types import GIB, PrecisionName, bytes_text, count_text
 
 _SMALL_BATCH = 2  # samples; batch norm needs more than one
+_MAX_BUILT_BYTES = 8 * GIB
+"""Parameters of a model that may be built for a plan because it cannot be traced."""
 _HASHED_SAMPLES = 16
 _HASH_CHARACTERS = 16
 
@@ -85,7 +87,8 @@ def model_facts(task: Task, device_name: str, precision: PrecisionName) -> Model
     twice = first_samples(data, 2 * _SMALL_BATCH)
     try:
         traced = _trace_fake(task, small, twice, device, precision)
-    except Exception:  # not every model can be built or run without data
+    except Exception as error:  # not every model can be built or run without data
+        _check_size(task, error)
         traced = _run_on_cpu(task, small, twice)
     num_validation = num_samples(as_dataset(validation)) if validation is not None else 0
     return _facts(task, traced, data, num_validation)
@@ -112,6 +115,26 @@ def _trace_fake(
             for batch, samples in ((small, _SMALL_BATCH), (twice, 2 * _SMALL_BATCH))
         ]
     return _TracedModel(model, *traces, method=method)
+
+
+def _check_size(task: Task, error: Exception) -> None:
+    """Raise if the model that could not be traced is too large to be built for a plan."""
+    try:
+        with fake_tensor_mode():
+            parameters = list(build_checked_model(task).parameters())
+    except Exception:  # its size is unknown: build it as the task does
+        return
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    if num_bytes <= _MAX_BUILT_BYTES:
+        return
+    if isinstance(error, OrchestratorError):
+        raise error
+    raise UserError(
+        f"the model has {count_text(sum(p.numel() for p in parameters))} parameters "
+        f"({bytes_text(num_bytes)}), and a pass without memory failed, from which the plan knows its sizes: "
+        f"{type(error).__name__}: {error}. Models above {bytes_text(_MAX_BUILT_BYTES)} are not built for a "
+        "plan; let the model run with fake tensors (torch.compile needs the same)"
+    ) from error
 
 
 def _run_on_cpu(task: Task, small: Any, twice: Any) -> _TracedModel:

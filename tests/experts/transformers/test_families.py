@@ -9,14 +9,13 @@ from functools import cache
 
 import pytest
 
-from orchestrator.train.parts.world import World
 from tests.support.families import FAMILIES, build
 from tests.support.family_runs import (
     FamilyRun,
     differences,
     num_moe_layers,
     train_eager,
-    train_hosted,
+    train_in_one_process,
     train_on_hosts,
     train_with_moves,
     worst_weight,
@@ -39,7 +38,7 @@ def on_hosts() -> list[dict[tuple[str, int], FamilyRun]]:
 
 def runs(name: str, hosts: int) -> list[FamilyRun]:
     if hosts == 1:
-        return [train_hosted(name, World.single_process())]
+        return [train_in_one_process(name)]
     return [ranks[name, hosts] for ranks in on_hosts()[:hosts]]
 
 
@@ -48,6 +47,7 @@ def runs(name: str, hosts: int) -> list[FamilyRun]:
 def test_a_family_equals_its_eager_code(name: str, hosts: int) -> None:
     found = differences(name, runs(name, hosts), eager(name))
     bounds = {"loss": 1e-12, "norm": 1e-12, "auxiliary loss": 1e-12, "5 AdamW steps": 1e-9}
+    bounds["5 AdamW steps with it"] = 1e-9
     too_large = {kind: off for kind, off in found.items() if not off <= bounds.get(kind, 1e-10)}
     assert not too_large
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
@@ -18,7 +17,7 @@ from orchestrator.measure.tracing.model_facts import model_facts
 from orchestrator.tasks.lm.adapters import lora_options
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.state import model_tensors
-from tests.support.language_models import lm_config
+from tests.support.language_models import FilledLanguageModel, lm_config
 from tests.support.steppers import make_stepper, mean_loss, run_steps
 
 
@@ -27,17 +26,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return lm_config(tmp_path_factory.mktemp("lm"), lora=4)
 
 
-class Filled(LanguageModel):
-    """The task, with the weights read as soon as the model is built."""
-
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        self.initialise(model)
-        return model
-
-
 def test_adapters_alone_are_trained_and_saved(config: Config) -> None:
-    task = Filled(config)
+    task = FilledLanguageModel(config)
     stepper, feed = make_stepper(task, 2, 4)
     model: Any = stepper.strategy.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -54,7 +44,7 @@ def test_adapters_alone_are_trained_and_saved(config: Config) -> None:
 def test_a_model_with_new_adapters_computes_what_its_files_do(config: Config) -> None:
     from transformers import AutoModelForCausalLM
 
-    task = Filled(config)
+    task = FilledLanguageModel(config)
     batch = task.train_data().gather(torch.arange(2))
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     expected: Any = AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.float32)

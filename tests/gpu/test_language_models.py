@@ -1,0 +1,87 @@
+"""The task lm on hosts with GPUs, over gloo and NCCL: whole, with adapters, and with a sharded dense part."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.settings import Config
+from orchestrator.train.parts.stores import file_store
+from orchestrator.train.parts.world import World, process_group_world
+from tests.support.gpu_ranks import rank_device, skip_without
+from tests.support.language_models import FilledLanguageModel, lm_config
+from tests.support.lm_runs import GLOBAL_BATCH, PLACEMENTS, STEPS
+from tests.support.ranks import run_ranks
+from tests.support.steppers import make_stepper, mean_loss, run_steps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda:0")
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "whole": ({}, "none"),
+    "auxiliary loss": ({"balance_loss": 0.1}, "none"),
+    "lora": ({"lora": 4}, "none"),
+    "zero2": ({}, "zero2"),
+    "zero3": ({}, "zero3"),
+    "lora with zero3": ({"lora": 4}, "zero3"),
+}
+"""Settings of the task, and the sharding of the dense part."""
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def backend(request: pytest.FixtureRequest) -> str:
+    skip_without(request.param, 2)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return lm_config(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> None:
+    """Return memory that earlier tests of this process have cached; the ranks need it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def lm_losses(config: Config, world: World, sharding: str) -> list[float]:
+    stepper, feed = make_stepper(
+        FilledLanguageModel(config),
+        2,
+        GLOBAL_BATCH,
+        world=world,
+        sharding=sharding,
+        host_of=PLACEMENTS.get(world.size),
+        recompute=sharding == "none",
+    )
+    return [mean_loss(totals) for totals in run_steps(stepper, feed, STEPS)]
+
+
+def lm_losses_on_host(
+    rank: int, size: int, store: str, backend: str, config: Config, sharding: str
+) -> list[float]:
+    device = rank_device(rank, size)
+    with process_group_world(file_store(store, size), rank, size, device, backend, 120) as world:
+        return lm_losses(config, world, sharding)
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_on_gpus_train_a_language_model_as_one_process_does(
+    config: Config, backend: str, kind: str, hosts: int
+) -> None:
+    skip_without(backend, hosts)
+    settings, sharding = KINDS[kind]
+    chosen = config.but(**settings)
+    expected = lm_losses(chosen, World.single_process(GPU), "none")
+    assert expected[-1] < expected[0]
+    for losses in run_ranks(lm_losses_on_host, hosts, backend, chosen, sharding, timeout=240.0):
+        assert losses == pytest.approx(expected, rel=1e-4)
