@@ -199,7 +199,8 @@ def noise(
     has no unsigned multiplication, so its constants are written as negative numbers and shifts are
     masked."""
     column_D = torch.arange(width, device=position_T.device)
-    first_TD = position_T.unsqueeze(1) * -7046029254386353131 + column_D * -4658895280553007687 + seed
+    row_T1 = _spread(position_T.unsqueeze(1), -7046029254386353131)
+    first_TD = row_T1 + _spread(column_D, -4658895280553007687) + seed
     mixed_TD = mix_bits(first_TD)
     # The upper 24 bits: as many as fp32 holds exactly. The finalizer's last step changes lower bits only.
     uniform_TD = ((mixed_TD >> 40) & 0xFFFFFF).to(dtype) / 2**24
@@ -216,4 +217,12 @@ def mix_bits(values: Tensor) -> Tensor:
 
 def coin(seed: int, position_T: Tensor) -> Tensor:
     """Return True for about half of the tokens at these global positions, whatever host they are on."""
-    return mix_bits(position_T * -7046029254386353131 + seed) < 0
+    return mix_bits(_spread(position_T, -7046029254386353131) + seed) < 0
+
+
+def _spread(index: Tensor, factor: int) -> Tensor:
+    """Return the product of indices with a factor of 64 bits.
+
+    A compiled arange is computed in 32 bits, and so is its product, where such a factor is an error.
+    An operation on bits ends that: its result has 64 bits."""
+    return (index ^ 0) * factor
