@@ -131,7 +131,7 @@ def train_peft(name: str) -> LoraRun:
     )
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for ids in global_batches(name):
+    for (ids,) in global_batches(FamilyTask(name).train_data()):
         optimizer.zero_grad()
         total, count = next_token_loss(model, ids)
         (total / count).backward()

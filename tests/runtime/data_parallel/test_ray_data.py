@@ -58,6 +58,8 @@ def train_on_workers(
     ray.init(log_to_driver=False)
     data: Any = ray.data.range(ROWS, override_num_blocks=5).map(as_row)
     if materialize:
+        # Its blocks stay in the order in which they were computed.
+        data.context.execution_options.preserve_order = True
         data = data.materialize()
     for workers, steps in ((1, 3), (3, 6), (2, 100)):
         train(data, "run", workers=workers, max_steps=steps)

@@ -24,7 +24,7 @@ from tests.support.tiny_model import Tiny
 
 STEPS = 100
 HOSTS = (2, 3)
-GLOBAL_BATCH = 60
+GLOBAL_BATCH = 90
 
 
 @dataclass(frozen=True)
