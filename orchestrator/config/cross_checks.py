@@ -53,8 +53,9 @@ def check_language_model(task: str, model: ModelSettings, data: DataSettings) ->
         }
         names = [name for name, value in given.items() if value]
         if names:
+            verb = "belongs" if len(names) == 1 else "belong"
             raise ValueError(
-                f"{', '.join(names)} belong to the task lm, but task is {task}; give --task lm as well"
+                f"{', '.join(names)} {verb} to the task lm, but task is {task}; give --task lm as well"
             )
     if task != "lm":
         return

@@ -6,11 +6,12 @@ known flag, or our name for a flag of another trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar, get_origin
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from orchestrator.config.checks import Switch
 from orchestrator.config.flag_errors import FlagGrammar, one_line_errors
@@ -30,11 +31,12 @@ def read_flags(
     """Read the options of a verb that takes settings, and the settings with their origins.
 
     ``options`` is a dataclass with a field ``settings: Config``, whose settings become flags
-    without a prefix. ``positional`` names the option that may be given first and without its flag.
+    without a prefix. ``positional`` names the option that may be given without its flag.
     """
     import tyro
 
-    argv = _with_positional(argv, positional)
+    own_types = get_type_hints(options)
+    argv = _with_positional(argv, positional, {**setting_types(), **own_types})
     names = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
     check_flags(argv, names - {"settings"})
     path = _config_path(argv)
@@ -61,11 +63,11 @@ def read_options(
 ) -> Options:
     """Read the options of a verb that takes no settings.
 
-    ``positional`` names the options that may be given first and without their flags.
+    ``positional`` names the options that may be given without their flags.
     """
     import tyro
 
-    arguments = _with_positional(argv, positional)
+    arguments = _with_positional(argv, positional, get_type_hints(options))
     known = {field.name for field in fields(options)}  # pyright: ignore[reportArgumentType]
     for token in arguments:
         name = token[2:].partition("=")[0].replace("-", "_")
@@ -76,15 +78,36 @@ def read_options(
         return tyro.cli(options, args=arguments, prog=prog)
 
 
-def _with_positional(argv: Sequence[str], positional: str | Sequence[str] | None) -> list[str]:
-    """Return the arguments with flags before those that come first without one."""
-    names = (positional,) if isinstance(positional, str) else positional or ()
-    flags: list[str] = []
-    rest = list(argv)
-    for name in names:
-        if rest and not rest[0].startswith("-"):
-            flags += [f"--{name}", rest.pop(0)]
-    return [*flags, *rest]
+def _with_positional(
+    argv: Sequence[str], positional: str | Sequence[str] | None, types: Mapping[str, Any]
+) -> list[str]:
+    """Return the arguments with flags before values that have none, wherever they are."""
+    names = [positional] if isinstance(positional, str) else list(positional or ())
+    takes_more = bool(names) and get_origin(types[names[-1]]) is tuple
+    leading: list[str] = []
+    rest: list[str] = []
+    num_values = 0.0  # that the last flag still takes
+    for token in argv:
+        if token.startswith("-"):
+            rest.append(token)
+            num_values = _num_values(token, types)
+        elif num_values:
+            rest.append(token)
+            num_values -= 1
+        elif names:
+            leading += [f"--{names.pop(0)}", token]
+        else:
+            (leading if takes_more else rest).append(token)
+    return [*leading, *rest]
+
+
+def _num_values(flag: str, types: Mapping[str, Any]) -> float:
+    """Return the most values that may follow a flag."""
+    name = flag[2:].replace("-", "_")
+    hint = types.get(name, types.get(name.removeprefix("no_")))
+    if "=" in flag or hint is bool:
+        return 0
+    return math.inf if hint == Switch or get_origin(hint) is tuple else 1
 
 
 def check_flags(argv: Sequence[str], own_flags: Iterable[str]) -> None:

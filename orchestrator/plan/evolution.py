@@ -38,6 +38,8 @@ def choose_evolution(config: Config, facts: ModelFacts) -> Choice[Preset]:
         return Choice(mode, f"set by --evolution {mode}")
     if not config.run.auto:
         return Choice("off", NO_AUTO)
+    if config.task == "lm":
+        return Choice("off", "the routers of a language model know their number of experts")
     preset = _TASK_PRESETS.get(config.task, "off")
     if preset == "off":
         return Choice("off", "the experts stay as they are; ask for changes with --evolution cautious")

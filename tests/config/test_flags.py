@@ -12,6 +12,7 @@ from orchestrator.cli.check import CheckOptions
 from orchestrator.cli.init import InitOptions
 from orchestrator.cli.plan import PlanOptions
 from orchestrator.cli.report import ReportOptions
+from orchestrator.cli.watch import WatchOptions
 from orchestrator.config.alias_table import ALIASES
 from orchestrator.config.flags import check_flags, read_flags, read_options
 from orchestrator.config.settings import Config, flat_names, section_types
@@ -187,3 +188,16 @@ def test_options_of_verbs_without_settings(tmp_path: Path):
     assert read_options(ReportOptions, ["a", "b"], "x", positional="folders") == ReportOptions(
         (Path("a"), Path("b"))
     )
+
+
+@pytest.mark.parametrize("argv", [["run", "--once"], ["--once", "run"], ["--once", "--folder", "run"]])
+def test_a_value_without_a_flag_may_come_last(argv: list[str]) -> None:
+    read = read_options(WatchOptions, argv, "x", positional="folder")
+    assert read == WatchOptions(Path("run"), once=True)
+
+
+def test_values_of_flags_are_not_taken_for_values_without_one() -> None:
+    options = read_options(WatchOptions, ["--interval", "2", "run"], "x", positional="folder")
+    assert options == WatchOptions(Path("run"), interval=2.0)
+    reported = read_options(ReportOptions, ["--out", "c", "a", "b"], "x", positional="folders")
+    assert reported == ReportOptions((Path("a"), Path("b")), Path("c"))

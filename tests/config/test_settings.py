@@ -278,5 +278,5 @@ def test_adapters_have_a_positive_rank_and_belong_to_the_task_lm():
     ):
         with pytest.raises(UserError, match=message):
             Config.of(task="lm", model="a", **settings)
-    with pytest.raises(UserError, match="lora belong to the task lm"):
+    with pytest.raises(UserError, match="lora belongs to the task lm"):
         Config.of(task="digits", lora=8)

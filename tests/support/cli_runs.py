@@ -66,14 +66,17 @@ def complete_run(cluster: RayCluster | None, run_dir: Path, *extra: str, code: i
 
 def complete(cluster: RayCluster | None, folder: Path, arguments: list[str], code: int = 0) -> str:
     """Run a command line in a folder; on the cluster, if one is given. Return the output."""
-    environment: dict[str, str] = {}
-    if cluster is not None:
-        changed = {key: value for key, value in cluster.environment.items() if os.environ.get(key) != value}
-        environment = changed | {"RAY_ADDRESS": cluster.address}
+    environment = {} if cluster is None else variables_of(cluster)
     (outcome,) = run_ranks(run_in_rank, 1, arguments, str(folder), environment, timeout=900)
     exit_code, output = outcome
     assert exit_code == code, f"{arguments}\n{output}"
     return output
+
+
+def variables_of(cluster: RayCluster) -> dict[str, str]:
+    """Return the environment variables with which a process joins a cluster."""
+    changed = {key: value for key, value in cluster.environment.items() if os.environ.get(key) != value}
+    return changed | {"RAY_ADDRESS": cluster.address}
 
 
 def run_in_rank(
