@@ -193,13 +193,13 @@ def test_a_step_without_a_good_sample_changes_no_loss_of_another_run(tmp_path: P
 def losses_on_rank(rank: int, size: int, store: str, folder: Path) -> list[float]:
     """Train on a rank. In the second step the third one has no good sample."""
     source = JsonLines(folder.parent / "a.jsonl", transform=as_sample)
-    config = settings(folder / str(rank), **OPTIONS | {"resume": None}, workers=size).but(
+    config = settings(folder, **OPTIONS | {"resume": None}, workers=size).but(
         parallel_strategy="data_parallel" if size > 1 else "auto"
     )
     torch.manual_seed(0)
     prepared = trainer(config, source, model=nn.Linear(4, 3)).prepare()
-    run_dir = folder / str(rank) / "run"
-    run_dir.mkdir(parents=True)
+    run_dir = folder / "run"
+    run_dir.mkdir(parents=True, exist_ok=True)
     log: Log = EventLog(run_dir / "events.jsonl") if rank == 0 else SilentLog()
     with process_group_world(file_store(store, size), rank, size, CPU, "gloo", 30) as world:
         training = build_training(WorkerContext(prepared, world, run_dir, log))
@@ -215,5 +215,5 @@ def test_three_workers_of_which_one_has_no_good_sample_have_the_losses_of_one(tm
     found, *_ = run_ranks(losses_on_rank, 3, tmp_path / "3")
     assert len(expected) == 10
     assert found == pytest.approx(expected, rel=1e-5)
-    events = read_events(tmp_path / "3" / "0" / "run" / "events.jsonl")
+    events = read_events(tmp_path / "3" / "run" / "events.jsonl")
     assert sum(event["count"] for event in of_kind(events, "bad_samples")) == 12

@@ -71,8 +71,8 @@ def train_on_host(
     The validation data of the last host has as many rows as ``settings`` say."""
     settings = dict(settings)
     last_validation = settings.pop("last_validation", ROWS)
-    run_dir = folder / f"{size}-{rank}"
-    run_dir.mkdir()
+    run_dir = folder / f"{size} workers"
+    run_dir.mkdir(exist_ok=True)
     parallel = {"workers": size, "parallel_strategy": "expert_parallel" if size > 1 else "auto"}
     config = Config.of(**SETTINGS | parallel | settings | {"run_dir": run_dir})
     num_validation = last_validation if rank == size - 1 else ROWS
