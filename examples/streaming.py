@@ -48,6 +48,7 @@ def train(folder: Path, max_steps: int) -> None:
 
 
 def main() -> None:
+    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))
         train(Path(folder), max_steps=50)
