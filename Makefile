@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # pip would compile what it installs on one core, for minutes: all cores do it, but for what nothing here imports
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
-COMPILE := -$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages
+# Packages have files for later Pythons, which do not compile.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib/python3*/site-packages || true
 
-.PHONY: train test check slow gpu soak mutants docs docs-settings docs-images cluster-files clean
+.PHONY: train test check slow gpu soak mutants docs docs-settings docs-images cluster-files dist sbom licences try-install clean
 
 train: $(VENV)/.installed
 	$(BIN)/orchestrator train $(ARGS)
@@ -48,6 +49,23 @@ docs-images: $(VENV)/.installed-dev
 cluster-files: $(VENV)/.installed-dev
 	$(BIN)/python cluster/generate.py
 
+# wheel and source distribution, in dist/
+dist: $(VENV)/.installed-dev
+	$(BIN)/python -m release.build
+
+# dist/sbom.json: the packages that this one needs, in CycloneDX's form; make sbom ARGS='--extras hf s3'
+sbom: $(VENV)/.installed-dev
+	$(BIN)/python -m release.sbom $(ARGS)
+
+# licences of all dependencies; one that is unknown or not allowed fails
+licences: $(VENV)/.installed-dev
+	$(BIN)/python -m release.licences $(ARGS)
+
+# both distributions in new environments, outside of the repository; make try-install PYTHONS='python3.11 python3.13'
+PYTHONS ?= $(PYTHON)
+try-install: $(VENV)/.installed-dev
+	$(BIN)/python -m release.try_install --pythons $(PYTHONS)
+
 gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
@@ -68,4 +86,4 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis *.egg-info
