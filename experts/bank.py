@@ -8,19 +8,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
+from experts.kernels import fused_experts
 from experts.kernels.adapters import Adapters, adapted_matrix
 from experts.kernels.autocast import without_autocast
 from experts.kernels.choice import choose_kernel
 from experts.kernels.compiling import uncompiled
+from experts.kernels.fused_experts import experts_fused
 from experts.kernels.general import Activation, experts_general
 from experts.kernels.grouped import experts_grouped, size_multiple
 from experts.kernels.loop import activate, experts_loop, row_counts
-from experts.types import Kernel, Kind
+from experts.tokens.dispatch import copy_rows, sum_rows
+from experts.types import Kernel, Kind, RowMap
+from experts.weight_copy import WeightCopy
 
 MATRICES = ("up", "down")
 """The two matrices of an expert."""
@@ -128,8 +134,10 @@ class ExpertBank(nn.Module):
         self.ids = tuple(range(len(sizes))) if ids is None else tuple(ids)
         self.form = form if isinstance(form, ExpertForm) else ExpertForm(form)
         self.kernel: Kernel = "auto"
+        self.recomputes = False
         self.held = tuple(range(len(sizes))) if held is None else tuple(sorted(held))
         self.owned = self.held
+        self.copies: dict[str, WeightCopy] = {}
         self.classes = size_classes(sizes, self.held)
         self.register_buffer("slot_E", self.slots(), persistent=False)
         device = "meta" if _WITHOUT_MEMORY.get() else None
@@ -139,6 +147,10 @@ class ExpertBank(nn.Module):
                 std = shape[0] ** -0.5 if role in MATRICES else 0.0
                 weights = torch.empty((len(group.rows), *shape), device=device).normal_(0.0, std)
                 self.register_parameter(f"{role}_{group.hidden}", nn.Parameter(weights))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the copies of weights: they belong to a training, not to a copied or saved bank."""
+        return {**self.__dict__, "copies": {}}
 
     @property
     def kind(self) -> Kind:
@@ -173,6 +185,7 @@ class ExpertBank(nn.Module):
         with without_memory():
             bank = ExpertBank(self.width, self.sizes, self.form, held, self.ids)
         bank.kernel = self.kernel
+        bank.recomputes = self.recomputes
         bank.slot_E = bank.slot_E.to(self.slot_E.device)
         for group, role, _ in list(bank.stacks()):
             whole = self.get_parameter(f"{role}_{group.hidden}")
@@ -215,23 +228,54 @@ class ExpertBank(nn.Module):
                 delattr(self, f"{role}_{group.hidden}")
         self.form = replace(self.form, adapters=None)
 
-    def forward(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
-        """Return the experts' outputs for rows that are sorted by slot, each times its weight."""
+    def forward(
+        self, x: Tensor, counts_L: Tensor, weights_R: Tensor, row_map: RowMap | None = None
+    ) -> Tensor:
+        """Return the experts' outputs for rows that are sorted by slot, each times its weight.
+
+        With a ``row_map``, ``x`` are tokens, and the outputs of each token's rows are summed. With
+        ``recomputes`` only the arguments are kept for the backward pass."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, counts_L, weights_R, row_map, use_reentrant=False)
+        return self._forward(x, counts_L, weights_R, row_map)
+
+    def _forward(self, x: Tensor, counts_L: Tensor, weights_R: Tensor, row_map: RowMap | None) -> Tensor:
         # Cast explicitly, with autocast off, so that all kernels compute in the same type.
-        rows_RD = rows_RD.to(computing_dtype(rows_RD))
-        with without_autocast(rows_RD):
-            if not self.classes:
-                return rows_RD
-            if len(self.classes) == 1:
-                return self._compute(self.classes[0], rows_RD, counts_L, weights_R)
-            counts_of_class = counts_L.split([len(group.rows) for group in self.classes])
-            # One transfer to the host for all classes.
-            totals = torch.stack([counts.sum() for counts in counts_of_class])
-            sizes = row_counts(totals, rows_RD.shape[0])
-            rows_of_class = rows_RD.split(sizes)
-            weights_of_class = weights_R.split(sizes)
-            pieces = zip(self.classes, rows_of_class, counts_of_class, weights_of_class, strict=True)
-            return torch.cat([self._compute(*piece) for piece in pieces])
+        x = x.to(computing_dtype(x))
+        with without_autocast(x):
+            if row_map is None:
+                return self._compute_rows(x, counts_L, weights_R)
+            if self._is_fused(x, row_map):
+                (group,) = self.classes
+                weights = self._class_weights(group, x.dtype)
+                return experts_fused(x, weights["up"], weights["down"], counts_L, weights_R, row_map)
+            rows_RD = copy_rows(x, row_map)
+            return sum_rows(self._compute_rows(rows_RD, counts_L, weights_R), row_map)
+
+    def _is_fused(self, x_TD: Tensor, row_map: RowMap) -> bool:
+        """Whether one function computes all rows of these tokens."""
+        if len(self.classes) != 1 or self.kind != "swiglu" or not self.form.is_plain:
+            return False
+        if isinstance(x_TD, FakeTensor) or not len(row_map.token_R):
+            return False
+        sizes = (self.width, self.classes[0].hidden)
+        kernel = choose_kernel(self.kernel, x_TD.device, x_TD.dtype, *sizes)
+        return kernel == "grouped" and fused_experts.works(x_TD.device, x_TD.dtype, *sizes)
+
+    def _compute_rows(self, rows_RD: Tensor, counts_L: Tensor, weights_R: Tensor) -> Tensor:
+        """Compute rows, one size class after another."""
+        if not self.classes:
+            return rows_RD
+        if len(self.classes) == 1:
+            return self._compute(self.classes[0], rows_RD, counts_L, weights_R)
+        counts_of_class = counts_L.split([len(group.rows) for group in self.classes])
+        # One transfer to the host for all classes.
+        totals = torch.stack([counts.sum() for counts in counts_of_class])
+        sizes = row_counts(totals, rows_RD.shape[0])
+        rows_of_class = rows_RD.split(sizes)
+        weights_of_class = weights_R.split(sizes)
+        pieces = zip(self.classes, rows_of_class, counts_of_class, weights_of_class, strict=True)
+        return torch.cat([self._compute(*piece) for piece in pieces])
 
     def _compute(
         self,
@@ -242,7 +286,7 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         """Compute the experts of one size class."""
         dtype = rows_RD.dtype
-        weights = {role: self.get_parameter(f"{role}_{group.hidden}").to(dtype) for role in self.form.roles}
+        weights = self._class_weights(group, dtype)
         kernel = choose_kernel(self.kernel, rows_RD.device, dtype, self.width, group.hidden)
         compiling = torch.compiler.is_compiling()
         # The compiler supports grouped products in bf16 only; in a traced model their FLOPs would
@@ -259,6 +303,28 @@ class ExpertBank(nn.Module):
             return experts_grouped(*arguments)
         # Row counts change at every step, and each would be compiled to a graph of its own.
         return uncompiled(experts_loop)(*arguments)
+
+    def _class_weights(self, group: SizeClass, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the weights of a size class by role, in the type of the rows."""
+        return {role: self._weights(f"{role}_{group.hidden}", dtype) for role in self.form.roles}
+
+    def _weights(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a parameter in a type: its kept copy, or a copy for this pass."""
+        parameter = self.get_parameter(name)
+        copy = self.copies.get(name)
+        if copy is None or copy.weights.dtype != dtype or copy.parameter is not parameter:
+            return parameter.to(dtype)
+        if not torch.compiler.is_compiling():  # compiled code has its copies refreshed before each call
+            copy.refresh()
+        return copy.weights
+
+
+def refresh_copies(module: nn.Module) -> None:
+    """Write the copies of weights anew whose weights have changed."""
+    for bank in module.modules():
+        if isinstance(bank, ExpertBank):
+            for copy in bank.copies.values():
+                copy.refresh()
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Routed experts of one layer: token exchange between hosts, dispatch, bank and combine.
+"""Routed experts of one layer: token exchange between hosts, dispatch and bank.
 
 The router is someone else's: ``MoELayer`` has a gate of ours, models of ``transformers`` have their
 own. See ``types`` for the letters of shapes."""
@@ -16,7 +16,7 @@ from experts.kernels.compiling import uncompiled
 from experts.shared_expert import SharedExpert
 from experts.structure import SETTLED, LayerStructure
 from experts.token_exchange import ExchangeChunk, TokenExchange
-from experts.tokens.dispatch import combine, dispatch
+from experts.tokens.dispatch import sort_by_slot
 from experts.tokens.received_rows import RowCheck, local_slots
 from experts.tokens.routes import route_table
 from experts.types import Choices
@@ -178,5 +178,5 @@ class RoutedExperts(nn.Module):
         num_rows: int | None,
     ) -> Tensor:
         """Return the weighted sum of the outputs of this host's experts for each token."""
-        rows_RD, trip = dispatch(x_TD, slots_TK, weights_TK, len(self.bank.held), num_rows)
-        return combine(self.bank(rows_RD, trip.counts_L, trip.weights_R), trip)
+        trip = sort_by_slot(slots_TK, weights_TK, len(self.bank.held), num_rows)
+        return self.bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)

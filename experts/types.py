@@ -56,7 +56,7 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Trip:
-    """The record that ``dispatch`` leaves for ``combine``."""
+    """The record of a ``dispatch``."""
 
     row_map: RowMap
     """Rows of this host's experts, sorted by local slot."""

@@ -137,13 +137,14 @@ def launch(
     if not (grid[0] and grid[1]):
         return
     with torch.cuda.device_of(arguments[0]):
-        _compiled(kernel)[grid](
+        compiled(kernel)[grid](
             *arguments, **constants, ROWS=shape.rows, COLUMNS=shape.columns, num_warps=shape.warps
         )
 
 
 @cache
-def _compiled(kernel: Callable[..., None]) -> Any:
+def compiled(kernel: Callable[..., None]) -> Any:
+    """Return a kernel that Triton compiles at its first launch."""
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language  # pyright: ignore[reportMissingImports]
 
@@ -152,7 +153,8 @@ def _compiled(kernel: Callable[..., None]) -> Any:
     return triton.jit(kernel)
 
 
-def _copy_rows(x_TD: Tensor, row_TK: Tensor, rows: int) -> Tensor:
+def copy_rows(x_TD: Tensor, row_TK: Tensor, rows: int) -> Tensor:
+    """Return ``rows`` copies of tokens, without a gradient."""
     x_TD = _with_whole_rows(x_TD)
     row_TK = row_TK.contiguous()
     tokens, width = x_TD.shape
@@ -164,7 +166,8 @@ def _copy_rows(x_TD: Tensor, row_TK: Tensor, rows: int) -> Tensor:
     return rows_RD
 
 
-def _sum_rows(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+def add_rows(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Return the sum of each token's rows, without a gradient."""
     rows_RD = _with_whole_rows(rows_RD)
     row_TK = row_TK.contiguous()
     tokens, top_k = row_TK.shape
@@ -184,7 +187,8 @@ def _with_whole_rows(rows_RD: Tensor) -> Tensor:
     return rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
 
 
-def _swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
+def swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
+    """Return the weighted SwiGLU, without a gradient."""
     hidden_RH = hidden_RH.contiguous()
     weights_R = weights_R.contiguous()
     rows = hidden_RH.shape[0]
@@ -196,11 +200,15 @@ def _swiglu(hidden_RH: Tensor, weights_R: Tensor) -> Tensor:
     return output_RH
 
 
-def _swiglu_backward(
+def swiglu_backward(
     grad_RH: Tensor,
     hidden_RH: Tensor,
     weights_R: Tensor,
+    output_RH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden rows and weights.
+
+    The weighted SwiGLU itself is written to ``output_RH``, if given."""
     grad_RH = grad_RH.contiguous()
     hidden_RH = hidden_RH.contiguous()
     weights_R = weights_R.contiguous()
@@ -208,9 +216,11 @@ def _swiglu_backward(
     shape = tile(width, 2048)
     d_hidden_RH = torch.empty_like(hidden_RH)
     d_weights_R = torch.empty_like(weights_R)
-    tensors = (grad_RH, hidden_RH, weights_R, d_hidden_RH, d_weights_R)
+    output = grad_RH if output_RH is None else output_RH
+    tensors = (grad_RH, hidden_RH, weights_R, d_hidden_RH, d_weights_R, output)
     grid = (num_blocks(rows, shape.rows), 1)
-    launch(_swiglu_backward_kernel, shape, grid, *tensors, rows, H=width)
+    has_output = output_RH is not None
+    launch(_swiglu_backward_kernel, shape, grid, *tensors, rows, H=width, OUTPUT=has_output)
     return d_hidden_RH, d_weights_R
 
 
@@ -289,8 +299,10 @@ def _swiglu_backward_kernel(
     weights,
     d_hidden,
     d_weights,
+    output,
     rows,
     H: tl.constexpr,
+    OUTPUT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -306,7 +318,11 @@ def _swiglu_backward_kernel(
         gate = tl.load(hidden + offset, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(hidden + offset + H, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
-        d_weight += grad * gate * sigmoid * value
+        activated = gate * sigmoid * value
+        d_weight += grad * activated
+        if OUTPUT:
+            weighted = (activated * weight[:, None]).to(output.dtype.element_ty)
+            tl.store(output + row[:, None] * H + column[None, :], weighted, mask=inside)
         grad *= weight[:, None]
         d_gate = grad * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(d_hidden + offset, d_gate.to(d_hidden.dtype.element_ty), mask=inside)
@@ -328,22 +344,22 @@ def register(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any
 
 register(
     "copy_rows(Tensor x_TD, Tensor row_TK, SymInt rows) -> Tensor",
-    _copy_rows,
+    copy_rows,
     lambda x, _, rows: x.new_empty((rows, x.shape[1])),
 )
 register(
     "sum_rows(Tensor rows_RD, Tensor row_TK) -> Tensor",
-    _sum_rows,
+    add_rows,
     lambda rows, row_TK: rows.new_empty((row_TK.shape[0], rows.shape[1])),
 )
 register(
     "swiglu(Tensor hidden_RH, Tensor weights_R) -> Tensor",
-    _swiglu,
+    swiglu,
     lambda hidden, _: hidden.new_empty((hidden.shape[0], hidden.shape[1] // 2)),
 )
 register(
     "swiglu_backward(Tensor grad_RH, Tensor hidden_RH, Tensor weights_R) -> (Tensor, Tensor)",
-    _swiglu_backward,
+    swiglu_backward,
     lambda _, hidden, weights: (torch.empty_like(hidden), torch.empty_like(weights)),
 )
 _ops: Any = torch.ops.experts

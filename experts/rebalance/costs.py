@@ -57,11 +57,11 @@ def balance_problem(
 ) -> BalanceProblem:
     """Return the problem of a layer under some loads, in tokens per step of each expert."""
     experts = [costs.expert(e.size, tokens) for e, tokens in zip(layer.experts, loads, strict=True)]
-    copy_seconds = costs.gradient_bytes / cluster.bandwidth + costs.state_bytes / cluster.update_bandwidth
     return BalanceProblem(
         tuple(expert.work for expert in experts),
         tuple(expert.bytes for expert in experts),
-        tuple(expert.size * copy_seconds for expert in layer.experts),
+        tuple(expert.size * costs.gradient_bytes / cluster.bandwidth for expert in layer.experts),
+        tuple(expert.bytes / cluster.update_bandwidth for expert in experts),
         tuple(host.speed for host in cluster.hosts),
         tuple(host.memory for host in cluster.hosts),
     )

@@ -35,10 +35,10 @@ from experts.rebalance.state import (
     BalanceProblem,
     SearchBudget,
     Shares,
+    copy_seconds,
     host_seconds,
     imbalance,
     resplit,
-    sync_seconds,
 )
 from experts.structure import Change, LayerStructure
 
@@ -187,7 +187,7 @@ class _Decision:
         if farthest is not None:
             self.scenarios.append([problem(farthest.loads), self.windows[-1]])
         self._slowest_before = self._slowest(self.before)
-        self._sync_before = sync_seconds(self.mean, self.before)
+        self._copies_before = copy_seconds(self.mean, self.before)
 
     def best_plan(self, max_bytes: float, budget: SearchBudget) -> Plan | None:
         """Return the plan that wins most; None where none pays."""
@@ -250,8 +250,8 @@ class _Decision:
         rounded = shares_of(after, self.num_hosts)
         bandwidth = self.cluster.bandwidth
         slowest = self._slowest(rounded)
-        more_sync = sync_seconds(self.mean, rounded) - self._sync_before
-        won = [old - new - more_sync for old, new in zip(self._slowest_before, slowest, strict=True)]
+        more_copies = copy_seconds(self.mean, rounded) - self._copies_before
+        won = [old - new - more_copies for old, new in zip(self._slowest_before, slowest, strict=True)]
         return Plan(
             self.layer,
             after,

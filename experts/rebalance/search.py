@@ -190,9 +190,9 @@ def _copies(state: BalanceState, load: int, source: int, limits: SearchLimits) -
                 continue
             share = state.even_shares(expert, (source, host), copies[source])[host]
             gain = _gain(state, source, host, [work[expert] * share for work in state.works])
-            more_sync = ring_factor(len(copies) + 1) - ring_factor(len(copies))
-            cost = price * limits.seconds_per_byte + problem.sync_seconds[expert] * more_sync
-            yield _Action(gain - cost, expert, host)
+            more_rounds = ring_factor(len(copies) + 1) - ring_factor(len(copies))
+            upkeep = problem.sync_seconds[expert] * more_rounds + problem.update_seconds[expert]
+            yield _Action(gain - upkeep - price * limits.seconds_per_byte, expert, host)
 
 
 def _gain(state: BalanceState, source: int, destination: int, given: Sequence[float]) -> float:

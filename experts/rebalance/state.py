@@ -26,7 +26,9 @@ class BalanceProblem:
     bytes: tuple[float, ...]
     """State of each expert."""
     sync_seconds: tuple[float, ...]
-    """Seconds in which the gradient of each expert passes a link, and a copy of it is updated."""
+    """Seconds in which the gradient of each expert passes a link."""
+    update_seconds: tuple[float, ...]
+    """Seconds in which a host updates a copy of each expert."""
     speed: tuple[float, ...]
     memory: tuple[float, ...]
     """Bytes of each host that other layers leave."""
@@ -72,12 +74,13 @@ def imbalance(problem: BalanceProblem, shares: Shares) -> float:
     return max(host_seconds(problem, shares)) / problem.mean if problem.mean else 1.0
 
 
-def sync_seconds(problem: BalanceProblem, shares: Shares) -> float:
+def copy_seconds(problem: BalanceProblem, shares: Shares) -> float:
     """Return the seconds per step in which the busiest host sums gradients of copies and updates them."""
     busy = [0.0] * len(problem.speed)
-    for seconds, copies in zip(problem.sync_seconds, shares, strict=True):
-        for host, _ in copies:
-            busy[host] += seconds * ring_factor(len(copies))
+    for sync_s, update_s, copies in zip(problem.sync_seconds, problem.update_seconds, shares, strict=True):
+        if len(copies) > 1:
+            for host, _ in copies:
+                busy[host] += sync_s * ring_factor(len(copies)) + update_s
     return max(busy)
 
 

@@ -1,6 +1,6 @@
 """Copies of tokens for the experts of this host, and the sums of their outputs.
 
-``dispatch`` sorts rows by expert and returns a Trip; ``combine`` needs nothing but that Trip.
+``dispatch`` sorts rows by expert and returns a Trip; ``sum_rows`` needs nothing but its row map.
 Forward and backward sums run in a fixed order. See ``types`` for the letters of shapes."""
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ def dispatch(
     other choices; None says that no choice is absent."""
     trip = sort_by_slot(slots_TK, weights_TK, num_slots, num_rows)
     return copy_rows(x_TD, trip.row_map), trip
-
-
-def combine(rows_RD: Tensor, trip: Trip) -> Tensor:
-    """Return the sum of each token's outputs, in the order of its choices.
-
-    The outputs are weighted already."""
-    return sum_rows(rows_RD, trip.row_map)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,17 @@ from experts.transformers.hosted import HostedExperts, RouterBias
 _NAMES = ("e_score_correction_bias", "expert_bias")
 
 
+def has_router_biases(model: nn.Module) -> bool:
+    """Return whether ``use_balance_bias`` takes a model: each of its routers has a bias."""
+    layers = _layers(model)
+    return bool(layers) and all(_find_bias(model, name, layer, 0.0) for name, layer in layers)
+
+
 def use_balance_bias(model: nn.Module, rate: float) -> None:
     """Let ``experts.balance.update_balance`` move the routers' biases by ``rate`` in each step.
 
     Call it after ``use``. A model with a router that has no such bias is refused."""
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, HostedExperts)]
+    layers = _layers(model)
     biases = [_find_bias(model, name, layer, rate) for name, layer in layers]
     without = [name for (name, _), bias in zip(layers, biases, strict=True) if bias is None]
     if without or not layers:
@@ -29,6 +35,10 @@ def use_balance_bias(model: nn.Module, rate: float) -> None:
         )
     for (_, layer), bias in zip(layers, biases, strict=True):
         layer.router_bias = bias
+
+
+def _layers(model: nn.Module) -> list[tuple[str, HostedExperts]]:
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, HostedExperts)]
 
 
 def _find_bias(model: nn.Module, name: str, layer: HostedExperts, rate: float) -> RouterBias | None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from experts import bank as bank_module
 from experts.bank import ExpertBank, ExpertForm, SizeClass, computing_dtype, size_classes, without_memory
 from experts.types import Kind
+from experts.weight_copy import WeightCopy
 from tests.support.oracle import expert_oracle
 
 SIZES = (6, 3, 6, 9, 3)
@@ -156,3 +157,40 @@ def test_experts_that_name_no_activation_have_that_of_their_kind() -> None:
     torch.testing.assert_close(ExpertForm("swiglu").activate(hidden, half), F.silu(gate) * value / 2)
     torch.testing.assert_close(ExpertForm("ffn").activate(hidden, half), F.gelu(hidden) / 2)
     assert torch.equal(ExpertForm("ffn", torch.relu).activate(hidden, half), hidden.relu() / 2)
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("with_copies", [False, True])
+def test_recomputed_experts_have_the_same_gradients_and_keep_less(in_bf16: bool, with_copies: bool) -> None:
+    counts_L = torch.tensor([5, 0, 7, 1, 3, 4, 2])
+
+    def run(recomputes: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        bank = ExpertBank(16, (8, 24, 8, 8, 24, 8, 8))
+        bank.recomputes = recomputes
+        if with_copies:
+            stacks = {f"{role}_{group.hidden}": stack for group, role, stack in bank.stacks()}
+            bank.copies = {name: WeightCopy(stack, torch.bfloat16) for name, stack in stacks.items()}
+        rows_RD = torch.randn(22, 16, requires_grad=True)
+        weights_R = torch.rand(22, requires_grad=True)
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16),
+        ):
+            loss = bank(rows_RD, counts_L, weights_R).float().square().sum()
+        leaves = [rows_RD, weights_R, *bank.parameters()]
+        loss.backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None], sum(kept.values())
+
+    expected, all_kept = run(recomputes=False)
+    found, less_kept = run(recomputes=True)
+    assert len(found) == len(expected) == 6
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=0)
+    assert less_kept < all_kept / 2

@@ -27,7 +27,8 @@ def zipf(count: int, seed: int, exponent: float = 1.5) -> tuple[float, ...]:
 
 def problem(work: Sequence[float], speeds: Sequence[float], memory: float = 1e9) -> BalanceProblem:
     ones = (1.0,) * len(work)
-    return BalanceProblem(tuple(work), ones, (0.0,) * len(work), tuple(speeds), (memory,) * len(speeds))
+    zeros = (0.0,) * len(work)
+    return BalanceProblem(tuple(work), ones, zeros, zeros, tuple(speeds), (memory,) * len(speeds))
 
 
 def round_robin(num_experts: int, num_hosts: int) -> Shares:

@@ -15,17 +15,17 @@ from experts.rebalance.state import (
     BalanceState,
     SearchBudget,
     Shares,
+    copy_seconds,
     host_seconds,
     imbalance,
     resplit,
-    sync_seconds,
     water_level,
 )
 
 
 def problem_of(work: list[float], speed: list[float]) -> BalanceProblem:
-    size = (100.0,) * len(work)
-    return BalanceProblem(tuple(work), size, (1.0,) * len(work), tuple(speed), (1000.0,) * len(speed))
+    size, sync, update = ((each,) * len(work) for each in (100.0, 1.0, 0.5))
+    return BalanceProblem(tuple(work), size, sync, update, tuple(speed), (1000.0,) * len(speed))
 
 
 def even(*hosts: int) -> tuple[tuple[int, float], ...]:
@@ -93,11 +93,11 @@ def test_moves_and_copies_are_counted() -> None:
     assert host_seconds(problem, state.shares) == pytest.approx([2.0, 2.0])
 
 
-def test_the_busiest_host_decides_how_long_gradients_are_summed() -> None:
+def test_the_busiest_host_decides_how_long_copies_are_summed_and_updated() -> None:
     problem = problem_of([1.0] * 3, [1.0] * 3)
-    assert sync_seconds(problem, (even(0), even(1), even(2))) == 0
+    assert copy_seconds(problem, (even(0), even(1), even(2))) == 0
     # Two copies pass a gradient once each way in halves, three copies in thirds.
-    assert sync_seconds(problem, (even(0, 1), even(0, 1, 2), even(2))) == pytest.approx(1 + 4 / 3)
+    assert copy_seconds(problem, (even(0, 1), even(0, 1, 2), even(2))) == pytest.approx(1 + 4 / 3 + 2 * 0.5)
 
 
 def test_water_fills_the_lowest_hosts_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.tokens.dispatch import combine, dispatch, key_dtype
+from experts.tokens.dispatch import dispatch, key_dtype, sum_rows
 
 WIDTH = 3
 
@@ -87,7 +87,7 @@ def test_combine_sums_the_rows_of_each_token(dtype: torch.dtype, absent: float) 
     num_rows = int((slots_TK >= 0).sum()) if absent else None
     rows_RD, trip = dispatch(x_TD, slots_TK, weights_TK, num_slots, num_rows)
     rows_RD.retain_grad()
-    y_TD = combine(rows_RD, trip)
+    y_TD = sum_rows(rows_RD, trip.row_map)
     copies_T1 = (slots_TK >= 0).sum(1, keepdim=True).to(dtype)
     assert torch.equal(y_TD, x_TD * copies_T1)
     upstream_TD = torch.randint(-8, 9, (tokens, WIDTH)).to(dtype)
@@ -113,7 +113,7 @@ def test_a_token_without_rows_is_zero_next_to_rows_of_nan(dtype: torch.dtype) ->
     _, trip = dispatch(torch.zeros(3, WIDTH, dtype=dtype), slots_TK, torch.ones(3, 2, dtype=dtype), 2, 3)
     rows_RD = torch.full((3, WIDTH), torch.nan, dtype=dtype)
     rows_RD[1] = 2.0
-    y_TD = combine(rows_RD, trip)
+    y_TD = sum_rows(rows_RD, trip.row_map)
     assert y_TD[0].isnan().all()
     assert torch.equal(y_TD[1:], torch.tensor([[0.0], [2.0]], dtype=dtype).expand(2, WIDTH))
 
@@ -123,4 +123,4 @@ def test_short_types_are_summed_in_fp32() -> None:
     slots_TK = torch.tensor([[0, 1, 2]])
     _, trip = dispatch(torch.zeros(1, WIDTH), slots_TK, torch.ones(1, 3), 3)
     rows_RD = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16).unsqueeze(1).expand(3, WIDTH)
-    assert torch.equal(combine(rows_RD, trip), torch.full((1, WIDTH), 258.0, dtype=torch.bfloat16))
+    assert torch.equal(sum_rows(rows_RD, trip.row_map), torch.full((1, WIDTH), 258.0, dtype=torch.bfloat16))

@@ -11,7 +11,7 @@ import torch
 from experts.balance import moe_layers
 from experts.context import StepContext
 from experts.transformers.registration import use
-from experts.transformers.router_bias import use_balance_bias
+from experts.transformers.router_bias import has_router_biases, use_balance_bias
 from orchestrator.train.parts.world import World
 from tests.support.bias_runs import (
     BiasRun,
@@ -61,6 +61,11 @@ def test_the_bias_changes_the_choices_within_a_test(name: str) -> None:
 def test_a_family_without_a_bias_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"has no routing bias .*experts\)\. Families such as DeepSeek-V3"):
         use_balance_bias(use(build(name)), 0.001)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_with_a_bias_are_known(name: str) -> None:
+    assert has_router_biases(use(build(name))) == (name in BIASED_FAMILIES)
 
 
 def test_padding_does_not_count() -> None:

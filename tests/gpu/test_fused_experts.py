@@ -1,0 +1,183 @@
+"""Experts from tokens to tokens in one function, on a GPU, against the loop over experts in fp64.
+
+T counts tokens, D is their width, R counts rows, H is the hidden size, E counts experts, K experts
+per token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts.bank import ExpertBank
+from experts.kernels import fused, fused_experts
+from experts.kernels.grouped import grouped_product
+from experts.kernels.row_products import RowTiles, row_product
+from experts.layer import MoELayer
+from experts.tokens.dispatch import sort_by_slot
+from experts.types import Trip
+
+DEVICE = torch.device("cuda:0")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (fused.available() and fused_experts.works(DEVICE, torch.bfloat16, 64, 64)),
+        reason="needs a CUDA device of Hopper or later, and Triton",
+    ),
+]
+
+# Tokens, experts, top-k, width, hidden size, and how the tokens choose.
+CASES = [
+    (300, 7, 2, 64, 64, "even"),
+    (300, 7, 2, 192, 320, "one"),
+    (1, 3, 1, 128, 64, "even"),
+    (515, 32, 4, 256, 192, "skewed"),
+    (129, 5, 3, 64, 576, "last"),
+    (2048, 4, 2, 512, 1024, "even"),
+    (40, 100, 8, 128, 128, "even"),
+]
+cases = pytest.mark.parametrize(("tokens", "experts", "top_k", "width", "hidden", "choice"), CASES)
+
+
+def draw(*sizes: int, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*sizes, generator=generator).to(DEVICE)
+
+
+def choose(tokens: int, experts: int, top_k: int, choice: str) -> Tensor:
+    scores_TE = draw(tokens, experts, seed=1)
+    number_E = torch.arange(experts, device=DEVICE)
+    shift_E = {"even": 0 * number_E, "one": -9.0 * (number_E >= top_k), "skewed": -0.3 * number_E}
+    shift_E["last"] = 9.0 * (number_E >= experts - top_k)
+    return (scores_TE + shift_E[choice]).topk(top_k).indices
+
+
+def make_trip(slots_TK: Tensor, weights_TK: Tensor, experts: int, absent: float = 0.0) -> Trip:
+    if not absent:
+        return sort_by_slot(slots_TK, weights_TK, experts, None)
+    has_row_TK = draw(*slots_TK.shape, seed=3).sigmoid() >= absent
+    slots_TK = torch.where(has_row_TK, slots_TK, -1)
+    return sort_by_slot(slots_TK, weights_TK, experts, int(has_row_TK.sum()))
+
+
+def gradients(
+    bank: ExpertBank, x_TD: Tensor, trip_of: tuple[Tensor, float], experts: int, kernel: str
+) -> list[Tensor]:
+    """Return the output and the gradients of tokens, weights and experts."""
+    slots_TK, absent = trip_of
+    x_TD = x_TD.detach().requires_grad_()
+    weights_TK = draw(*slots_TK.shape, seed=4).sigmoid().to(torch.promote_types(x_TD.dtype, torch.float32))
+    weights_TK.requires_grad_()
+    bank.kernel = kernel  # pyright: ignore[reportAttributeAccessIssue]
+    bank.zero_grad(set_to_none=True)
+    trip = make_trip(slots_TK, weights_TK, experts, absent)
+    y_TD = bank(x_TD, trip.counts_L, trip.weights_R, trip.row_map)
+    y_TD.backward(draw(*y_TD.shape, seed=5).to(y_TD.dtype))
+    of_experts = [parameter.grad for parameter in bank.parameters() if parameter.grad is not None]
+    found = [y_TD.detach(), x_TD.grad, weights_TK.grad, *of_experts]
+    return [tensor.double() for tensor in found if tensor is not None]
+
+
+@cases
+@pytest.mark.parametrize("absent", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_are_as_close_to_the_oracle_as_those_of_separate_kernels(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    choice: str,
+    absent: float,
+    dtype: torch.dtype,
+) -> None:
+    bank = ExpertBank(width, [hidden] * experts).to(DEVICE, dtype)
+    x_TD = draw(tokens, width, seed=2).to(dtype)
+    trip_of = (choose(tokens, experts, top_k, choice), absent)
+    one_by_one = gradients(bank, x_TD, trip_of, experts, "loop")
+    fused_results = gradients(bank, x_TD, trip_of, experts, "grouped")
+    oracle = gradients(bank.double(), x_TD.double(), trip_of, experts, "loop")
+    names = ("output", "tokens", "weights", "up", "down")
+    for name, result, plain, wanted in zip(names, fused_results, one_by_one, oracle, strict=True):
+        scale = wanted.norm() + 1e-30
+        error = float((result - wanted).norm() / scale)
+        plain_error = float((plain - wanted).norm() / scale)
+        assert error <= 1.1 * plain_error + 1e-6, (name, error, plain_error)
+
+
+@cases
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_row_products_equal_torchs_grouped_product(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    hidden: int,
+    choice: str,
+    transposed: bool,
+    gather: bool,
+) -> None:
+    slots_TK = choose(tokens, experts, top_k, choice)
+    trip = sort_by_slot(slots_TK, torch.ones_like(slots_TK, dtype=torch.float32), experts, None)
+    x_TD = draw(tokens, width, seed=2).bfloat16()
+    token_R = trip.row_map.token_R
+    shape = (experts, hidden, width) if transposed else (experts, width, hidden)
+    matrices = draw(*shape, seed=6).bfloat16()
+    matrices = matrices.transpose(1, 2) if transposed else matrices
+    tiles = RowTiles.of(trip.counts_L, len(token_R))
+    assert tiles.ends_E.tolist() == trip.counts_L.cumsum(0).tolist()
+    rows_RD = x_TD[token_R]
+    found = row_product(x_TD if gather else rows_RD, matrices, tiles, token_R if gather else None)
+    wanted = grouped_product(rows_RD, matrices, tiles.ends_E)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2 * width**0.5)
+
+
+def test_frozen_experts_get_no_gradient_and_tokens_do() -> None:
+    bank = ExpertBank(64, [128] * 4).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    x_TD = draw(50, 64, seed=2).bfloat16()
+    trip_of = (choose(50, 4, 2, "even"), 0.0)
+    fused_results = gradients(bank, x_TD, trip_of, 4, "grouped")
+    plain_results = gradients(bank, x_TD, trip_of, 4, "loop")
+    assert len(fused_results) == 3
+    for result, wanted in zip(fused_results, plain_results, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_counts_are_bounded() -> None:
+    tiles = RowTiles.of(torch.tensor([300, 2**40, 0], device=DEVICE), 200)
+    assert tiles.ends_E.tolist() == [200, 200, 200]
+    assert int(tiles.count_1) == 2
+
+
+def test_kept_for_the_backward_pass_are_tokens_hidden_rows_and_routing() -> None:
+    layer = MoELayer(256, [512] * 8, 2).to(DEVICE, torch.bfloat16)
+    x_TD = draw(1024, 256, seed=2).bfloat16().requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y_TD, _ = layer(x_TD)
+    y_TD.sum().backward()
+    for parameter in layer.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    tokens_bytes = 1024 * 256 * 2
+    hidden_bytes = 2048 * 1024 * 2
+    routing_bytes = 1024 * (8 * 4 + 2 * 40) + 4096
+    assert sum(kept.values()) <= tokens_bytes + hidden_bytes + routing_bytes
+
+
+def test_a_compiled_layer_computes_the_same() -> None:
+    layer = MoELayer(128, [256] * 6, 2).to(DEVICE, torch.bfloat16)
+    x_TD = draw(200, 128, seed=2).bfloat16()
+    results = []
+    for function in (layer, torch.compile(layer)):
+        layer.zero_grad(set_to_none=True)
+        y_TD, _ = function(x_TD)
+        y_TD.backward(draw(*y_TD.shape, seed=5).to(y_TD.dtype))
+        results.append([y_TD.detach(), *(p.grad for p in layer.parameters() if p.grad is not None)])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(plain, compiled, rtol=2e-2, atol=2e-2)
