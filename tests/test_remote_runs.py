@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,12 @@ def test_manifests_that_cannot_be_read_end_the_start_and_change_nothing(
 def test_a_folder_that_holds_a_run_is_not_begun_again(url: str, tmp_path: Path) -> None:
     fit(url, max_steps=2)
     before = set(tmp_path.rglob("*"))
-    with pytest.raises(
-        UserError, match=f"{url} holds a run already; continue it with orchestrator resume {url}"
-    ):
+    call = f"Trainer(..., config=Config.of(resume='auto', run_dir='{url}')).fit()"
+    with pytest.raises(UserError, match=re.escape(f"{url} holds a run already; continue it with {call}, or")):
         fit(url, max_steps=4)
+    task = Config.of(task="digits", run_dir=url)
+    with pytest.raises(UserError, match=f"continue it with orchestrator resume {url}, or"):
+        Trainer(config=task, quiet=True).fit()
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -240,12 +243,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     upload = RemoteFolder.upload
     left = num_failures
 
-    def fail(self: RemoteFolder, source: Path, name: str) -> None:
+    def fail(self: RemoteFolder, source: Path, name: str, *rest: Any) -> None:
         nonlocal left
         if left:
             left -= 1
             raise RemoteError(f"cannot write {name}: the storage is down")
-        upload(self, source, name)
+        upload(self, source, name, *rest)
 
     monkeypatch.setattr(RemoteFolder, "upload", fail)
     monkeypatch.setattr(mirror, "_wait_seconds", lambda number: 0.01)

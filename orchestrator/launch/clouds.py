@@ -19,7 +19,7 @@ def mount_commands(launch: Launch) -> list[str]:
         if launch.needs_storage:
             raise UserError(
                 f"launch {launch.options.kind} needs storage for the run folder; give --storage "
-                "SERVER:/EXPORT of an NFS server (EFS, Filestore), or one node with --run-dir s3://bucket/run1"
+                "SERVER:/EXPORT of an NFS server (EFS, Filestore), or --run-dir s3://bucket/run1"
             )
         return [make, f"sudo chmod 1777 {folder}"]
     if ":/" not in storage:

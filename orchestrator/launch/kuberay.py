@@ -114,8 +114,8 @@ def _worker_group(launch: Launch) -> dict[str, Any]:
 def _training_pod(launch: Launch, container: str) -> dict[str, Any]:
     resources = {"cpu": str(launch.cpus_on_node), "memory": f"{launch.memory_on_node_gib}Gi"}
     tolerations: list[dict[str, str]] = []
-    if launch.gpus_on_node:
-        resources["nvidia.com/gpu"] = str(launch.gpus_on_node)
+    if launch.options.gpus_per_node:
+        resources["nvidia.com/gpu"] = str(launch.options.gpus_per_node)
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
     if launch.options.spot:
         tolerations += [_toleration(key, value) for key, value in _SPOT_TAINTS]

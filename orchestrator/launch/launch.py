@@ -33,22 +33,12 @@ class Launch:
         return -(-self.options.workers // per_node)
 
     @property
-    def gpus_on_node(self) -> int:
-        """GPUs that are asked of each node."""
-        return self.options.gpus_per_node
-
-    @property
     def cpus_on_node(self) -> int:
-        return self.options.cpus_per_node or _CPUS_PER_GPU * max(1, self.gpus_on_node)
+        return self.options.cpus_per_node or _CPUS_PER_GPU * max(1, self.options.gpus_per_node)
 
     @property
     def memory_on_node_gib(self) -> int:
-        return self.options.memory_per_node or _MEMORY_PER_GPU_GIB * max(1, self.gpus_on_node)
-
-    @property
-    def python(self) -> str:
-        """The Python of the nodes; the images have theirs in PATH."""
-        return self.options.python
+        return self.options.memory_per_node or _MEMORY_PER_GPU_GIB * max(1, self.options.gpus_per_node)
 
     @property
     def hosts(self) -> list[str]:
@@ -57,8 +47,8 @@ class Launch:
 
     @property
     def needs_storage(self) -> bool:
-        """Whether the nodes need storage: one node alone needs none, if its run folder is uploaded."""
-        return self.nodes > 1 or self.address is None
+        """Whether the nodes mount storage: a run with an address needs none, and takes what it is given."""
+        return self.address is None or self.options.storage is not None
 
     @property
     def address(self) -> str | None:
@@ -72,16 +62,13 @@ class Launch:
 
     @property
     def shared_folder(self) -> str:
-        """The folder that all nodes share, in which the run is started.
-
-        A run with an address works there too: workers on other nodes read its local copy.
-        """
+        """The folder in which the run is started: all nodes share it, unless the run has an address."""
         return _SHARED_FOLDER if self.address else str(Path(self.run_dir).parent)
 
     def train_command(self) -> list[str]:
         """Return the command that trains: the same one begins a run and continues it."""
         fixed = ["--workers", str(self.options.workers), "--run-dir", self.run_dir, "--resume", "auto"]
-        return [self.python, "-m", "orchestrator", "train", *fixed, *self.flags]
+        return [self.options.python, "-m", "orchestrator", "train", *fixed, *self.flags]
 
     def launch_command(self) -> str:
         """Return the command line that writes this file."""

@@ -66,7 +66,7 @@ def _machines(launch: Launch) -> dict[str, Any]:
             f"--hosts has the users {', '.join(sorted(users))}; 'ray up' needs one for all machines"
         )
     head, *others = [host.rpartition("@")[2] for host in hosts]
-    ray = f"{shlex.quote(launch.python)} -m ray.scripts.scripts"
+    ray = f"{shlex.quote(launch.options.python)} -m ray.scripts.scripts"
     return _common(launch, ray, len(others)) | {
         "provider": {"type": "local", "head_ip": head, "worker_ips": others},
         "auth": {"ssh_user": users.pop() if users else "ubuntu"},
@@ -114,7 +114,7 @@ def _node_types(launch: Launch) -> dict[str, Any]:
     """Return the head and the nodes that train. One node is the head itself."""
     cloud = launch.options.cloud
     machine = launch.options.instance_type or _MACHINES[cloud]
-    resources = {"CPU": launch.cpus_on_node, "GPU": launch.gpus_on_node}
+    resources = {"CPU": launch.cpus_on_node, "GPU": launch.options.gpus_per_node}
     training = {"resources": resources, "node_config": _node_config(launch, machine, launch.options.spot)}
     if launch.nodes == 1:
         return {"head": training}

@@ -23,7 +23,8 @@ def slurm_script(launch: Launch) -> str:
         "Start: sbatch FILE, with the Python environment activated; end: scancel --batch --signal=TERM JOB",
         "Flags of sbatch win over the lines below: sbatch --partition=gpu --time=4:00:00 FILE",
     ]
-    gpu_line = f"#SBATCH --gres=gpu:{launch.gpus_on_node}" if launch.gpus_on_node else "# No GPUs"
+    gpus = launch.options.gpus_per_node
+    gpu_line = f"#SBATCH --gres=gpu:{gpus}" if gpus else "# No GPUs"
     values = _values(launch, comment) | {"NODES": str(launch.nodes), "GPU_LINE": gpu_line}
     return fill("slurm.sbatch", values)
 
@@ -46,8 +47,8 @@ def _values(launch: Launch, comment: list[str]) -> dict[str, str]:
         "COMMENT": comment_text(comment).rstrip("\n"),
         "NAME": launch.options.name,
         "CPUS": str(launch.cpus_on_node),
-        "GPUS": str(launch.gpus_on_node),
-        "PYTHON": shlex.quote(launch.python),
+        "GPUS": str(launch.options.gpus_per_node),
+        "PYTHON": shlex.quote(launch.options.python),
         "SHARED_FOLDER": shlex.quote(launch.shared_folder),
         "TRAIN": shlex.join(launch.train_command()),
     }

@@ -28,7 +28,7 @@ def skypilot_task(launch: Launch) -> str:
     ]
     setup = "\n".join(["set -e", *mount_commands(launch), *_INSTALL]) + "\n"
     values = {
-        "GPUS": str(launch.gpus_on_node),
+        "GPUS": str(launch.options.gpus_per_node),
         "NAME": launch.options.name,
         "SHARED_FOLDER": shlex.quote(launch.shared_folder),
         "TRAIN": shlex.join(launch.train_command()),
@@ -53,9 +53,9 @@ def _resources(launch: Launch) -> dict[str, Any]:
         "memory": f"{launch.memory_on_node_gib}+",
         "use_spot": options.spot,
     }
-    if launch.gpus_on_node:
+    if launch.options.gpus_per_node:
         if options.gpu is None:
             raise UserError("launch skypilot needs the model of the GPUs: --gpu L4")
         name = _NAMES.get(options.gpu.lower(), options.gpu.upper())
-        resources["accelerators"] = f"{name}:{launch.gpus_on_node}"
+        resources["accelerators"] = f"{name}:{launch.options.gpus_per_node}"
     return resources

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,11 +23,13 @@ import ray
 from orchestrator.errors import UserError
 from orchestrator.redaction import Secrets, mask_error, masked_stream
 from orchestrator.runtime.cluster.environment import set_variables, variable
+from orchestrator.runtime.folder_link import FolderLink, Link, node_folder
 
 # The driver imports this module before it plans a run; torch is imported where it is needed.
 if TYPE_CHECKING:
     from orchestrator.record.log import Log
     from orchestrator.train.requests import Requests
+    from orchestrator.train.worker.build import OpenStore
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.resume import ResumeFrom
 
@@ -34,6 +37,8 @@ REQUESTS_FILE = "requests.json"
 """A file in ``logs/`` with the driver's requests to the workers."""
 NONCE_FILE = "nonce"
 """A file in ``logs/`` by which a worker verifies that it sees the driver's run folder."""
+LINKED_FILES = (f"logs/{NONCE_FILE}", f"logs/{REQUESTS_FILE}")
+"""Files that a link brings from the driver's run folder to every worker."""
 _POLL_SECONDS = 0.1
 
 
@@ -48,6 +53,48 @@ class Assignment:
     nonce: str
     resume: ResumeFrom | None
     """Where to resume; None at the first start of a run."""
+    link: Link | None = None
+    """The driver's end of a link to its run folder, if the nodes share no disk."""
+
+
+@dataclass(frozen=True)
+class WorkerFolder:
+    """The run folder as one worker sees it."""
+
+    assignment: Assignment
+    """With the folder that this worker works in."""
+    open_store: OpenStore
+    """Opens the checkpoints of the run."""
+    flush: Callable[[], None]
+    """Waits until the driver can read what this worker has written."""
+
+
+@contextmanager
+def worker_folder(assignment: Assignment, rank: int) -> Iterator[WorkerFolder]:
+    """Yield the folder that a worker works in: the driver's, or one of this node that is linked to it."""
+    from orchestrator.train.checkpoint.store import CheckpointStore
+
+    link = assignment.link
+    if link is None:
+        yield WorkerFolder(assignment, CheckpointStore, lambda: None)
+        return
+    shared = node_folder(assignment.nonce)
+    # Nodes may share their folder for temporary files, though not the driver's run folder.
+    run_dir = shared / f"worker-{socket.gethostname()}-{os.getpid()}"
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FolderLink(link, run_dir, rank) as folder_link:
+        prepared = assignment.prepared
+        if prepared.earlier == assignment.run_dir:
+            prepared = replace(prepared, earlier=run_dir)
+        linked = replace(assignment, run_dir=run_dir, prepared=prepared)
+        yield WorkerFolder(linked, _node_store(link.url, shared), folder_link.flush)
+
+
+def _node_store(url: str, shared: Path) -> OpenStore:
+    from orchestrator.storage.folder import RemoteFolder
+    from orchestrator.train.remote.node_store import NodeStore
+
+    return lambda folder, **_: NodeStore(folder, RemoteFolder(url), shared)
 
 
 def prepare_worker(assignment: Assignment, rank: int) -> PreparedRun:
@@ -72,8 +119,7 @@ def check_run_dir(assignment: Assignment, name: str) -> None:
             return
     raise UserError(
         f"{name} on {ray.util.get_node_ip_address()} does not see the run folder {assignment.run_dir}; "
-        "give a --run-dir on a drive that all nodes share (of a run with a remote folder: start it in a "
-        "folder on such a drive)"
+        "give a --run-dir on a drive that all nodes share, or on an object store (s3://bucket/run1)"
     )
 
 

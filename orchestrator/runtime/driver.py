@@ -32,6 +32,7 @@ from orchestrator.runtime.cluster.ray_metrics import RayMetrics
 from orchestrator.runtime.cluster.session import wait_for_slots
 from orchestrator.runtime.cluster.survey import resources_now
 from orchestrator.runtime.failures import final_error
+from orchestrator.runtime.folder_link import Link
 from orchestrator.runtime.ray_internals import (
     logs_folder,
     placement_groups_of_job,
@@ -39,13 +40,14 @@ from orchestrator.runtime.ray_internals import (
 )
 from orchestrator.runtime.recovery import Failure, FailureHistory, GiveUp, Restart, decide_restart
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog, last_recorded_step
+from orchestrator.runtime.shared_folder import open_link
 from orchestrator.tasks.load import loads_by_name
 from orchestrator.train.remote.run import RemoteRun, mirroring
 from orchestrator.train.worker.observers import stop_on_signal
 from orchestrator.train.worker.prepared_run import PreparedRun
 from orchestrator.train.worker.resume import ResumeFrom
 from orchestrator.train.worker.run import count_starts, record_failure
-from orchestrator.train.worker.run_dir import resume_command
+from orchestrator.train.worker.run_dir import how_to_resume
 
 _POLL_SECONDS = 0.1
 _MAX_LOG_BYTES = 2**22
@@ -124,7 +126,10 @@ def drive(start: Start, prepared: PreparedRun, cluster: Cluster, run_dir: Path, 
             ):
                 callbacks.bind(run_dir, config, record.log.write)
                 requests = _Requests(run_dir / "logs", stop_requested, callbacks, screen.note)
-                status = _Driver(start, prepared, cluster, run_dir, record, requests, screen.note).run()
+                driver = _Driver(
+                    start, prepared, cluster, run_dir, record, requests, screen.note, observers.remote
+                )
+                status = driver.run()
             # The record has handed over its last events: ``on_end`` was called.
             callbacks.check()
             return status
@@ -232,6 +237,9 @@ class _Driver:
     record: _RunRecord
     requests: _Requests
     note: Callable[[str], None]
+    remote: RemoteRun | None = None
+    _link: Link | None = None
+    """The link to the run folder, for workers that do not see it."""
 
     def run(self) -> str:
         """Start one attempt after the other, until one succeeds or the driver gives up."""
@@ -240,6 +248,10 @@ class _Driver:
         gpu = uses_gpus(self.prepared.resolved.config, self.cluster)
         if self.cluster.autoscaling:
             wait_for_slots(workers, gpu, parallel.resource_timeout, self.note)
+        if self.remote is not None:
+            self._link = open_link(self.run_dir, self.remote.folder, gpu)
+        if self._link is not None:
+            self.note("the nodes share no disk: each worker uploads its own part of a checkpoint")
         self.note(f"starting {workers} worker{'s' if workers > 1 else ''} ...")
         history = FailureHistory()
         resume = None
@@ -266,14 +278,14 @@ class _Driver:
 
     def _final_error(self, failure: Failure, error: BaseException | None, decision: GiveUp) -> BaseException:
         if decision.can_resume:
-            command = resume_command(self.run_dir, self.prepared.resolved.config.parallel.ray_address)
-            decision = GiveUp(f"{decision.reason}; continue from the newest checkpoint with: {command}")
+            resuming = how_to_resume(self.prepared.resolved.config, self.run_dir)
+            decision = GiveUp(f"{decision.reason}; continue from the newest checkpoint with: {resuming}")
         return final_error(failure, error, decision)
 
     def _attempt(self, workers: int, gpu: bool, resume: ResumeFrom | None) -> AttemptResult:
         """Run one group of workers from its start to its end."""
         groups_before = placement_groups()
-        assignment = make_assignment(self.prepared, self.run_dir, resume)
+        assignment = replace(make_assignment(self.prepared, self.run_dir, resume), link=self._link)
         attempt = self.start(assignment, workers, gpu, self.record.log, self.record.recovery_log)
         succeeded = False
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class RemoteFolder:
     def files(self) -> dict[str, str]:
         """Return every object below the address: its name, and a text that changes with its content.
 
-        Names that could not be paths below a local folder are left out."""
+        The text begins with the size. Names that could not be paths below a local folder are left out."""
         with self._errors("list"):
             found = self._find()
         names = {str(path).removeprefix(f"{self._root}/"): info for path, info in found.items()}
@@ -130,15 +130,18 @@ class RemoteFolder:
             else:
                 self._files.pipe_file(self._path(name), content)
 
-    def upload(self, source: Path, name: str) -> None:
-        """Copy a local file. The object is there as a whole, or as it was, once this returns or fails."""
+    def upload(self, source: Path, name: str, on_part: Callable[[], None] = lambda: None) -> None:
+        """Copy a local file. The object is there as a whole, or as it was, once this returns or fails.
+
+        ``on_part`` is called for each part that is there; an error of its own ends the upload."""
         # Others than object stores have no parts.
         options = {"chunksize": _PART_BYTES} if self._scheme in ("s3", "gs") else {}
         with self._errors(f"write {name} to"):
             if self._scheme == "file":
                 copy_file(source, Path(self._path(name)))
             else:
-                self._files.put_file(str(source), self._path(name), **options)
+                callback = _callback(on_part)
+                self._files.put_file(str(source), self._path(name), callback=callback, **options)
 
     def download(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +177,13 @@ def open_folder(name: str, location: str | Path) -> RemoteFolder:
     except ValueError as error:
         raise UserError(str(error)) from None
     return RemoteFolder(location)
+
+
+def _callback(on_part: Callable[[], None]) -> Any:
+    """Return fsspec's callback that calls a function for each part of a file."""
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"part": lambda size, value, **_: on_part()})  # noqa: ARG005
 
 
 def _version(info: Mapping[str, Any]) -> str:

@@ -107,9 +107,14 @@ def test_a_run_in_an_object_store_gets_credentials_from_a_secret() -> None:
     for pod in (*several, alone):
         (source,) = pod["containers"][0]["envFrom"]
         assert source["secretRef"]["name"] == "storage-credentials"
-    # Several nodes read the local copy of the run, so they need a folder that they share.
-    assert all("persistentVolumeClaim" in pod["volumes"][0] for pod in several)
-    assert alone["volumes"] == [{"name": "runs", "emptyDir": {}}]
+        # Each worker uploads its own files: the pods need no folder that they share.
+        assert pod["volumes"] == [{"name": "runs", "emptyDir": {}}]
+
+
+def test_storage_that_is_given_is_mounted_also_for_a_run_in_an_object_store() -> None:
+    options = LaunchOptions("kuberay", run_dir=Path("s3://bucket/run1"), storage="claim")
+    for pod in pods(manifest(options)):
+        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "claim"}
 
 
 def test_the_entry_point_quotes_flags_for_the_shell() -> None:

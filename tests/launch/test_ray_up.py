@@ -70,6 +70,11 @@ def test_one_node_of_a_cloud_is_the_head_itself() -> None:
     assert not any("nfs" in command for command in content["initialization_commands"])
 
 
+def test_several_nodes_of_a_run_in_an_object_store_mount_nothing() -> None:
+    content = content_of(workers=2, run_dir=Path("s3://b/r"))
+    assert not any("nfs" in command for command in content["initialization_commands"])
+
+
 def test_machines_of_ones_own_keep_the_ray_of_others() -> None:
     content = content_of(**MACHINES)
     assert content["provider"] == {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}

@@ -143,6 +143,7 @@ def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster
         monkeypatch.setattr(module, "_NODE_RETURN_SECONDS", 0.0)
         monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(module, "uses_gpus", lambda *_: False)
+        monkeypatch.setattr(module, "open_link", lambda *_: None)
         monkeypatch.setattr(module, "record_failure", lambda *_: None)
         return cluster
 

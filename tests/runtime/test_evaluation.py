@@ -11,6 +11,7 @@ import pytest
 from orchestrator.record.events import of_kind, read_events
 from tests.support.cli_runs import complete, complete_run, living_actors
 from tests.support.cluster import RayCluster
+from tests.support.language_models import save_sums, save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -41,6 +42,40 @@ def test_three_workers_agree_with_the_training_in_one_process(
     output = complete(shared_cluster, tmp_path, ["evaluate", "run", "--workers", "2"], code=4)
     assert "run/checkpoints/step_00000004 is damaged: " in output
     assert "Traceback" not in output
+
+
+def test_workers_continue_prompts_as_one_process_does(shared_cluster: RayCluster, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    data = save_sums(tmp_path / "sums.jsonl")
+    task = ["--task", "lm", "--model", str(model), "--data", str(data), "--sequence-length", "96"]
+    run_dir = tmp_path / "run"
+    flags = [
+        "--run-dir",
+        "run",
+        "--max-steps",
+        "4",
+        "--learning-rate",
+        "0.01",
+        "--trackers",
+        "--no-monitor-gpu",
+    ]
+    complete(None, tmp_path, ["train", *task, *flags])
+    evaluate = [
+        "evaluate",
+        "run",
+        "--prompts",
+        "what is the sum of 1 and 2?",
+        "hello",
+        "--max-new-tokens",
+        "8",
+    ]
+    results = []
+    for flags in (["--workers", "1"], ["--workers", "2", "--parallel-strategy", "expert_parallel"]):
+        complete(shared_cluster, tmp_path, [*evaluate, *flags])
+        results.append(json.loads((run_dir / "checkpoints" / "step_00000004.validation.json").read_text()))
+    assert [result["workers"] for result in results] == [1, 2]
+    assert len(results[0]["generations"]) == 2
+    assert results[0]["generations"] == results[1]["generations"]
 
 
 def _damage(run_dir: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,14 +50,15 @@ class RayCluster:
         self._start(*options)
         self.address = self._wait_for_address()
 
-    def add_node(self, cpus: int, gpus: int = 0) -> int:
-        """Add a node. Return its number."""
+    def add_node(self, cpus: int, gpus: int = 0, private: Sequence[Path] = ()) -> int:
+        """Add a node. Return its number.
+
+        It has an empty disk of its own in place of each ``private`` folder."""
         number = len(self.nodes)
         # Nodes unpack jobs into their folder: each has its own, as on a machine of its own.
         folder = self.folder / f"n{number}"
-        self._start(
-            f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"
-        )
+        options = (f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}")
+        self._start(f"--address={self.address}", *options, private=private)
         self._wait_until(lambda: "Ray runtime started" in self._output(number), "a node did not start")
         return number
 
@@ -74,10 +76,13 @@ class RayCluster:
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, *arguments: str) -> None:
+    def _start(self, *arguments: str, private: Sequence[Path] = ()) -> None:
         # The default port of the agent can be used once per machine.
         agent = f"--dashboard-agent-listen-port={free_port()}"
         command = [*RAY, "start", *arguments, agent, "--block", "--disable-usage-stats"]
+        if private:
+            mounts = [f"mount -t tmpfs none {shlex.quote(str(path))}" for path in private]
+            command = ["unshare", "--mount", "sh", "-c", " && ".join([*mounts, shlex.join(command)])]
         with open(self.folder / f"node_{len(self.nodes)}.log", "wb") as log:
             node = subprocess.Popen(
                 command, stdout=log, stderr=log, env=self.environment, start_new_session=True
@@ -104,6 +109,15 @@ class RayCluster:
         while not condition():
             assert time.monotonic() < deadline, f"{message}:\n{self._output(len(self.nodes) - 1)}"
             time.sleep(0.1)
+
+
+def can_have_private_disks() -> bool:
+    """Whether a process may mount a disk that others do not see."""
+    try:
+        command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def write_token(folder: Path) -> Path:

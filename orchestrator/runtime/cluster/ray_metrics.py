@@ -5,7 +5,8 @@ last time. So hosts that left vanish, and figures are set again although no even
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+import math
 from time import monotonic
 
 from ray.util.metrics import Gauge
@@ -15,6 +16,7 @@ from orchestrator.record.live.metrics import METRICS, Metric
 from orchestrator.record.live.state import RunState
 
 _INTERVAL_SECONDS = 5.0
+_logger = logging.getLogger("orchestrator")
 
 
 class RayMetrics:
@@ -34,10 +36,13 @@ class RayMetrics:
         if monotonic() < self._next_s:
             return
         self._next_s = monotonic() + _INTERVAL_SECONDS
-        # An error of Ray's metrics must not end a run.
-        with suppress(Exception):
+        try:
             for metric in METRICS:
                 self._set(metric)
+        except Exception as error:
+            # Ray's metrics must not end a run. They stay away from now on, and the user learns why.
+            self._next_s = math.inf
+            _logger.warning("metrics are not given to Ray any more: %s: %s", type(error).__name__, error)
 
     def _set(self, metric: Metric) -> None:
         for labels, value in metric.read(self._state):

@@ -23,6 +23,7 @@ from orchestrator.runtime.bootstrap import (
     open_log,
     prepare_worker,
     uses_cuda,
+    worker_folder,
 )
 from orchestrator.runtime.cluster.environment import set_variables, variable
 from orchestrator.runtime.cluster.prestart import request_successor
@@ -87,14 +88,16 @@ def _worker_run(assignment: Assignment, rank: int, world_size: int) -> Iterator[
     """Form the process group and build this worker's part of the run."""
     from orchestrator.train.worker.run import Supervision, WorkerRun
 
-    prepared = prepare_worker(assignment, rank)
-    supervision = Supervision(RequestReader(assignment, rank))
-    with (
-        open_log(assignment, rank) as log,
-        form_world(prepared, rank, world_size) as world,
-        WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
-    ):
-        yield run
+    with worker_folder(assignment, rank) as folder:
+        assignment = folder.assignment
+        prepared = prepare_worker(assignment, rank)
+        supervision = Supervision(RequestReader(assignment, rank), open_store=folder.open_store)
+        with (
+            open_log(assignment, rank) as log,
+            form_world(prepared, rank, world_size) as world,
+            WorkerRun(prepared, world, assignment.run_dir, log, supervision, assignment.resume) as run,
+        ):
+            yield run
 
 
 @contextmanager

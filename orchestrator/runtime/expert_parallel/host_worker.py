@@ -21,6 +21,7 @@ from orchestrator.runtime.bootstrap import (
     open_log,
     prepare_worker,
     uses_cuda,
+    worker_folder,
 )
 from orchestrator.runtime.cluster.environment import set_variables
 from orchestrator.runtime.cluster.prestart import request_successor
@@ -30,8 +31,8 @@ from orchestrator.runtime.expert_parallel.snapshot_references import ReferencedS
 if TYPE_CHECKING:
     import torch
 
-    from experts.actor_host import HostContext
-    from experts.group import GroupFactory
+    from experts.actor_host import HostContext, Outbox
+    from experts.group import GroupFactory, GroupMembership
     from orchestrator.train.worker.prepared_run import PreparedRun
     from orchestrator.train.worker.run import WorkerRun
 
@@ -122,8 +123,9 @@ def preload(context: HostContext, assignment: Assignment, store_address: tuple[s
 
     prepared = assignment.prepared
     config = prepared.resolved.config
-    with masked_errors(prepared.hidden):
-        check_run_dir(assignment, "a host")
+    if assignment.link is None:
+        with masked_errors(prepared.hidden):
+            check_run_dir(assignment, "a host")
     enter_working_dir(assignment.working_dir, config.parallel.nccl_debug, prepared.hidden)
     _store_clients(context, store_address)
     if uses_cuda(prepared):
@@ -170,7 +172,8 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
 
     rank = request.rank
     membership = context.membership
-    with masked_errors(assignment.prepared.hidden):
+    with masked_errors(assignment.prepared.hidden), worker_folder(assignment, rank) as folder:
+        assignment = folder.assignment
         prepared = _prepare(context, assignment, rank)
         store, heartbeat_store = _store_clients(context, request.store_address)
         heartbeat = Heartbeat()
@@ -186,8 +189,10 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
             factory = GroupFactory(
                 store, f"generation{request.generation}", rank, request.world_size, membership
             )
-            target = SnapshotTarget(context.outbox, buffers, request.generation)
-            supervision = Supervision(RequestReader(assignment, rank), heartbeat, target)
+            sink = _FlushedOutbox(context.outbox, folder.flush) if rank == 0 else context.outbox
+            target = SnapshotTarget(sink, buffers, request.generation)
+            requests = RequestReader(assignment, rank)
+            supervision = Supervision(requests, heartbeat, target, folder.open_store)
             resume = None
             if request.resumed:
                 resume = ResumeFrom(snapshots, request.halvings, request.checkpoint_is_newer)
@@ -202,6 +207,23 @@ def host_worker(context: HostContext, assignment: Assignment, request: JoinReque
                 if snapshots is not None:
                     snapshots.release()
                 yield HostWorker(run)
+
+
+@dataclass(frozen=True)
+class _FlushedOutbox:
+    """Hands over the main host's snapshots once the driver has the events of their steps.
+
+    A run that resumes from a snapshot does not repeat these steps: their events would be missing."""
+
+    outbox: Outbox
+    flush: Callable[[], None]
+
+    def wait_for_space(self, membership: GroupMembership) -> None:
+        self.outbox.wait_for_space(membership)
+
+    def put(self, header: Any, experts: Any, dense: Any) -> None:
+        self.flush()
+        self.outbox.put(header, experts, dense)
 
 
 def _prepare(context: HostContext, assignment: Assignment, rank: int) -> PreparedRun:

@@ -11,6 +11,7 @@ carries out the commands that it returns."""
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -59,9 +60,11 @@ from orchestrator.runtime.expert_parallel.unfit import find_unfit
 from orchestrator.runtime.failures import cause_of
 from orchestrator.runtime.recovery import Failure, HostStatus, root_cause
 from orchestrator.runtime.recovery_log import FailureTimes, RecoveryLog
+from orchestrator.storage.folder import RemoteError
 from orchestrator.train.checkpoint.snapshot_source import ExpertsMissing
 from orchestrator.train.checkpoint.store import CheckpointStore
 from orchestrator.train.parts.stores import open_store
+from orchestrator.train.remote.node_store import published_steps
 from orchestrator.types import first_line
 
 _REPLACEMENT_SECONDS = 20.0
@@ -90,7 +93,7 @@ class ExpertParallelRun:
         config = assignment.prepared.resolved.config
         parallel = config.parallel
         self._gpu = gpu
-        self._run_dir = assignment.run_dir
+        self._assignment = assignment
         self._log = log
         self._recovery_log = recovery_log
         snapshots = assignment.prepared.plan.snapshots
@@ -383,8 +386,16 @@ class ExpertParallelRun:
 
     def _checkpoint_step(self) -> int:
         """Return the step of the newest checkpoint; -1 if there is none."""
-        store = CheckpointStore(self._run_dir / "checkpoints", repair=False)
-        return max((step for step, _ in store.newest_first()), default=-1)
+        return max(self._saved_steps(), default=-1)
+
+    def _saved_steps(self) -> list[int]:
+        link = self._assignment.link
+        if link is not None:
+            with suppress(RemoteError):
+                return published_steps(link.url)
+            return []  # the hosts could not read a checkpoint either
+        store = CheckpointStore(self._assignment.run_dir / "checkpoints", repair=False)
+        return [step for step, _ in store.newest_first()]
 
     def _warn(self, kind: str, message: str) -> None:
         self._log.write("warning", kind=kind, message=message)

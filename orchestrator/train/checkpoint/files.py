@@ -37,11 +37,11 @@ from orchestrator.train.checkpoint.tensor_file import read_tensors, write_tensor
 FORMAT = 2
 MANIFEST = "manifest.json"
 KINDS = frozenset({"model", "optimizer"})
-_STATE = "state.json"
+STATE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
 _FILE_NAME = re.compile(r"(?:(model|optimizer)_\d{5}\.safetensors)|(?:values_\d{5}|state)\.json", re.ASCII)
 _MAX_MANIFEST_BYTES = 2**27
-_MAX_STATE_BYTES = 2**28
+MAX_STATE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def write_part(
         name = f"values_{rank:05d}.json"
         files[name] = _write_json(folder / name, part.values)
     if part.state is not None:
-        files[_STATE] = _write_json(folder / _STATE, part.state)
+        files[STATE] = _write_json(folder / STATE, part.state)
     # The folder last: its names must not survive a loss of power without their bytes.
     sync(folder)
     return files
@@ -105,14 +105,23 @@ def write_part(
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, Hashes]) -> None:
     """Write and sync the manifest of a checkpoint whose files are all safe."""
-    entries = {name: hashes.to_json() for name, hashes in files.items()}
-    manifest = {"format": FORMAT, "step": step, "files": entries}
-    _write_json(folder / MANIFEST, manifest | {"digest": _digest(manifest)})
+    _write_bytes(folder / MANIFEST, manifest_bytes(step, files))
     sync(folder)
 
 
+def manifest_bytes(step: int, files: Mapping[str, Hashes]) -> bytes:
+    """Return the content of a checkpoint's manifest."""
+    entries = {name: hashes.to_json() for name, hashes in files.items()}
+    manifest = {"format": FORMAT, "step": step, "files": entries}
+    return _json_bytes(manifest | {"digest": _digest(manifest)})
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> Hashes:
-    data = memoryview(_json_bytes(content))
+    return _write_bytes(path, _json_bytes(content))
+
+
+def _write_bytes(path: Path, content: bytes) -> Hashes:
+    data = memoryview(content)
     pieces = (data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES))
     return write_hashed(path, pieces)
 
@@ -181,7 +190,7 @@ def _is_needed(kind: str, without: Set[str]) -> Callable[[str], bool]:
 
 def _read_state(path: Path, files: Mapping[str, Hashes]) -> dict[str, Any]:
     """Return all state that is not a tensor: the main host's, with the values of all hosts."""
-    state = _read_json(path / _STATE, files[_STATE])
+    state = _read_json(path / STATE, files[STATE])
     for name in sorted(files):
         if name.startswith("values_"):
             state["optimizer"]["values"] |= _read_json(path / name, files[name])
@@ -189,7 +198,7 @@ def _read_state(path: Path, files: Mapping[str, Hashes]) -> dict[str, Any]:
 
 
 def _read_json(path: Path, hashes: Hashes) -> dict[str, Any]:
-    if hashes.num_bytes > _MAX_STATE_BYTES:
+    if hashes.num_bytes > MAX_STATE_BYTES:
         raise ValueError(f"{path.name} has {hashes.num_bytes} bytes")
     with HashedReader(path, hashes) as reader:
         content = json.loads(reader.read_bytes(0, hashes.num_bytes))
@@ -216,6 +225,15 @@ def read_manifest(path: Path) -> dict[str, Hashes]:
     try:
         with os.fdopen(open_regular(path / MANIFEST), "rb") as file:
             data = file.read(_MAX_MANIFEST_BYTES)
+    except OSError as error:
+        reason = type(error).__name__
+        raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, path: Path) -> dict[str, Hashes]:
+    """Return the hashes of each file in a manifest; ``path`` is the folder of the checkpoint."""
+    try:
         manifest = json.loads(data)
         # The bytes must be those that we would write, so that a flipped bit anywhere in the
         # manifest shows.
@@ -223,7 +241,7 @@ def read_manifest(path: Path) -> dict[str, Hashes]:
         format_number = manifest["format"]
         step = manifest["step"]
         entries = manifest["files"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = type(error).__name__
         raise CheckpointDamaged(f"{path.name}: no readable {MANIFEST} ({reason})") from None
     if not is_intact:
@@ -245,7 +263,7 @@ def read_manifest(path: Path) -> dict[str, Hashes]:
 def _read_entries(path: Path, entries: Any) -> dict[str, Hashes]:
     try:
         files = {name: Hashes.from_json(hashes) for name, hashes in entries.items()}
-        if _STATE in files and all(_FILE_NAME.fullmatch(name) for name in files):
+        if STATE in files and all(_FILE_NAME.fullmatch(name) for name in files):
             return files
     except (ValueError, TypeError, AttributeError):
         pass

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from orchestrator.storage.folder import RemoteError
 from orchestrator.train.checkpoint.capture import Captured
 from orchestrator.train.checkpoint.files import write_part
 from orchestrator.train.checkpoint.hashed_file import Hashes
@@ -58,6 +59,7 @@ class HostSave:
     step: int
     best_step: int | None
     folder: Path
+    """The folder of this host's files; of all hosts, where they share a disk."""
     store: CheckpointStore
     world: World
     closing: Closing
@@ -82,9 +84,9 @@ class HostSave:
         reports = [report, *self._reports_of_others()]
         try:
             return self._publish(_merge(reports, captured.shared_digest, self.world.size))
-        except (OSError, SaveFailed) as error:
+        except (OSError, RemoteError, SaveFailed) as error:
             self.store.discard(self.folder)
-            raise error if isinstance(error, SaveFailed) else SaveFailed(_disk_error(error)) from None
+            raise SaveFailed(_disk_error(error) if isinstance(error, OSError) else str(error)) from None
 
     def _write(self, captured: Captured, on_piece: Callable[[], None]) -> dict[str, Any]:
         """Write the files of this host. Return the report for the main host."""
@@ -96,8 +98,11 @@ class HostSave:
 
         try:
             files = write_part(self.folder, self.world.rank, captured.part, check_and_count)
+            self.store.store_part(self.folder, check_and_count)
         except OSError as error:
             return {"error": _disk_error(error)}
+        except RemoteError as error:
+            return {"error": str(error)}
         hashes = {name: file_hashes.to_json() for name, file_hashes in files.items()}
         return {"files": hashes, "shared": captured.shared_digest}
 
@@ -107,16 +112,25 @@ class HostSave:
         written_s = monotonic()
         with _store_errors():
             while (reports := self.world.posted(self.name)) is None:
-                self._check_membership()
-                if self.closing.is_over(written_s):
-                    raise SaveFailed("not every host has written its part")
+                self._check_wait(written_s, "not every host has written its part")
                 sleep(_POLL_SECONDS)
         return reports
 
     def _publish(self, files: dict[str, Hashes]) -> Published:
-        path = self.store.publish(self.folder, self.step, files)
+        began_s = monotonic()
+
+        def on_wait() -> None:
+            self._check_wait(began_s, "the driver has not published it")
+
+        path = self.store.publish(self.folder, self.step, files, on_wait)
         self.store.retain(self.best_step)
         return Published(path, sum(hashes.num_bytes for hashes in files.values()))
+
+    def _check_wait(self, since_s: float, reason: str) -> None:
+        """Raise ``SaveFailed`` if there is nobody left to wait for, or no time."""
+        self._check_membership()
+        if self.closing.is_over(since_s):
+            raise SaveFailed(reason)
 
     def _check_membership(self) -> None:
         if self.world.membership.left:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from orchestrator.errors import ResourceError
+from orchestrator.types import bytes_text
 
 _SPARE_BYTES = 2**16  # a snapshot may be a little larger than the one before
 
@@ -25,7 +29,10 @@ class PinnedBuffers:
     def __init__(self, device: torch.device, num_buffers: int = 2) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * num_buffers
+        self._unpins: dict[int, weakref.finalize] = {}
+        """By the address of each pinned buffer. They also run if this object is collected unclosed."""
         self._allocation: threading.Thread | None = None
+        self._allocation_error: Exception | None = None
         self._prepared_bytes = 0
 
     def prepare(self, num_bytes: int) -> None:
@@ -51,24 +58,33 @@ class PinnedBuffers:
 
     def close(self) -> None:
         """Unpin and drop the buffers."""
-        self.wait_for_allocation()
+        self._join_allocation()
+        self._allocation_error = None
         for index, buffer in enumerate(self._buffers):
-            # After an error of the device this fails too, and must not hide that error.
-            with suppress(RuntimeError):
-                self._unpin(buffer)
+            self._unpin(buffer)
             self._buffers[index] = torch.empty(0, dtype=torch.uint8)
         self._prepared_bytes = 0
 
     def wait_for_allocation(self) -> None:
-        """Wait until the buffers are allocated, if that has begun."""
+        """Wait until the buffers are allocated, if that has begun. Raise the error if it has failed."""
+        self._join_allocation()
+        error = self._allocation_error
+        if error is not None:
+            self._allocation_error = None
+            raise error
+
+    def _join_allocation(self) -> None:
         if self._allocation is not None:
             self._allocation.join()
             self._allocation = None
 
     def _enlarge(self, num_bytes: int) -> None:
-        for index, buffer in enumerate(self._buffers):
-            if buffer.numel() < num_bytes:
-                self._replace(index, num_bytes)
+        try:
+            for index, buffer in enumerate(self._buffers):
+                if buffer.numel() < num_bytes:
+                    self._replace(index, num_bytes)
+        except Exception as error:
+            self._allocation_error = error
 
     def _replace(self, index: int, num_bytes: int) -> None:
         old = self._buffers[index]
@@ -77,16 +93,34 @@ class PinnedBuffers:
 
     def _unpin(self, buffer: Tensor) -> None:
         # Unpin only: a reader that still holds the old buffer may go on reading it.
-        if self._device.type == "cuda" and buffer.numel():
-            torch.cuda.check_error(_cudart().cudaHostUnregister(buffer.data_ptr()))
+        unpin = self._unpins.pop(buffer.data_ptr(), None)
+        if unpin is not None:
+            unpin()
 
     def _allocate(self, num_bytes: int) -> Tensor:
         if self._device.type != "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8)
-        buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-        buffer.zero_()  # faults in the pages
-        torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        try:
+            buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+            buffer.zero_()  # faults in the pages
+            torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        except (OSError, RuntimeError) as error:
+            # Plain memory is no way out: CUDA reports the error again at the next kernel.
+            raise ResourceError(
+                f"cannot pin {bytes_text(num_bytes)} of host memory for a copy of the training state: "
+                f"{error}; free host memory, or run fewer processes on this machine"
+            ) from error
+        # It holds the buffer: pages that are unmapped while pinned cannot be pinned again.
+        unpin = weakref.finalize(self, _unregister, buffer)
+        unpin.atexit = False  # CUDA may have ended before
+        self._unpins[buffer.data_ptr()] = unpin
         return buffer
+
+
+def _unregister(buffer: Tensor) -> None:
+    # After an error of the device this fails too, and must not hide that error.
+    with suppress(RuntimeError):
+        torch.cuda.check_error(_cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 def _cudart() -> Any:

@@ -33,6 +33,7 @@ from orchestrator.train.checkpoint.state import (
     model_tensors,
     restore_random_state,
 )
+from orchestrator.train.parts.adamw import AdamW
 from orchestrator.train.parts.weight_average import SLOT
 from orchestrator.train.strategies.fsdp import copy_into, shard_like
 
@@ -41,6 +42,7 @@ _STATISTICS = ".statistics.sums"
 _ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _KNOWN_SLOTS: Mapping[type, Set[str]] = {
     torch.optim.AdamW: _ADAM_SLOTS,
+    AdamW: _ADAM_SLOTS,
     torch.optim.Adam: _ADAM_SLOTS,
     torch.optim.SGD: frozenset({"momentum_buffer"}),
 }

@@ -12,8 +12,8 @@ Other names:
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from orchestrator.train.checkpoint.files import (
     step_of,
     write_manifest,
 )
-from orchestrator.train.checkpoint.hashed_file import Hashes
+from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
 
 _REPLACED = ".replaced_"
 
@@ -81,11 +81,23 @@ class CheckpointStore:
         """Create the folder that the hosts write the files of a checkpoint into.
 
         Its name is used once: a host that still writes an earlier save of the step, of a group that
-        was left, cannot reach it."""
+        was left, cannot reach it. Of two saves of a step, the later has the higher number."""
         self._make_folder()
-        folder = self.folder / f".writing_{step_name(step)}_{secrets.token_hex(4)}"
+        microseconds = time.time_ns() // 1000
+        folder = self.folder / f".writing_{step_name(step)}_{microseconds}"
         folder.mkdir()
         return folder
+
+    def part_folder(self, name: str) -> Path:
+        """Return the folder that this host writes its files into; ``name`` is that of ``begin``'s."""
+        return self.folder / name
+
+    def store_part(self, folder: Path, on_piece: Callable[[], None]) -> None:
+        """Bring this host's files to the place where all nodes find them: here they are written there."""
+
+    def fetch(self, path: Path) -> Path:
+        """Return where this node can read a checkpoint that the main host has listed."""
+        return path
 
     def discard(self, unfinished: Path) -> None:
         """Remove the folder of a save that failed: half a checkpoint must not keep a disk full."""
@@ -105,7 +117,13 @@ class CheckpointStore:
                 sync(parent)
         self._parents_synced = True
 
-    def publish(self, unfinished: Path, step: int, files: Mapping[str, Hashes]) -> Path:
+    def publish(
+        self,
+        unfinished: Path,
+        step: int,
+        files: Mapping[str, Hashes],
+        on_wait: Callable[[], None] = no_progress,  # noqa: ARG002
+    ) -> Path:
         """Write the manifest of files that are all on disk, and give the folder its final name.
 
         When this returns, the checkpoint survives the loss of the process and of power. A
@@ -157,7 +175,11 @@ class CheckpointStore:
             if path not in retained:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def set_aside_after(self, step: int) -> None:
+    def set_aside_after(
+        self,
+        step: int,
+        on_wait: Callable[[], None] = no_progress,  # noqa: ARG002
+    ) -> None:
         """Rename the checkpoints later than ``step``, which the run resumes from.
 
         They are damaged, or of steps that the run will do again: none may outlive or outrank the

@@ -108,15 +108,15 @@ class CheckpointWriter:
         self._buffers.prepare(host_share(self._state, self._world).num_bytes)
 
     def _begin_on_main(self, step: int) -> Path | None:
-        """Return the folder that all hosts write into, or None if the main host cannot create it."""
-        folder: str | None = None
+        """Return the folder that this host writes into, or None if the main host cannot create it."""
+        name: str | None = None
         if self._world.is_main:
             try:
-                folder = str(self._store.begin(step))
+                name = self._store.begin(step).name
             except OSError as error:
                 self._warn(step, f"{error}; free space on the disk")
-        folder = self._world.wait_for_main(self._next_name(), folder)
-        return Path(folder) if folder is not None else None
+        name = self._world.wait_for_main(self._next_name(), name)
+        return self._store.part_folder(name) if name is not None else None
 
     def _start_write(self, progress: Progress, folder: Path, captured: Captured, began_s: float) -> None:
         save = HostSave(

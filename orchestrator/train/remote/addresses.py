@@ -58,8 +58,7 @@ def remote_run(
     from orchestrator.storage.folder import RemoteFolder
     from orchestrator.train.remote.run import open_remote_run
 
-    resumes = config.checkpoint.resume is not None
-    remote = open_remote_run(RemoteFolder(url), results, resumes, note)
+    remote = open_remote_run(RemoteFolder(url), config, results, note)
     with remote.closing(note):
         yield _but(resolved, run_dir=remote.local), remote
 

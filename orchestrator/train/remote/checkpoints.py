@@ -6,10 +6,14 @@ a killed upload or removal.
 
     checkpoints/step_00000040/      the files of a checkpoint, as on disk
     checkpoints/step_00000040.1/    another upload of the same step: no file of a checkpoint that is
-                                    published or abandoned is ever overwritten"""
+                                    published or abandoned is ever overwritten
+
+Where the nodes share no disk, each host uploads its own files (``upload_part``), into a folder with a
+number that no other save has (the time), and the driver publishes them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,18 +25,22 @@ from orchestrator.errors import CheckpointDamaged
 from orchestrator.storage.folder import RemoteError, RemoteFolder
 from orchestrator.train.checkpoint.files import (
     MANIFEST,
+    MAX_STATE_BYTES,
+    STATE,
     load,
+    parse_manifest,
     read_manifest,
     step_name,
     step_of,
     verify,
 )
+from orchestrator.train.checkpoint.hashed_file import no_progress
 from orchestrator.train.checkpoint.progress import read_progress
 
 CHECKPOINTS = "checkpoints"
 _ABANDONED = "abandoned.json"
 """The manifest of a checkpoint that is damaged, or later than the step that the run resumed from."""
-_FOLDER_NAME = re.compile(r"(step_\d{8,18})(?:\.(\d{1,6}))?", re.ASCII)
+_FOLDER_NAME = re.compile(r"(step_\d{8,18})(?:\.(\d{1,18}))?", re.ASCII)
 _MAX_MANIFEST_BYTES = 2**27
 
 
@@ -68,19 +76,43 @@ class RemoteCheckpoints:
             if self._manifest(checkpoint) == manifest:
                 return None
         name = _new_name(step, [*earlier, *_abandoned(files)])
-        num_bytes = 0
         for file in sorted(path.iterdir()):
             if file.name != MANIFEST:
-                self._folder.upload(file, f"{name}/{file.name}")
-                num_bytes += file.stat().st_size
+                self.upload_part(name, file)
+        return self.publish(name, manifest, before_manifest)
+
+    def upload_part(self, name: str, file: Path, on_part: Callable[[], None] = no_progress) -> None:
+        """Upload a file of a checkpoint that is not published yet."""
+        self._folder.upload(file, f"{name}/{file.name}", on_part)
+
+    def publish(self, name: str, manifest: bytes, before_manifest: Callable[[], None]) -> int:
+        """Publish a checkpoint whose files are uploaded. Return its bytes.
+
+        Raises ``CheckpointDamaged`` if a file of the manifest is not there."""
+        checkpoint = named_checkpoint(name)
+        assert checkpoint is not None, name
+        files = self._folder.files()
+        listed = parse_manifest(manifest, Path(step_name(checkpoint.step)))
+        for file, hashes in listed.items():
+            if _size(files.get(f"{name}/{file}")) != hashes.num_bytes:
+                raise CheckpointDamaged(f"{name}: {file} was not uploaded as a whole")
         before_manifest()
         self._folder.write(f"{name}/{MANIFEST}", manifest)
-        for checkpoint in earlier:
-            self._remove(checkpoint.name)
-        return num_bytes + len(manifest)
+        for earlier in _published(files):
+            if earlier.step == checkpoint.step and earlier.name != name:
+                self._remove(earlier.name)
+        return sum(hashes.num_bytes for hashes in listed.values()) + len(manifest)
+
+    def best_step(self, name: str) -> int | None:
+        """Return the best step so far, as a checkpoint has it that the run has uploaded."""
+        state = self._folder.read(f"{name}/{STATE}", MAX_STATE_BYTES)
+        return read_progress(json.loads(state or b"{}")).best_step
 
     def retain(self, keep: int, best_step: int | None) -> None:
-        """Remove all but the newest few and the best one, and the remains of killed uploads."""
+        """Remove all but the newest few and the best one, and the remains of killed uploads.
+
+        Files of the newest step and of later ones stay: hosts may be uploading them, or the same step
+        again."""
         files = self._folder.files()
         published = _published(files)
         steps = sorted({checkpoint.step for checkpoint in published}, reverse=True)
@@ -89,7 +121,9 @@ class RemoteCheckpoints:
         # A checkpoint with both manifests, of a killed start, is published still.
         kept |= {checkpoint.name for checkpoint in _abandoned(files)} - {other.name for other in published}
         for name in _folders(files) - kept:
-            self._remove(name)
+            checkpoint = named_checkpoint(name)
+            if checkpoint is not None and checkpoint.step < max(steps, default=-1):
+                self._remove(name)
 
     def abandon_after(self, step: int) -> None:
         """Unpublish the checkpoints later than ``step``, which the run resumes from. Their files stay."""
@@ -176,6 +210,11 @@ def _folders(files: Iterable[str]) -> set[str]:
     """Return the folders with the name of a checkpoint, published or not."""
     folders = {file.partition("/")[0] for file in files}
     return {folder for folder in folders if named_checkpoint(folder)}
+
+
+def _size(version: str | None) -> int | None:
+    """Return the size of an object that is there."""
+    return int(version.partition(" ")[0]) if version is not None else None
 
 
 def _new_name(step: int, taken: Sequence[RemoteCheckpoint]) -> str:

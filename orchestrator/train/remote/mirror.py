@@ -5,7 +5,10 @@ second. It uploads a new checkpoint: its files, then the events and the other fi
 its manifest. Only then is there an ``upload`` event. Files of the run are also uploaded at intervals.
 
 No upload waits in a queue: after one, the newest checkpoint is next, and those before it are left
-out. The training never waits for an upload, except for the last one at the end of the run."""
+out. The training never waits for an upload, except for the last one at the end of the run.
+
+Where the nodes share no disk, the hosts upload the files of a checkpoint, and the thread publishes it
+when the main host asks for that (``publish_requests``)."""
 
 from __future__ import annotations
 
@@ -17,13 +20,19 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
-from orchestrator.errors import TrainingFailed
+from orchestrator.errors import CheckpointDamaged, TrainingFailed
 from orchestrator.record.log import Log
 from orchestrator.record.remote_record import RecordUpload
 from orchestrator.storage.folder import RemoteFolder
 from orchestrator.train.checkpoint.files import MANIFEST
 from orchestrator.train.checkpoint.store import CheckpointStore
-from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step
+from orchestrator.train.remote.checkpoints import (
+    CHECKPOINTS,
+    RemoteCheckpoints,
+    best_step,
+    named_checkpoint,
+)
+from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, PublishRequest, open_requests
 from orchestrator.types import first_line
 
 _LOOK_SECONDS = 1.0
@@ -51,6 +60,8 @@ class Mirror:
         self._downloaded_step: int | None = None
         self._best_step: int | None = None
         self._num_failures = 0
+        self.hosts_upload = False
+        """Whether the hosts have uploaded a checkpoint, which is not on the driver's disk then."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -157,8 +168,41 @@ class Mirror:
         self._upload_checkpoints()
         self._record.upload(with_logs=True)
 
+    def _answer_requests(self) -> None:
+        """Carry out what the main host has asked for. It is told of a failure that does not pass."""
+        for request in open_requests(self._local):
+            try:
+                self._carry_out(request)
+            except Exception as error:
+                if isinstance(error, CheckpointDamaged) or self._num_failures + 1 >= _LAST_TRIES:
+                    request.answer(first_line(error, None))
+                raise
+            # It is done: from here on it counts, whatever happens to the older checkpoints.
+            request.answer()
+            if request.verb == PUBLISH:
+                self._best_step = self._checkpoints.best_step(request.subject)
+                self._checkpoints.retain(self._keep, self._best_step)
+
+    def _carry_out(self, request: PublishRequest) -> None:
+        if request.verb == ABANDON:
+            self._checkpoints.abandon_after(int(request.subject.partition("-")[0]))
+            return
+        began_s = monotonic()
+        name = request.subject
+        checkpoint = named_checkpoint(name)
+        assert checkpoint is not None, name
+        num_bytes = self._checkpoints.publish(name, request.content(), self._record.upload)
+        seconds = monotonic() - began_s
+        step = checkpoint.step
+        self._uploaded.add((step, 0, 0))
+        self.hosts_upload = True
+        self._write("upload", step=step, path=f"{CHECKPOINTS}/{name}", bytes=num_bytes, seconds=seconds)
+
     def _upload_checkpoints(self) -> None:
-        """Upload the newest checkpoint, and the best one, unless they are there."""
+        """Publish what the hosts have uploaded. Upload the newest checkpoint, and the best one.
+
+        Also at the end: a group that has failed may have left a request, and a whole checkpoint."""
+        self._answer_requests()
         checkpoints = self._store.newest_first()
         for number, (step, path) in enumerate(checkpoints):
             if number == 0 or step == self._best_step:

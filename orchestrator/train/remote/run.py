@@ -12,15 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from orchestrator.config.settings import Config
 from orchestrator.errors import CheckpointDamaged, TrainingFailed, UserError
 from orchestrator.record.log import Log
 from orchestrator.record.remote_record import download_record, holds_record
 from orchestrator.storage.folder import RemoteError, RemoteFolder, open_folder
-from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, best_step, named_checkpoint
+from orchestrator.train.checkpoint.files import step_name
+from orchestrator.train.remote.checkpoints import (
+    CHECKPOINTS,
+    RemoteCheckpoint,
+    RemoteCheckpoints,
+    best_step,
+    named_checkpoint,
+)
 from orchestrator.train.remote.local_copy import local_copy
 from orchestrator.train.remote.mirror import Mirror
+from orchestrator.train.remote.node_store import retried
 from orchestrator.train.worker.run import record_failure
-from orchestrator.train.worker.run_dir import new_folder, resume_command, write_remote
+from orchestrator.train.worker.run_dir import how_to_resume, new_folder, write_remote
 
 
 @dataclass
@@ -50,6 +59,12 @@ class RemoteRun:
             self.mirror.stop()
             raise
         self.mirror.finish_checkpoints()
+        self._complete_local()
+
+    def _complete_local(self) -> None:
+        """Download the last checkpoint, and the best one, if the hosts have kept none on this disk."""
+        if self.mirror.hosts_upload:
+            retried(lambda: download_newest(self.folder, self.local, lambda message: None))  # noqa: ARG005
 
     @contextmanager
     def closing(self, note: Callable[[str], None]) -> Iterator[None]:
@@ -82,16 +97,16 @@ def mirroring(remote: RemoteRun | None, log: Log, keep: int) -> AbstractContextM
 
 
 def open_remote_run(
-    folder: RemoteFolder, results: Path, resumes: bool, note: Callable[[str], None]
+    folder: RemoteFolder, config: Config, results: Path, note: Callable[[str], None]
 ) -> RemoteRun:
     """Check the remote folder, and create the local one.
 
     Raises ``UserError`` if it cannot be written, or holds a run that is not to be continued."""
     _check_writable(folder)
     holds_run = holds_record(folder)
-    if holds_run and not resumes:
+    if holds_run and config.checkpoint.resume is None:
         raise UserError(
-            f"{folder.url} holds a run already; continue it with {resume_command(folder.url)}, "
+            f"{folder.url} holds a run already; continue it with {how_to_resume(config, folder.url)}, "
             "or choose another --run-dir"
         )
     local = new_folder(results, folder.name)
@@ -132,17 +147,23 @@ def download_newest(folder: RemoteFolder, local: Path, note: Callable[[str], Non
     published = checkpoints.newest_first()
     for checkpoint in published:
         try:
-            path = checkpoints.download(checkpoint, local / CHECKPOINTS)
+            path = _downloaded(checkpoints, checkpoint, local)
         except CheckpointDamaged as error:
             note(f"warning: skipped checkpoint {checkpoint.name} of {folder.url}: {error}")
             continue
         best = best_step(path)
-        best_ones = [other for other in published if other.step == best and best != checkpoint.step]
+        best_ones = [other for other in published if other.step == best]
         for other in best_ones[:1]:
             with suppress(CheckpointDamaged):
-                checkpoints.download(other, local / CHECKPOINTS)
+                _downloaded(checkpoints, other, local)
         return checkpoint.step
     return 0 if published else None
+
+
+def _downloaded(checkpoints: RemoteCheckpoints, checkpoint: RemoteCheckpoint, local: Path) -> Path:
+    """Return the local copy of a checkpoint; the start of a run may have downloaded it already."""
+    path = local / CHECKPOINTS / step_name(checkpoint.step)
+    return path if path.exists() else checkpoints.download(checkpoint, local / CHECKPOINTS)
 
 
 @contextmanager

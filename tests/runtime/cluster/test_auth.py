@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,9 +287,9 @@ def test_a_wrong_token_and_a_missing_one_are_reported(locked: RayCluster, tmp_pa
 @pytest.mark.ray
 def test_an_open_cluster_is_joined_with_a_warning() -> None:
     class OpenCluster(RayCluster):
-        def _start(self, *arguments: str) -> None:
+        def _start(self, *arguments: str, private: Sequence[Path] = ()) -> None:
             self.environment = self.environment | {"RAY_AUTH_MODE": "disabled"}
-            super()._start(*arguments)
+            super()._start(*arguments, private=private)
 
     open_cluster = OpenCluster(1)
     try:

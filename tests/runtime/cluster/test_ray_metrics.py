@@ -64,7 +64,9 @@ def test_a_node_of_the_cluster_exports_the_figures(
     assert found == pytest.approx(expected)
 
 
-def test_errors_of_the_exporter_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_exporter_end_nothing_and_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no exporter")
 
@@ -73,3 +75,6 @@ def test_errors_of_the_exporter_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     for event in run_events(FakeRun()):
         metrics(event)
         metrics.publish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "metrics are not given to Ray any more: RuntimeError: no exporter"
+    ]

@@ -83,9 +83,9 @@ def before_upload(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -
     """Call ``act`` with the name of each object, before it is uploaded."""
     upload = RemoteFolder.upload
 
-    def upload_after(self: RemoteFolder, source: Path, name: str) -> None:
+    def upload_after(self: RemoteFolder, source: Path, name: str, *rest: Any) -> None:
         act(name)
-        upload(self, source, name)
+        upload(self, source, name, *rest)
 
     monkeypatch.setattr(RemoteFolder, "upload", upload_after)
 

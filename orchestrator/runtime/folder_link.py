@@ -1,0 +1,333 @@
+"""A link between the driver's run folder and that of a worker on a node that does not see it.
+
+The worker works in a folder of its own node. A thread of it sends the driver what is new there: events
+and logs as they grow, and small files that have changed. It brings back the driver's requests and its
+answers. Checkpoints do not pass here: each worker uploads its own files (``train.remote.node_store``).
+
+The driver's side is an actor on the driver's node, which writes into the driver's run folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.record.events import truncate_torn_line, whole_line_bytes
+from orchestrator.record.remote_record import EVENTS, is_needed
+from orchestrator.storage.folder import is_safe_name
+from orchestrator.storage.local_files import replace_file
+from orchestrator.train.remote.publish_requests import FOLDER as PUBLISH_REQUESTS
+from orchestrator.train.remote.publish_requests import answer_names
+from orchestrator.types import first_line
+
+_MAIN_SECONDS = 0.1
+_OTHERS_SECONDS = 1.0
+_CALL_SECONDS = 60.0
+_FLUSH_SECONDS = 5.0
+_LAST_SECONDS = 60.0
+_MAX_PIECE_BYTES = 2**22
+_MAX_FILE_BYTES = 2**26
+_EVENTS_TAIL_BYTES = 2**20
+_NUM_THREADS = 8
+
+_logger = logging.getLogger("orchestrator")
+
+
+@dataclass(frozen=True)
+class Link:
+    """The driver's end of the links of a run, as the workers get it."""
+
+    url: str
+    """The remote folder of the run."""
+    server: Any
+    """The actor that writes into the driver's run folder."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A file that has changed, or bytes to append to it."""
+
+    name: str
+    data: bytes
+    append: bool
+    number: int
+    """Counts the changes of a worker: one that is sent again, after a lost reply, is written once."""
+
+
+def start_server(run_dir: Path, always: Sequence[str]) -> Any:
+    """Start the actor on the driver's node. ``always`` are names of files that all workers want."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(FolderServer).options(
+        num_cpus=0, max_restarts=-1, max_concurrency=_NUM_THREADS, scheduling_strategy=here
+    )
+    return actor.remote(run_dir, tuple(always))
+
+
+class FolderServer:
+    """Writes what the workers send into the driver's run folder."""
+
+    def __init__(self, run_dir: Path, always: tuple[str, ...]) -> None:
+        self._run_dir = run_dir
+        self._always = always
+        self._writer = 0
+        """The worker whose events count: the last one that opened the record."""
+        self._num_written: dict[int, int] = {}
+        """Number of the last change that was written, by worker; none of before a restart."""
+        self._lock = threading.Lock()
+
+    def open(self, is_main: bool) -> tuple[int, dict[str, bytes]]:
+        """Return a number for a worker, and the files of the run that it needs to begin."""
+        writer = time.time_ns()
+        with self._lock:
+            self._num_written[writer] = 0
+            if is_main:
+                self._writer = writer
+                truncate_torn_line(self._run_dir / EVENTS)
+            files = {name: path.read_bytes() for name, path in _begin_files(self._run_dir)}
+            files[EVENTS] = _tail(self._run_dir / EVENTS)
+            return writer, files | self._read(self._always)
+
+    def exchange(self, writer: int, changes: Sequence[Change], wanted: Sequence[str]) -> dict[str, bytes]:
+        """Write what has changed, in this order. Return the files that the worker wants, if they exist."""
+        with self._lock:
+            is_known = writer in self._num_written
+            num_written = self._num_written.setdefault(writer, 0)
+            for change in changes:
+                is_new = change.number > num_written if is_known else not self._ends_with(change)
+                if is_new and is_safe_name(change.name) and self._may_write(writer, change):
+                    self._write(change)
+                self._num_written[writer] = max(change.number, self._num_written[writer])
+            return self._read((*self._always, *wanted))
+
+    def _may_write(self, writer: int, change: Change) -> bool:
+        """Whether a change is not an event of a group that was left: the next one writes them now."""
+        if change.name != EVENTS:
+            return True
+        # The numbers of workers rise with time: a restarted server learns the last one from its events.
+        self._writer = max(writer, self._writer)
+        return writer == self._writer
+
+    def _ends_with(self, change: Change) -> bool:
+        """Whether a file ends with what is to be appended: the reply of a killed server was lost."""
+        path = self._run_dir / change.name
+        size, _ = _version(path)
+        begin = size - len(change.data)
+        return change.append and begin >= 0 and _read_range(path, begin, size) == change.data
+
+    def _write(self, change: Change) -> None:
+        path = self._run_dir / change.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not change.append:
+            replace_file(path, change.data)
+            return
+        with path.open("ab") as file:
+            file.write(change.data)
+
+    def _read(self, names: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for name in names:
+            with suppress(FileNotFoundError):
+                found[name] = (self._run_dir / name).read_bytes()
+        return found
+
+
+class FolderLink:
+    """A worker's end of a link, while the block runs."""
+
+    def __init__(self, link: Link, run_dir: Path, rank: int) -> None:
+        """``run_dir`` is the folder that the worker works in."""
+        self._server = link.server
+        self._run_dir = run_dir
+        self._is_main = rank == 0
+        self._writer = 0
+        self._sent: dict[str, tuple[int, int]] = {}
+        """Size and time of each file when it was sent; of a growing file, the bytes sent."""
+        self._unanswered: list[tuple[Change, tuple[int, int]]] = []
+        """Changes that the driver may have or not, with the versions of their files."""
+        self._num_changes = 0
+        self._received: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._num_wanted = 0
+        self._num_done = 0
+        self._stopping = False
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="folder-link", daemon=True)
+
+    def __enter__(self) -> Self:
+        (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._writer, files = ray.get(self._server.open.remote(self._is_main))
+        self._write(files)
+        self._sent = {name: _version(path) for name, path in _files(self._run_dir)}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Wait until the driver has what was written before; not for ever: it may be gone."""
+        with self._changed:
+            self._num_wanted += 1
+            number = self._num_wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_done >= number, _FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        interval_s = _MAIN_SECONDS if self._is_main else _OTHERS_SECONDS
+        works = True
+        while not self._wait(interval_s, wait_for_flush=works):
+            works = self._try_exchange()
+        deadline_s = time.monotonic() + _LAST_SECONDS
+        while not self._try_exchange():
+            if time.monotonic() > deadline_s:
+                _logger.warning("the last events and logs did not reach the driver: see %s", self._run_dir)
+                return
+            time.sleep(interval_s)
+
+    def _wait(self, interval_s: float, wait_for_flush: bool) -> bool:
+        """Wait until the next exchange is due. Return whether it is the last one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopping or (wait_for_flush and self._num_wanted > self._num_done), interval_s
+            )
+            return self._stopping
+
+    def _try_exchange(self) -> bool:
+        """Exchange once. Return whether the driver has all that was written before."""
+        with self._changed:
+            number = self._num_wanted
+        try:
+            self._exchange()
+        # The driver's node may not answer for a while; a driver that is gone ends this process.
+        except Exception as error:
+            self._warn_once(
+                "exchange", f"the driver does not answer, and is asked again: {first_line(error)}"
+            )
+            return False
+        with self._changed:
+            self._num_done = number
+            self._changed.notify_all()
+        return True
+
+    def _exchange(self) -> None:
+        """Send what is new, in pieces, and take what the driver has written."""
+        has_more = True
+        while has_more:
+            is_again = bool(self._unanswered)
+            changes = self._unanswered = self._unanswered or list(self._new_changes())
+            wanted = answer_names(self._run_dir)
+            reply = self._server.exchange.remote(self._writer, [change for change, _ in changes], wanted)
+            files: dict[str, bytes] = ray.get(reply, timeout=_CALL_SECONDS)
+            self._unanswered = []
+            self._sent |= {change.name: version for change, version in changes}
+            self._write(files)
+            has_more = is_again or any(len(change.data) == _MAX_PIECE_BYTES for change, _ in changes)
+
+    def _new_changes(self) -> Iterator[tuple[Change, tuple[int, int]]]:
+        """Yield the files that have changed: the events first, and last the requests to publish them."""
+        for name, path in _files(self._run_dir):
+            try:
+                change = self._new_change(name, path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._warn_once(name, f"{path} cannot be read, and is not sent to the driver: {error}")
+                continue
+            if change is not None:
+                yield change
+
+    def _new_change(self, name: str, path: Path) -> tuple[Change, tuple[int, int]] | None:
+        """Return what is new in a file, with the version that the driver then has."""
+        size, mtime = version = _version(path)
+        sent, _ = sent_version = self._sent.get(name, (0, 0))
+        is_growing = name == EVENTS or name.endswith(".log")
+        if name == EVENTS:
+            size = whole_line_bytes(path)
+        if is_growing and size > sent:
+            data = _read_range(path, sent, min(size, sent + _MAX_PIECE_BYTES))
+            version = (sent + len(data), mtime)
+        elif not is_growing and version != sent_version and size <= _MAX_FILE_BYTES:
+            data = path.read_bytes()
+        else:
+            return None
+        self._num_changes += 1
+        return Change(name, data, is_growing, self._num_changes), version
+
+    def _warn_once(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            _logger.warning(message)
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        for name, data in files.items():
+            if self._received.get(name) != data:
+                path = self._run_dir / name
+                replace_file(path, data)
+                self._received[name] = data
+                self._sent[name] = _version(path)
+
+
+def node_folder(nonce: str) -> Path:
+    """Return the folder of a run on this node, for all its workers."""
+    return Path(tempfile.gettempdir(), f"expert-orchestrator-{nonce}")
+
+
+def _begin_files(run_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the small files of a run that a worker reads: settings, plan, kept files of the task."""
+    for name, path in _files(run_dir):
+        if not name.startswith("events.") and is_needed(name):
+            yield name, path
+    # By its manifest a task learns that there is a checkpoint.
+    for path in run_dir.glob("checkpoints/step_*/manifest.json"):
+        yield path.relative_to(run_dir).as_posix(), path
+
+
+def _files(run_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files of a run folder, without checkpoints and hidden files."""
+    for parent, folders, names in os.walk(run_dir):
+        base = Path(parent).relative_to(run_dir)
+        folders[:] = sorted(name for name in folders if name != "checkpoints" and not name.startswith("."))
+        # The events are in the folder itself, which comes before those in it.
+        for name in sorted(names, key=lambda name: (name != EVENTS, name)):
+            path = Path(parent, name)
+            # A socket or a pipe of the user's code has nothing to send.
+            if not name.startswith(".") and path.is_file():
+                yield (base / name).as_posix(), path
+    requests = run_dir / PUBLISH_REQUESTS
+    for path in sorted(requests.glob("[!.]*.request")):
+        yield (PUBLISH_REQUESTS / path.name).as_posix(), path
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return size and time of a file; zeros if it is gone."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
+    return 0, 0
+
+
+def _read_range(path: Path, begin: int, end: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(end - begin)
+
+
+def _tail(path: Path) -> bytes:
+    """Return the last whole lines of the events."""
+    end = whole_line_bytes(path)
+    begin = max(0, end - _EVENTS_TAIL_BYTES)
+    data = _read_range(path, begin, end) if end else b""
+    return data.partition(b"\n")[2] if begin else data

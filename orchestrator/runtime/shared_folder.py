@@ -1,0 +1,96 @@
+"""Finds out whether the nodes that will train see the driver's run folder, and links those that do not.
+
+The driver has written a random text into the folder; a short task on each node looks for it. Where one
+does not find it, the run works without a shared disk, and every node must reach the remote folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.errors import UserError
+from orchestrator.runtime.bootstrap import LINKED_FILES, NONCE_FILE
+from orchestrator.runtime.folder_link import Link, start_server
+from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.types import first_line
+
+_PROBE_SECONDS = 60.0
+_PROBE = ".reachable"
+_MAX_NONCE_BYTES = 100
+
+
+def open_link(run_dir: Path, remote: RemoteFolder, gpu: bool) -> Link | None:
+    """Return a link to the run folder if a node does not see it; None if all do.
+
+    Raises ``UserError`` if a node sees neither the run folder nor the remote one."""
+    nonce_file = run_dir / "logs" / NONCE_FILE
+    nonce = nonce_file.read_text(encoding="utf-8")
+    nodes = _other_nodes("GPU" if gpu else "CPU")
+    if all(sees for _, sees in _ask_nodes(nodes, sees_file, str(nonce_file), nonce)):
+        return None
+    remote.write(_PROBE, nonce.encode())
+    try:
+        reasons = _ask_nodes(nodes, why_unreachable, remote.url, nonce)
+    finally:
+        remote.remove([_PROBE])
+    for address, reason in reasons:
+        if reason:
+            raise UserError(
+                f"node {address} sees neither the folder {run_dir} nor {remote.url} ({reason}); give every "
+                "node the credentials of the storage (see docs/storage.md), or start the run in a folder on "
+                "a drive that all nodes share"
+            )
+    return Link(remote.url, start_server(run_dir, LINKED_FILES))
+
+
+def sees_file(path: str, content: str) -> bool:
+    """Whether this node has a file with this content."""
+    try:
+        return Path(path).read_text(encoding="utf-8") == content
+    except OSError:
+        return False
+
+
+def why_unreachable(url: str, content: str) -> str:
+    """Return why this node cannot read what the driver has written to a remote folder; '' if it can."""
+    try:
+        found = RemoteFolder(url).read(_PROBE, _MAX_NONCE_BYTES)
+    except (RemoteError, ImportError) as error:
+        return first_line(error)
+    return "" if found == content.encode() else "it is another folder there"
+
+
+def _other_nodes(kind: str) -> list[dict[str, Any]]:
+    """Return the other nodes that workers may be placed on, as ``ray.nodes()`` describes them."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get(kind, 0) >= 1 and node["NodeID"] != node_id
+    ]
+
+
+def _ask_nodes(
+    nodes: list[dict[str, Any]], function: Callable[..., Any], *arguments: str
+) -> list[tuple[str, Any]]:
+    """Return the address and the answer of each node. Those that do not answer are left out."""
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls: dict[Any, str] = {}
+    for node in nodes:
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        calls[task.options(scheduling_strategy=on_node).remote(*arguments)] = node["NodeManagerAddress"]
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_PROBE_SECONDS) if calls else ([], [])
+    answers: list[tuple[str, Any]] = []
+    for call in done:
+        try:
+            answers.append((calls[call], ray.get(call)))
+        except RayTaskError:
+            raise
+        except RayError:
+            continue  # the node has been lost since; no worker will be placed on it
+    return answers

@@ -1,0 +1,138 @@
+"""The checkpoints of a run whose nodes share no disk, as one worker sees them.
+
+Each host writes its files to its own disk and uploads them. When all have, the main host asks the
+driver to publish the checkpoint. To read one, a node downloads it, once for all its processes."""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import sleep
+from typing import TypeVar
+
+from orchestrator.storage.folder import RemoteError, RemoteFolder
+from orchestrator.train.checkpoint.files import manifest_bytes, step_name
+from orchestrator.train.checkpoint.hashed_file import Hashes, no_progress
+from orchestrator.train.checkpoint.store import CheckpointStore
+from orchestrator.train.remote.checkpoints import CHECKPOINTS, RemoteCheckpoints, named_checkpoint
+from orchestrator.train.remote.publish_requests import ABANDON, PUBLISH, ask
+
+_TRIES = 6
+_DOWNLOADED = "downloaded-"
+
+T = TypeVar("T")
+
+
+class NodeStore(CheckpointStore):
+    """Saves a worker's part of each checkpoint in a remote folder, and reads checkpoints from there."""
+
+    def __init__(self, folder: Path, remote: RemoteFolder, node_folder: Path) -> None:
+        """``folder`` is in this worker's own run folder; ``node_folder`` is for all workers of this node."""
+        super().__init__(folder, repair=False)
+        self._run_dir = folder.parent
+        self._checkpoints = RemoteCheckpoints(remote / CHECKPOINTS)
+        # Its name tells the paths that the main host lists from those that a user has named.
+        self._downloaded = node_folder / f"{_DOWNLOADED}{node_folder.name}"
+
+    # Saving
+
+    def part_folder(self, name: str) -> Path:
+        folder = self.folder / name
+        self.remove_remains(folder)
+        # All workers have loaded the checkpoint that they began with.
+        self._remove_downloaded()
+        with suppress(OSError):  # a full disk shows again when the files are written
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def store_part(self, folder: Path, on_piece: Callable[[], None]) -> None:
+        name = _remote_name(folder)
+        for file in sorted(folder.iterdir()):
+            retried(lambda file=file: self._checkpoints.upload_part(name, file, on_piece), on_piece)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(
+        self,
+        unfinished: Path,
+        step: int,
+        files: Mapping[str, Hashes],
+        on_wait: Callable[[], None] = no_progress,
+    ) -> Path:
+        """Let the driver publish a checkpoint whose files all hosts have uploaded."""
+        name = _remote_name(unfinished)
+        ask(self._run_dir, PUBLISH, name, manifest_bytes(step, files), on_wait)
+        return self.folder / name
+
+    def retain(self, best_step: int | None) -> None:
+        """The driver retains checkpoints, after each that it publishes."""
+
+    def remove_remains(self, unfinished: Path | None = None) -> None:
+        """Remove what failed saves have left on this disk, except a save in progress."""
+        for path in self.folder.glob(".writing_*"):
+            if path != unfinished:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # Reading
+
+    def newest_first(self) -> list[tuple[int, Path]]:
+        published = retried(self._checkpoints.newest_first)
+        return [
+            (checkpoint.step, self._downloaded / checkpoint.name / step_name(checkpoint.step))
+            for checkpoint in published
+        ]
+
+    def fetch(self, path: Path) -> Path:
+        """Download a checkpoint, unless a process of this node has. Raises ``CheckpointDamaged``."""
+        checkpoint = named_checkpoint(path.parent.name)
+        if checkpoint is None or path.parent.parent.name != self._downloaded.name:
+            return path  # not of this run
+        target = self._downloaded / checkpoint.name
+        self._downloaded.mkdir(parents=True, exist_ok=True)
+        with (self._downloaded / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / path.name).exists():
+                self._remove_downloaded()
+                retried(lambda: self._checkpoints.download(checkpoint, target))
+        return target / path.name
+
+    def set_aside_after(self, step: int, on_wait: Callable[[], None] = no_progress) -> None:
+        """Let the driver unpublish the checkpoints later than ``step``, which the run resumes from."""
+        published = retried(self._checkpoints.newest_first, on_wait)
+        if any(checkpoint.step > step for checkpoint in published):
+            ask(self._run_dir, ABANDON, f"{step}-{secrets.token_hex(4)}", b"", on_wait)
+
+    def _remove_downloaded(self) -> None:
+        """Make room: all workers load the same checkpoint, one after the other."""
+        for path in self._downloaded.glob("step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def published_steps(url: str) -> list[int]:
+    """Return the steps of the checkpoints of a run in a remote folder. Raises ``RemoteError``."""
+    checkpoints = RemoteCheckpoints(RemoteFolder(url) / CHECKPOINTS)
+    return [checkpoint.step for checkpoint in checkpoints.newest_first()]
+
+
+def retried(action: Callable[[], T], on_wait: Callable[[], None] = no_progress) -> T:
+    """Carry out an action, again while the storage does not answer. Raises its last ``RemoteError``."""
+    for number in range(_TRIES - 1):
+        try:
+            return action()
+        except RemoteError:
+            on_wait()
+            sleep(_wait_seconds(number))
+    return action()
+
+
+def _wait_seconds(num_failures: int) -> float:
+    return 2.0**num_failures
+
+
+def _remote_name(folder: Path) -> str:
+    """Return the name of the remote folder of a save, with the number of its local one."""
+    step, _, number = folder.name.removeprefix(".writing_").rpartition("_")
+    return f"{step}.{number}"
