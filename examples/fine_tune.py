@@ -1,10 +1,12 @@
 """A language model, fine-tuned and exported: a tiny one that is made here, without a download.
 
-pip install 'expert-orchestrator[hf]'
-python examples/fine_tune.py
+pip install 'expert-orchestrator[hf]' -c constraints.txt
+python examples/fine_tune.py            # in a temporary folder
+python examples/fine_tune.py tiny       # in the folder tiny, which stays
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -61,27 +63,34 @@ def save_chats(file: Path) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        fine_tune(Path(sys.argv[1]))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        save_model(here / "model")
-        save_chats(here / "chats.jsonl")
-        trainer = Trainer.for_model(
-            str(here / "model"),
-            data=str(here / "chats.jsonl"),
-            sequence_length=128,
-            learning_rate=1e-2,
-            global_batch_size=4,
-            max_steps=20,
-            epochs=10,
-            evaluate_every=20,
-            checkpoint_every=20,
-            run_dir=here / "run",
-        )
-        losses = trainer.fit().history["loss"]
-        print(f"loss {losses.iloc[0]:.3f} at the first step, {losses.iloc[-1]:.3f} at the last")
-        assert orchestrator(["export", str(here / "run"), str(here / "tuned")]) == 0
-        tuned = AutoModelForCausalLM.from_pretrained(here / "tuned")
-        print(f"exported: {type(tuned).__name__} with {tuned.num_parameters():,} parameters")
+        fine_tune(Path(folder))
+
+
+def fine_tune(here: Path) -> None:
+    """Train a new model in a folder, and export it there."""
+    save_model(here / "model")
+    save_chats(here / "chats.jsonl")
+    trainer = Trainer.for_model(
+        str(here / "model"),
+        data=str(here / "chats.jsonl"),
+        sequence_length=128,
+        learning_rate=1e-2,
+        global_batch_size=4,
+        max_steps=20,
+        epochs=10,
+        evaluate_every=20,
+        checkpoint_every=20,
+        run_dir=here / "run",
+    )
+    losses = trainer.fit().history["loss"]
+    print(f"loss {losses.iloc[0]:.3f} at the first step, {losses.iloc[-1]:.3f} at the last")
+    assert orchestrator(["export", str(here / "run"), str(here / "tuned")]) == 0
+    tuned = AutoModelForCausalLM.from_pretrained(here / "tuned")
+    print(f"exported: {type(tuned).__name__} with {tuned.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":

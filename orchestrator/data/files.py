@@ -34,6 +34,13 @@ def is_pattern(entry: str) -> bool:
     return any(character in entry for character in _WILDCARDS)
 
 
+def endings_text(suffixes: tuple[str, ...]) -> str:
+    """Return the endings of data files for people; packed ones are named once."""
+    plain = [suffix for suffix in suffixes if not suffix.endswith(".gz")]
+    packed = " (or .gz of them)" if len(plain) < len(suffixes) else ""
+    return ", ".join(plain) + packed
+
+
 def open_data_file(file: str) -> Any:
     """Open a file for reading bytes; raises ``UserError`` if that is impossible."""
     url = as_url(file)
@@ -71,7 +78,7 @@ def data_file_size(file: str) -> int:
 def _find(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     found = _find_remote(entry, suffixes) if as_url(entry) is not None else _find_local(entry, suffixes)
     if not found:
-        kinds = " or ".join(f"*{suffix}" for suffix in suffixes)
+        kinds = endings_text(suffixes)
         raise UserError(f"there is no data file {entry}; a file, a pattern or a folder of {kinds} was needed")
     return found
 

@@ -58,8 +58,14 @@ class ModelFacts:
     """How the facts were found, for people."""
     expert_weights: tuple[tuple[int, ...], ...] = ()
     """Parameters of each expert, by MoE layer."""
+    frozen_experts: int = 0
+    """The part of ``expert_parameters`` that is not trained."""
+    router_biases: bool = False
+    """Whether the routers of a model of ``transformers`` have biases, which ``--balance-bias`` moves."""
     limits_capacity: bool = False
     """Whether a MoE layer drops rows beyond a capacity."""
+    counts_batches: bool = False
+    """Whether the count of the loss is the same for any number of samples."""
     structure: str = ""
     """Hash of the names and shapes of the model's tensors: a checkpoint fits one structure."""
     unsaved: int = 0
@@ -80,6 +86,11 @@ class ModelFacts:
     """The processes of the user's DataLoader, if the data is one."""
     has_data_tasks: bool = False
     """Whether tasks of the cluster compute the data while it is read."""
+
+    @property
+    def trained_experts(self) -> int:
+        """The part of ``expert_parameters`` that is trained."""
+        return max(0, min(self.trainable, self.expert_parameters - self.frozen_experts))
 
     def at_most(self, samples: int) -> int:
         """Return a number of samples, cut to those that the data is known to have."""
@@ -189,8 +200,7 @@ def _local_parameters(
     """Return the parameters, and the trainable ones, that a device holds a part of: all but remote
     experts.
 
-    The host with the most experts sets the number. Frozen parameters are counted as expert
-    parameters, which is the higher estimate: the trainable ones then count as replicated first.
+    The host with the most experts sets the number.
     """
     if sharding.form != "experts" or not facts.experts:
         return _LocalParameters(parameters, 0.0), _LocalParameters(trainable, 0.0)
@@ -198,11 +208,10 @@ def _local_parameters(
     dense_parameters = parameters - expert_parameters
     hosts_of_group = max(1, sharding.workers // sharding.expert_replicas)
     share = -(-facts.experts // hosts_of_group) / facts.experts
-    trainable_dense = min(trainable, dense_parameters)
-    trainable_experts = max(0, trainable - dense_parameters)
+    trained_experts = min(facts.trained_experts, trainable)
     return (
         _LocalParameters(dense_parameters, expert_parameters * share),
-        _LocalParameters(trainable_dense, trainable_experts * share),
+        _LocalParameters(trainable - trained_experts, trained_experts * share),
     )
 
 

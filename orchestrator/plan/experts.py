@@ -8,9 +8,10 @@ from dataclasses import replace
 from orchestrator.config.cross_checks import needs_data_parallel
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
-from orchestrator.plan.estimate import ModelFacts, ModelSharding
+from orchestrator.plan.estimate import ModelFacts, ModelSharding, estimate_memory
+from orchestrator.plan.evolution import choose_replicas
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.plan.workers import one_sample_memory
+from orchestrator.plan.workers import choose_dense_sharding, one_sample_memory
 from orchestrator.types import NOT_USED, Choice, Rejected, StrategyName, bytes_text, count_text
 
 _GROUPED_CAPABILITY = (9, 0)  # from which on torch fuses grouped products
@@ -48,14 +49,16 @@ def settle_strategy(
     if why_not:
         return replace(strategy, rejected=(*strategy.rejected, Rejected("expert_parallel", why_not)))
     replica = one_sample_memory(config, facts, limit_bytes, ModelSharding(workers))
-    divided = one_sample_memory(config, facts, limit_bytes, _on_hosts(config, facts, workers, may_shard))
+    on_hosts = _on_hosts(config, facts, workers, limit_bytes, may_shard)
+    divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
     reason = (
         f"{strategy.reason}; with divided experts one sample needs {bytes_text(divided.total)} "
         f"of the usable {bytes_text(limit_bytes)}"
     )
-    data_parallel = Rejected(
-        "data_parallel", f"with a copy on every worker one sample would need {bytes_text(replica.total)}"
-    )
+    plain = estimate_memory(facts, 1, False, limit_bytes, ModelSharding(workers))
+    recomputed = " with recomputed activations" if replica.total < plain.total else ""
+    needed = f"one sample would need {bytes_text(replica.total)}{recomputed}"
+    data_parallel = Rejected("data_parallel", f"with a copy on every worker {needed}")
     return Choice("expert_parallel", reason, (data_parallel, *strategy.rejected))
 
 
@@ -98,7 +101,7 @@ def _why_not_expert_parallel(
             f"a copy on every worker fits, without a token exchange: one sample needs {total} "
             f"of the usable {usable}"
         )
-    on_hosts = _on_hosts(config, facts, workers, may_shard)
+    on_hosts = _on_hosts(config, facts, workers, limit_bytes, may_shard)
     divided = one_sample_memory(config, facts, limit_bytes, on_hosts)
     # The plan may shard the whole model instead, unless --sharding forbids it.
     alternative = replica
@@ -110,10 +113,20 @@ def _why_not_expert_parallel(
     return None
 
 
-def _on_hosts(config: Config, facts: ModelFacts, workers: int, may_shard: bool) -> ModelSharding:
-    """Return the finest division of a model on expert hosts: the dense part is sharded too, if it may be."""
-    sharded = may_shard and config.parallel.sharding == "auto" and not facts.own_optimizer
-    return ModelSharding(workers, "experts", dense="zero3" if sharded else "none")
+def divided_experts(config: Config, workers: int) -> ModelSharding:
+    """Return the division of a model on expert hosts, with a whole dense part on each."""
+    primary = config.parallel.gate == "primary"
+    replicas = choose_replicas(config, None, workers).value
+    return ModelSharding(workers, "experts", primary=primary, expert_replicas=replicas)
+
+
+def _on_hosts(
+    config: Config, facts: ModelFacts, workers: int, limit_bytes: float, may_shard: bool
+) -> ModelSharding:
+    """Return the division of a model on expert hosts, with the dense part sharded if it must be."""
+    on_hosts = divided_experts(config, workers)
+    dense = choose_dense_sharding(config, facts, on_hosts, limit_bytes, may_shard)
+    return replace(on_hosts, dense=dense.value)
 
 
 def why_unused(strategy: StrategyName, facts: ModelFacts) -> str | None:

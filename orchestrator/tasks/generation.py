@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MAX_NEW_TOKENS = 64
+_FILE_ENDINGS = (".txt", ".md", ".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def _texts(prompt: str) -> list[str]:
     path = Path(prompt)
     try:
         if not path.is_file():
+            _check_is_no_file(prompt)
             return [prompt]
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except ValueError as error:
@@ -69,3 +71,11 @@ def _texts(prompt: str) -> list[str]:
     if not lines:
         raise UserError(f"--prompts {prompt}: the file has no line with text; it needs one prompt a line")
     return lines
+
+
+def _check_is_no_file(prompt: str) -> None:
+    """Raise ``UserError`` for the name of a text file that is not there."""
+    if prompt.endswith(_FILE_ENDINGS) and not any(letter.isspace() for letter in prompt):
+        raise UserError(
+            f"--prompts {prompt}: there is no such file; give a file with one prompt a line, or a text"
+        )

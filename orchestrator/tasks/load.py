@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.nearest import did_you_mean
+from orchestrator.config.cross_checks import check_settings_of_task
+from orchestrator.config.nearest import did_you_mean, slips
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
@@ -22,6 +23,14 @@ BUILT_IN = {
     "lm": "lm.task:LanguageModel",
 }
 REQUIRED_MEMBERS = ("build_model", "train_data", "loss")
+_OPTIONAL_MEMBERS = (
+    "validation_data",
+    "build_optimizer",
+    "schedule",
+    "metrics",
+    "units_per_sample",
+    "initialise",
+)
 
 
 def load_task(config: Config, earlier: Path | None = None) -> Task:
@@ -29,6 +38,7 @@ def load_task(config: Config, earlier: Path | None = None) -> Task:
 
     ``earlier`` is the folder of the run that is resumed or evaluated, with the files its task has kept."""
     name = config.task
+    check_settings_of_task(name, config.model, config.data)
     config = _with_local_data(config)
     if name in BUILT_IN:
         module_name, _, class_name = BUILT_IN[name].partition(":")
@@ -73,7 +83,28 @@ def _load_user_task(name: str, config: Config) -> Task:
             f"task {name!r} lacks {', '.join(missing)}; a task needs {', '.join(REQUIRED_MEMBERS)}: "
             "see orchestrator/tasks/task.py"
         )
+    _check_spelling(name, task)
     return task
+
+
+def _check_spelling(name: str, task: Any) -> None:
+    """Raise UserError for a misspelt member of the class: the one it means would keep its default."""
+    left_out = [member for member in _OPTIONAL_MEMBERS if not _sets(task, member)]
+    for given in dir(type(task)):
+        meant = [member for member in left_out if slips(given, member) == 1]
+        if meant and not hasattr(Task, given):
+            raise UserError(
+                f"task {name!r} has {given!r}, which no run uses (did you mean {meant[0]!r}?); rename it"
+            )
+
+
+def _sets(task: Any, member: str) -> bool:
+    """Return whether a task has a value of its own for an optional member."""
+    value = getattr(task, member, None)
+    return value is not None and (
+        getattr(type(task), member, None) is not getattr(Task, member, None)
+        or member in getattr(task, "__dict__", {})
+    )
 
 
 def _defines(task: Any, member: str) -> bool:

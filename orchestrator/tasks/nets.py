@@ -18,6 +18,7 @@ from experts.types import Routing
 from orchestrator.config.model import ModelSettings, MoeSettings
 from orchestrator.errors import UserError
 from orchestrator.tasks.task import Loss
+from orchestrator.tasks.token_loss import TokenLoss, has_large_logits, token_loss
 
 _MAX_ACCURACY_CLASSES = 64  # over a larger vocabulary, accuracy in training costs a pass over all logits
 _BALANCE_LOSS = 0.01
@@ -167,10 +168,17 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, list[Routing]]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor | TokenLoss, list[Routing]]:
+        """Return the logits; with targets, and where logits are large, the loss in their place."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x, routings = run_blocks(self.blocks, self.embedding(tokens) + self.position(positions))
-        return F.linear(self.norm(x), self.embedding.weight), routings
+        hidden = self.norm(x)
+        output = self.embedding.weight
+        if targets is not None and has_large_logits(hidden.flatten(0, 1), len(output)):
+            return token_loss(hidden.flatten(0, 1), output, targets.flatten()), routings
+        return F.linear(hidden, output), routings
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]:
@@ -184,19 +192,22 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor) -> tuple[Tensor, list[Routing]]
 
 
 def classification_loss(
-    model: nn.Module, logits: Tensor, targets: Tensor, routings: Sequence[Routing], moe: MoeSettings
+    model: nn.Module,
+    output: Tensor | TokenLoss,
+    targets: Tensor,
+    routings: Sequence[Routing],
+    moe: MoeSettings,
 ) -> Loss:
-    """Return cross-entropy over the last dimension and, in training, the gates' own losses.
+    """Return cross-entropy over the last dimension of logits and, in training, the gates' own losses.
 
-    Each is a sum over the targets.
+    Each is a sum over the targets. ``output`` may be the cross-entropy already.
     """
-    flat = logits.flatten(0, -2)
     count = targets.numel()
     loads = tuple(routing.counts_E for routing in routings)
-    cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
+    cross_entropy, num_correct = _loss_of_logits(model, output, targets)
     metrics: dict[str, Tensor] = {}
-    if not model.training or flat.shape[-1] <= _MAX_ACCURACY_CLASSES:
-        metrics["accuracy"] = (flat.argmax(-1) == targets.flatten()).sum()
+    if num_correct is not None:
+        metrics["accuracy"] = num_correct
     if not model.training or not routings:
         return Loss(cross_entropy, count, metrics, loads)
     zero = torch.zeros_like(cross_entropy)
@@ -208,3 +219,13 @@ def classification_loss(
     metrics["cross_entropy"] = cross_entropy.detach()
     metrics["balance_loss"] = balance.detach()
     return Loss(cross_entropy + balance + z, count, metrics, loads)
+
+
+def _loss_of_logits(model: nn.Module, output: Tensor | TokenLoss, targets: Tensor) -> TokenLoss:
+    if isinstance(output, TokenLoss):
+        return output
+    flat = output.flatten(0, -2)
+    cross_entropy = F.cross_entropy(flat, targets.flatten(), reduction="sum")
+    if model.training and flat.shape[-1] > _MAX_ACCURACY_CLASSES:
+        return TokenLoss(cross_entropy, None)
+    return TokenLoss(cross_entropy, (flat.argmax(-1) == targets.flatten()).sum())

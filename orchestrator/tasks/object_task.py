@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from orchestrator.config.metric import Metric
 from orchestrator.data.loaders import read_loader
+from orchestrator.errors import UserError
 from orchestrator.tasks.task import Task
 
 
@@ -51,6 +52,25 @@ class ObjectTask(Task):
 
     def schedule(self) -> Any:
         return self._schedule
+
+
+def check_parts(optimizer: Any, schedule: Any) -> None:
+    """Raise UserError for an optimizer or schedule that is no function: a name, or an object made already."""
+    if optimizer is not None and not callable(optimizer):
+        raise UserError(
+            f"optimizer is {_shown(optimizer)}; a function of the parameters is needed, such as "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1), "
+            "or a name in the settings: Config.of(optimizer='sgd')"
+        )
+    if schedule is not None and not callable(schedule):
+        raise UserError(
+            f"schedule is {_shown(schedule)}; a function from the step to a factor of the learning rate is "
+            "needed, such as lambda step: 0.99**step, or a name in the settings: Config.of(schedule='wsd')"
+        )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _picklable(data: Any) -> Any:

@@ -70,6 +70,10 @@ class Synthetic(Task):
         return tokens
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        inputs, targets = (batch[0][:, :-1], batch[0][:, 1:]) if self.context else batch
-        logits, routings = model(inputs)
-        return classification_loss(model, logits, targets, routings, self.config.moe)
+        if not self.context:
+            features, labels = batch
+            logits, routings = model(features)
+            return classification_loss(model, logits, labels, routings, self.config.moe)
+        inputs, targets = batch[0][:, :-1], batch[0][:, 1:]
+        output, routings = model(inputs, targets)
+        return classification_loss(model, output, targets, routings, self.config.moe)

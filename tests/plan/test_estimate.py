@@ -203,11 +203,15 @@ def test_a_dense_model_is_not_divided():
     assert of_experts(4, experts=0, expert_parameters=0).parameters == 4e6
 
 
-def test_frozen_parameters_are_counted_as_experts():
-    """The higher estimate: trainable parameters count as replicated first."""
-    needed = of_experts(4, trainable=500_000)
-    assert needed.gradients == 4 * (400_000 + 100_000 / 4)
-    assert of_experts(4, trainable=300_000).gradients == 4 * 300_000
+def test_the_adapters_of_experts_are_divided_among_the_hosts():
+    """Of 600,000 parameters in experts 60,000 are trained, and 20,000 outside."""
+    needed = of_experts(4, trainable=80_000, frozen_experts=540_000)
+    assert needed.gradients == 4 * (20_000 + 60_000 / 4)
+    assert needed.optimizer == 8 * (20_000 + 60_000 / 4)
+
+
+def test_frozen_experts_have_no_gradients():
+    assert of_experts(4, trainable=300_000, frozen_experts=600_000).gradients == 4 * 300_000
 
 
 def test_the_token_exchange_needs_no_more_memory_with_more_hosts():

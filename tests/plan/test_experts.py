@@ -14,7 +14,7 @@ from orchestrator.plan.experts import choose_chunks, choose_kernel, settle_strat
 from orchestrator.plan.inventory.hardware import Inventory
 from orchestrator.plan.planning import Plan
 from orchestrator.plan.reasons import NO_AUTO
-from orchestrator.types import GIB, Choice, StrategyName
+from orchestrator.types import GIB, Choice, StrategyName, bytes_text
 from tests.support.inventories import cluster, gpu, machine, model, planned
 
 CPU = machine()
@@ -56,6 +56,16 @@ def test_experts_are_divided_if_a_recomputed_replica_does_not_fit():
     )
     assert chosen.rejected[0].option == "data_parallel"
     assert "14.9 GiB" in chosen.rejected[0].why
+
+
+def test_the_reason_has_the_memory_that_one_sample_needs_in_the_plan():
+    """With a whole dense part on every host, if that fits."""
+    limit_bytes = needed_bytes("none") - 1
+    divided = estimate_memory(EXPERTS, 1, False, limit_bytes, ModelSharding(4, "experts"))
+    assert divided.fits
+    chosen = settled(limit_bytes)
+    assert f"one sample needs {bytes_text(divided.total)} of the usable" in chosen.reason
+    assert chosen.rejected[0].why.endswith("with recomputed activations")
 
 
 LIMITED = replace(EXPERTS, limits_capacity=True)

@@ -36,6 +36,33 @@ class Unfinished(Task):
     def build_model(self): ...
 
 
+class Misspelt(Task):
+    def build_model(self): ...
+    def train_data(self): ...
+    def loss(self, model, batch): ...
+    def validaton_data(self): ...
+
+
+class MisspeltAttribute(WithConfig):
+    metric = {}
+
+
+class American(WithConfig):
+    def initialize(self, model): ...
+
+
+class Similar(WithConfig, Task):
+    metrics = {}
+    metric = "a name of its own beside the member"
+    units_of_sample = 3
+
+    def __init__(self):
+        self.schedules = []
+
+    def validation2_data(self): ...
+    def validation_data(self): ...
+
+
 class Failing(WithConfig):
     def __init__(self):
         raise ZeroDivisionError("my own mistake")
@@ -64,6 +91,15 @@ def load(name: str) -> Any:
     return load_task(Config.of(task=name))
 
 
+def test_settings_of_language_models_belong_to_their_task() -> None:
+    for settings, message in (
+        ({"lora": 8}, "lora belongs to the task lm, but task is digits"),
+        ({"model": "a", "data": ["b.jsonl"]}, "model, data belong to the task lm"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_task(Config.of(**settings))
+
+
 def test_a_users_class_gets_the_config_if_it_takes_one(user_folder: Path) -> None:
     assert load("my_tasks:WithConfig").config.task == "my_tasks:WithConfig"
     assert load("my_tasks:WithoutConfig").width == 3
@@ -81,12 +117,19 @@ def test_a_task_may_be_an_object(user_folder: Path) -> None:
         ("my/tasks:WithConfig", "write package.module:Name"),
         ("nowhere.at.all:Mine", "there is no module 'nowhere'"),
         ("my_tasks:WithConfi", r"has no 'WithConfi' \(did you mean 'WithConfig'\?\)"),
+        ("my_tasks:Misspelt", r"has 'validaton_data', which .+ \(did you mean 'validation_data'\?\)"),
+        ("my_tasks:MisspeltAttribute", "did you mean 'metrics'"),
+        ("my_tasks:American", "did you mean 'initialise'"),
         ("my_tasks:Unfinished", "lacks train_data, loss; a task needs build_model, train_data, loss"),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, message: str, user_folder: Path) -> None:
     with pytest.raises(UserError, match=message):
         load(name)
+
+
+def test_names_beside_those_of_a_task_are_the_users_own(user_folder: Path) -> None:
+    assert load("my_tasks:Similar").schedules == []
 
 
 def test_errors_of_the_users_module_are_shown_as_such(user_folder: Path) -> None:

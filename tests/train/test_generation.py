@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,33 @@ def test_texts_are_continued_from_their_beginnings(config: Config, tmp_path: Pat
     assert prompt + str(found["reference"]) in text
 
 
+def test_short_samples_leave_prompts_whole(config: Config) -> None:
+    task = DoubleLanguageModel(config)
+    short = DoubleLanguageModel(config.but(sequence_length=40))
+    found = generated(short, GenerationOptions(PROMPTS, 64))
+    assert found == generated(task, GenerationOptions(PROMPTS, 64))
+    with pytest.raises(UserError, match="positions for 256 tokens, prompts included; lower it"):
+        generated(task, GenerationOptions(PROMPTS, 256))
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_prompts_have_the_template_if_the_data_had_it(
+    config: Config, tmp_path: Path, as_messages: bool
+) -> None:
+    prompt: Any = "two plus"
+    completion: Any = " three"
+    if as_messages:
+        prompt = [{"role": "user", "content": prompt}]
+        completion = [{"role": "assistant", "content": completion}]
+    line = json.dumps({"prompt": prompt, "completion": completion})
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 30)
+    task = DoubleLanguageModel(config.but(data=[str(tmp_path / "rows.jsonl")]))
+    (of_data, *_) = generated(task, GenerationOptions(max_new_tokens=4))
+    (given,) = generated(task, GenerationOptions(("two plus",), 4))
+    assert given["prompt"] == of_data["prompt"]
+    assert (given["prompt"] == "two plus") is not as_messages
+
+
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_hosts_generate_as_one_process_does(config: Config, hosts: int) -> None:
     expected = train_lm(config, World.single_process(), PROMPTS)
@@ -116,5 +144,7 @@ def test_files_of_prompts_have_one_a_line(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(UserError, match="the file has no line with text"):
         GenerationOptions.of([str(path)], 5)
+    with pytest.raises(UserError, match=r"questions.txt: there is no such file"):
+        GenerationOptions.of([str(tmp_path / "questions.txt")], 5)
     with pytest.raises(UserError, match="--max-new-tokens is -1"):
         GenerationOptions.of([], -1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from orchestrator.errors import UserError
+from orchestrator.types import counted
 
 _NUM_NAMED = 3
 
@@ -53,8 +55,7 @@ class DocumentCounts:
     too_long: int
     """Documents that are left out: within the length of a sample no token has a loss."""
     samples: int
-    padding: float
-    """Share of the positions of all samples."""
+    sequence_length: int
     reading: ReadingCounts
 
     @property
@@ -65,20 +66,30 @@ class DocumentCounts:
     def empty_answers(self) -> int:
         return self.reading.empty_answers
 
+    @property
+    def padding(self) -> float:
+        """Share of the positions of all samples."""
+        return 1 - self.tokens / (self.samples * self.sequence_length)
+
+    def in_parts(self, parts: Sequence[DocumentCounts]) -> DocumentCounts:
+        """Return the counts with the samples of the parts that the documents were divided into."""
+        return replace(self, samples=sum(part.samples for part in parts))
+
     def summary(self) -> list[str]:
         """Return the counts as sentences; faults only where there are some."""
         lines = [
-            f"data: {self.documents:,} documents, {self.tokens:,} tokens ({self.trained_tokens:,} trained) "
-            f"in {self.samples:,} samples, {self.padding:.1%} padding"
+            f"data: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
+            f"({self.trained_tokens:,} trained) in {counted(self.samples, 'sample')} of "
+            f"{self.sequence_length:,}, {self.padding:.1%} padding"
         ]
         reading = self.reading
         faults = (
-            (reading.bad_lines, "bad rows left out"),
-            (reading.nothing_to_train, "rows left out: they have no token to train on"),
-            (reading.empty_answers, "empty answers, which are not trained"),
-            (reading.without_stop, "answers without a stop token after them in the chat template"),
-            (self.truncated, "documents cut at the sequence length"),
-            (self.too_long, "documents left out: their answers lie beyond the sequence length"),
+            (reading.bad_lines, "bad row", "left out"),
+            (reading.nothing_to_train, "row", "left out: no token to train on"),
+            (reading.empty_answers, "empty answer", "not trained"),
+            (reading.without_stop, "answer", "without a stop token in the chat template"),
+            (self.truncated, "document", "cut at the sequence length"),
+            (self.too_long, "document", "left out: no answer within the sequence length"),
         )
-        lines += [f"data: {count:,} {what}" for count, what in faults if count]
+        lines += [f"data: {counted(count, noun)} {what}" for count, noun, what in faults if count]
         return lines + [f"bad row: {message}" for message in reading.first_bad]

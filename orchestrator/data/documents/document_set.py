@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.data.documents.kinds import TEXT
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packing import Pieces
 from orchestrator.data.documents.store import TokenStore
@@ -44,7 +45,7 @@ def usable_documents(store: TokenStore, options: DocumentOptions) -> DocumentSet
     length_N = np.diff(store.offsets_N)[order_N]
     trained_N = np.asarray(store.trained_N)[order_N].astype(np.int64)
     is_truncated_N = length_N > options.sequence_length
-    if store.is_text:
+    if store.kind == TEXT:
         is_truncated_N[:] = False
     for document in np.flatnonzero(is_truncated_N):
         begin = int(begin_N[document])
@@ -85,7 +86,7 @@ def _divide_text(documents: DocumentSet, share: float) -> tuple[DocumentSet, Doc
     length = int(documents.pieces.length_N[0])
     num_held_out = max(round(share * length), 2)
     num_kept = length - num_held_out
-    if not documents.store.is_text or num_kept < 3:
+    if documents.store.kind != TEXT or num_kept < 3:
         raise UserError(
             "there is one document to train on, and none to hold out; "
             "give more documents, or --validation-data"

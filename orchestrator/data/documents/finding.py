@@ -24,7 +24,7 @@ from orchestrator.data.documents.rows import (
     TextFile,
     TokenArrayFile,
 )
-from orchestrator.data.files import find_data_files, is_pattern
+from orchestrator.data.files import endings_text, find_data_files, is_pattern
 from orchestrator.errors import UserError
 from orchestrator.storage.address import as_url
 
@@ -74,4 +74,4 @@ def _row_file(file: str, tokenizer: Any, options: DocumentOptions) -> RowFile:
         return TextFile(file, options.text_column)
     if file.endswith(TOKEN_SUFFIXES):
         return TokenArrayFile(file, len(tokenizer))
-    raise UserError(f"{file} is of no known kind; known endings: {', '.join(_SUFFIXES)}")
+    raise UserError(f"{file} is of no known kind; known endings: {endings_text(_SUFFIXES)}")

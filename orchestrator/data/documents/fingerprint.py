@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.rows import RowFile
 
-_FORMAT = 1
+_FORMAT = 2
 """Raise this when the same rows become other tokens, masks or files."""
 
 

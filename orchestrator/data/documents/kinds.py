@@ -30,6 +30,15 @@ _SHAREGPT_ROLES: Mapping[str, str] = {
 }
 
 
+_PAIRS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("prompt", "response"),
+)
+"""Columns of other data sets that hold a prompt and its completion."""
+
+
 class BadRowError(Exception):
     """A row that cannot be used; the message says why, without the row's place."""
 
@@ -76,6 +85,7 @@ class RowParser:
             raise BadRowError(
                 f"has the columns {', '.join(map(str, row.value)) or '(none)'}; needed: "
                 f"{self._text_column}, messages, conversations, or prompt and completion (--text-column)"
+                f"{_rename_hint(columns)}"
             )
         self.check_kind(kind, row.place)
         if kind == TEXT:
@@ -109,6 +119,17 @@ class RowParser:
         if "prompt" in columns and "completion" in columns:
             return COMPLETION
         return TEXT if self._text_column in columns else None
+
+
+def _rename_hint(columns: Mapping[str, Any]) -> str:
+    """Return how to rename the columns of a prompt and its completion; empty if they are unknown."""
+    pair = next((pair for pair in _PAIRS if all(name in columns for name in pair)), None)
+    if pair is None:
+        return ""
+    asked, answered = pair
+    joined = f"{asked} and input together" if "input" in columns else asked
+    renamed = f"{joined} as prompt, and " if asked != "prompt" else ""
+    return f"; write {renamed}{answered} as completion"
 
 
 def is_empty(message: Message) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.data.documents.counts import DocumentCounts
 from orchestrator.data.documents.document_set import usable_documents
 from orchestrator.data.documents.finding import find_row_files
 from orchestrator.data.documents.fingerprint import fingerprint
@@ -25,6 +26,28 @@ def open_documents(
     ``tokenizer`` is one of ``transformers``. ``note`` shows progress and counts. Raises ``UserError`` for
     files, rows or a tokenizer that cannot be used.
     """
+    documents = _open(files, tokenizer, options, note)
+    _tell(documents.counts, note)
+    return documents
+
+
+def open_divided(
+    files: Sequence[str],
+    tokenizer: Any,
+    options: DocumentOptions,
+    note: Callable[[str], None],
+    held_out: float,
+) -> tuple[PackedDocuments, PackedDocuments]:
+    """Return samples for training and for validation, of disjoint documents: a share is held out."""
+    documents = _open(files, tokenizer, options, note)
+    parts = documents.held_out(held_out)
+    _tell(documents.counts.in_parts([part.counts for part in parts]), note)
+    return parts
+
+
+def _open(
+    files: Sequence[str], tokenizer: Any, options: DocumentOptions, note: Callable[[str], None]
+) -> PackedDocuments:
     row_files = find_row_files(files, tokenizer, options)
     reader = DocumentReader(tokenizer, options, note)
 
@@ -40,10 +63,12 @@ def open_documents(
     )
     store = TokenStore(folder)
     _check_vocabulary(store, options)
-    documents = PackedDocuments(usable_documents(store, options), options)
-    for line in documents.counts.summary():
+    return PackedDocuments(usable_documents(store, options), options)
+
+
+def _tell(counts: DocumentCounts, note: Callable[[str], None]) -> None:
+    for line in counts.summary():
         note(line)
-    return documents
 
 
 def _check_vocabulary(store: TokenStore, options: DocumentOptions) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from orchestrator.data.documents.counts import DocumentCounts
 from orchestrator.data.documents.document_set import DocumentSet, hold_out
+from orchestrator.data.documents.kinds import CHAT, TEXT
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packing import Layout, best_fit, count_up, cut, joined, one_per_sample
 from orchestrator.data.documents.store import TokenStore
@@ -80,7 +81,12 @@ class PackedDocuments:
     @property
     def is_text(self) -> bool:
         """Whether the documents are texts that are trained as a whole, not chats or completions."""
-        return self._store.is_text
+        return self._store.kind == TEXT
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the chat template wrote the documents."""
+        return self._store.kind == CHAT
 
     @property
     def _store(self) -> TokenStore:
@@ -89,16 +95,14 @@ class PackedDocuments:
     @cached_property
     def counts(self) -> DocumentCounts:
         documents = self._documents
-        tokens = self._layout.tokens()
-        positions = len(self) * self._options.sequence_length
         return DocumentCounts(
             documents=len(documents.pieces),
-            tokens=tokens,
+            tokens=self._layout.tokens(),
             trained_tokens=int(documents.trained_N.sum()),
             truncated=int(documents.is_truncated_N.sum()),
             too_long=documents.too_long,
             samples=len(self),
-            padding=1 - tokens / positions,
+            sequence_length=self._options.sequence_length,
             reading=self._store.counts,
         )
 
@@ -113,7 +117,7 @@ class PackedDocuments:
 def _lay_out(documents: DocumentSet, options: DocumentOptions) -> Layout:
     if not options.packing:
         return one_per_sample(cut(documents.pieces, options.sequence_length))
-    pack = joined if documents.store.is_text else best_fit
+    pack = joined if documents.store.kind == TEXT else best_fit
     return pack(documents.pieces, options.sequence_length)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from orchestrator.data.documents.counts import BadRows, ReadingCounts
 from orchestrator.data.documents.encoding import Encoder
 from orchestrator.data.documents.kinds import (
+    CHAT,
     TEXT,
     BadRowError,
     Chat,
@@ -40,6 +41,8 @@ class DocumentReader:
         self._bad_rows = BadRows(self.counts, options.skip_bad)
         self._encoder = Encoder(tokenizer, options, self.counts, self._bad_rows)
         self._parser = RowParser(options.text_column)
+        self._kind: str | None = None
+        """Of the documents. Prompts and completions that are messages become chats."""
 
     def write(self, files: Sequence[RowFile], folder: Path) -> None:
         """Write the documents of files into the files of a store. Raises ``UserError`` if there are none."""
@@ -56,12 +59,20 @@ class DocumentReader:
                 writer.add(documents)
             progress.add(sum(row.size for row in batch), writer)
         if not writer.documents:
-            faults = [*self.counts.first_bad, f"{self.counts.nothing_to_train} rows had nothing to train on"]
-            raise UserError(
-                f"no document to train on in {self.counts.rows} rows of the data; {'; '.join(faults)}"
-            )
-        writer.finish(self.counts, is_text=self._parser.kind == TEXT)
+            raise UserError(f"no document to train on in {self.counts.rows} rows of the data{self._faults()}")
+        assert self._kind is not None
+        writer.finish(self.counts, self._kind)
         progress.finish(writer)
+
+    def _faults(self) -> str:
+        """Return why no row became a document."""
+        counts = self.counts
+        faults = []
+        if counts.bad_lines:
+            faults.append(f"{counts.bad_lines} are bad, the first: {counts.first_bad[0]}")
+        if counts.nothing_to_train:
+            faults.append(f"{counts.nothing_to_train} have nothing to train on")
+        return f"; {'; '.join(faults)}" if faults else ""
 
     def _encode(self, batch: Sequence[Row | BadRow]) -> Iterator[list[TokenDocument]]:
         self.counts.rows += len(batch)
@@ -71,6 +82,7 @@ class DocumentReader:
                 self._bad_rows.add(row.message)
             elif isinstance(row.value, np.ndarray):
                 self._parser.check_kind(TEXT, row.place)
+                self._kind = TEXT
                 yield from self._encoder.encode_tokens(row.value)
             else:
                 parsed += self._parse(row)
@@ -80,10 +92,12 @@ class DocumentReader:
 
     def _parse(self, row: Row) -> list[ParsedRow]:
         try:
-            return [self._parser.parse(row)]
+            parsed = self._parser.parse(row)
         except BadRowError as error:
             self._bad_rows.add(f"{row.place} {error}")
             return []
+        self._kind = CHAT if isinstance(parsed, Chat) else self._parser.kind
+        return [parsed]
 
     def _render(self, chats: Iterable[Chat]) -> list[Any]:
         rendered = []

@@ -70,8 +70,8 @@ class StoreWriter:
         self.documents += len(documents)
         self.tokens += len(tokens_T)
 
-    def finish(self, counts: ReadingCounts, is_text: bool) -> None:
-        """Write what is left; the folder is whole once this returns."""
+    def finish(self, counts: ReadingCounts, kind: str) -> None:
+        """Write what is left; the folder is whole once this returns. ``kind`` is that of the documents."""
         self._files[_OFFSETS].write(np.int64(self.tokens).tobytes())
         # One token and bit more than there are: the last position has a successor too.
         self._files[_TOKENS].write(np.uint32(0).tobytes())
@@ -81,7 +81,7 @@ class StoreWriter:
             "documents": self.documents,
             "tokens": self.tokens,
             "largest_token": self._largest,
-            "is_text": is_text,
+            "kind": kind,
             "counts": asdict(counts),
         }
         (self._folder / _COUNTS).write_text(json.dumps(facts))
@@ -107,8 +107,8 @@ class TokenStore:
         counts = facts["counts"]
         self.counts = ReadingCounts(**{**counts, "first_bad": tuple(counts["first_bad"])})
         self.largest_token: int = facts["largest_token"]
-        self.is_text: bool = facts["is_text"]
-        """Whether documents may be cut: texts, not chats or completions."""
+        self.kind: str = facts["kind"]
+        """Of the documents: texts, chats or completions."""
         self.offsets_N = np.memmap(folder / _OFFSETS, dtype=np.int64, mode="r")
         self.trained_N = np.memmap(folder / _TRAINED, dtype=np.uint32, mode="r")
         self._tokens = np.memmap(folder / _TOKENS, dtype=np.uint32, mode="r")

@@ -15,6 +15,7 @@ class ExampleTokens:
     """Samples of one document each; every token but the last has a label."""
 
     is_text = True
+    is_chat = False
 
     def __init__(self, sequence_length: int, vocabulary: int) -> None:
         self._sequence_length = sequence_length

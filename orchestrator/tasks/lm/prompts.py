@@ -19,7 +19,9 @@ _NO_LABEL = -100
 def prompt_of(text: str, tokenizer: Any, is_chat: bool) -> Prompt:
     """Return a text as a prompt: in a chat as the message of a user, else as it is."""
     if not is_chat or not tokenizer.chat_template:
-        return Prompt(tokenizer(text)["input_ids"])
+        tokens = tokenizer(text)["input_ids"]
+        # Some tokenizers end each text; the model is to continue this one.
+        return Prompt(tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens)
     messages = [{"role": "user", "content": text}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return Prompt(tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from orchestrator.config.settings import Config
-from orchestrator.data.documents.opening import open_documents
+from orchestrator.data.documents.opening import open_divided, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.errors import UserError
 from orchestrator.tasks.generation import Prompt
@@ -120,7 +120,7 @@ class LanguageModel(Task):
             if self._leaves_weights_to_files:
                 raise UserError(
                     f"{error}. Checkpoints of adapters (--lora) hold no weights of their model: give the "
-                    "folder with the files of the model that the run began with, as --task lm --model FOLDER"
+                    "folder with the files of the model that the run began with, as --model FOLDER"
                 ) from None
             _note(f"the weights are those of the checkpoint alone: {error}")
             await_weights(model)
@@ -151,10 +151,10 @@ class LanguageModel(Task):
             example = ExampleTokens(self.units_per_sample, vocabulary)
             return example, example
         options = self._document_options()
+        if not data.validation_data:
+            return open_divided(data.data, self.tokenizer, options, _note, _HELD_OUT)
         documents = open_documents(data.data, self.tokenizer, options, _note)
-        if data.validation_data:
-            return documents, open_documents(data.validation_data, self.tokenizer, options, _note)
-        return documents.held_out(_HELD_OUT)
+        return documents, open_documents(data.validation_data, self.tokenizer, options, _validation_note)
 
     def _document_options(self) -> DocumentOptions:
         data = self.config.data
@@ -207,12 +207,18 @@ class LanguageModel(Task):
     def prompts(self, texts: Sequence[str], data: Any, max_new_tokens: int) -> list[Prompt]:
         """Return the prompts of texts; without texts the first ones of the data."""
         if texts:
-            is_chat = not data.is_text
-            prompts = [prompt_of(text, self.tokenizer, is_chat) for text in texts]
+            prompts = [prompt_of(text, self.tokenizer, data.is_chat) for text in texts]
         else:
             prompts = first_prompts(data, self.tokenizer)
-        room = max(1, self.units_per_sample - max_new_tokens)
-        return [cut_prompt(prompt, room) for prompt in prompts if prompt.tokens]
+        positions = _positions(self.model_config)
+        if positions is not None:
+            if max_new_tokens >= positions:
+                raise UserError(
+                    f"--max-new-tokens is {max_new_tokens}, but the model has positions for {positions} "
+                    "tokens, prompts included; lower it"
+                )
+            prompts = [cut_prompt(prompt, positions - max_new_tokens) for prompt in prompts]
+        return [prompt for prompt in prompts if prompt.tokens]
 
     def logits(self, model: nn.Module, input_ids_BS: Tensor) -> Tensor:
         """Return the scores of the next token at each position. Padding may follow a prompt."""
@@ -247,8 +253,13 @@ def _cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=_NO_LABEL, reduction="sum")
 
 
+def _positions(model_config: Any) -> int | None:
+    """Return the number of tokens that the model has positions for; None if it has no limit."""
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None) or None
+
+
 def _sequence_length(given: int | None, model_config: Any) -> int:
-    largest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    largest = _positions(model_config)
     if given is None:
         return min(_SEQUENCE_LENGTH, largest or _SEQUENCE_LENGTH)
     if given < 2:
@@ -258,6 +269,10 @@ def _sequence_length(given: int | None, model_config: Any) -> int:
             f"--sequence-length is {given}, but the model has positions for {largest} tokens; lower it"
         )
     return given
+
+
+def _validation_note(message: str) -> None:
+    _note(f"validation {message}")
 
 
 def _note(message: str) -> None:

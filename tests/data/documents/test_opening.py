@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.data.documents import reading
-from orchestrator.data.documents.opening import open_documents
+from orchestrator.data.documents.opening import open_divided, open_documents
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.errors import UserError
@@ -150,7 +151,19 @@ def test_progress_tells_documents_and_the_share_that_is_read(
     shares = [note.rpartition(", ")[2] for note in notes if note.startswith("tokenising: ")]
     assert shares == ["25% read", "50% read", "75% read", "100% read"]
     assert notes[1].startswith("tokenising: 20 documents, 40 tokens (")
-    assert notes[-1] == "data: 40 documents, 80 tokens (40 trained) in 3 samples, 16.7% padding"
+    assert notes[-1] == "data: 40 documents, 80 tokens (40 trained) in 3 samples of 32, 16.7% padding"
+
+
+def test_the_counts_are_those_of_the_divided_samples(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": "the"}) for _ in range(40)))
+    notes: list[str] = []
+    options = DocumentOptions(128)
+    train, validation = open_divided([str(file)], chat_tokenizer(), options, notes.append, 1 / 4)
+    assert (len(train), len(validation)) == (1, 1)
+    assert notes[-1] == "data: 40 documents, 120 tokens (80 trained) in 2 samples of 128, 53.1% padding"
+    assert len(open_documents([str(file)], chat_tokenizer(), options, notes.append)) == 1
+    assert notes[-1].endswith("in 1 sample of 128, 6.2% padding")
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.data.documents.counts import ReadingCounts
 from orchestrator.data.documents.document_set import usable_documents
+from orchestrator.data.documents.kinds import CHAT, TEXT
 from orchestrator.data.documents.options import DocumentOptions
 from orchestrator.data.documents.packed import PackedDocuments
 from orchestrator.data.documents.store import StoreWriter, TokenDocument, TokenStore
@@ -24,7 +25,7 @@ from tests.support.packed_samples import segments_of
 _names = itertools.count()
 
 
-def build_store(folder: Path, masks: list[list[bool]], is_text: bool) -> TokenStore:
+def build_store(folder: Path, masks: list[list[bool]], kind: str) -> TokenStore:
     """Write documents whose tokens occur nowhere else: 1000 × document + place."""
     folder = folder / f"store{next(_names)}"
     folder.mkdir(parents=True)
@@ -36,7 +37,7 @@ def build_store(folder: Path, masks: list[list[bool]], is_text: bool) -> TokenSt
     # Two batches: bits of the mask go on in the middle of a byte.
     writer.add(documents[:1])
     writer.add(documents[1:])
-    writer.finish(ReadingCounts(), is_text)
+    writer.finish(ReadingCounts(), kind)
     return TokenStore(folder)
 
 
@@ -79,7 +80,7 @@ masks_of_documents = st.lists(
 def test_every_trained_token_of_a_chat_is_a_label_once(
     tmp_path_factory: pytest.TempPathFactory, masks: list[list[bool]], length: int, packing: bool, seed: int
 ) -> None:
-    store = build_store(tmp_path_factory.mktemp("chats"), masks, is_text=False)
+    store = build_store(tmp_path_factory.mktemp("chats"), masks, kind=CHAT)
     options = DocumentOptions(length, packing=packing, seed=seed)
     expected = expected_labels(masks, length)
     if not expected:
@@ -109,7 +110,7 @@ def test_every_token_of_a_text_but_the_first_is_a_label_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, packing: bool, seed: int
 ) -> None:
     masks = [[True] * size for size in lengths]
-    store = build_store(tmp_path_factory.mktemp("texts"), masks, is_text=True)
+    store = build_store(tmp_path_factory.mktemp("texts"), masks, kind=TEXT)
     samples = packed(store, DocumentOptions(length, packing=packing, seed=seed))
     assert labels_of(samples) == Counter(expected_labels(masks, None))
     assert samples.counts.trained_tokens == sum(lengths) - len(lengths)
@@ -124,7 +125,7 @@ def test_every_token_of_a_text_but_the_first_is_a_label_once(
 def test_chats_are_packed_best_fit(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int
 ) -> None:
-    store = build_store(tmp_path_factory.mktemp("fit"), [[True] * size for size in lengths], is_text=False)
+    store = build_store(tmp_path_factory.mktemp("fit"), [[True] * size for size in lengths], kind=CHAT)
     spaces: list[int] = []
     for size in sorted(lengths, reverse=True):
         fitting = [space for space in spaces if space >= size]
@@ -140,7 +141,7 @@ def test_chats_are_packed_best_fit(
 
 def test_a_batch_is_its_samples_in_any_order(tmp_path: Path) -> None:
     masks = [[True] * size for size in (5, 9, 3, 17, 8, 2, 11)]
-    samples = packed(build_store(tmp_path, masks, is_text=False), DocumentOptions(20))
+    samples = packed(build_store(tmp_path, masks, kind=CHAT), DocumentOptions(20))
     order = [2, 0, 1, 2][: len(samples) + 1]
     batch = samples.gather(torch.tensor(order))
     for row, index in enumerate(order):
@@ -151,47 +152,47 @@ def test_a_batch_is_its_samples_in_any_order(tmp_path: Path) -> None:
 
 
 def test_the_seed_chooses_the_order_and_the_same_seed_the_same(tmp_path: Path) -> None:
-    store = build_store(tmp_path, [[True] * 4 for _ in range(40)], is_text=True)
+    store = build_store(tmp_path, [[True] * 4 for _ in range(40)], kind=TEXT)
     first, again, other = (packed(store, DocumentOptions(8, seed=seed)) for seed in (1, 1, 2))
     assert segments_of(first) == segments_of(again)
     assert segments_of(first) != segments_of(other)
 
 
 def test_pickled_samples_map_the_files_again(tmp_path: Path) -> None:
-    samples = packed(build_store(tmp_path, [[True] * 400] * 50, is_text=False), DocumentOptions(500))
+    samples = packed(build_store(tmp_path, [[True] * 400] * 50, kind=CHAT), DocumentOptions(500))
     pickled = pickle.dumps(samples)
     assert len(pickled) < 20_000 < samples.nbytes
     assert segments_of(pickle.loads(pickled)) == segments_of(samples)  # noqa: S301
 
 
-@pytest.mark.parametrize("is_text", [True, False])
-def test_held_out_documents_are_whole_and_disjoint(tmp_path: Path, is_text: bool) -> None:
+@pytest.mark.parametrize("kind", [TEXT, CHAT])
+def test_held_out_documents_are_whole_and_disjoint(tmp_path: Path, kind: str) -> None:
     masks = [[True] * size for size in range(2, 32)]
-    samples = packed(build_store(tmp_path, masks, is_text), DocumentOptions(32))
+    samples = packed(build_store(tmp_path, masks, kind), DocumentOptions(32))
     train, validation = samples.held_out(0.1)
     assert (train.counts.documents, validation.counts.documents) == (27, 3)
     assert labels_of(train) + labels_of(validation) == labels_of(samples)
     held_out = {label // 1000 for label in labels_of(validation)}
     assert not held_out & {label // 1000 for label in labels_of(train)}
-    again = packed(build_store(tmp_path, masks, is_text), DocumentOptions(32)).held_out(0.1)[1]
+    again = packed(build_store(tmp_path, masks, kind), DocumentOptions(32)).held_out(0.1)[1]
     assert labels_of(again) == labels_of(validation)
 
 
 def test_a_small_share_holds_out_one_document(tmp_path: Path) -> None:
-    store = build_store(tmp_path, [[True] * 5, [True] * 6], is_text=False)
+    store = build_store(tmp_path, [[True] * 5, [True] * 6], kind=CHAT)
     train, validation = packed(store, DocumentOptions(8)).held_out(0.001)
     assert train.counts.documents == validation.counts.documents == 1
 
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
-    store = build_store(tmp_path, [[True] * 100], is_text=True)
+    store = build_store(tmp_path, [[True] * 100], kind=TEXT)
     train, validation = packed(store, DocumentOptions(16)).held_out(0.2)
     assert set(labels_of(train)) == set(range(1, 80))
     assert set(labels_of(validation)) == set(range(81, 100))
 
 
 def test_a_single_chat_cannot_be_divided(tmp_path: Path) -> None:
-    samples = packed(build_store(tmp_path, [[True] * 100], is_text=False), DocumentOptions(128))
+    samples = packed(build_store(tmp_path, [[True] * 100], kind=CHAT), DocumentOptions(128))
     with pytest.raises(UserError, match="--validation-data"):
         samples.held_out(0.2)
     with pytest.raises(UserError, match=r"share of held-out documents is 1\.5"):

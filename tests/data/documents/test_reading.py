@@ -106,6 +106,12 @@ def test_chats_are_preferred_to_prompts_beside_them(tmp_path: Path) -> None:
 BAD_ROWS: list[tuple[Any, str]] = [
     ([1, 2], r"is \[1, 2\]; an object with columns was needed"),
     ({"label": 3, "id": 1}, "has the columns label, id; needed: text, messages"),
+    (
+        {"instruction": "a", "input": "", "output": "b"},
+        "has .*; write instruction and input together as prompt, and output",
+    ),
+    ({"question": "a", "answer": "b"}, "has .*; write question as prompt, and answer as completion"),
+    ({"prompt": "a", "response": "b"}, "has .*; write response as completion"),
     ({}, r"has the columns \(none\)"),
     ({"messages": None, "text": None}, "has the columns messages, text; needed"),
     ({"messages": "hello"}, 'has messages that are "hello"; a list of messages'),
@@ -188,6 +194,11 @@ def test_data_without_a_document_is_refused_with_the_reasons(tmp_path: Path) -> 
         open_rows(tmp_path / "a.jsonl", [{"label": 1}], chat_tokenizer(), skip_bad=True)
     with pytest.raises(UserError, match="no document to train on in 0 rows"):
         open_rows(tmp_path / "b.jsonl", [], chat_tokenizer())
+    with pytest.raises(UserError, match="in 3 rows of the data; 3 are bad, the first: ") as refused:
+        open_rows(tmp_path / "c.jsonl", [{"label": 1}] * 3, chat_tokenizer(), skip_bad=True)
+    assert str(refused.value).count("has the columns") == 1
+    with pytest.raises(UserError, match=r"in 1 rows of the data; 1 have nothing to train on$"):
+        open_rows(tmp_path / "d.jsonl", [{"text": ""}], chat_tokenizer())
 
 
 def test_a_text_longer_than_a_sample_goes_on_in_the_next(tmp_path: Path) -> None:

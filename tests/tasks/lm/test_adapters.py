@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from experts.bank import ExpertBank
 from experts.transformers.files.fingerprint import fingerprint
 from experts.transformers.lora.adapters import LoraOptions
 from orchestrator.config.model import ModelSettings
 from orchestrator.config.settings import Config
 from orchestrator.errors import UserError
 from orchestrator.measure.tracing.model_facts import model_facts
+from orchestrator.measure.tracing.step_trace import TraceOptions, trace_micro_batch
+from orchestrator.plan.reasons import trained_text
 from orchestrator.tasks.lm.adapters import lora_options
 from orchestrator.tasks.lm.task import LanguageModel
 from orchestrator.train.checkpoint.state import model_tensors
@@ -60,7 +63,14 @@ def test_the_plan_knows_that_few_weights_are_trained(config: Config) -> None:
     assert facts.trainable < facts.parameters / 2
     assert facts.unsaved == facts.parameters - facts.trainable
     assert facts.method.startswith("traced")
+    assert (trained_text(facts) or "").startswith(f"{facts.trainable:,} of ")
+    assert trained_text(replace(facts, trainable=facts.parameters)) is None
     assert facts.weight_bytes < 4.0
+    banks = [bank for bank in model.modules() if isinstance(bank, ExpertBank)]
+    adapters = [p for bank in banks for p in bank.parameters() if p.requires_grad]
+    assert 0 < facts.trained_experts == sum(p.numel() for p in adapters) < facts.trainable
+    whole = trace_micro_batch(LanguageModel(config), 2, TraceOptions(precision="bf16"))
+    assert whole.weight_bytes == facts.weight_bytes * facts.parameters
 
 
 def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:

@@ -95,9 +95,7 @@ def test_adapters_are_resumed_and_merged_with_the_weights_of_their_model_alone(
     config = lm_config(tmp_path, lora=4)
     run = train(config, tmp_path / "run", STEPS // 2)
     moved = move_model(config)
-    with pytest.raises(
-        UserError, match=r"no such folder.*Checkpoints of adapters .*--task lm --model FOLDER"
-    ):
+    with pytest.raises(UserError, match=r"no such folder.*Checkpoints of adapters .*as --model FOLDER"):
         resume(run)
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == UserError.exit_code
     assert "--merge adds adapters to the weights of their model" in capsys.readouterr().err

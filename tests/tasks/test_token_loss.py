@@ -1,0 +1,127 @@
+"""Cross-entropy in chunks against torch's on whole logits: values, gradients, counts, decoders, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from orchestrator.config.settings import Config
+from orchestrator.tasks import token_loss as module
+from orchestrator.tasks.nets import Decoder
+from orchestrator.tasks.synthetic import Synthetic
+from orchestrator.tasks.task import Loss
+from orchestrator.tasks.token_loss import TokenLoss, token_loss
+
+TOKENS = 23
+WIDTH = 5
+VOCABULARY = 11
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four tokens, the last one of three."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * VOCABULARY)
+
+
+def make_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(TOKENS, WIDTH, generator=generator, dtype=dtype) * 3
+    output_VD = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype)
+    targets_T = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden_TD.requires_grad_(), output_VD.requires_grad_(), targets_T
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, factor: float) -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(dtype)
+    found = token_loss(hidden_TD, output_VD, targets_T)
+    found_gradients = torch.autograd.grad(found.sum * factor, (hidden_TD, output_VD))
+    expected = F.cross_entropy(hidden_TD @ output_VD.T, targets_T, reduction="sum")
+    expected_gradients = torch.autograd.grad(expected * factor, (hidden_TD, output_VD))
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.sum, expected, rtol=tolerance, atol=tolerance)
+    for gradient, other in zip(found_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_products_are_those_of_autocast_and_the_loss_is_fp32() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_loss(hidden_TD, output_VD, targets_T).sum
+    gradients = torch.autograd.grad(found, (hidden_TD, output_VD))
+    logits = (hidden_TD.bfloat16() @ output_VD.bfloat16().T).float()
+    expected = F.cross_entropy(logits, targets_T, reduction="sum")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, (hidden_TD, output_VD)), strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, other, rtol=2e-2, atol=2e-2)
+
+
+def test_without_gradients_the_right_guesses_are_counted() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float64)
+    with torch.no_grad():
+        found = token_loss(hidden_TD, output_VD, targets_T)
+        logits = hidden_TD @ output_VD.T
+    assert found.num_correct is not None
+    assert int(found.num_correct) == int((logits.argmax(-1) == targets_T).sum())
+    torch.testing.assert_close(found.sum, F.cross_entropy(logits, targets_T, reduction="sum"))
+
+
+def test_compiled_code_has_the_same_gradients() -> None:
+    hidden_TD, output_VD, targets_T = make_inputs(torch.float64)
+
+    def loss(hidden: Tensor, output: Tensor) -> Tensor:
+        return token_loss(hidden * 2, output, targets_T).sum
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(hidden_TD, output_VD), (hidden_TD, output_VD))
+    expected = torch.autograd.grad(loss(hidden_TD, output_VD), (hidden_TD, output_VD))
+    torch.testing.assert_close(found, expected)
+
+
+# --- decoders
+
+
+def decoder_loss(training: bool) -> tuple[Loss, dict[str, Tensor]]:
+    config = Config.of(width=16, layers=1, sequence_length=6, vocabulary=VOCABULARY, experts=3, samples=8)
+    task = Synthetic(config)
+    model = task.build_model().double().train(training)
+    batch = task.train_data().gather(torch.arange(5))
+    with torch.set_grad_enabled(training):
+        loss = task.loss(model, batch)
+    if training:
+        loss.sum.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_decoder_with_a_large_vocabulary_trains_and_evaluates_alike(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, whole_gradients = decoder_loss(training)
+    monkeypatch.setattr(module, "LARGE_LOGITS", 1)
+    chunked, gradients = decoder_loss(training)
+    torch.testing.assert_close(chunked.sum, whole.sum)
+    assert chunked.count == whole.count
+    # Accuracy over few classes is counted in training too, over whole logits.
+    for name in chunked.metrics:
+        torch.testing.assert_close(chunked.metrics[name], whole.metrics[name])
+    assert training or "accuracy" in chunked.metrics
+    assert gradients.keys() == whole_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, whole_gradients[name], msg=name)
+
+
+def test_a_decoder_returns_logits_without_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE_LOGITS", 1)
+    task = Synthetic(Config.of(width=16, layers=1, sequence_length=6, vocabulary=VOCABULARY, experts=0))
+    model: nn.Module = task.build_model()
+    assert isinstance(model, Decoder)
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    assert isinstance(model(tokens)[0], Tensor)
+    assert isinstance(model(tokens, tokens)[0], TokenLoss)
